@@ -1,0 +1,35 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "LoopScope needs Python 3.11 or newer; run: make PYTHON=python3.12 ..."; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+install: $(STAMP)  ## create .venv and install everything into it
+
+demo: $(STAMP)  ## train, record and evaluate a small looped Transformer
+	$(BIN)/loopscope train demo --out runs/demo
+	$(BIN)/loopscope record runs/demo --split validation
+	$(BIN)/loopscope record runs/demo --split test
+	$(BIN)/loopscope evaluate runs/demo/recordings/validation runs/demo/recordings/test
+
+test: $(STAMP)  ## the quick tests
+	$(BIN)/python -m pytest
+
+test-all: $(STAMP)  ## the quick tests and the long ones
+	$(BIN)/python -m pytest -m ''
+
+check: $(STAMP)  ## linter, formatter, type checker, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: help install demo test test-all check

@@ -1,0 +1,114 @@
+"""How are settings read? TOML or JSON into frozen structs, strictly: an unknown key or a wrong type is an error.
+
+Defaults < preset or file < `--set a.b=c`. Each component keeps its own settings struct beside it; this module
+only knows how to fill one.
+"""
+
+import hashlib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from loopscope.errors import UserError
+
+T = TypeVar("T")
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every settings struct."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}; give the path of a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from None
+
+
+def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """`values` with each `a.b=c` of `assignments` set; c is read as TOML, or as text where it is not TOML."""
+    result = _copy(values)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"'--set {assignment}' is not of the form a.b=c; write for instance --set training.seed=1.")
+        *tables, name = key.strip().split(".")
+        table = result
+        for part in tables:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise UserError(f"'--set {assignment}': {part} is a value, not a table.")
+        table[name] = _toml_value(text.strip())
+    return result
+
+
+def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
+    """`values` as a `kind`; what does not fit is named with its key and `source`."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{source}: {_sentence(error)}") from None
+
+
+def read_json(kind: type[T], path: Path, what: str) -> T:
+    """The JSON file at `path` as a `kind`; `what` names it in errors."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise UserError(f"There is no {what} at {path}.") from None
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: {_sentence(error)}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a readable {what}: {error}.") from None
+
+
+def to_json(value: object) -> bytes:
+    """Indented JSON that ends in a newline; the same value gives the same bytes."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+
+
+def plain(value: object) -> Any:
+    """`value` as dicts, lists, numbers and text only."""
+    return msgspec.to_builtins(value)
+
+
+def digest(value: object) -> str:
+    """A hash of the content of `value`, whatever the order of its keys."""
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The dotted keys at which two nested mappings differ."""
+    found = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentence(error: msgspec.ValidationError) -> str:
+    """msgspec says `Expected ... - at `$.task.modulus``; say the key first."""
+    message, _, where = str(error).partition(" - at `$")
+    key = where.rstrip("`").lstrip(".")
+    message = message.rstrip(".").replace("Object", "the table").replace("contains unknown field", "has an unknown key")
+    return f"{key}: {message}." if key else f"{message}."

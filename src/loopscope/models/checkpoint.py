@@ -1,0 +1,109 @@
+"""How is a model saved and loaded? `config.json` and safetensors in a folder, one file or sharded, no code from it.
+
+LoopScope's own checkpoints say `"model_type": "loopscope"` and keep the settings of the run that made them, so that a
+run's folder is its checkpoint. Ouro checkpoints are read in the layout in which they are published.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from loopscope.config import read_json
+from loopscope.errors import UserError
+from loopscope.models.ouro import Ouro, read_ouro_config
+from loopscope.models.protocol import LoopedModel
+from loopscope.models.transformer import LoopedTransformer, TransformerSettings
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class ModelType(msgspec.Struct, frozen=True):
+    model_type: str
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The `config.json` of LoopScope's own checkpoints."""
+
+    model_type: str = "loopscope"
+    schema_version: int = 1
+    vocab_size: int
+    block_size: int
+    model: TransformerSettings
+    run: dict[str, Any]  # the settings of the run that trained it
+
+
+class ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def load_model(folder: str | Path, device: str | torch.device = "cpu") -> LoopedModel:
+    """The model in `folder`, LoopScope's own or Ouro's, ready to be evaluated."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise UserError(f"There is no folder {path}; give the folder of a checkpoint.")
+    if not (path / CONFIG).is_file():
+        raise UserError(f"{path} is not a checkpoint: it has no {CONFIG}.")
+    kind = read_json(ModelType, path / CONFIG, "model configuration").model_type
+    if kind not in _BUILDERS:
+        raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {' and '.join(_BUILDERS)}.")
+    with torch.device("meta"):
+        model = _BUILDERS[kind](path)
+    _fill(model, path, device)
+    return model.eval().requires_grad_(False)
+
+
+def read_checkpoint_config(folder: Path) -> CheckpointConfig:
+    return read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")
+
+
+def _own(folder: Path) -> LoopedModel:
+    config = read_checkpoint_config(folder)
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"The run in {folder} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`.")
+    return LoopedTransformer(config.model, config.vocab_size, config.block_size)
+
+
+def _ouro(folder: Path) -> LoopedModel:
+    return Ouro(read_ouro_config(folder))
+
+
+_BUILDERS = {"loopscope": _own, "ouro": _ouro}
+
+
+def _fill(model: LoopedModel, folder: Path, device: str | torch.device) -> None:
+    """Gives `model` the tensors of `folder`, each read once and straight to its place."""
+    wanted = model.state_dict()
+    found: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt", device=str(device)) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+                    found[name] = tensors.get_tensor(name)
+        except (SafetensorError, FileNotFoundError) as error:
+            raise UserError(f"{file} cannot be read ({error}); fetch or make it again.") from None
+    if "lm_head.weight" in wanted and getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        found["lm_head.weight"] = found.get("model.embed_tokens.weight", torch.empty(0))
+    for name, tensor in wanted.items():
+        if name not in found:
+            raise UserError(f"The checkpoint in {folder} has no tensor '{name}'.")
+        if found[name].shape != tensor.shape:
+            have, need = list(found[name].shape), list(tensor.shape)
+            raise UserError(f"In {folder} the tensor '{name}' has shape {have}, the configuration asks for {need}.")
+    if surplus := sorted(set(found) - set(wanted)):
+        raise UserError(f"The checkpoint in {folder} has a tensor that its configuration does not know: '{surplus[0]}'.")
+    model.load_state_dict(found, assign=True)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        index = read_json(ShardIndex, folder / INDEX, "shard index")
+        return [folder / name for name in sorted(set(index.weight_map.values()))]
+    raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} is there.")

@@ -1,0 +1,169 @@
+"""Ouro, the looped language model, in native PyTorch and in the parameter names of its checkpoints.
+
+Sandwich-norm layers with rotary attention and SwiGLU; after every loop the final norm is applied, and that normed
+state feeds the gate, the LM head and the next loop. So the pooled state r_t is the normed state itself.
+
+Shapes: B rows, M tokens, D width, V vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopscope.config import read_json
+from loopscope.errors import UserError
+from loopscope.models.attention import causal_attention, rotary_angles, rotate
+from loopscope.models.protocol import LoopedModel, LoopState, at_positions, begin_state
+
+
+class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of `config.json` that the network depends on; others are ignored, unsupported values refused."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    total_ut_steps: int
+    tie_word_embeddings: bool
+    hidden_act: Literal["silu"]
+    head_dim: int | None = None
+    attention_bias: Literal[False] | None = None
+    use_sliding_window: Literal[False] | None = None
+    rope_scaling: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_scaling and self.rope_scaling.get("rope_type", self.rope_scaling.get("type")) != "default":
+            raise ValueError("rope_scaling is not supported, it must be null")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "total_ut_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+
+def read_ouro_config(folder: Path) -> OuroConfig:
+    return read_json(OuroConfig, folder / "config.json", "Ouro configuration")
+
+
+class Ouro(LoopedModel):
+    def __init__(self, config: OuroConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_loops = config.total_ut_steps
+        self.model = Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def begin(self, tokens: Tensor, lengths: Tensor | None = None) -> LoopState:
+        if tokens.shape[1] > self.config.max_position_embeddings:
+            raise UserError(
+                f"The text has {tokens.shape[1]} tokens, the model takes {self.config.max_position_embeddings}."
+            )
+        return begin_state(self.model.embed_tokens(tokens), lengths)
+
+    def step(self, state: LoopState) -> LoopState:
+        hidden = state.hidden
+        rotary = rotary_angles(self.config.head_width, hidden.shape[1], self.config.rope_theta, hidden.device)
+        for layer in self.model.layers:
+            hidden = layer(hidden, rotary)
+        return LoopState(self.model.norm(hidden), state.lengths, state.loop + 1)
+
+    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        return at_positions(state.hidden, positions)
+
+    def predict(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.lm_head(self.pooled(state, positions))
+        return logits
+
+    def halt(self, state: LoopState, positions: Tensor | None = None) -> Tensor | None:
+        """In float32 whatever the model's precision: in bf16 the exit CDF would round to 1 too early."""
+        gate = self.model.early_exit_gate
+        pooled = self.pooled(state, positions).float()
+        return F.linear(pooled, gate.weight.float(), gate.bias.float()).squeeze(-1)
+
+
+class Backbone(nn.Module):
+    def __init__(self, config: OuroConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config)
+        self.early_exit_gate = nn.Linear(config.hidden_size, 1)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: OuroConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config)
+        self.input_layernorm_2 = RMSNorm(config)
+        self.post_attention_layernorm = RMSNorm(config)
+        self.post_attention_layernorm_2 = RMSNorm(config)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), rotary))
+        out: Tensor = hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self, config: OuroConfig) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        inner, shared = config.num_attention_heads * self.head_width, config.num_key_value_heads * self.head_width
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, shared, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        rows, length, _ = hidden.shape
+        cos, sin = (angle.to(hidden.dtype) for angle in rotary)
+        query, key, value = (
+            projection(hidden).view(rows, length, -1, self.head_width).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, config: OuroConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return out
+
+
+class RMSNorm(nn.Module):
+    """Computed in float32, whatever the model's precision."""
+
+    def __init__(self, config: OuroConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)

@@ -1,0 +1,150 @@
+"""The paper's looped Transformer: a few pre-norm layers, applied again and again, one head for every loop.
+
+h_t = block(h_{t-1}), without a norm between the loops. The pooled state is r_t = LayerNorm(h_t) at the position that
+is read, the same final norm for all loops; the tied head and the gate both read r_t. Attention is causal.
+
+Shapes: B rows, M tokens, D width, V vocabulary.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopscope.config import Settings
+from loopscope.errors import UserError
+from loopscope.models.attention import causal_attention, rotary_angles, rotate
+from loopscope.models.gates import Gate, GateKind
+from loopscope.models.protocol import LoopedModel, LoopState, at_positions, begin_state
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+_ROTARY_BASE = 10_000.0
+
+
+class TransformerSettings(Settings, frozen=True, kw_only=True):
+    """Defaults are the paper's."""
+
+    layers: Count = 4
+    heads: Count = 4
+    width: Count = 512
+    loops: Count = 6
+    block_size: Count | None = None  # None: as many positions as the task needs
+    bias: bool = True
+    gate: GateKind = "none"
+    positions: Literal["rotary", "learned"] = "rotary"
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or (self.positions == "rotary" and self.width // self.heads % 2):
+            raise ValueError(f"width {self.width} does not divide into {self.heads} heads of an even width")
+
+
+class LoopedTransformer(LoopedModel):
+    def __init__(self, settings: TransformerSettings, vocab_size: int, block_size: int) -> None:
+        super().__init__()
+        self.num_loops = settings.loops
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.embedding = nn.Embedding(vocab_size, settings.width)
+        self.position = nn.Embedding(block_size, settings.width) if settings.positions == "learned" else None
+        self.block = nn.ModuleList(Layer(settings) for _ in range(settings.layers))
+        self.norm = nn.LayerNorm(settings.width, bias=settings.bias)
+        self.gate = None if settings.gate == "none" else Gate(settings.gate, settings.width)
+        self.head_width = settings.width // settings.heads
+        self._initialise(settings.layers)
+
+    def _initialise(self, layers: int) -> None:
+        """std 1/sqrt(fan_in) at every width: GPT-2's fixed 0.02 is far too small for a width of 64."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
+        for layer in self.block:
+            assert isinstance(layer, Layer)
+            for residual in (layer.attention_out, layer.mlp_out):
+                residual.weight.data /= math.sqrt(2 * layers)
+
+    def begin(self, tokens: Tensor, lengths: Tensor | None = None) -> LoopState:
+        if tokens.shape[1] > self.block_size:
+            raise UserError(
+                f"The examples have {tokens.shape[1]} tokens, but the model's block size is {self.block_size}; "
+                "nothing is cut off, so choose shorter examples or a model with a larger block size."
+            )
+        hidden = self.embedding(tokens)
+        if self.position is not None:
+            hidden = hidden + self.position.weight[: tokens.shape[1]]
+        return begin_state(hidden, lengths)
+
+    def step(self, state: LoopState) -> LoopState:
+        hidden = state.hidden
+        rotary = None
+        if self.position is None:
+            rotary = rotary_angles(self.head_width, hidden.shape[1], _ROTARY_BASE, hidden.device)
+        for layer in self.block:
+            hidden = layer(hidden, rotary)
+        return LoopState(hidden, state.lengths, state.loop + 1)
+
+    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        normed: Tensor = self.norm(at_positions(state.hidden, positions))
+        return normed
+
+    def predict(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        return F.linear(self.pooled(state, positions), self.embedding.weight)
+
+    def halt(self, state: LoopState, positions: Tensor | None = None) -> Tensor | None:
+        if self.gate is None:
+            return None
+        logit: Tensor = self.gate(self.pooled(state, positions))
+        return logit
+
+
+class Layer(nn.Module):
+    """z = h + attention(LN(h)); h = z + MLP(LN(z))."""
+
+    def __init__(self, settings: TransformerSettings) -> None:
+        super().__init__()
+        width, bias = settings.width, settings.bias
+        self.heads = settings.heads
+        self.attention_norm = nn.LayerNorm(width, bias=bias)
+        self.attention_in = nn.Linear(width, 3 * width, bias=bias)
+        self.attention_out = nn.Linear(width, width, bias=bias)
+        self.mlp_norm = nn.LayerNorm(width, bias=bias)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=bias)
+        self.mlp_out = nn.Linear(4 * width, width, bias=bias)
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        rows, length, width = hidden.shape
+        heads = self.attention_in(self.attention_norm(hidden)).view(rows, length, 3 * self.heads, -1).transpose(1, 2)
+        query, key, value = heads.chunk(3, dim=1)
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        mixed = causal_attention(query, key, value).transpose(1, 2).reshape(rows, length, width)
+        hidden = hidden + self.attention_out(mixed)
+        out: Tensor = hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
+        return out
+
+
+def parameter_count(settings: TransformerSettings, vocab_size: int, block_size: int) -> int:
+    """The number of parameters in closed form."""
+    width, bias = settings.width, int(settings.bias)
+    layer = 12 * width**2 + bias * 9 * width + 2 * (1 + bias) * width
+    gate = {"none": 0, "linear": width + 1, "mlp": width * width + width + width + 1}[settings.gate]
+    position = block_size * width if settings.positions == "learned" else 0
+    return settings.layers * layer + (1 + bias) * width + vocab_size * width + position + gate
+
+
+def training_flops(settings: TransformerSettings, vocab_size: int, tokens: int, rows: int) -> float:
+    """Multiply-adds x 2 of one training step (forward and backward), for an estimate of its time."""
+    layer = 2 * tokens * 12 * settings.width**2 + 4 * tokens * (tokens / rows) * settings.width
+    head = 2 * rows * settings.width * vocab_size
+    return 3.0 * settings.loops * (settings.layers * layer + head)
+
+
+def training_bytes(settings: TransformerSettings, tokens: int, rows: int) -> float:
+    """A rough size of the activations that one training step keeps, in float32."""
+    per_token = 20 * settings.width + 3 * settings.heads * tokens / rows
+    return 4.0 * settings.loops * settings.layers * tokens * per_token
