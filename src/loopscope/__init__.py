@@ -1,1 +1,43 @@
-"""LoopScope."""
+"""LoopScope: is the trajectory to blame, or the readout? Adaptive depth in looped Transformers.
+
+The names below are the public interface. Each is imported when it is first used, so that `import loopscope` and
+`loopscope --help` stay quick, and work on recordings never loads PyTorch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loopscope.errors import UserError as UserError
+    from loopscope.exits import READOUTS as READOUTS
+    from loopscope.exits import ExitPolicy as ExitPolicy
+    from loopscope.exits import Frontier as Frontier
+    from loopscope.exits import signal as signal
+    from loopscope.exits import sweep as sweep
+    from loopscope.models import load_model as load_model
+    from loopscope.trajectory import Trajectory as Trajectory
+
+_HOMES = {
+    "ExitPolicy": "loopscope.exits",
+    "Frontier": "loopscope.exits",
+    "READOUTS": "loopscope.exits",
+    "Trajectory": "loopscope.trajectory",
+    "UserError": "loopscope.errors",
+    "load_model": "loopscope.models",
+    "signal": "loopscope.exits",
+    "sweep": "loopscope.exits",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'loopscope' has no attribute '{name}'")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.config import read_json, to_json
+from loopscope.config import digest, read_json, to_json
 from loopscope.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -52,6 +52,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     contents: dict[str, Any]
     provenance: dict[str, Any]
     files: dict[str, FileEntry]
+    digest: str = ""  # of all of the above
+
+    def seal(self) -> str:
+        return digest(msgspec.structs.replace(self, digest=""))
 
 
 def loopscope_version() -> str:
@@ -130,16 +134,14 @@ def write_manifest(
         for file in sorted(folder.iterdir())
         if file.name != MANIFEST
     }
-    write_json(
-        folder / MANIFEST,
-        Manifest(
-            kind=kind,
-            schema_version=schema_version,
-            contents=dict(contents),
-            provenance={"loopscope": loopscope_version(), **provenance},
-            files=files,
-        ),
+    manifest = Manifest(
+        kind=kind,
+        schema_version=schema_version,
+        contents=dict(contents),
+        provenance={"loopscope": loopscope_version(), **provenance},
+        files=files,
     )
+    write_json(folder / MANIFEST, msgspec.structs.replace(manifest, digest=manifest.seal()))
 
 
 def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
@@ -156,6 +158,8 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
             f"{folder} has schema version {manifest.schema_version}, this LoopScope reads {schema_version}; "
             f"make the {kind} again."
         )
+    if manifest.seal() != manifest.digest:
+        raise UserError(f"{folder / MANIFEST} was altered; make the {kind} again.")
     for name, entry in manifest.files.items():
         _check(folder / name, entry, kind)
     return manifest
@@ -167,7 +171,11 @@ def create_tensors(path: Path, layout: Mapping[str, tuple[tuple[int, ...], Any]]
     offset = 0
     for name, (shape, dtype) in layout.items():
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        header[name] = {"dtype": _NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {
+            "dtype": _NAMES[np.dtype(dtype)],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)

@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-Advance = Callable[[int, str], None]
-"""`advance(done, note)`: how much of the total is done by now, and a few words on the state of the work."""
+Advance = Callable[[int, int, str], None]
+"""`advance(done, total, note)`: how much of the work is done by now, and a few words on its state."""
 
 
-def silent(done: int, note: str) -> None:
+def silent(done: int, total: int, note: str) -> None:
     """The `Advance` of work that nobody watches."""
 
 
 @contextmanager
-def track(title: str, total: int, start: int = 0, stream: TextIO | None = None) -> Iterator[Advance]:
+def track(title: str, stream: TextIO | None = None) -> Iterator[Advance]:
     """Shows progress with the time left on `stream` (stderr by default) while the work runs."""
     out = stream or sys.stderr
     if out.isatty():
-        yield from _bar(title, total, start, out)
+        yield from _bar(title, out)
     else:
-        yield _log_lines(title, total, start, out)
+        yield _log_lines(title, out)
 
 
-def _bar(title: str, total: int, start: int, out: TextIO) -> Iterator[Advance]:
+def _bar(title: str, out: TextIO) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -36,21 +36,23 @@ def _bar(title: str, total: int, start: int, out: TextIO) -> Iterator[Advance]:
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=Console(file=out)) as bar:
-        task = bar.add_task(title, total=total, completed=start, note="")
-        yield lambda done, note: bar.update(task, completed=done, note=note)
+        task = bar.add_task(title, total=None, note="")
+        yield lambda done, total, note: bar.update(task, completed=done, total=total, note=note)
 
 
-def _log_lines(title: str, total: int, start: int, out: TextIO, every: float = 10.0) -> Advance:
-    began = last = time.monotonic()
+def _log_lines(title: str, out: TextIO, every: float = 10.0) -> Advance:
+    first: tuple[float, int] | None = None  # when the work began to be watched, and how much was done then
+    last = time.monotonic()
 
-    def advance(done: int, note: str) -> None:
-        nonlocal last
+    def advance(done: int, total: int, note: str) -> None:
+        nonlocal first, last
         now = time.monotonic()
+        first = first or (now, done)
         if done < total and now - last < every:
             return
         last = now
-        left = (now - began) / max(done - start, 1) * (total - done)
-        out.write(f"{title}: {done}/{total}, {clock(left)} left. {note}\n")
+        left = (now - first[0]) / max(done - first[1], 1) * (total - done)
+        out.write(f"{title}: {done:,}/{total:,}, {clock(left)} left. {note}\n")
         out.flush()
 
     return advance

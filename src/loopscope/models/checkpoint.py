@@ -65,7 +65,9 @@ def read_checkpoint_config(folder: Path) -> CheckpointConfig:
 def _own(folder: Path) -> LoopedModel:
     config = read_checkpoint_config(folder)
     if not (folder / WEIGHTS).is_file():
-        raise UserError(f"The run in {folder} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`.")
+        raise UserError(
+            f"The run in {folder} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`."
+        )
     return LoopedTransformer(config.model, config.vocab_size, config.block_size)
 
 
@@ -96,7 +98,9 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device) -> None:
             have, need = list(found[name].shape), list(tensor.shape)
             raise UserError(f"In {folder} the tensor '{name}' has shape {have}, the configuration asks for {need}.")
     if surplus := sorted(set(found) - set(wanted)):
-        raise UserError(f"The checkpoint in {folder} has a tensor that its configuration does not know: '{surplus[0]}'.")
+        raise UserError(
+            f"The checkpoint in {folder} has a tensor that its configuration does not know: '{surplus[0]}'."
+        )
     model.load_state_dict(found, assign=True)
 
 

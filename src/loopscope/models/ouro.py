@@ -125,7 +125,10 @@ class Attention(nn.Module):
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
         self.head_width = config.head_width
-        inner, shared = config.num_attention_heads * self.head_width, config.num_key_value_heads * self.head_width
+        inner, shared = (
+            config.num_attention_heads * self.head_width,
+            config.num_key_value_heads * self.head_width,
+        )
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, shared, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)

@@ -44,10 +44,10 @@ class LoopState:
 
 @dataclass(frozen=True)
 class Loops:
-    """Everything a model says at every loop and token."""
+    """What a model says at every loop: at every token, or (without the M) at one position a row."""
 
     logits: Tensor  # [T, B, M, V]
-    hidden: Tensor  # [T, B, M, D] as the head reads it
+    hidden: Tensor  # [T, B, M, D] the pooled states, as the head reads them
     gate_logits: Tensor | None  # [T, B, M]
 
 
@@ -77,15 +77,24 @@ class LoopedModel(nn.Module):
     def halt(self, state: LoopState, positions: Tensor | None = None) -> Tensor | None:
         """Halt logits [B] at one position a row, or [B, M] at all; None without a gate."""
 
-    def loops(self, tokens: Tensor, lengths: Tensor | None = None, num_loops: int | None = None) -> Loops:
-        """Logits, pooled states and halt logits at every token of every loop. Padding positions hold no meaning."""
+    def loops(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        num_loops: int | None = None,
+        positions: Tensor | None = None,
+    ) -> Loops:
+        """Logits, pooled states and halt logits of every loop, at every token or at one position a row.
+
+        At every token the entries of padding hold no meaning.
+        """
         state = self.begin(tokens, lengths)
         logits, hidden, gates = [], [], []
         for _ in range(num_loops or self.num_loops):
             state = self.step(state)
-            logits.append(self.predict(state))
-            hidden.append(self.pooled(state))
-            gates.append(self.halt(state))
+            logits.append(self.predict(state, positions))
+            hidden.append(self.pooled(state, positions))
+            gates.append(self.halt(state, positions))
         halting = [gate for gate in gates if gate is not None]
         return Loops(torch.stack(logits), torch.stack(hidden), torch.stack(halting) if halting else None)
 

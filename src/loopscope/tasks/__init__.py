@@ -7,4 +7,15 @@ from loopscope.tasks.parity import Parity
 
 TASKS: dict[str, type[Task]] = {"mano": Mano, "parity": Parity}
 
-__all__ = ["SPLITS", "TASKS", "Draws", "Examples", "Mano", "Parity", "Task", "fingerprints", "overlap", "seen"]
+__all__ = [
+    "SPLITS",
+    "TASKS",
+    "Draws",
+    "Examples",
+    "Mano",
+    "Parity",
+    "Task",
+    "fingerprints",
+    "overlap",
+    "seen",
+]

@@ -5,6 +5,7 @@ the answer marker: the model's prediction is read there, and only there is a los
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -43,9 +44,16 @@ class Examples:
         longest = int(lengths.max(initial=1))
         return type(self)(self.tokens[rows, :longest], lengths, self.labels[rows], self.difficulty[rows])
 
+    def same_length_batches(self, size: int) -> Iterator[Integers]:
+        """Rows of at most `size` examples of one length, shortest first: batches without padding."""
+        order = np.argsort(self.lengths, kind="stable")
+        for group in np.split(order, np.flatnonzero(np.diff(self.lengths[order])) + 1):
+            for start in range(0, len(group), size):
+                yield group[start : start + size]
 
-class Task(Settings, frozen=True, kw_only=True):
-    """A task's settings and its generator."""
+
+class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
+    """A task's settings and its generator; in a file, `name` says which task it is."""
 
     train_examples: Annotated[int, msgspec.Meta(ge=0)]  # 0: drawn online, new ones at every step
     validation_examples: Count = 50_000

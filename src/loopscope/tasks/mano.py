@@ -9,7 +9,7 @@ Tokens: 0..modulus-1 are the numbers, then the operators, then begin and the ans
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -20,8 +20,7 @@ from loopscope.tasks.draws import Draws, Integers
 _APPLY = {"+": np.add, "-": np.subtract, "*": np.multiply}
 
 
-class Mano(Task, frozen=True, kw_only=True):
-    name: Literal["mano"] = "mano"
+class Mano(Task, frozen=True, kw_only=True, tag="mano"):
     modulus: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 23
     operators: str = "+-*"
     max_operations: Count = 10

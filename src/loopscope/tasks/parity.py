@@ -4,7 +4,7 @@ Difficulty is the number of bits. A row is `begin, bits, answer marker`; the tok
 Training examples are drawn online by default, balanced over lengths.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -15,8 +15,7 @@ from loopscope.tasks.draws import Draws, Integers
 _BEGIN, _ANSWER = 2, 3
 
 
-class Parity(Task, frozen=True, kw_only=True):
-    name: Literal["parity"] = "parity"
+class Parity(Task, frozen=True, kw_only=True, tag="parity"):
     max_bits: Count = 40
     train_examples: Annotated[int, msgspec.Meta(ge=0)] = 0
 

@@ -1,0 +1,148 @@
+"""Which signals does a trajectory expose? One number for every example and loop.
+
+Confidence: entropy, top1, margin. Convergence: kl, logit_change, hidden_change, hidden_cosine, which compare a loop
+with the one before and are NaN at loop 1. Learned: gate, the exit CDF. All are causal (the value at loop t uses loops
+<= t only; the convergence signals look back one loop) and computed in float64: near convergence, float32 would leave
+only rounding noise of a KL or an entropy. A missing class (-inf) counts in none of them.
+
+Shapes: N examples, T loops, V classes, D width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.errors import UserError
+from loopscope.trajectory import Trajectory
+
+Array = NDArray[Any]
+Signal = NDArray[np.float64]
+
+_CHUNK = 1 << 17
+"""Numbers that are worked on at a time, so that they stay in the cache."""
+
+
+def signal(name: str, trajectory: Trajectory) -> Signal:
+    """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
+    if name not in SIGNALS:
+        raise UserError(f"There is no signal '{name}'; choose one of {', '.join(SIGNALS)}.")
+    if name in trajectory.signals:
+        return np.asarray(trajectory.signals[name], dtype=np.float64)
+    if name not in trajectory.computed:
+        source, compute = SIGNALS[name]
+        values = getattr(trajectory, source)
+        if values is None:
+            raise UserError(_MISSING[source].format(name=name))
+        result = _by_chunks(compute, values)
+        result.flags.writeable = False
+        trajectory.computed[name] = result
+    return trajectory.computed[name]
+
+
+def entropy(logits: Array) -> Signal:
+    log_p = _log_softmax(logits)
+    p = np.exp(log_p)
+    return _nonnegative(-np.einsum("...v,...v->...", p, _present(log_p)))
+
+
+def top1(logits: Array) -> Signal:
+    return np.exp(_log_softmax(logits).max(axis=-1))
+
+
+def margin(logits: Array) -> Signal:
+    """The largest logit minus the second-largest."""
+    two = np.partition(logits, logits.shape[-1] - 2, axis=-1)[..., -2:]
+    return two[..., 1].astype(np.float64) - two[..., 0]
+
+
+def kl(logits: Array) -> Signal:
+    """KL(p_t || p_{t-1})."""
+    log_p = _log_softmax(logits)
+    p = np.exp(log_p[:, 1:])
+    log_p = _present(log_p)
+    return _from_loop_2(_nonnegative(np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])))
+
+
+def logit_change(logits: Array) -> Signal:
+    return hidden_change(_present(logits))
+
+
+def hidden_change(hidden: Array) -> Signal:
+    step = hidden[:, 1:].astype(np.float64) - hidden[:, :-1]
+    return _from_loop_2(_norm(step))
+
+
+def hidden_cosine(hidden: Array) -> Signal:
+    """1 - cos(r_t, r_{t-1})."""
+    states = hidden.astype(np.float64)
+    norms = _norm(states)
+    products = np.einsum("ntd,ntd->nt", states[:, 1:], states[:, :-1])
+    scale = np.maximum(norms[:, 1:] * norms[:, :-1], np.finfo(np.float64).tiny)
+    return _from_loop_2(_nonnegative(1.0 - products / scale))
+
+
+def exit_cdf(gate_logits: Array) -> Signal:
+    """The probability of having exited by loop t; all that is left exits at T, and not a bit of it before.
+
+    Before T the CDF is below 1 however large the halt logits are; where float64 would round it up, it stays just
+    below, so that a threshold of 1 means loop T.
+    """
+    going_on = -np.logaddexp(0.0, gate_logits[:, :-1].astype(np.float64))
+    cdf = np.ones(gate_logits.shape)
+    cdf[:, :-1] = np.minimum(-np.expm1(going_on.cumsum(axis=1)), np.nextafter(1.0, 0.0))
+    return cdf
+
+
+SIGNALS: dict[str, tuple[str, Callable[[Array], Signal]]] = {
+    "gate": ("gate_logits", exit_cdf),
+    "entropy": ("logits", entropy),
+    "top1": ("logits", top1),
+    "margin": ("logits", margin),
+    "kl": ("logits", kl),
+    "logit_change": ("logits", logit_change),
+    "hidden_change": ("hidden", hidden_change),
+    "hidden_cosine": ("hidden", hidden_cosine),
+}
+"""What each signal is computed from, and how."""
+
+_MISSING = {
+    "gate_logits": "The recording has no gate logits: its model has no gate, so the readout '{name}' cannot be used.",
+    "logits": "The recording has no logits and no recorded signal '{name}'.",
+    "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden.",
+}
+
+
+def _by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
+    rows, loops = values.shape[:2]
+    size = max(1, _CHUNK * rows // max(values.size, 1))
+    result = np.empty((rows, loops))
+    for start in range(0, rows, size):
+        result[start : start + size] = compute(values[start : start + size])
+    return result
+
+
+def _log_softmax(logits: Array) -> Signal:
+    shifted = logits.astype(np.float64)
+    shifted -= shifted.max(axis=-1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
+
+
+def _present(values: Array) -> Array:
+    """0 for a missing class: its probability is 0 at every loop, so it adds nothing."""
+    missing = np.isneginf(values)
+    return np.where(missing, 0.0, values) if missing.any() else values
+
+
+def _norm(vectors: Signal) -> Signal:
+    return np.sqrt(np.einsum("ntd,ntd->nt", vectors, vectors))
+
+
+def _nonnegative(values: Signal) -> Signal:
+    return np.maximum(values, 0.0)
+
+
+def _from_loop_2(changes: Signal) -> Signal:
+    return np.concatenate((np.full((len(changes), 1), np.nan), changes), axis=1)

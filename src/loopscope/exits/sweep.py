@@ -1,0 +1,144 @@
+"""What does a readout trade? Its threshold swept over a grid: accuracy against average loops, the frontier.
+
+The grid is fixed on calibration data and applied to evaluation data. A sweep is one pass: under a threshold rule the
+exit of an example moves to a later loop only where the threshold passes the running maximum (or minimum) of its signal,
+so counting those crossings gives every point of the curve exactly.
+
+Shapes: N examples, T loops, G thresholds.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from loopscope.errors import UserError
+from loopscope.exits.readouts import READOUTS, ExitPolicy, accuracy_and_loops, readout_kind
+from loopscope.exits.signals import SIGNALS, signal
+from loopscope.trajectory import Trajectory
+
+Curve = NDArray[np.float64]
+
+QUANTILES = np.linspace(0.005, 0.995, 51)
+GATE_GRID = np.linspace(0.01, 1.0, 100)
+EVALUATION_SPLITS = ("test", "extrapolation")
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """One threshold of a frontier, on both data sets."""
+
+    policy: ExitPolicy
+    accuracy: float
+    average_loops: float
+    calibration_accuracy: float
+    calibration_average_loops: float
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """A readout's curve, [G] each, in the order of its threshold grid."""
+
+    readout: str
+    thresholds: Curve
+    accuracy: Curve
+    average_loops: Curve
+    calibration_accuracy: Curve
+    calibration_average_loops: Curve
+
+    def depth_at(self, accuracy: float) -> float | None:
+        """D@X: the least average depth on the evaluation curve that reaches this accuracy, or None."""
+        reached = self.average_loops[self.accuracy >= accuracy]
+        return float(reached.min()) if len(reached) else None
+
+    def select(self) -> OperatingPoint:
+        """The point chosen on calibration data: the highest accuracy, ties to fewer loops."""
+        best = int(np.lexsort((self.calibration_average_loops, -self.calibration_accuracy))[0])
+        threshold = float(self.thresholds[best])
+        return OperatingPoint(
+            ExitPolicy(self.readout, None if np.isnan(threshold) else threshold),
+            float(self.accuracy[best]),
+            float(self.average_loops[best]),
+            float(self.calibration_accuracy[best]),
+            float(self.calibration_average_loops[best]),
+        )
+
+
+def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory) -> Frontier:
+    """The frontier of a readout whose thresholds come from `calibration`, on `evaluation`."""
+    check_calibration(calibration, evaluation)
+    thresholds = grid(readout, calibration)
+    accuracy, loops = curve(readout, thresholds, evaluation)
+    calibration_accuracy, calibration_loops = curve(readout, thresholds, calibration)
+    return Frontier(readout, thresholds, accuracy, loops, calibration_accuracy, calibration_loops)
+
+
+def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
+    """Refuses what would make a result look better than it is."""
+    if calibration.split is not None and calibration.split.lower() in EVALUATION_SPLITS:
+        raise UserError(
+            f"The calibration recording is of the {calibration.split} split; thresholds must not be chosen on data "
+            "that is for evaluation: record the validation split and calibrate on that."
+        )
+    if calibration.same_data(evaluation):
+        raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
+    if calibration.num_loops != evaluation.num_loops:
+        raise UserError(
+            f"The calibration recording has {calibration.num_loops} loops, the evaluation recording "
+            f"{evaluation.num_loops}; both must come from the same model."
+        )
+
+
+def grid(readout: str, calibration: Trajectory) -> Curve:
+    """The thresholds of a readout: quantiles of its calibration signal over all loops, or a grid that needs no data."""
+    kind = readout_kind(readout)
+    if kind == "oracle":
+        return np.array([np.nan])
+    if kind == "depth":
+        return np.arange(1.0, calibration.num_loops + 1)
+    values = signal(readout, calibration)
+    if readout == "gate":
+        return GATE_GRID
+    values = values[~np.isnan(values)]
+    if not len(values):
+        raise UserError(f"The calibration recording has one loop only, so '{readout}' has no values to calibrate on.")
+    return np.quantile(np.sort(values), QUANTILES)  # the same as unsorted, in half the time
+
+
+def available(readout: str, trajectory: Trajectory) -> bool:
+    """Whether the recording holds what the readout needs."""
+    if readout not in SIGNALS or readout in trajectory.signals:
+        return readout in READOUTS
+    return getattr(trajectory, SIGNALS[readout][0]) is not None
+
+
+def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[Curve, Curve]:
+    """Accuracy [G] and average loops [G] of a readout at every threshold, exactly as the policy would exit."""
+    kind, points = readout_kind(readout), np.asarray(thresholds, dtype=np.float64)
+    if kind == "oracle":
+        point = accuracy_and_loops(ExitPolicy("oracle"), trajectory)
+        return np.array(point[:1]), np.array(point[1:])
+    if kind == "depth":
+        return trajectory.correct.mean(axis=0)[points.astype(int) - 1], points.copy()
+    order = np.argsort(points if kind == "above" else -points)
+    crossed = crossings(readout, points[order], trajectory)
+    right = trajectory.correct.astype(np.int8)
+    size = len(points) + 1
+    later = np.bincount(crossed.ravel(), minlength=size)[:-1].cumsum()
+    gained = np.bincount(crossed.ravel(), np.diff(right, axis=1).ravel(), minlength=size)[:-1].cumsum()
+    accuracy, loops = np.empty_like(points), np.empty_like(points)
+    accuracy[order] = (right[:, 0].sum(dtype=np.int64) + gained) / len(right)
+    loops[order] = (len(right) + later) / len(right)
+    return accuracy, loops
+
+
+def crossings(readout: str, thresholds: Curve, trajectory: Trajectory) -> NDArray[np.int64]:
+    """[N, T-1] how many of the thresholds (laxest first) have let an example exit by each loop before the last.
+
+    Threshold g sends it past loop t exactly if this number is at most g.
+    """
+    values, points = signal(readout, trajectory)[:, :-1], thresholds
+    if readout_kind(readout) == "below":
+        values, points = -values, -points
+    reached = np.fmax.accumulate(values, axis=1)
+    return np.searchsorted(points, np.where(np.isnan(reached), -np.inf, reached), side="right")

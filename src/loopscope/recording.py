@@ -1,0 +1,193 @@
+"""How does a checkpoint become a recording? Every example of a split through every loop, straight to disk.
+
+Examples run in batches of one length, so nothing is padded. Hidden states are large: unless they are asked for, only
+the signals that need them are kept. Logits can be left out the same way.
+
+Shapes: N examples, T loops, B rows of a batch, V classes, D width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, create_tensors, sha256, write_json
+from loopscope.config import build, plain, read_json
+from loopscope.errors import UserError
+from loopscope.exits.signals import SIGNALS
+from loopscope.models import Loops, load_model, read_checkpoint_config
+from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
+from loopscope.progress import Advance, silent
+from loopscope.tasks import Examples, Task, seen
+from loopscope.training.settings import RunSettings
+from loopscope.trajectory import KIND, SIGNAL_PREFIX, Trajectory, seal
+
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a recording holds beside labels, difficulties, gate logits and the examples."""
+
+    logits: bool = True
+    hidden: bool = False
+
+    @property
+    def signals(self) -> list[str]:
+        """The signals that are computed now, because what they need is not kept."""
+        lost = {"logits": not self.logits, "hidden": not self.hidden}
+        return [name for name, (source, _) in SIGNALS.items() if lost.get(source, False)]
+
+
+def record(
+    run: Path,
+    split: str,
+    out: Path,
+    keep: Keep | None = None,
+    size: int | None = None,
+    levels: range | None = None,
+    device: str | torch.device = "cpu",
+    progress: Advance = silent,
+) -> Trajectory:
+    """Records a split of the task that the run in `run` was trained on; an identical recording is used again."""
+    keep = keep or Keep()
+    settings = _settings(run)
+    examples = _examples(settings, split, size, levels)
+    model = load_model(run, device)
+    provenance = {
+        "weights_sha256": sha256(run / WEIGHTS),
+        "run": plain(settings),
+        "examples": len(examples),
+        "levels": sorted({int(level) for level in examples.difficulty}),
+        "keeps_logits": keep.logits,
+        "keeps_hidden": keep.hidden,
+    }
+    if _is_there(out, split, provenance):
+        return Trajectory.load(out)
+    gated = settings.model.gate != "none"
+    with atomic_folder(out, KIND) as scratch:
+        sizes = (len(examples), model.num_loops, settings.task.vocab_size, settings.model.width)
+        known = _seen(examples, settings.task, split)
+        layout = _layout(sizes, keep, gated) | ({} if known is None else {"seen": (known.shape, np.bool_)})
+        arrays = create_tensors(scratch / "trajectory.safetensors", layout)
+        hidden = None
+        if keep.hidden:
+            rows, loops, _, width = sizes
+            hidden = create_tensors(scratch / "hidden.safetensors", {"hidden": ((rows, loops, width), np.float32)})
+        arrays["labels"][:], arrays["difficulty"][:] = examples.labels, examples.difficulty
+        if known is not None:
+            arrays["seen"][:] = known
+        done = 0
+        for rows_of_batch in examples.same_length_batches(_BATCH):
+            batch = examples.take(rows_of_batch)
+            with torch.inference_mode():
+                out_of_batch = _forward(model.loops, batch, device)
+            _write(arrays, rows_of_batch, out_of_batch, batch.labels, keep)
+            if hidden is not None:
+                hidden["hidden"][rows_of_batch] = _numpy(out_of_batch.hidden)
+            done += len(rows_of_batch)
+            progress(done, len(examples), "")
+        write_json(scratch / "examples.json", settings.task.text(examples))
+        for array in (*arrays.values(), *(hidden or {}).values()):
+            array.flush()  # type: ignore[attr-defined]
+        seal(scratch, split, len(examples), model.num_loops, provenance)
+    return Trajectory.load(out)
+
+
+def _settings(run: Path) -> RunSettings:
+    if not run.is_dir():
+        raise UserError(f"There is no folder {run}; give the folder of a finished run.")
+    kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
+    if kind != "loopscope":
+        raise UserError(
+            f"{run} is a checkpoint of type '{kind}', not a LoopScope run: it has no task of its own to record."
+        )
+    return build(RunSettings, read_checkpoint_config(run).run, str(run / CONFIG))
+
+
+def _examples(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
+    if split == "extrapolation" and levels is None:
+        first = settings.task.levels[-1] + 1
+        fitting = first
+        while settings.task.length(fitting) <= settings.block_size:
+            fitting += 1
+        if fitting == first:
+            raise UserError(
+                f"The block size {settings.block_size} leaves no room for examples harder than those of training; "
+                "train with a larger model.block_size to extrapolate."
+            )
+        levels = range(first, fitting)
+    longest = settings.task.length((levels or settings.task.levels)[-1])
+    if longest > settings.block_size:
+        raise UserError(f"Examples of {longest} tokens do not fit the model's block size {settings.block_size}.")
+    return settings.task.split(split, size, levels)
+
+
+def _is_there(out: Path, split: str, provenance: dict[str, Any]) -> bool:
+    if not (out / MANIFEST).is_file():
+        return False
+    manifest = read_json(Manifest, out / MANIFEST, "manifest")
+    found = {**manifest.contents, **manifest.provenance}
+    changed = [name for name, value in {"split": split, **provenance}.items() if found.get(name) != value]
+    if changed:
+        raise UserError(
+            f"{out} holds another recording (different {', '.join(changed)}); choose another --out, or remove it."
+        )
+    return True
+
+
+def _seen(examples: Examples, task: Task, split: str) -> NDArray[np.bool_] | None:
+    """Which inputs training had; nobody knows for a task whose training examples are drawn online."""
+    if task.train_examples == 0:
+        return None
+    return seen(examples, task.split("train"))
+
+
+def _forward(loops: Callable[..., Loops], batch: Examples, device: str | torch.device) -> Loops:
+    tokens, lengths = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.lengths))
+    return loops(tokens, lengths, positions=lengths - 1)
+
+
+def _layout(sizes: tuple[int, int, int, int], keep: Keep, gated: bool) -> dict[str, tuple[tuple[int, ...], Any]]:
+    rows, loops, classes, _ = sizes
+    layout: dict[str, tuple[tuple[int, ...], Any]] = {
+        "labels": ((rows,), np.int64),
+        "difficulty": ((rows,), np.int64),
+    }
+    if keep.logits:
+        layout["logits"] = ((rows, loops, classes), np.float32)
+    else:
+        layout |= {"predictions": ((rows, loops), np.int64), "label_log_probs": ((rows, loops), np.float64)}
+    if gated:
+        layout["gate_logits"] = ((rows, loops), np.float32)
+    return layout | {SIGNAL_PREFIX + name: ((rows, loops), np.float64) for name in keep.signals}
+
+
+def _write(
+    arrays: dict[str, NDArray[Any]],
+    rows: NDArray[np.int64],
+    out: Loops,
+    labels: NDArray[np.int64],
+    keep: Keep,
+) -> None:
+    said = {"logits": _numpy(out.logits), "hidden": _numpy(out.hidden)}
+    if out.gate_logits is not None:
+        arrays["gate_logits"][rows] = _numpy(out.gate_logits)
+    if keep.logits:
+        arrays["logits"][rows] = said["logits"]
+    else:
+        batch = Trajectory(logits=said["logits"], labels=labels)
+        arrays["predictions"][rows] = batch.predicted
+        arrays["label_log_probs"][rows] = -batch.cross_entropy
+    for name in keep.signals:
+        source, compute = SIGNALS[name]
+        arrays[SIGNAL_PREFIX + name][rows] = compute(said[source])
+
+
+def _numpy(values: torch.Tensor) -> NDArray[Any]:
+    """[T, B, ...] on any device as [B, T, ...] in float32."""
+    return values.transpose(0, 1).float().cpu().numpy()

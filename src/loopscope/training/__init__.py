@@ -1,0 +1,18 @@
+"""How is a model trained? Settings and presets, an estimate, the loop."""
+
+from loopscope.training.estimate import Estimate, estimate
+from loopscope.training.loop import RunResult, describe_data, initial_model, train
+from loopscope.training.settings import RunSettings, Training, presets, read_settings
+
+__all__ = [
+    "Estimate",
+    "RunResult",
+    "RunSettings",
+    "Training",
+    "describe_data",
+    "estimate",
+    "initial_model",
+    "presets",
+    "read_settings",
+    "train",
+]

@@ -1,0 +1,270 @@
+"""The training loop: settings -> a run folder that is a checkpoint.
+
+A run folder holds `config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`, and
+`state.safetensors` (weights, optimizer and step) while it runs, `model.safetensors` once it is finished. Every batch
+is a function of (settings, step), so the state file is all that a killed run needs to end bit-identical to one that
+ran through; nothing in the folder depends on the time or on the machine's name.
+
+Shapes: B rows, M tokens, T loops, V vocabulary.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from loopscope.artifacts import atomic_file, remove_scratch, write_bytes, write_json
+from loopscope.config import differences, plain
+from loopscope.errors import UserError
+from loopscope.models import CheckpointConfig, LoopedTransformer, read_checkpoint_config
+from loopscope.models.checkpoint import CONFIG, WEIGHTS
+from loopscope.progress import Advance, silent
+from loopscope.tasks import Draws, Examples, overlap
+from loopscope.training.optimizers import Optimizers
+from loopscope.training.settings import RunSettings
+
+STATE = "state.safetensors"
+METRICS = "metrics.jsonl"
+DATA = "data.json"
+_ORDER = 1 << 63
+"""Streams from here on shuffle the epochs; the ones below draw data."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    folder: Path
+    resumed_from: int
+    metrics: list[dict[str, Any]]
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The last validation of the run."""
+        return next(entry for entry in reversed(self.metrics) if "validation_accuracy" in entry)
+
+
+def train(settings: RunSettings, folder: Path, device: torch.device, progress: Advance = silent) -> RunResult:
+    """Trains the run in `folder`, from its beginning or from where it was interrupted."""
+    _claim(folder, settings)
+    if (folder / WEIGHTS).is_file():
+        return RunResult(folder, settings.training.steps, _read_metrics(folder, settings.training.steps))
+    model = initial_model(settings).to(device)
+    optimizers = Optimizers(model, settings.training)
+    start = _restore(folder, model, optimizers)
+    entries = _read_metrics(folder, start)
+    write_bytes(folder / METRICS, b"".join(_line(entry) for entry in entries))
+    batches = _batches(settings)
+    sample = settings.task.split(
+        "validation", min(settings.training.validation_sample, settings.task.validation_examples)
+    )
+    every = settings.training
+    with _deterministic(device), (folder / METRICS).open("ab", buffering=0) as log:
+        for step in range(start, every.steps):
+            done = step + 1
+            entry = {"step": done, **_step(model, optimizers, batches(step), step, settings, device)}
+            if done % every.log_every == 0 or done == every.steps:
+                entries.append(entry)
+                log.write(_line(entry))
+            if done % every.validate_every == 0 or done == every.steps:
+                entries.append({"step": done, **validate(model, sample, device)})
+                log.write(_line(entries[-1]))
+            if done % every.checkpoint_every == 0 and done < every.steps:
+                _save(folder, model, optimizers, done)
+            progress(done, every.steps, f"loss {entry['loss']:.3f}")
+    with atomic_file(folder / WEIGHTS) as scratch:
+        save_file(_contiguous(model.state_dict()), scratch)
+    (folder / STATE).unlink(missing_ok=True)
+    return RunResult(folder, start, entries)
+
+
+def steps_done(folder: Path) -> int:
+    """How many steps of the run in `folder` need not be done again; all of a finished run."""
+    if (folder / WEIGHTS).is_file():
+        return int(read_checkpoint_config(folder).run["training"]["steps"])
+    if not (folder / STATE).is_file():
+        return 0
+    with safe_open(folder / STATE, framework="pt") as file:
+        return int(file.metadata()["step"])
+
+
+def initial_model(settings: RunSettings) -> LoopedTransformer:
+    """The model before its first step; the run's seed decides its weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.training.seed)
+        return LoopedTransformer(settings.model, settings.task.vocab_size, settings.block_size)
+
+
+def answer_losses(
+    model: LoopedTransformer, batch: Examples, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross-entropy [T, B] at the answer marker, whether the answer is right [T, B], and the halt logits [T, B]."""
+    tokens, lengths, labels = (
+        torch.from_numpy(array).to(device, non_blocking=True) for array in (batch.tokens, batch.lengths, batch.labels)
+    )
+    out = model.loops(tokens, lengths, positions=lengths - 1)
+    logits = out.logits.float()
+    targets = labels.expand(len(logits), -1)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return losses, logits.argmax(-1) == targets, out.gate_logits
+
+
+@torch.no_grad()
+def validate(model: LoopedTransformer, examples: Examples, device: torch.device) -> dict[str, Any]:
+    """Mean cross-entropy and accuracy of every loop."""
+    loss: Tensor | float = 0.0
+    right: Tensor | float = 0.0
+    for rows in examples.same_length_batches(1024):
+        losses, correct, _ = answer_losses(model, examples.take(rows), device)
+        loss, right = loss + losses.double().sum(1), right + correct.double().sum(1)
+    return {
+        "validation_loss": (torch.as_tensor(loss) / len(examples)).tolist(),
+        "validation_accuracy": (torch.as_tensor(right) / len(examples)).tolist(),
+    }
+
+
+def _step(
+    model: LoopedTransformer,
+    optimizers: Optimizers,
+    batch: Examples,
+    step: int,
+    settings: RunSettings,
+    device: torch.device,
+) -> dict[str, Any]:
+    with _autocast(settings, device):
+        losses, correct, gate_logits = answer_losses(model, batch, device)
+        loss = settings.objective.loss(losses, gate_logits)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if not torch.isfinite(loss):
+        raise UserError(f"The loss is no longer finite at step {step + 1}; lower training.learning_rate.")
+    rate, norm = optimizers.step(step)
+    return {
+        "loss": loss.item(),
+        "loop_loss": losses.detach().mean(1).tolist(),
+        "loop_accuracy": correct.float().mean(1).tolist(),
+        "learning_rate": rate,
+        "gradient_norm": norm,
+    }
+
+
+def _batches(settings: RunSettings) -> Callable[[int], Examples]:
+    """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
+    task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
+    if task.train_examples == 0:
+        return lambda step: task.batch(seed, step, size)
+    examples = task.split("train")
+
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return Draws(seed, _ORDER + epoch).permutation(len(examples))
+
+    def batch(step: int) -> Examples:
+        position = np.arange(step * size, (step + 1) * size)
+        epochs = position // len(examples)
+        rows = [order(int(epoch))[position[epochs == epoch] % len(examples)] for epoch in np.unique(epochs)]
+        return examples.take(np.concatenate(rows))
+
+    return batch
+
+
+def _claim(folder: Path, settings: RunSettings) -> None:
+    """Makes `folder` the folder of this run, or finds that it is; another run's folder is refused."""
+    config = CheckpointConfig(
+        vocab_size=settings.task.vocab_size,
+        block_size=settings.block_size,
+        model=settings.model,
+        run=plain(settings),
+    )
+    if (folder / CONFIG).is_file():
+        changed = differences(plain(read_checkpoint_config(folder)), plain(config))
+        if changed:
+            raise UserError(
+                f"{folder} holds a run with other settings ({', '.join(changed[:3])}); choose another --out, "
+                "or remove it."
+            )
+        remove_scratch(folder)
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not a run; choose another --out.")
+    write_json(folder / DATA, describe_data(settings))
+    write_json(folder / CONFIG, config)
+
+
+def describe_data(settings: RunSettings) -> dict[str, Any]:
+    """Split sizes, and how much of validation and test occurs in the training data."""
+    task = settings.task
+    sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
+    if task.train_examples == 0:
+        return {"examples": sizes | {"train": "online"}}
+    training = task.split("train")
+    return {
+        "examples": sizes,
+        "share_seen_in_training": {name: overlap(task.split(name), training) for name in ("validation", "test")},
+    }
+
+
+def _save(folder: Path, model: LoopedTransformer, optimizers: Optimizers, step: int) -> None:
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    tensors |= {f"optimizer.{name}": value for name, value in optimizers.tensors().items()}
+    with atomic_file(folder / STATE) as scratch:
+        save_file(_contiguous(tensors), scratch, metadata={"step": str(step)})
+
+
+def _restore(folder: Path, model: LoopedTransformer, optimizers: Optimizers) -> int:
+    """Puts the run back to its last saved state; returns the number of steps done."""
+    if not (folder / STATE).is_file():
+        return 0
+    with safe_open(folder / STATE, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+    model.load_state_dict(_part(tensors, "model."))
+    optimizers.restore(_part(tensors, "optimizer."))
+    return steps_done(folder)
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
+
+
+def _read_metrics(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """What the first `steps` steps logged; a killed run may have logged more, and its last line may be cut off."""
+    if not (folder / METRICS).is_file():
+        return []
+    lines = (folder / METRICS).read_bytes().split(b"\n")[:-1]
+    entries = [json.loads(line) for line in lines]
+    return [entry for entry in entries if entry["step"] <= steps]
+
+
+def _autocast(settings: RunSettings, device: torch.device) -> AbstractContextManager[Any]:
+    if device.type == "cuda" and settings.training.bf16:
+        return torch.autocast("cuda", torch.bfloat16)
+    return nullcontext()
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """The same bits every time, on the same device and with the same number of threads."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,69 @@
+"""AdamW (with Muon for the block's matrices on request), its warmup-cosine schedule, and its state as tensors."""
+
+import math
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from loopscope.models import LoopedTransformer
+from loopscope.training.settings import Training
+
+
+class Optimizers:
+    """The optimizers of a run as one: they share the shape of the learning-rate schedule."""
+
+    def __init__(self, model: LoopedTransformer, settings: Training) -> None:
+        self._settings = settings
+        self._parameters = list(model.parameters())
+        matrices = [p for p in model.block.parameters() if p.ndim == 2] if settings.muon_learning_rate else []
+        chosen = {id(parameter) for parameter in matrices}
+        rest = [parameter for parameter in self._parameters if id(parameter) not in chosen]
+        adamw = AdamW(
+            [
+                {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
+                {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
+            ],
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+        )
+        self._all: list[tuple[Optimizer, float]] = [(adamw, settings.learning_rate)]
+        if matrices:
+            rate = settings.muon_learning_rate
+            self._all.append((Muon(matrices, lr=rate, weight_decay=settings.weight_decay), rate))
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Clips the gradients and applies them; returns AdamW's learning rate and the norm before clipping."""
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
+        factor = schedule(step, self._settings)
+        for optimizer, rate in self._all:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return self._settings.learning_rate * factor, float(norm)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{index}.{parameter}.{key}": value
+            for index, (optimizer, _) in enumerate(self._all)
+            for parameter, entries in optimizer.state_dict()["state"].items()
+            for key, value in entries.items()
+        }
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self._all]
+        for name, value in tensors.items():
+            index, parameter, key = name.split(".")
+            states[int(index)].setdefault(int(parameter), {})[key] = value
+        for state, (optimizer, _) in zip(states, self._all, strict=True):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def schedule(step: int, settings: Training) -> float:
+    """The learning rate of a step (from 0) as a fraction of the peak: linear warmup, then a cosine to the minimum."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    floor = settings.min_learning_rate / settings.learning_rate
+    done = (step - settings.warmup_steps) / max(settings.steps - settings.warmup_steps, 1)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))

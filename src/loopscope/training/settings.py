@@ -1,0 +1,83 @@
+"""The settings of a training run, and the presets that ship with LoopScope."""
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from loopscope.config import Settings, build, read_toml, with_overrides
+from loopscope.errors import UserError
+from loopscope.models import TransformerSettings
+from loopscope.objectives import Objective
+from loopscope.tasks import Mano, Parity
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Training(Settings, frozen=True, kw_only=True):
+    """Defaults are the paper's."""
+
+    steps: Count = 40_000
+    batch_size: Count = 1024
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # initialisation and batch order; data seeds are the task's
+    learning_rate: Positive = 5e-4
+    min_learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 5e-5
+    warmup_steps: Natural = 2_000
+    beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.98
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
+    clip_norm: Positive = 1.0
+    muon_learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # above 0: Muon for the block's matrices
+    bf16: bool = True  # autocast on CUDA; a CPU always computes in float32
+    log_every: Count = 100
+    checkpoint_every: Count = 1_000
+    validate_every: Count = 1_000
+    validation_sample: Count = 2_000  # examples of the validation split that are looked at during training
+
+    def __post_init__(self) -> None:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError("min_learning_rate is above learning_rate")
+
+
+class RunSettings(Settings, frozen=True, kw_only=True):
+    task: Mano | Parity
+    model: TransformerSettings = TransformerSettings()
+    objective: Objective = Objective()
+    training: Training = Training()
+
+    def __post_init__(self) -> None:
+        if (self.objective.name == "learned_gate") != (self.model.gate != "none"):
+            raise ValueError(
+                "a learned_gate objective needs model.gate = 'linear' or 'mlp', and the other objectives model.gate "
+                f"= 'none'; got objective.name = '{self.objective.name}' with model.gate = '{self.model.gate}'"
+            )
+        if self.block_size < self.task.positions:
+            raise ValueError(
+                f"model.block_size {self.block_size} is too small: the task's longest examples have "
+                f"{self.task.positions} tokens"
+            )
+
+    @property
+    def block_size(self) -> int:
+        return self.model.block_size or self.task.positions
+
+
+def presets() -> list[str]:
+    folder = files("loopscope") / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def read_settings(source: str, overrides: list[str]) -> RunSettings:
+    """The settings of a preset or of a TOML file, with `a.b=c` overrides on top."""
+    return build(RunSettings, with_overrides(_tables(source), overrides), source)
+
+
+def _tables(source: str) -> dict[str, Any]:
+    if source in presets():
+        return read_toml(Path(str(files("loopscope") / "presets" / f"{source}.toml")))
+    if not Path(source).is_file():
+        raise UserError(f"'{source}' is neither a preset ({', '.join(presets())}) nor a TOML file.")
+    return read_toml(Path(source))

@@ -1,0 +1,221 @@
+"""What is a trajectory? What a model said at every loop about every example, recorded; it knows no network.
+
+A recording is a folder: `manifest.json` (schema version, split, provenance, hashes), `trajectory.safetensors` (all
+arrays but the hidden states), `hidden.safetensors` and `examples.json` where they were kept. Arrays are memory-mapped
+when loaded. Instead of logits a recording may carry precomputed signals, predictions and the log-probability of the
+label, for models whose vocabulary is too large to keep.
+
+Shapes: N examples, T loops, V classes, D width. A class that an example does not have (a question with fewer choices)
+is -inf in its logits at every loop.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.artifacts import (
+    atomic_folder,
+    map_tensors,
+    read_manifest,
+    save_tensors,
+    write_json,
+    write_manifest,
+)
+from loopscope.config import Settings, build, plain
+from loopscope.errors import UserError
+
+KIND = "recording"
+SCHEMA_VERSION = 1
+Array = NDArray[Any]
+
+_ARRAYS = ("logits", "labels", "difficulty", "gate_logits", "predictions", "label_log_probs", "seen")
+SIGNAL_PREFIX = "signal."
+
+
+class Contents(Settings, frozen=True, kw_only=True):
+    """What the manifest of a recording says of it."""
+
+    split: str | None
+    examples: int
+    loops: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One recording. Arrays are read-only and checked once, here, so that what comes after can rely on them."""
+
+    logits: Array | None  # [N, T, V]
+    labels: Array  # [N]
+    difficulty: Array | None = None  # [N]
+    hidden: Array | None = None  # [N, T, D] the pooled states r_t
+    gate_logits: Array | None = None  # [N, T]
+    split: str | None = None
+    predictions: Array | None = None  # [N, T], where there are no logits
+    label_log_probs: Array | None = None  # [N, T], where there are no logits
+    signals: Mapping[str, Array] = field(default_factory=dict)  # name -> [N, T], computed when it was recorded
+    seen: Array | None = None  # [N] whether the training data held this input
+    examples: Sequence[str] | None = None  # [N] the inputs as text
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    computed: dict[str, Array] = field(default_factory=dict, init=False, repr=False)  # signals that were asked for
+
+    def __post_init__(self) -> None:
+        if self.logits is None and self.predictions is None:
+            raise UserError("A trajectory needs logits, or the predictions of every loop in their place.")
+        for name in (*_ARRAYS, "hidden"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _frozen(value))
+        object.__setattr__(self, "signals", {name: _frozen(values) for name, values in self.signals.items()})
+        self._check_shapes()
+        if self.logits is not None:
+            _check_logits(self.logits, self.labels)
+        for name in ("gate_logits", "label_log_probs"):
+            if (value := getattr(self, name)) is not None and not np.isfinite(value).all():
+                raise UserError(f"{name} holds a value that is not finite.")
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_loops(self) -> int:
+        return int(self._answers.shape[1])
+
+    @property
+    def _answers(self) -> Array:
+        """[N, T, ...] logits or predictions, whichever there are."""
+        answers = self.predictions if self.logits is None else self.logits
+        assert answers is not None
+        return answers
+
+    @cached_property
+    def predicted(self) -> Array:
+        """[N, T] the class that each loop answers."""
+        return self._answers if self.logits is None else self.logits.argmax(axis=-1)
+
+    @cached_property
+    def correct(self) -> Array:
+        """[N, T] whether that is the label."""
+        return self.predicted == self.labels[:, None]
+
+    @cached_property
+    def cross_entropy(self) -> Array:
+        """[N, T] minus the log-probability of the label."""
+        if self.label_log_probs is not None:
+            return -self.label_log_probs.astype(np.float64)
+        if self.logits is None:
+            raise UserError("This recording keeps no label log-probabilities, so it has no cross-entropy.")
+        logits = self.logits.astype(np.float64)
+        label = np.take_along_axis(logits, self.labels[:, None, None], axis=2)[..., 0]
+        top = logits.max(axis=-1)
+        return top + np.log(np.exp(logits - top[..., None]).sum(axis=-1)) - label
+
+    def same_data(self, other: "Trajectory") -> bool:
+        """Whether both hold the same examples with the same predictions."""
+        if self is other:
+            return True
+        for name in ("labels", "logits", "predictions"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if (mine is None) != (theirs is None) or (mine is not None and not np.array_equal(mine, theirs)):
+                return False
+        return True
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
+        with atomic_folder(Path(folder), KIND) as scratch:
+            arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
+            arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
+            save_tensors(scratch / "trajectory.safetensors", arrays)
+            if self.hidden is not None:
+                save_tensors(scratch / "hidden.safetensors", {"hidden": self.hidden})
+            if self.examples is not None:
+                write_json(scratch / "examples.json", list(self.examples))
+            seal(scratch, self.split, self.num_examples, self.num_loops, self.provenance)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """The recording in `folder`, after every file was checked against its hash."""
+        path = Path(folder)
+        manifest = read_manifest(path, KIND, SCHEMA_VERSION)
+        arrays = map_tensors(path / "trajectory.safetensors")
+        recorded = [name for name in arrays if name.startswith(SIGNAL_PREFIX)]
+        signals = {name.removeprefix(SIGNAL_PREFIX): arrays.pop(name) for name in recorded}
+        if "hidden.safetensors" in manifest.files:
+            arrays |= map_tensors(path / "hidden.safetensors")
+        examples = None
+        if "examples.json" in manifest.files:
+            examples = json.loads((path / "examples.json").read_bytes())
+        return cls(
+            logits=arrays.pop("logits", None),
+            split=build(Contents, manifest.contents, str(path)).split,
+            signals=signals,
+            examples=examples,
+            provenance=manifest.provenance,
+            **arrays,
+        )
+
+    def _check_shapes(self) -> None:
+        if self.labels.ndim != 1 or not np.issubdtype(self.labels.dtype, np.integer):
+            raise UserError("labels must be a vector of whole numbers, one an example.")
+        answers = self._answers
+        if self.logits is not None and (answers.ndim != 3 or answers.shape[2] < 2):
+            raise UserError(f"logits must have the shape [examples, loops, classes], got {list(answers.shape)}.")
+        if answers.ndim < 2 or answers.shape[1] < 1:
+            raise UserError(f"predictions must have the shape [examples, loops], got {list(answers.shape)}.")
+        rows, loops = self.num_examples, self.num_loops
+        if rows == 0:
+            raise UserError("A trajectory needs at least one example.")
+        expected: dict[str, tuple[int, ...]] = {"logits": (rows, loops), "hidden": (rows, loops)}
+        expected |= dict.fromkeys(("gate_logits", "predictions", "label_log_probs"), (rows, loops))
+        expected |= dict.fromkeys(("difficulty", "seen"), (rows,))
+        for name, shape in expected.items():
+            value = getattr(self, name)
+            if value is not None and (value.shape[: len(shape)] != shape or value.ndim != len(shape) + (name in _WIDE)):
+                raise UserError(
+                    f"{name} has the shape {list(value.shape)}, but there are {rows} labels and {loops} loops."
+                )
+        for name, signal in self.signals.items():
+            if np.shape(signal) != (rows, loops):
+                raise UserError(f"signal {name} has the shape {list(np.shape(signal))}, expected {[rows, loops]}.")
+        if self.examples is not None and len(self.examples) != rows:
+            raise UserError(f"There are {len(self.examples)} example texts for {rows} labels.")
+
+
+_WIDE = ("logits", "hidden")
+
+
+def seal(folder: Path, split: str | None, examples: int, loops: int, provenance: Mapping[str, Any]) -> None:
+    """Writes the manifest of a recording whose files are all in `folder`."""
+    contents = Contents(split=split, examples=examples, loops=loops)
+    write_manifest(folder, KIND, SCHEMA_VERSION, plain(contents), provenance)
+
+
+def _frozen(values: Array) -> Array:
+    """Read-only, so that what is derived from an array stays true of it; whole numbers as int64, others as floats."""
+    array = np.asarray(values)
+    if np.issubdtype(array.dtype, np.integer):
+        array = array.astype(np.int64, copy=False)
+    elif array.dtype not in (np.bool_, np.float16, np.float32):
+        array = array.astype(np.float64, copy=False)
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
+def _check_logits(logits: Array, labels: Array) -> None:
+    top = logits.max(axis=-1)
+    if not np.isfinite(top).all():  # catches NaN, +inf, and rows without a class
+        raise UserError("logits hold a value that is not a number, or +inf, or an example without any class.")
+    missing = np.isneginf(logits)
+    if missing.any():
+        if (missing != missing[:, :1]).any():
+            raise UserError("A class is missing (-inf) at one loop of an example but not at another.")
+        if (logits.shape[2] - missing[:, 0].sum(axis=-1) < 2).any():
+            raise UserError("An example has fewer than two classes.")
+    if labels.min() < 0 or labels.max() >= logits.shape[2] or missing[np.arange(len(labels)), 0, labels].any():
+        raise UserError(f"A label is not one of its example's classes (0..{logits.shape[2] - 1}).")
