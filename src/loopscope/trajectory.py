@@ -46,7 +46,7 @@ class Contents(Settings, frozen=True, kw_only=True):
     loops: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trajectory:
     """One recording. Arrays are read-only and checked once, here, so that what comes after can rely on them."""
 
@@ -62,7 +62,7 @@ class Trajectory:
     seen: Array | None = None  # [N] whether the training data held this input
     examples: Sequence[str] | None = None  # [N] the inputs as text
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    computed: dict[str, Array] = field(default_factory=dict, init=False, repr=False)  # signals that were asked for
+    computed: dict[str, Array] = field(default_factory=dict, init=False)  # signals that were asked for
 
     def __post_init__(self) -> None:
         if self.logits is None and self.predictions is None:
@@ -77,6 +77,13 @@ class Trajectory:
         for name in ("gate_logits", "label_log_probs"):
             if (value := getattr(self, name)) is not None and not np.isfinite(value).all():
                 raise UserError(f"{name} holds a value that is not finite.")
+
+    def __repr__(self) -> str:
+        kept = [name for name in (*_ARRAYS, "hidden") if getattr(self, name) is not None]
+        return (
+            f"Trajectory({self.num_examples} examples, {self.num_loops} loops, split={self.split!r}, "
+            f"keeps {', '.join([*kept, *self.signals])})"
+        )
 
     @property
     def num_examples(self) -> int:

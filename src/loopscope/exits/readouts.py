@@ -45,7 +45,7 @@ class ExitPolicy:
                 raise UserError("The oracle takes no threshold.")
         elif self.threshold is None or np.isnan(self.threshold):
             raise UserError(f"The readout '{self.readout}' needs a threshold that is a number.")
-        elif kind == "depth" and (self.threshold < 1 or self.threshold != int(self.threshold)):
+        elif kind == "depth" and (self.threshold < 1 or not float(self.threshold).is_integer()):
             raise UserError(f"A fixed depth is a whole number from 1 on, got {self.threshold}.")
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:

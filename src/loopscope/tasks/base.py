@@ -24,8 +24,8 @@ SPLITS = ("train", "validation", "test", "extrapolation")
 _BUCKETS = 10
 _RESERVED = {"validation": 0, "test": 1}
 """With `disjoint`, a tenth of the space of inputs is validation's, a tenth is test's, the rest is training's."""
-_LARGE_ENOUGH = 1_000
-"""A difficulty with fewer distinct inputs than this is shared by all splits: a tenth of it would be too few."""
+_LARGE_ENOUGH = 400
+"""A difficulty with fewer distinct inputs than this is shared by all splits: a tenth of it would be under 40."""
 
 
 @dataclass(frozen=True)

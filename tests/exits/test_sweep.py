@@ -1,0 +1,141 @@
+"""Sweeps: exactly the policy at every threshold, on the paper's grids, and never calibrated on test data."""
+
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from conftest import random_trajectory
+from hypothesis import given, settings
+
+import loopscope as ls
+from loopscope.exits.sweep import GATE_GRID, QUANTILES, curve
+
+VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")
+
+
+@pytest.mark.parametrize("name", ls.READOUTS)
+def test_every_point_is_the_policy_replayed(name: str) -> None:
+    frontier = ls.sweep(name, calibration=VALIDATION, evaluation=TEST)
+    for point, threshold in enumerate(frontier.thresholds):
+        policy = ls.ExitPolicy(name, None if name == "oracle" else float(threshold))
+        for trajectory, accuracy, loops in [
+            (TEST, frontier.accuracy, frontier.average_loops),
+            (VALIDATION, frontier.calibration_accuracy, frontier.calibration_average_loops),
+        ]:
+            exits = policy.exit_loops(trajectory)
+            right = trajectory.correct[np.arange(len(exits)), exits - 1]
+            assert accuracy[point] == right.mean()
+            assert loops[point] == exits.mean()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["margin", "kl"]),
+    st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, np.nan]), min_size=3, max_size=3), min_size=1, max_size=12),
+    st.lists(st.sampled_from([-1.0, 0.0, 0.25, 0.4, 0.5, 1.0, 2.0]), min_size=1, max_size=9),
+)
+def test_ties_duplicates_and_unordered_thresholds_are_exact(
+    name: str, values: list[list[float]], thresholds: list[float]
+) -> None:
+    rng = np.random.default_rng(len(values))
+    trajectory = ls.Trajectory(
+        logits=None,
+        labels=[0] * len(values),
+        predictions=rng.integers(0, 2, (len(values), 3)),
+        signals={name: np.array(values)},
+    )
+    accuracy, loops = curve(name, thresholds, trajectory)
+    for point, threshold in enumerate(thresholds):
+        exits = ls.ExitPolicy(name, threshold).exit_loops(trajectory)
+        assert loops[point] == exits.mean()
+        assert accuracy[point] == trajectory.correct[np.arange(len(exits)), exits - 1].mean()
+
+
+@pytest.mark.parametrize("name", ["entropy", "margin", "kl", "hidden_change"])
+def test_the_grid_is_the_paper_s_quantiles_of_the_pooled_calibration_signal(name: str) -> None:
+    values = ls.signal(name, VALIDATION)
+    pooled = values[:, 1:] if name in ("kl", "hidden_change") else values
+    expected = np.quantile(pooled.ravel(), np.linspace(0.005, 0.995, 51))
+    assert np.array_equal(ls.sweep(name, VALIDATION, TEST).thresholds, expected)
+    assert len(QUANTILES) == 51
+
+
+def test_duplicates_in_the_grid_are_kept() -> None:
+    flat = random_trajectory(logits=np.tile([1.0, 0.0, 0.0, 0.0, 0.0], (200, 4, 1)))
+    assert len(ls.sweep("margin", flat, TEST).thresholds) == 51
+
+
+def test_the_other_grids() -> None:
+    assert np.array_equal(ls.sweep("gate", VALIDATION, TEST).thresholds, np.linspace(0.01, 1, 100))
+    assert len(GATE_GRID) == 100
+    assert ls.sweep("fixed", VALIDATION, TEST).thresholds.tolist() == [1, 2, 3, 4]
+    assert len(ls.sweep("oracle", VALIDATION, TEST).thresholds) == 1
+
+
+def test_d_at_x_is_the_least_depth_that_reaches_it() -> None:
+    frontier = ls.Frontier("margin", *(np.array(values) for values in FRONTIER))
+    assert frontier.depth_at(0.9) == 2.0
+    assert frontier.depth_at(0.95) == 2.5
+    assert frontier.depth_at(0.96) is None
+
+
+def test_select_takes_the_most_accurate_and_then_the_shallowest_on_calibration() -> None:
+    point = ls.Frontier("margin", *(np.array(values) for values in FRONTIER)).select()
+    assert point.policy == ls.ExitPolicy("margin", 0.3)
+    assert (point.accuracy, point.average_loops) == (0.9, 2.0)
+    assert (point.calibration_accuracy, point.calibration_average_loops) == (0.97, 2.1)
+
+
+FRONTIER = (
+    [0.1, 0.2, 0.3, 0.4],  # thresholds
+    [0.8, 0.95, 0.9, 0.95],  # accuracy
+    [1.5, 3.0, 2.0, 2.5],  # average loops
+    [0.8, 0.97, 0.97, 0.96],  # calibration accuracy
+    [1.4, 3.1, 2.1, 2.4],  # calibration average loops
+)
+
+
+def test_calibrating_on_test_data_is_refused() -> None:
+    with pytest.raises(ls.UserError, match="test split"):
+        ls.sweep("margin", calibration=TEST, evaluation=VALIDATION)
+    harder = random_trajectory(seed=3, split="extrapolation")
+    with pytest.raises(ls.UserError, match="extrapolation split"):
+        ls.sweep("margin", calibration=harder, evaluation=TEST)
+
+
+def test_evaluating_on_the_calibration_data_is_refused() -> None:
+    with pytest.raises(ls.UserError, match="same data"):
+        ls.sweep("margin", VALIDATION, VALIDATION)
+    copy = random_trajectory(seed=1)
+    with pytest.raises(ls.UserError, match="same data"):
+        ls.sweep("fixed", VALIDATION, copy)
+
+
+def test_recordings_of_different_depth_do_not_mix() -> None:
+    with pytest.raises(ls.UserError, match="loops"):
+        ls.sweep("margin", VALIDATION, random_trajectory(seed=3, loops=5))
+
+
+def test_a_recording_of_one_loop_has_nothing_to_converge() -> None:
+    one, other = random_trajectory(seed=1, loops=1), random_trajectory(seed=2, loops=1)
+    assert ls.sweep("margin", one, other).average_loops.tolist() == [1.0] * 51
+    with pytest.raises(ls.UserError, match="one loop only"):
+        ls.sweep("kl", one, other)
+
+
+@pytest.mark.parametrize("name", ["margin", "entropy", "logit_change", "gate"])
+def test_a_sweep_takes_no_longer_than_twice_its_signal(name: str) -> None:
+    """50,000 examples x 6 loops, both measured side by side; the best of several rounds of each."""
+    val, test = (random_trajectory(seed=seed, rows=50_000, loops=6, classes=23, hidden=None) for seed in (1, 2))
+    signals, sweeps = [], []
+    for _ in range(5):
+        for trajectory in (val, test):
+            trajectory.computed.clear()
+        began = time.perf_counter()
+        ls.signal(name, val), ls.signal(name, test)
+        between = time.perf_counter()
+        ls.sweep(name, val, test)
+        signals.append(between - began)
+        sweeps.append(time.perf_counter() - between)
+    assert min(sweeps) < 2 * min(signals)

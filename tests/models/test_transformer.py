@@ -1,0 +1,73 @@
+"""The paper's looped Transformer: its size, its ties, its gates, its attention."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import GATED, tiny_settings
+
+from loopscope.models import LoopedTransformer, TransformerSettings
+from loopscope.models.attention import causal_attention
+from loopscope.models.transformer import parameter_count
+from loopscope.training import initial_model, read_settings
+
+
+def count(model: LoopedTransformer) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_the_paper_s_model_has_the_closed_form_s_parameters() -> None:
+    """4 layers of 12 D^2 + 13 D, a final norm of 2 D, 28 tokens of D; the head is tied."""
+    settings = read_settings("paper", [])
+    model = initial_model(settings)
+    assert count(model) == 4 * (12 * 512**2 + 13 * 512) + 2 * 512 + 28 * 512 == 12_624_896
+
+
+@pytest.mark.parametrize(
+    ("gate", "bias", "positions"),
+    list(itertools.product(["none", "linear", "mlp"], [True, False], ["rotary", "learned"])),
+)
+def test_parameter_count(gate: str, bias: bool, positions: str) -> None:
+    settings = TransformerSettings(layers=2, heads=2, width=12, gate=gate, bias=bias, positions=positions)  # type: ignore[arg-type]
+    assert count(LoopedTransformer(settings, 7, 10)) == parameter_count(settings, 7, 10)
+
+
+def test_the_block_is_shared_by_all_loops() -> None:
+    assert count(initial_model(tiny_settings("model.loops=2"))) == count(initial_model(tiny_settings("model.loops=9")))
+
+
+@pytest.mark.parametrize("gate", ["linear", "mlp"])
+def test_gate_reads_the_pooled_state(gate: str) -> None:
+    model = initial_model(tiny_settings(*GATED, f"model.gate={gate}"))
+    tokens = torch.randint(0, 8, (2, 5))
+    state = model.step(model.begin(tokens))
+    positions = torch.tensor([4, 1])
+    assert model.gate is not None
+    assert torch.equal(model.halt(state, positions), model.gate(model.pooled(state, positions)))
+    assert torch.allclose(
+        model.pooled(state, positions).mean(-1), torch.zeros(2), atol=1e-6
+    )  # it carries the final norm
+    assert torch.allclose(model.predict(state, positions), model.pooled(state, positions) @ model.embedding.weight.T)
+
+
+def test_small_widths_start_with_logits_of_order_one() -> None:
+    for width in (16, 64, 256):
+        model = initial_model(tiny_settings(f"model.width={width}"))
+        logits = model.loops(torch.randint(0, 8, (64, 7))).logits
+        assert 0.3 < logits.std() < 3
+
+
+def test_seeds_differ_and_come_again() -> None:
+    first, again, other = (initial_model(tiny_settings(f"training.seed={seed}")) for seed in (0, 0, 1))
+    assert torch.equal(first.embedding.weight, again.embedding.weight)
+    assert not torch.equal(first.embedding.weight, other.embedding.weight)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_short_attention_equals_the_fused_kernel(key_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, 10, 8, generator=generator)
+    key, value = (torch.randn(3, key_heads, 10, 8, generator=generator) for _ in range(2))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert torch.allclose(causal_attention(query, key, value), expected, atol=1e-6)

@@ -1,0 +1,134 @@
+"""Artifacts: whole or not at all, plain safetensors, and every alteration noticed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from loopscope.artifacts import (
+    atomic_file,
+    atomic_folder,
+    create_tensors,
+    map_tensors,
+    read_manifest,
+    remove_scratch,
+    save_tensors,
+    write_bytes,
+    write_manifest,
+)
+from loopscope.errors import UserError
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    write_bytes(file, b"old")
+    with pytest.raises(RuntimeError), atomic_file(file) as scratch:
+        scratch.write_bytes(b"half")
+        raise RuntimeError
+    assert file.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_failed_folder_leaves_the_old_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "thing"
+    _make(folder, "old")
+    with pytest.raises(RuntimeError), atomic_folder(folder, "thing") as scratch:
+        (scratch / "data.txt").write_text("half")
+        raise RuntimeError
+    assert (folder / "data.txt").read_text() == "old"
+    _make(folder, "new")
+    assert (folder / "data.txt").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="not a thing"):
+        _make(tmp_path / "mine", "new")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".partial-abc").write_text("half")
+    (tmp_path / ".partial-dir").mkdir()
+    (tmp_path / "kept").write_text("whole")
+    remove_scratch(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int64, np.bool_])
+def test_tensor_files_are_plain_safetensors(tmp_path: Path, dtype: type) -> None:
+    arrays = {
+        "a": np.arange(24).reshape(2, 3, 4).astype(dtype),
+        "b": np.ones(3, dtype),
+        "empty": np.ones((0, 2), dtype),
+    }
+    save_tensors(tmp_path / "x.safetensors", arrays)
+    for loaded in (load_file(tmp_path / "x.safetensors"), map_tensors(tmp_path / "x.safetensors")):
+        assert set(loaded) == set(arrays)
+        for name, array in arrays.items():
+            assert loaded[name].dtype == dtype
+            assert np.array_equal(loaded[name], array)
+
+
+def test_created_tensors_write_through_and_mapped_ones_are_read_only(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    create_tensors(file, {"a": ((4, 2), np.float32)})["a"][1] = 7.0
+    mapped = map_tensors(file)["a"]
+    assert mapped.tolist() == [[0, 0], [7, 7], [0, 0], [0, 0]]
+    with pytest.raises(ValueError, match="read-only"):
+        mapped[0] = 1.0
+
+
+def test_a_broken_tensor_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    for content in (b"", b"junk", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"{}"[:1]):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"x\.safetensors"):
+            map_tensors(file)
+
+
+def test_every_alteration_is_noticed_and_named(tmp_path: Path) -> None:
+    for change, words in [
+        (lambda folder: (folder / "data.txt").write_text("loud"), "altered"),
+        (lambda folder: (folder / "data.txt").write_text("qu"), "cut off or altered"),
+        (lambda folder: (folder / "data.txt").unlink(), "missing"),
+    ]:
+        folder = tmp_path / words.replace(" ", "-")
+        _make(folder, "quit")
+        assert read_manifest(folder, "thing", 1).contents == {"size": 1}
+        change(folder)
+        with pytest.raises(UserError, match=f"data.txt.*{words}"):
+            read_manifest(folder, "thing", 1)
+
+
+def test_an_altered_manifest_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "thing"
+    _make(folder, "x")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"size": 1', '"size": 2'))
+    with pytest.raises(UserError, match="manifest.json was altered"):
+        read_manifest(folder, "thing", 1)
+    manifest.write_text("{")
+    with pytest.raises(UserError, match="not a readable"):
+        read_manifest(folder, "thing", 1)
+
+
+def test_the_wrong_folder_is_explained(tmp_path: Path) -> None:
+    _make(tmp_path / "thing", "x")
+    for folder, kind, version, words in [
+        (tmp_path / "nowhere", "thing", 1, "There is no folder"),
+        (tmp_path, "thing", 1, "no manifest.json"),
+        (tmp_path / "thing", "cup", 1, "is a thing, not a cup"),
+        (tmp_path / "thing", "thing", 2, "schema version 1"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            read_manifest(folder, kind, version)
+
+
+def _make(folder: Path, text: str) -> None:
+    with atomic_folder(folder, "thing") as scratch:
+        (scratch / "data.txt").write_text(text)
+        write_manifest(scratch, "thing", 1, {"size": 1}, {"from": "a test"})

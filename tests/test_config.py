@@ -1,0 +1,94 @@
+"""Settings: is everything that does not fit named with its key?"""
+
+from pathlib import Path
+
+import pytest
+
+from loopscope.config import differences, digest, with_overrides
+from loopscope.errors import UserError
+from loopscope.training import RunSettings, presets, read_settings
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("task.modulos=5", ["task", "modulos"]),
+        ("task.modulus=five", ["task.modulus", "int"]),
+        ("task.modulus=1", ["task.modulus", "2"]),
+        ("task.name=sums", ["task", "sums"]),
+        ("task.operators=+/", ["operators"]),
+        ("training.steps=-1", ["training.steps"]),
+        ("training.steps=1.5", ["training.steps", "int"]),
+        ("training.steps=true", ["training.steps", "int"]),
+        ("training.learning_rate=0.0", ["training.learning_rate"]),
+        ("model.heads=3", ["width 64", "3 heads"]),
+        ("model.block_size=4", ["block_size 4"]),
+        ("model.gate=cubic", ["model.gate", "cubic"]),
+        ("model.gate=linear", ["learned_gate"]),
+        ("objective.geometric_lambda=1.0", ["objective.geometric_lambda"]),
+        ("objective.geometric_lambda=nan", ["geometric_lambda"]),
+        ("modell.width=3", ["modell"]),
+        ("steps", ["a.b=c"]),
+        ("task.modulus.x=3", ["modulus"]),
+    ],
+)
+def test_what_does_not_fit_is_named(override: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        read_settings("demo", [override])
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_are_strict_too(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[task]\nname = "parity"\nmax_bits = 12\n[training]\nstep = 3\n')
+    with pytest.raises(UserError, match="training.*step"):
+        read_settings(str(file), [])
+    file.write_text("[task\n")
+    with pytest.raises(UserError, match="not valid TOML"):
+        read_settings(str(file), [])
+    with pytest.raises(UserError, match="neither a preset"):
+        read_settings("nothing", [])
+
+
+def test_overrides_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[task]\nname = "parity"\n[training]\nsteps = 3\nseed = 4\n')
+    settings = read_settings(str(file), ["training.seed=5", "model.width=32"])
+    assert (settings.training.steps, settings.training.seed, settings.training.batch_size) == (3, 5, 1024)
+    assert settings.block_size == 42
+
+
+def test_the_paper_preset_is_appendix_b() -> None:
+    settings = read_settings("paper", [])
+    model, training = settings.model, settings.training
+    assert (model.layers, model.heads, model.width, model.loops, model.block_size) == (4, 4, 512, 6, 32)
+    assert model.bias
+    assert (training.learning_rate, training.min_learning_rate, training.warmup_steps) == (5e-4, 5e-5, 2000)
+    assert (training.beta1, training.beta2, training.weight_decay) == (0.9, 0.98, 0.1)
+    assert (training.batch_size, training.clip_norm, training.steps, training.bf16) == (1024, 1.0, 40_000, True)
+    assert training.muon_learning_rate == 0
+    assert (settings.task.train_examples, settings.task.validation_examples, settings.task.test_examples) == (
+        50_000,
+    ) * 3
+    assert not settings.task.disjoint
+
+
+def test_every_preset_is_valid() -> None:
+    assert presets() == ["demo", "paper"]
+    assert all(isinstance(read_settings(name, []), RunSettings) for name in presets())
+
+
+def test_overrides_leave_their_source_alone() -> None:
+    source = {"a": {"b": 1}}
+    assert with_overrides(source, ["a.b=2", "a.c=text"]) == {"a": {"b": 2, "c": "text"}}
+    assert source == {"a": {"b": 1}}
+
+
+def test_digest_does_not_depend_on_the_order_of_keys() -> None:
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
+
+
+def test_differences_are_dotted() -> None:
+    assert differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "e": 3}) == ["a.c", "d", "e"]

@@ -1,0 +1,137 @@
+"""Trajectories: saved and loaded they are the same, and what cannot be one is refused with a sentence."""
+
+from mmap import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import random_trajectory
+from safetensors.numpy import load_file
+
+import loopscope as ls
+
+
+def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
+    texts = [f"+ {i} 1" for i in range(200)]
+    before = random_trajectory(split="test", examples=texts, seen=np.arange(200) % 2 == 0, provenance={"from": "here"})
+    before.save(tmp_path / "recording")
+    after = ls.Trajectory.load(tmp_path / "recording")
+    for name in ("logits", "labels", "difficulty", "hidden", "gate_logits", "seen"):
+        assert np.array_equal(getattr(before, name), getattr(after, name)), name
+        assert getattr(before, name).dtype == getattr(after, name).dtype
+    assert (after.split, after.examples, after.provenance["from"]) == ("test", texts, "here")
+    assert before.same_data(after)
+    assert is_mapped(after.hidden)
+    assert is_mapped(after.logits)
+    assert "200 examples, 4 loops, split='test'" in repr(after)
+    assert set(load_file(tmp_path / "recording" / "hidden.safetensors")) == {"hidden"}
+
+
+def is_mapped(array: np.ndarray | None) -> bool:
+    """Whether the numbers lie in a file, not in memory of their own."""
+    owner: object = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return isinstance(owner, mmap)
+
+
+def test_only_what_there_is_is_saved(tmp_path: Path) -> None:
+    ls.Trajectory(logits=np.zeros((2, 3, 4), np.float32), labels=[0, 1]).save(tmp_path / "small")
+    after = ls.Trajectory.load(tmp_path / "small")
+    assert after.hidden is None
+    assert after.gate_logits is None
+    assert after.difficulty is None
+    assert after.split is None
+
+
+def test_signals_and_predictions_in_place_of_logits(tmp_path: Path) -> None:
+    full = random_trajectory()
+    names = ("entropy", "top1", "margin", "kl", "logit_change")
+    bare = ls.Trajectory(
+        logits=None,
+        labels=full.labels,
+        predictions=full.predicted,
+        label_log_probs=-full.cross_entropy,
+        signals={name: ls.signal(name, full) for name in names},
+    )
+    bare.save(tmp_path / "bare")
+    bare = ls.Trajectory.load(tmp_path / "bare")
+    assert np.array_equal(bare.correct, full.correct)
+    assert np.array_equal(bare.cross_entropy, full.cross_entropy)
+    other = random_trajectory(seed=1)
+    for name in (*names, "fixed", "oracle"):
+        assert np.array_equal(ls.sweep(name, bare, other).accuracy, ls.sweep(name, full, other).accuracy)
+    with pytest.raises(ls.UserError, match="no hidden states"):
+        ls.signal("hidden_change", bare)
+
+
+def test_derived_quantities_by_hand() -> None:
+    logits = np.log([[[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]]])
+    trajectory = ls.Trajectory(logits=logits, labels=[0])
+    assert trajectory.predicted.tolist() == [[1, 0]]
+    assert trajectory.correct.tolist() == [[False, True]]
+    assert trajectory.cross_entropy == pytest.approx(-np.log([[0.1, 0.5]]))
+    assert (trajectory.num_examples, trajectory.num_loops) == (1, 2)
+
+
+def test_arrays_are_read_only_and_the_source_stays_free() -> None:
+    logits = np.zeros((2, 3, 4))
+    trajectory = ls.Trajectory(logits=logits, labels=[0, 1])
+    with pytest.raises(ValueError, match="read-only"):
+        trajectory.logits[0] = 1
+    logits[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logits": None}, "needs logits"),
+        ({"logits": np.zeros((200, 4))}, "shape"),
+        ({"logits": np.zeros((200, 4, 1))}, "shape"),
+        ({"logits": np.zeros((100, 4, 5))}, "200 labels"),
+        ({"labels": np.zeros(200)}, "whole numbers"),
+        ({"labels": np.full(200, 5)}, "label is not one"),
+        ({"labels": np.full(200, -1)}, "label is not one"),
+        ({"labels": np.zeros(0, int)}, "at least one example"),
+        ({"difficulty": np.zeros(3)}, "difficulty has the shape"),
+        ({"hidden": np.zeros((200, 3, 6))}, "hidden has the shape"),
+        ({"hidden": np.zeros((200, 4))}, "hidden has the shape"),
+        ({"gate_logits": np.zeros((200, 3))}, "gate_logits has the shape"),
+        ({"gate_logits": np.full((200, 4), np.nan)}, "not finite"),
+        ({"logits": np.full((200, 4, 5), np.nan)}, "not a number"),
+        ({"logits": np.full((200, 4, 5), np.inf)}, "inf"),
+        ({"logits": np.full((200, 4, 5), -np.inf)}, "without any class"),
+        ({"signals": {"entropy": np.zeros((200, 3))}}, "signal entropy has the shape"),
+        ({"examples": ["one"]}, "1 example texts"),
+    ],
+)
+def test_what_cannot_be_a_trajectory_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ls.UserError, match=words):
+        random_trajectory(**changes)
+
+
+def test_missing_classes_are_missing_at_every_loop_and_are_no_label() -> None:
+    logits = np.zeros((2, 3, 4))
+    logits[0, 1, 3] = -np.inf
+    with pytest.raises(ls.UserError, match="at one loop"):
+        ls.Trajectory(logits=logits, labels=[0, 0])
+    logits[0, :, 3] = -np.inf
+    ls.Trajectory(logits=logits, labels=[0, 3])
+    with pytest.raises(ls.UserError, match="label is not one"):
+        ls.Trajectory(logits=logits, labels=[3, 0])
+    logits[0, :, 1:] = -np.inf
+    with pytest.raises(ls.UserError, match="fewer than two"):
+        ls.Trajectory(logits=logits, labels=[0, 0])
+
+
+@pytest.mark.parametrize("file", ["trajectory.safetensors", "hidden.safetensors", "examples.json"])
+def test_a_cut_or_altered_file_is_named(tmp_path: Path, file: str) -> None:
+    folder = tmp_path / "recording"
+    random_trajectory(examples=["x"] * 200).save(folder)
+    content = (folder / file).read_bytes()
+    for broken in (content[:-5], content[:-1] + bytes([content[-1] ^ 1]), b""):
+        (folder / file).write_bytes(broken)
+        with pytest.raises(ls.UserError, match=file):
+            ls.Trajectory.load(folder)
+    (folder / file).write_bytes(content)
+    ls.Trajectory.load(folder)
