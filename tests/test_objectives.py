@@ -1,4 +1,4 @@
-"""Objectives: are exit distributions distributions, stays everything finite, do the objectives agree where they must?"""
+"""Objectives: are exit distributions distributions, is everything finite, do the objectives agree where they must?"""
 
 import math
 
