@@ -3,9 +3,10 @@
 import math
 
 from torch import Tensor, nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from loopscope.models import LoopedTransformer
+from loopscope.training.muon import Muon
 from loopscope.training.settings import Training
 
 
