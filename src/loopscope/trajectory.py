@@ -122,6 +122,20 @@ class Trajectory:
         top = logits.max(axis=-1)
         return top + np.log(np.exp(logits - top[..., None]).sum(axis=-1)) - label
 
+    def take(self, rows: Array) -> Self:
+        """The trajectory of these rows (indices, or where a mask is true) alone."""
+        chosen = np.flatnonzero(rows) if np.asarray(rows).dtype == np.bool_ else np.asarray(rows)
+        if not len(chosen):
+            raise UserError("No example is left of this trajectory.")
+        arrays = {name: value[chosen] for name in (*_ARRAYS, "hidden") if (value := getattr(self, name)) is not None}
+        return type(self)(
+            **{"logits": None, **arrays},
+            split=self.split,
+            signals={name: values[chosen] for name, values in self.signals.items()},
+            examples=None if self.examples is None else [self.examples[row] for row in chosen],
+            provenance=self.provenance,
+        )
+
     def same_data(self, other: "Trajectory") -> bool:
         """Whether both hold the same examples with the same predictions."""
         if self is other:

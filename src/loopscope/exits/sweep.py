@@ -132,6 +132,20 @@ def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[
     return accuracy, loops
 
 
+def replay(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> NDArray[np.int64]:
+    """[N, G] the exit loop of every example at every threshold."""
+    kind, points = readout_kind(readout), np.asarray(thresholds, dtype=np.float64)
+    if kind == "oracle":
+        return ExitPolicy("oracle").exit_loops(trajectory)[:, None]
+    if kind == "depth":
+        return np.tile(points.astype(np.int64), (trajectory.num_examples, 1))
+    order = np.argsort(points if kind == "above" else -points)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    crossed = crossings(readout, points[order], trajectory)
+    return 1 + (crossed[:, :, None] <= rank).sum(axis=1)
+
+
 def crossings(readout: str, thresholds: Curve, trajectory: Trajectory) -> NDArray[np.int64]:
     """[N, T-1] how many of the thresholds (laxest first) have let an example exit by each loop before the last.
 

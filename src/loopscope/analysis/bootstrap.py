@@ -1,0 +1,83 @@
+"""How sure is a number that was measured on a sample of examples? Bootstrap resamples of whole frontiers at once.
+
+Resampling examples is a matrix product: counts [R, N] times what each example contributes at each threshold [N, K]. The
+same seed and the same number of examples give the same resamples, so two readouts, or two models on the same examples,
+are compared pairwise.
+
+Shapes: R resamples, N examples, G thresholds, T loops.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.exits.sweep import replay
+from loopscope.trajectory import Trajectory
+
+Sums = NDArray[np.float64]
+
+RESAMPLES = 1000
+SEED = 0
+_CHUNK = 50
+
+
+def resampled_sums(contributions: NDArray[np.float32], resamples: int = RESAMPLES, seed: int = SEED) -> Sums:
+    """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample."""
+    rows = len(contributions)
+    rng = np.random.default_rng(seed)
+    sums = [contributions.sum(axis=0, dtype=np.float64)[None]]
+    for start in range(0, resamples, _CHUNK):
+        size = (min(_CHUNK, resamples - start), rows)
+        drawn = rng.integers(0, rows, size) + np.arange(size[0])[:, None] * rows
+        counts = np.bincount(drawn.ravel(), minlength=size[0] * rows).reshape(size).astype(np.float32)
+        sums.append((counts @ contributions).astype(np.float64))  # exact: whole numbers below 2**24
+    return np.concatenate(sums)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A frontier, resampled: how many are right and how many loops they take, at every threshold."""
+
+    right: Sums  # [1 + R, G] counts
+    loops: Sums  # [1 + R, G] totals
+    examples: int
+
+    def depth_at(self, accuracy: float) -> Sums:
+        """[1 + R] D@X of the sample and of each resample; NaN where X is not reached."""
+        reached = self.right >= accuracy * self.examples - 1e-6
+        depth = np.where(reached, self.loops / self.examples, np.inf).min(axis=1)
+        return np.where(np.isinf(depth), np.nan, depth)
+
+
+def resampled_curves(
+    readout: str, thresholds: NDArray[np.float64], trajectory: Trajectory, resamples: int = RESAMPLES, seed: int = SEED
+) -> Curves:
+    loops = replay(readout, thresholds, trajectory)
+    right = np.take_along_axis(trajectory.correct, loops - 1, axis=1)
+    sums = resampled_sums(np.concatenate((right, loops), axis=1).astype(np.float32), resamples, seed)
+    return Curves(sums[:, : loops.shape[1]], sums[:, loops.shape[1] :], trajectory.num_examples)
+
+
+@dataclass(frozen=True)
+class LabelAware:
+    """The cheapest rule that knows the labels: exit at the first correct loop, or at once if there is none."""
+
+    first_right: Sums  # [1 + R, T] how many examples are first right at each loop
+    examples: int
+
+    def depth_at(self, accuracy: float) -> Sums:
+        """[1 + R] the least depth with which any rule could reach X: the quickest successes, all others at loop 1."""
+        need = np.ceil(accuracy * self.examples - 1e-6)
+        before = np.cumsum(self.first_right, axis=1) - self.first_right
+        taken = np.clip(need - before, 0, self.first_right)
+        depth = 1 + (taken * np.arange(self.first_right.shape[1])).sum(axis=1) / self.examples
+        return np.where(self.first_right.sum(axis=1) >= need, depth, np.nan)
+
+
+def resampled_label_aware(trajectory: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> LabelAware:
+    right = trajectory.correct
+    first = np.zeros(right.shape, dtype=np.float32)
+    rows = np.flatnonzero(right.any(axis=1))
+    first[rows, right[rows].argmax(axis=1)] = 1.0
+    return LabelAware(resampled_sums(first, resamples, seed), trajectory.num_examples)

@@ -1,0 +1,87 @@
+"""How does a trajectory treat easy and hard examples? Forced exits, exit distributions and signals, by difficulty.
+
+Shapes: L difficulties (bins), T loops.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from loopscope.errors import UserError
+from loopscope.exits import signal
+from loopscope.trajectory import Trajectory
+
+Table = NDArray[np.float64]
+
+_HARDER_IS_LOWER = ("margin", "top1")
+ORDERED_SIGNALS = ("entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine")
+"""The signals that difficulty should order; the gate has its exit distribution instead."""
+
+
+@dataclass(frozen=True)
+class ByDifficulty:
+    """A quantity of every loop, averaged within each bin."""
+
+    levels: list[int]  # [L]
+    counts: list[int]  # [L] examples of each bin
+    values: Table  # [L, T]
+
+
+def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> ByDifficulty:
+    """The bin means of [N, T] values; a trajectory without difficulties is one bin."""
+    difficulty = trajectory.difficulty
+    if difficulty is None:
+        difficulty = np.zeros(trajectory.num_examples, dtype=np.int64)
+    levels, bins = np.unique(difficulty, return_inverse=True)
+    counts = np.bincount(bins)
+    sums = np.stack([np.bincount(bins, weights=column) for column in values.T], axis=1)
+    return ByDifficulty([int(level) for level in levels], counts.tolist(), sums / counts[:, None])
+
+
+def forced_accuracy(trajectory: Trajectory) -> ByDifficulty:
+    """The accuracy of every loop, without any exit rule."""
+    return by_difficulty(trajectory.correct, trajectory)
+
+
+def forced_cross_entropy(trajectory: Trajectory) -> ByDifficulty:
+    return by_difficulty(trajectory.cross_entropy, trajectory)
+
+
+def exit_distribution(trajectory: Trajectory) -> ByDifficulty:
+    """The probability with which the model's own gate exits at each loop."""
+    return by_difficulty(np.diff(signal("gate", trajectory), axis=1, prepend=0.0), trajectory)
+
+
+def signal_by_difficulty(name: str, trajectory: Trajectory) -> ByDifficulty:
+    """NaN at loop 1 for the convergence signals."""
+    return by_difficulty(signal(name, trajectory), trajectory)
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """Signed rank correlation with difficulty, averaged over loops: 1 means that harder always looks harder."""
+
+    bin_mean: float | None  # between difficulty and the bin means, as in the paper
+    per_example: float | None  # between difficulty and the signal of single examples
+
+
+def difficulty_ordering(name: str, trajectory: Trajectory) -> Ordering:
+    """Does the signal order the examples by difficulty? None where it is constant, or with one bin only."""
+    if trajectory.difficulty is None:
+        raise UserError("The recording has no difficulties, so nothing can be ordered by them.")
+    sign = -1.0 if name in _HARDER_IS_LOWER else 1.0
+    binned, values = signal_by_difficulty(name, trajectory), signal(name, trajectory)
+    loops = [loop for loop in range(trajectory.num_loops) if not np.isnan(values[:, loop]).any()]
+    return Ordering(
+        _mean_correlation([(np.array(binned.levels), binned.values[:, loop]) for loop in loops], sign),
+        _mean_correlation([(trajectory.difficulty, values[:, loop]) for loop in loops], sign),
+    )
+
+
+def _mean_correlation(pairs: list[tuple[NDArray[Any], Table]], sign: float) -> float | None:
+    if not pairs or any(np.ptp(a) == 0 or np.ptp(b) == 0 for a, b in pairs):
+        return None
+    return float(np.mean([sign * spearmanr(a, b).statistic for a, b in pairs]))

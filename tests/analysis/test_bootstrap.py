@@ -1,0 +1,63 @@
+"""The bootstrap: its sample is the frontier itself, its spread is the right one, its pairs are pairs."""
+
+import numpy as np
+import pytest
+from conftest import random_trajectory
+
+import loopscope as ls
+from loopscope.analysis.bootstrap import resampled_curves, resampled_label_aware, resampled_sums
+from loopscope.exits.sweep import replay
+
+
+def test_the_first_row_is_the_sample_and_the_others_scatter_as_theory_says() -> None:
+    rng = np.random.default_rng(0)
+    right = (rng.random((2000, 1)) < 0.8).astype(np.float32)
+    sums = resampled_sums(right, 2000)
+    assert sums[0, 0] == right.sum()
+    p = right.mean()
+    assert sums[1:].mean() / 2000 == pytest.approx(p, abs=0.001)
+    assert sums[1:].std() / 2000 == pytest.approx(np.sqrt(p * (1 - p) / 2000), rel=0.06)
+
+
+def test_every_resample_has_as_many_examples() -> None:
+    assert (resampled_sums(np.ones((77, 1), np.float32), 120) == 77).all()
+
+
+def test_the_same_seed_pairs_the_resamples() -> None:
+    contributions = np.random.default_rng(1).integers(0, 6, (300, 2)).astype(np.float32)
+    assert np.array_equal(resampled_sums(contributions)[:, 0], resampled_sums(contributions[:, :1])[:, 0])
+    assert not np.array_equal(resampled_sums(contributions, seed=0), resampled_sums(contributions, seed=1))
+
+
+@pytest.mark.parametrize("name", ls.READOUTS)
+def test_curves_of_the_sample_are_the_frontier(name: str) -> None:
+    val, test = random_trajectory(seed=1), random_trajectory(seed=2)
+    frontier = ls.sweep(name, val, test)
+    curves = resampled_curves(name, frontier.thresholds, test, resamples=20)
+    assert curves.right[0] / 200 == pytest.approx(frontier.accuracy)
+    assert curves.loops[0] / 200 == pytest.approx(frontier.average_loops)
+    for accuracy in (0.3, 0.6, 0.8, 0.999):
+        depth = frontier.depth_at(accuracy)
+        assert curves.depth_at(accuracy)[0] == pytest.approx(np.nan if depth is None else depth, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", [name for name in ls.READOUTS if name not in ("fixed", "oracle")])
+def test_replay_is_the_policy_at_every_threshold(name: str) -> None:
+    trajectory = random_trajectory()
+    thresholds = [0.4, 2.0, 0.1, 0.4, 1.0]
+    loops = replay(name, thresholds, trajectory)
+    for column, threshold in enumerate(thresholds):
+        assert np.array_equal(loops[:, column], ls.ExitPolicy(name, threshold).exit_loops(trajectory))
+
+
+def test_the_label_aware_depth_by_hand() -> None:
+    """Ten examples: four right at loop 1, three first at loop 2, one at loop 3, two never."""
+    first = [1] * 4 + [2] * 3 + [3] + [9] * 2
+    predictions = np.array([[int(loop < at) for loop in (1, 2, 3)] for at in first])
+    trajectory = ls.Trajectory(logits=None, labels=[0] * 10, predictions=predictions)
+    rule = resampled_label_aware(trajectory, resamples=5)
+    assert rule.depth_at(0.4)[0] == pytest.approx(1.0)
+    assert rule.depth_at(0.5)[0] == pytest.approx(1.1)
+    assert rule.depth_at(0.7)[0] == pytest.approx(1.3)
+    assert rule.depth_at(0.8)[0] == pytest.approx(1.5)  # the two that are never right exit at once
+    assert np.isnan(rule.depth_at(0.9)[0])

@@ -1,0 +1,82 @@
+"""By difficulty: against cases computed by hand."""
+
+import numpy as np
+import pytest
+from conftest import random_trajectory
+
+import loopscope as ls
+from loopscope.analysis import (
+    difficulty_ordering,
+    exit_distribution,
+    forced_accuracy,
+    forced_cross_entropy,
+    signal_by_difficulty,
+)
+
+
+def with_signal(name: str, values: list[list[float]], difficulty: list[int]) -> ls.Trajectory:
+    rows, loops = np.shape(values)
+    return ls.Trajectory(
+        logits=None,
+        labels=[0] * rows,
+        difficulty=difficulty,
+        predictions=np.zeros((rows, loops), int),
+        signals={name: np.array(values)},
+    )
+
+
+def test_forced_exits_by_hand() -> None:
+    logits = np.log([[[0.8, 0.2], [0.6, 0.4]], [[0.1, 0.9], [0.7, 0.3]], [[0.3, 0.7], [0.2, 0.8]]])
+    trajectory = ls.Trajectory(logits=logits, labels=[0, 0, 0], difficulty=[1, 1, 5])
+    accuracy = forced_accuracy(trajectory)
+    assert accuracy.levels == [1, 5]
+    assert accuracy.counts == [2, 1]
+    assert accuracy.values.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+    expected = -np.log([[0.8, 0.6], [0.1, 0.7], [0.3, 0.2]])
+    assert forced_cross_entropy(trajectory).values == pytest.approx(np.array([expected[:2].mean(axis=0), expected[2]]))
+
+
+def test_without_difficulties_there_is_one_bin() -> None:
+    trajectory = random_trajectory(difficulty=None)
+    assert forced_accuracy(trajectory).values[0] == pytest.approx(trajectory.correct.mean(axis=0))
+    with pytest.raises(ls.UserError, match="no difficulties"):
+        difficulty_ordering("margin", trajectory)
+
+
+def test_exit_distributions_are_distributions_and_by_hand() -> None:
+    values = exit_distribution(random_trajectory()).values
+    assert values.sum(axis=1) == pytest.approx(1)
+    trajectory = ls.Trajectory(
+        logits=np.zeros((1, 3, 2)), labels=[0], difficulty=[2], gate_logits=[[0.0, np.log(3), -9.0]]
+    )
+    assert exit_distribution(trajectory).values[0] == pytest.approx([1 / 2, 3 / 8, 1 / 8])
+
+
+def test_signals_by_difficulty_keep_loop_1_of_convergence_empty() -> None:
+    table = signal_by_difficulty("kl", random_trajectory())
+    assert np.isnan(table.values[:, 0]).all()
+    assert not np.isnan(table.values[:, 1:]).any()
+
+
+@pytest.mark.parametrize(("name", "sign"), [("entropy", 1), ("margin", -1), ("top1", -1), ("hidden_change", 1)])
+def test_the_sign_makes_harder_look_harder(name: str, sign: int) -> None:
+    """Bin means rise with difficulty at loop 1, and at loop 2 the middle bins are swapped: rho 1 and 0.8."""
+    trajectory = with_signal(name, [[1.0, 1.0], [2.0, 3.0], [3.0, 2.0], [4.0, 4.0]], [1, 2, 3, 4])
+    assert difficulty_ordering(name, trajectory).bin_mean == pytest.approx(sign * 0.9)
+
+
+def test_convergence_counts_from_loop_2_on() -> None:
+    trajectory = with_signal("kl", [[np.nan, 1.0], [np.nan, 2.0], [np.nan, 3.0]], [1, 2, 3])
+    assert difficulty_ordering("kl", trajectory).bin_mean == pytest.approx(1.0)
+
+
+def test_bin_means_hide_the_scatter_of_examples() -> None:
+    trajectory = with_signal("entropy", [[0.0], [3.0], [1.0], [4.0]], [1, 1, 2, 2])
+    ordering = difficulty_ordering("entropy", trajectory)
+    assert ordering.bin_mean == pytest.approx(1.0)
+    assert ordering.per_example == pytest.approx(0.447, abs=1e-3)
+
+
+def test_a_constant_signal_or_one_bin_has_no_order() -> None:
+    assert difficulty_ordering("entropy", with_signal("entropy", [[1.0], [1.0]], [1, 2])).bin_mean is None
+    assert difficulty_ordering("entropy", with_signal("entropy", [[1.0], [2.0]], [1, 1])).per_example is None
