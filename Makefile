@@ -9,16 +9,13 @@ help:  ## list the commands
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "LoopScope needs Python 3.11 or newer; run: make PYTHON=python3.12 ..."; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report,dev]'
 	@touch $(STAMP)
 
 install: $(STAMP)  ## create .venv and install everything into it
 
-demo: $(STAMP)  ## train, record and evaluate a small looped Transformer
-	$(BIN)/loopscope train demo --out runs/demo
-	$(BIN)/loopscope record runs/demo --split validation
-	$(BIN)/loopscope record runs/demo --split test
-	$(BIN)/loopscope evaluate runs/demo/recordings/validation runs/demo/recordings/test
+demo: $(STAMP)  ## train, record, diagnose and report four small looped Transformers
+	$(BIN)/loopscope demo --out runs/demo
 
 test: $(STAMP)  ## the quick tests
 	$(BIN)/python -m pytest

@@ -58,6 +58,18 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_killed_replacement_is_put_back_and_its_scratch_removed(tmp_path: Path) -> None:
+    """Killed between its two renames: the old folder stands aside, the new one was never named."""
+    _make(tmp_path / "thing", "old")
+    (tmp_path / "thing").rename(tmp_path / "thing.replaced")
+    (tmp_path / ".partial-thing-xyz").mkdir()
+    (tmp_path / ".partial-other-xyz").mkdir()
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "thing", "thing"):
+        raise RuntimeError
+    assert (tmp_path / "thing" / "data.txt").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".partial-other-xyz", "thing"]
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int64, np.bool_])
 def test_tensor_files_are_plain_safetensors(tmp_path: Path, dtype: type) -> None:
     arrays = {

@@ -91,6 +91,18 @@ def test_beta_weighs_the_kl() -> None:
         assert loss.item() == pytest.approx((expected_loss(losses, log_q.exp()) + beta * kl).item())
 
 
+def test_a_prior_that_underflows_in_float32_stays_finite() -> None:
+    gates, losses = torch.zeros(24, 2), torch.ones(24, 2)
+    assert torch.isfinite(Objective(name="learned_gate", geometric_lambda=0.99).loss(losses, gates))
+
+
+def test_halt_logits_in_half_precision_are_widened() -> None:
+    gates = torch.tensor([[9.0], [0.0], [0.0]])
+    losses = torch.tensor([[3.0], [2.0], [1.0]])
+    objective = Objective(name="learned_gate", prior="uniform")
+    assert objective.loss(losses, gates.bfloat16()).item() == pytest.approx(objective.loss(losses, gates).item())
+
+
 def test_final_is_the_last_loop() -> None:
     losses = torch.tensor([[3.0, 1.0], [2.0, 5.0]])
     assert Objective(name="final").loss(losses, None).item() == pytest.approx(3.5)

@@ -56,6 +56,13 @@ def test_the_same_recording_is_used_again_and_another_one_refused(gated_run: Pat
             record(gated_run, arguments["split"], tmp_path / "recording", arguments["keep"], arguments["size"])
 
 
+def test_a_broken_recording_is_made_again(gated_run: Path, tmp_path: Path) -> None:
+    before = np.array(record(gated_run, "test", tmp_path / "recording").logits)
+    file = tmp_path / "recording" / "trajectory.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    assert np.array_equal(record(gated_run, "test", tmp_path / "recording").logits, before)
+
+
 def test_extrapolation_takes_what_fits_the_block(gated_run: Path, tmp_path: Path) -> None:
     harder = record(gated_run, "extrapolation", tmp_path / "harder", size=40)
     assert set(harder.difficulty) == {3, 4}  # block size 11: 2n + 3 tokens

@@ -48,7 +48,6 @@ def test_signals_and_predictions_in_place_of_logits(tmp_path: Path) -> None:
     full = random_trajectory()
     names = ("entropy", "top1", "margin", "kl", "logit_change")
     bare = ls.Trajectory(
-        logits=None,
         labels=full.labels,
         predictions=full.predicted,
         label_log_probs=-full.cross_entropy,
@@ -61,6 +60,8 @@ def test_signals_and_predictions_in_place_of_logits(tmp_path: Path) -> None:
     other = random_trajectory(seed=1)
     for name in (*names, "fixed", "oracle"):
         assert np.array_equal(ls.sweep(name, bare, other).accuracy, ls.sweep(name, full, other).accuracy)
+    taken = bare.take(np.arange(0, 200, 3))
+    assert np.array_equal(ls.signal("kl", taken), ls.signal("kl", full)[::3], equal_nan=True)
     with pytest.raises(ls.UserError, match="no hidden states"):
         ls.signal("hidden_change", bare)
 
@@ -103,6 +104,11 @@ def test_arrays_are_read_only_and_the_source_stays_free() -> None:
         ({"logits": np.full((200, 4, 5), -np.inf)}, "without any class"),
         ({"signals": {"entropy": np.zeros((200, 3))}}, "signal entropy has the shape"),
         ({"examples": ["one"]}, "1 example texts"),
+        ({"hidden": np.full((200, 4, 6), np.nan)}, "hidden holds a value"),
+        ({"signals": {"entropy": np.full((200, 4), np.inf)}}, "signal entropy holds a value"),
+        ({"signals": {"kl": np.full((200, 4), np.nan)}}, "signal kl holds a value"),
+        ({"logits": np.full((200, 4, 5), 1j)}, "made of numbers"),
+        ({"split": 3}, "split must be a name"),
     ],
 )
 def test_what_cannot_be_a_trajectory_is_refused(changes: dict[str, object], words: str) -> None:

@@ -4,6 +4,7 @@ Files and folders appear whole or not at all (written beside their place, then r
 everything else is JSON, and a manifest lists every file of a folder with its hash.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -97,17 +98,22 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
     """Yields a folder to fill; it replaces `path` at the end. Only an earlier artifact of the same kind is replaced."""
+    path = path.resolve()
+    old = path.with_name(f"{path.name}.replaced")
+    if old.is_dir() and not path.exists():
+        old.rename(path)  # a writer was killed between its two renames
     if path.exists() and not _replaceable(path, kind):
         raise UserError(f"{path} exists and is not a {kind}; choose another folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=path.parent))
+    remove_scratch(path.parent, f"{path.name}-")
+    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{path.name}-", dir=path.parent))
     try:
         yield scratch
         for file in scratch.iterdir():
             _sync(file)
         scratch.chmod(0o777 & ~_umask())
-        old = path.with_name(f"{path.name}.old-{os.getpid()}")
         if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
         scratch.rename(path)
         _sync(path.parent)
@@ -116,9 +122,13 @@ def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def remove_scratch(folder: Path) -> None:
-    """Removes what a killed writer left behind in `folder`."""
-    for leftover in folder.glob(f"{SCRATCH}*"):
+def is_scratch(path: Path) -> bool:
+    return path.name.startswith(SCRATCH)
+
+
+def remove_scratch(folder: Path, name: str = "") -> None:
+    """Removes what a killed writer left behind in `folder` (of the target `name` only)."""
+    for leftover in folder.glob(f"{SCRATCH}{glob.escape(name)}*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:

@@ -1,7 +1,6 @@
 """The command line: one verb a stage, in the order of the stages. Heavy imports happen inside the verbs."""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,13 +11,19 @@ from loopscope.errors import UserError
 
 if TYPE_CHECKING:
     from loopscope.exits import Frontier
+    from loopscope.report import Results
 
 _EPILOG = """\
-A first run, about five minutes on two CPU cores:
-  loopscope train demo --out runs/demo
-  loopscope record runs/demo --split validation
-  loopscope record runs/demo --split test
-  loopscope evaluate runs/demo/recordings/validation runs/demo/recordings/test
+All of it at once, on a small task (some minutes on two CPU cores):
+  loopscope demo --out runs/demo
+
+Or stage by stage:
+  loopscope train demo --out runs/mine
+  loopscope record runs/mine --split validation
+  loopscope record runs/mine --split test
+  loopscope evaluate runs/mine/recordings/validation runs/mine/recordings/test
+  loopscope diagnose runs/mine
+  loopscope report runs/mine --out runs/mine/report
 """
 
 
@@ -29,11 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"loopscope: {error}", file=sys.stderr)
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"loopscope: {error.filename}: {error.strerror}.", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"loopscope: {where}{error.strerror or error}.", file=sys.stderr)
+    except MemoryError:
+        print("loopscope: there is not enough memory for this; ask for fewer examples.", file=sys.stderr)
     except KeyboardInterrupt:
-        print("loopscope: interrupted; the same command continues where it stopped.", file=sys.stderr)
+        print("loopscope: interrupted; run the same command again to go on.", file=sys.stderr)
         return 130
     return 2
 
@@ -100,6 +106,55 @@ A killed or interrupted run continues with the same command and ends bit-identic
     evaluate.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
     evaluate.add_argument("--at", action="append", type=float, metavar="X", help="an accuracy for D@X (repeatable)")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
+
+    diagnose = _verb(
+        verbs,
+        "diagnose",
+        "say which part is to blame, the trajectory or the readout",
+        """\
+  loopscope diagnose runs/demo/linear-gate --reference runs/demo/fixed-geometric
+  loopscope diagnose runs/demo/linear-gate --at 0.9 --json
+
+A run needs its validation and test splits recorded; a folder that holds two recordings named so will do.""",
+        _diagnose,
+    )
+    diagnose.add_argument("run", type=Path, help="the run to be diagnosed")
+    diagnose.add_argument("--reference", type=Path, metavar="RUN", help="the run whose trajectory is the measure")
+    diagnose.add_argument("--at", type=float, default=0.95, metavar="X", help="the target accuracy (default: 0.95)")
+    diagnose.add_argument("--unseen", action="store_true", help="only examples that training did not have")
+    diagnose.add_argument("--json", action="store_true", help="print JSON")
+
+    report = _verb(
+        verbs,
+        "report",
+        "write tables, figures and a page on some runs",
+        """\
+  loopscope report runs/demo/fixed-geometric runs/demo/linear-gate --reference fixed-geometric --out report
+  loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen""",
+        _report,
+    )
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs whose splits are recorded")
+    report.add_argument("--reference", metavar="NAME", help="the name of the run whose trajectory is the measure")
+    report.add_argument("--out", type=Path, required=True, metavar="DIR", help="the report's folder")
+    report.add_argument("--at", action="append", type=float, metavar="X", help="a target accuracy (repeatable)")
+    report.add_argument("--unseen", action="store_true", help="only examples that training did not have")
+    report.add_argument("--json", action="store_true", help="print the results as JSON")
+
+    demo = _verb(
+        verbs,
+        "demo",
+        "train, record, diagnose and report four small models",
+        """\
+  loopscope demo --out runs/demo
+  loopscope demo --out runs/quick --set training.steps=300
+
+An interrupted demo continues with the same command; what is finished is used again.""",
+        _demo,
+    )
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
+    demo.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of all models")
+    demo.add_argument("--workers", type=_count, metavar="N", help="models at a time (default: one a core)")
+    demo.add_argument("--json", action="store_true", help="print the results as JSON")
     return parser
 
 
@@ -154,8 +209,11 @@ def _device(options: argparse.Namespace) -> Any:
 
     if options.threads:
         torch.set_num_threads(options.threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA
     try:
         device = torch.device(options.device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError):
         raise UserError(f"The device '{options.device}' is not available here; use --device cpu.") from None
@@ -168,16 +226,15 @@ def _train(options: argparse.Namespace) -> int:
     settings = read_settings(options.settings, options.set)
     device = _device(options)
     from loopscope.progress import clock, track
-    from loopscope.training import estimate, train
+    from loopscope.training import check_memory, estimate, train
     from loopscope.training.loop import steps_done
 
     start, steps = steps_done(options.out), settings.training.steps
     if start < steps and not options.force:
-        expected = estimate(settings, device)
+        check_memory(settings, device)
+        expected = estimate(settings, device, start)
         expected.check()
-        _say(
-            f"{steps - start:,} steps to go, about {clock(expected.seconds * (1 - start / steps))} on a quiet machine."
-        )
+        _say(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
     with track("training") as advance:
         result = train(settings, options.out, device, advance)
     final = result.final
@@ -235,11 +292,10 @@ def _evaluate(options: argparse.Namespace) -> int:
     from loopscope.exits.sweep import available
     from loopscope.trajectory import Trajectory
 
-    targets = options.at or [0.9, 0.95, 0.98, 0.99]
-    if not all(0 < target <= 1 for target in targets):
-        raise UserError("--at takes accuracies between 0 and 1, such as 0.95.")
+    targets = _targets(options.at or [0.9, 0.95, 0.98, 0.99])
     calibration, evaluation = Trajectory.load(options.calibration), Trajectory.load(options.evaluation)
-    names = options.readout or [name for name in READOUTS if available(name, calibration)]
+    both = (calibration, evaluation)
+    names = options.readout or [name for name in READOUTS if all(available(name, recording) for recording in both)]
     frontiers = [sweep(name, calibration, evaluation) for name in names]
     if options.json:
         _print_json({"readouts": [_frontier_json(frontier, targets) for frontier in frontiers]})
@@ -264,6 +320,76 @@ def _evaluate(options: argparse.Namespace) -> int:
     columns = ["readout", *(f"D@{100 * target:g}" for target in targets), "selected", "accuracy", "loops"]
     _print_table(title, columns, rows)
     return 0
+
+
+def _diagnose(options: argparse.Namespace) -> int:
+    from loopscope.analysis import Subject, diagnose
+    from loopscope.report import gap_rows, read_source
+
+    (target,) = _targets([options.at])
+    source = read_source(options.run, options.unseen)
+    reference = None
+    if options.reference is not None:
+        other = read_source(options.reference, options.unseen)
+        reference = Subject(other.validation, other.test)
+    diagnosis = diagnose(Subject(source.validation, source.test), reference, target)
+    if options.json:
+        _print_json(diagnosis)
+        return 0
+    print(diagnosis.sentence)
+    columns = ["gap", "between", "at", "loops", "95 % interval", "reaches it", f"reaches {target:.0%}"]
+    _print_table("", columns, gap_rows(diagnosis))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from loopscope.report import collect, read_source
+
+    targets = _targets(options.at or [0.95, 0.98, 0.99])
+    sources = [read_source(run, options.unseen) for run in options.runs]
+    results = collect(sources, options.reference, targets, options.unseen)
+    return _write_and_show(results, options.out, options.json)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from loopscope.progress import track
+    from loopscope.report import collect, read_source
+    from loopscope.studies.demo import REFERENCE, TARGETS, demo_jobs
+    from loopscope.studies.local import run_all
+
+    jobs = demo_jobs(options.out, options.set)
+    with track("demo") as advance:
+        run_all(jobs, advance, options.workers)
+    _say("Analysing the recordings.")
+    sources = [read_source(job.folder, unseen_only=True) for job in jobs]
+    results = collect(sources, REFERENCE, TARGETS, unseen_only=True)
+    return _write_and_show(results, options.out / "report", options.json, only_headline=True)
+
+
+def _write_and_show(results: "Results", folder: Path, as_json: bool, only_headline: bool = False) -> int:
+    """Writes the report, then prints its tables, the most important last, and its verdicts."""
+    try:
+        from loopscope.report.write import write_report
+    except ImportError as error:
+        raise UserError(f"The report needs {error.name}; install it with: pip install 'loopscope[report]'.") from None
+    from loopscope.report import tables
+
+    written = write_report(results, folder)
+    if as_json:
+        _print_json(results)
+        return 0
+    for table in reversed(tables(results)[: 1 if only_headline else None]):
+        _print_table(table.title, table.columns, table.rows)
+    for model in results.models:
+        print(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
+    print(f"\nThe report: {written}")
+    return 0
+
+
+def _targets(values: list[float]) -> list[float]:
+    if not all(0 < target <= 1 for target in values):
+        raise UserError("--at takes accuracies between 0 and 1, such as 0.95.")
+    return values
 
 
 def _frontier_json(frontier: "Frontier", targets: list[float]) -> dict[str, Any]:
@@ -293,7 +419,9 @@ def _say(text: str) -> None:
 
 
 def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2, allow_nan=False))
+    from loopscope.config import to_json
+
+    print(to_json(value).decode(), end="")
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -5,16 +5,22 @@ only knows how to fill one.
 """
 
 import hashlib
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from loopscope.errors import UserError
 
 T = TypeVar("T")
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,9 +107,10 @@ def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return table["value"] if len(table) == 1 else text
 
 
 def _sentence(error: msgspec.ValidationError) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopscope.config import Settings
+from loopscope.config import NonNegative, Settings
 
 _FLOOR = -1e4
 """Log-probabilities below this are held there: exp of it is 0, and 0 times it is 0, where 0 times -inf is not."""
@@ -24,7 +24,7 @@ class Objective(Settings, frozen=True, kw_only=True):
     name: Literal["final", "fixed_prior", "learned_gate"] = "fixed_prior"
     prior: Literal["uniform", "geometric"] = "geometric"
     geometric_lambda: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
-    beta: Annotated[float, msgspec.Meta(ge=0)] = 0.1
+    beta: NonNegative = 0.1
 
     def depth_prior(self, loops: int) -> Tensor:
         """pi [T] in float64; for `final` all weight lies on the last loop."""
@@ -34,12 +34,12 @@ class Objective(Settings, frozen=True, kw_only=True):
 
     def loss(self, losses: Tensor, gate_logits: Tensor | None) -> Tensor:
         """The mean objective of a batch from its cross-entropies [T, B] and halt logits [T, B]."""
-        prior = self.depth_prior(len(losses)).to(losses)
+        prior = self.depth_prior(len(losses))
         if self.name != "learned_gate":
-            return expected_loss(losses, prior[:, None]).mean()
+            return expected_loss(losses, prior[:, None].to(losses)).mean()
         assert gate_logits is not None, "a learned-gate objective needs a model with a gate"
         log_q = log_exit_distribution(gate_logits.float())
-        penalty = kl_divergence(log_q, prior.log()[:, None])
+        penalty = kl_divergence(log_q, prior.log()[:, None].to(log_q))
         return (expected_loss(losses, log_q.exp()) + self.beta * penalty).mean()
 
 
@@ -55,10 +55,12 @@ def geometric_prior(lam: float, loops: int) -> Tensor:
 
 def log_exit_distribution(gate_logits: Tensor) -> Tensor:
     """log q [T, B]: exit at t with probability sigmoid(g_t) if not before; the last loop takes all that is left."""
-    going_on = F.logsigmoid(-gate_logits[:-1]).cumsum(dim=0)
-    reached = torch.cat((torch.zeros_like(gate_logits[:1]), going_on))
+    going_on = F.logsigmoid(-gate_logits[:-1])
+    reached = [torch.zeros_like(gate_logits[0])]  # a running sum: cumsum on CUDA is not deterministic
+    for step in going_on:
+        reached.append(reached[-1] + step)
     exit_here = torch.cat((F.logsigmoid(gate_logits[:-1]), torch.zeros_like(gate_logits[:1])))
-    return (reached + exit_here).clamp(min=_FLOOR)
+    return (torch.stack(reached) + exit_here).clamp(min=_FLOOR)
 
 
 def expected_loss(losses: Tensor, weights: Tensor) -> Tensor:

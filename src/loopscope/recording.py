@@ -67,7 +67,10 @@ def record(
         "keeps_hidden": keep.hidden,
     }
     if _is_there(out, split, provenance):
-        return Trajectory.load(out)
+        try:
+            return Trajectory.load(out)
+        except UserError:  # cut or altered since: made again
+            pass
     gated = settings.model.gate != "none"
     with atomic_folder(out, KIND) as scratch:
         sizes = (len(examples), model.num_loops, settings.task.vocab_size, settings.model.width)

@@ -46,11 +46,11 @@ class Contents(Settings, frozen=True, kw_only=True):
     loops: int
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Trajectory:
     """One recording. Arrays are read-only and checked once, here, so that what comes after can rely on them."""
 
-    logits: Array | None  # [N, T, V]
+    logits: Array | None = None  # [N, T, V]
     labels: Array  # [N]
     difficulty: Array | None = None  # [N]
     hidden: Array | None = None  # [N, T, D] the pooled states r_t
@@ -65,6 +65,8 @@ class Trajectory:
     computed: dict[str, Array] = field(default_factory=dict, init=False)  # signals that were asked for
 
     def __post_init__(self) -> None:
+        if self.split is not None and not isinstance(self.split, str):
+            raise UserError(f"split must be a name such as 'validation', got {self.split!r}.")
         if self.logits is None and self.predictions is None:
             raise UserError("A trajectory needs logits, or the predictions of every loop in their place.")
         for name in (*_ARRAYS, "hidden"):
@@ -74,9 +76,12 @@ class Trajectory:
         self._check_shapes()
         if self.logits is not None:
             _check_logits(self.logits, self.labels)
-        for name in ("gate_logits", "label_log_probs"):
+        for name in ("gate_logits", "label_log_probs", "hidden", "difficulty"):
             if (value := getattr(self, name)) is not None and not np.isfinite(value).all():
                 raise UserError(f"{name} holds a value that is not finite.")
+        for name, values in self.signals.items():  # a convergence signal has no value at loop 1
+            if not np.isfinite(values[:, 1:]).all() or np.isinf(values[:, 0]).any():
+                raise UserError(f"signal {name} holds a value that is not finite.")
 
     def __repr__(self) -> str:
         kept = [name for name in (*_ARRAYS, "hidden") if getattr(self, name) is not None]
@@ -92,6 +97,11 @@ class Trajectory:
     @property
     def num_loops(self) -> int:
         return int(self._answers.shape[1])
+
+    @property
+    def num_classes(self) -> int | None:
+        """V, or None where only predictions were kept."""
+        return None if self.logits is None else int(self.logits.shape[2])
 
     @property
     def _answers(self) -> Array:
@@ -137,14 +147,17 @@ class Trajectory:
         )
 
     def same_data(self, other: "Trajectory") -> bool:
-        """Whether both hold the same examples with the same predictions."""
+        """Whether both hold the same data: the same split of the same model, or the same labels and answers."""
         if self is other:
             return True
-        for name in ("labels", "logits", "predictions"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if (mine is None) != (theirs is None) or (mine is not None and not np.array_equal(mine, theirs)):
-                return False
-        return True
+        weights, same = (trajectory.provenance.get("weights_sha256") for trajectory in (self, other))
+        if weights is not None and weights == same and self.split is not None and self.split == other.split:
+            return True
+        if not np.array_equal(self.labels, other.labels) or not np.array_equal(self.predicted, other.predicted):
+            return False
+        if self.logits is None or other.logits is None or self.logits.shape != other.logits.shape:
+            return True
+        return np.allclose(self.logits, other.logits, rtol=1e-3, atol=1e-3)
 
     def save(self, folder: str | Path) -> None:
         """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
@@ -217,8 +230,10 @@ def seal(folder: Path, split: str | None, examples: int, loops: int, provenance:
 
 
 def _frozen(values: Array) -> Array:
-    """Read-only, so that what is derived from an array stays true of it; whole numbers as int64, others as floats."""
+    """A read-only view (whole numbers as int64, others as floats); its source must not be changed from now on."""
     array = np.asarray(values)
+    if array.dtype.kind not in "biuf":
+        raise UserError(f"A trajectory is made of numbers, got an array of {array.dtype}.")
     if np.issubdtype(array.dtype, np.integer):
         array = array.astype(np.int64, copy=False)
     elif array.dtype not in (np.bool_, np.float16, np.float32):

@@ -32,7 +32,7 @@ def test_every_point_is_the_policy_replayed(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["margin", "kl"]),
-    st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, np.nan]), min_size=3, max_size=3), min_size=1, max_size=12),
+    st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=12),
     st.lists(st.sampled_from([-1.0, 0.0, 0.25, 0.4, 0.5, 1.0, 2.0]), min_size=1, max_size=9),
 )
 def test_ties_duplicates_and_unordered_thresholds_are_exact(
@@ -69,6 +69,8 @@ def test_duplicates_in_the_grid_are_kept() -> None:
 def test_the_other_grids() -> None:
     assert np.array_equal(ls.sweep("gate", VALIDATION, TEST).thresholds, np.linspace(0.01, 1, 100))
     assert len(GATE_GRID) == 100
+    ls.sweep("gate", VALIDATION, TEST).thresholds[:] = 7  # nobody else's grid
+    assert GATE_GRID.max() == 1
     assert ls.sweep("fixed", VALIDATION, TEST).thresholds.tolist() == [1, 2, 3, 4]
     assert len(ls.sweep("oracle", VALIDATION, TEST).thresholds) == 1
 
@@ -99,22 +101,34 @@ FRONTIER = (
 def test_calibrating_on_test_data_is_refused() -> None:
     with pytest.raises(ls.UserError, match="test split"):
         ls.sweep("margin", calibration=TEST, evaluation=VALIDATION)
-    harder = random_trajectory(seed=3, split="extrapolation")
-    with pytest.raises(ls.UserError, match="extrapolation split"):
-        ls.sweep("margin", calibration=harder, evaluation=TEST)
+    for split in ("extrapolation", " Test", "testing", "test-20"):
+        with pytest.raises(ls.UserError, match=f"{split} split"):
+            ls.sweep("margin", calibration=random_trajectory(seed=3, split=split), evaluation=TEST)
 
 
 def test_evaluating_on_the_calibration_data_is_refused() -> None:
     with pytest.raises(ls.UserError, match="same data"):
         ls.sweep("margin", VALIDATION, VALIDATION)
     copy = random_trajectory(seed=1)
-    with pytest.raises(ls.UserError, match="same data"):
-        ls.sweep("fixed", VALIDATION, copy)
+    rounded = random_trajectory(seed=1, logits=VALIDATION.logits.astype(np.float32))
+    bare = ls.Trajectory(labels=VALIDATION.labels, predictions=VALIDATION.predicted)
+    for same in (copy, rounded, bare):
+        with pytest.raises(ls.UserError, match="same data"):
+            ls.sweep("fixed", VALIDATION, same)
+    weights = {"weights_sha256": "abc"}
+    half, other = (random_trajectory(seed=seed, split="validation", provenance=weights) for seed in (1, 2))
+    with pytest.raises(ls.UserError, match="same data"):  # a part of a split is the split's data too
+        ls.sweep("fixed", half, other)
 
 
-def test_recordings_of_different_depth_do_not_mix() -> None:
-    with pytest.raises(ls.UserError, match="loops"):
+def test_recordings_of_different_models_do_not_mix() -> None:
+    with pytest.raises(ls.UserError, match="differ in their loops"):
         ls.sweep("margin", VALIDATION, random_trajectory(seed=3, loops=5))
+    with pytest.raises(ls.UserError, match="differ in their classes"):
+        ls.sweep("margin", VALIDATION, random_trajectory(seed=3, classes=7))
+    models = (random_trajectory(seed=seed, provenance={"weights_sha256": str(seed)}) for seed in (3, 4))
+    with pytest.raises(ls.UserError, match="differ in their weights"):
+        ls.sweep("margin", *models)
 
 
 def test_a_recording_of_one_loop_has_nothing_to_converge() -> None:

@@ -101,6 +101,14 @@ def test_unknown_keys_are_ignored(copy: Path) -> None:
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"vocab_size": "97"}, "vocab_size"),
         ({"total_ut_steps": 0}, "total_ut_steps"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"head_dim": 7}, "even width"),
+        ({"rope_theta": 0.0}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"hidden_size": 64}, "embed_tokens.*shape"),
         ({"num_hidden_layers": 3}, "no tensor 'model.layers.2"),
@@ -112,6 +120,23 @@ def test_unknown_keys_are_ignored(copy: Path) -> None:
 def test_unsupported_values_are_refused(copy: Path, changes: dict[str, object], words: str) -> None:
     _configure(copy, **changes)
     with pytest.raises(ls.UserError, match=words):
+        ls.load_model(copy)
+
+
+def test_the_gate_is_computed_in_float32() -> None:
+    """In a bf16 model too: its exit CDF would round to 1 too early."""
+    model = ls.load_model(FOLDER).bfloat16()
+    with torch.no_grad():
+        out = model.loops(EXPECTED["input_ids"])
+    assert out.logits.dtype == torch.bfloat16
+    assert out.gate_logits.dtype == torch.float32
+
+
+def test_weights_must_be_floats(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].long()
+    save_file(tensors, copy / "model.safetensors")
+    with pytest.raises(ls.UserError, match="not floating-point"):
         ls.load_model(copy)
 
 

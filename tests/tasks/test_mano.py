@@ -133,6 +133,15 @@ def test_extrapolation_is_harder_than_training() -> None:
         task.split("extrapolation", levels=range(10, 12))
 
 
+def test_a_part_of_a_split_is_its_beginning() -> None:
+    task = Mano(train_examples=500)
+    whole, part = task.split("train"), task.split("train", 60)
+    assert task.text(part) == task.text(whole)[:60]
+    assert seen(part, whole).all()
+    with pytest.raises(UserError, match="has 500 examples"):
+        task.split("train", 501)
+
+
 def test_batches_of_one_length_cover_everything_without_padding() -> None:
     examples = Mano(train_examples=500).split("train")
     rows = list(examples.same_length_batches(64))

@@ -66,7 +66,8 @@ class Subject:
     """A model as the diagnosis sees it: its frontiers, chosen on validation and resampled on test data."""
 
     def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> None:
-        names = [name for name in READOUTS if name != "oracle" and available(name, validation)]
+        both = (validation, test)
+        names = [name for name in READOUTS if name != "oracle" and all(available(name, tr) for tr in both)]
         self.frontiers: dict[str, Frontier] = {name: sweep(name, validation, test) for name in names}
         self.ceiling = max(float(frontier.accuracy.max()) for frontier in self.frontiers.values())
         self.has_gate = "gate" in self.frontiers
@@ -96,7 +97,7 @@ def diagnose(subject: Subject, reference: Subject | None = None, target: float =
             target, lambda x: ("gate", subject.curves("gate").depth_at(x)), lambda x: _best_depth(subject, x, "")
         )
     trajectory = None
-    if reference is not None:
+    if reference is not None and reference is not subject:
         trajectory = _gap(
             target, lambda x: _best_depth(subject, x, ""), lambda x: _best_depth(reference, x, " on the reference")
         )
@@ -151,7 +152,9 @@ def _sentence(
 ) -> str:
     verdicts = {"readout": readout, "trajectory": trajectory}
     blamed = [name for name, gap in verdicts.items() if gap is not None and gap.sign > 0]
-    said = "; ".join(text for text in (_on_readout(subject, readout), _on_trajectory(reference, trajectory)) if text)
+    said = "; ".join(
+        text for text in (_on_readout(subject, readout), _on_trajectory(subject, reference, trajectory)) if text
+    )
     if readout is not None and trajectory is not None and len(blamed) == 2:
         more, less = blamed if readout.value > trajectory.value else reversed(blamed)
         head = f"Both parts are to blame, the {more} more than the {less}"
@@ -172,6 +175,8 @@ def _on_readout(subject: Subject, gap: Gap | None) -> str:
         return "it has no gate of its own to compare with"
     if gap is None:
         return "its gate and the best readout reach no accuracy together"
+    if gap.second == "gate":
+        return f"validation data choose its own gate as the best readout at {gap.accuracy:.0%}"
     if gap.sign > 0:
         return f"its own gate takes {_loops(gap)} more than {gap.second} to reach {gap.accuracy:.0%}"
     if gap.sign < 0:
@@ -179,9 +184,11 @@ def _on_readout(subject: Subject, gap: Gap | None) -> str:
     return f"whether its own gate is worse than {gap.second} cannot be told ({_interval(gap)} at {gap.accuracy:.0%})"
 
 
-def _on_trajectory(reference: Subject | None, gap: Gap | None) -> str:
+def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None) -> str:
     if reference is None:
         return "without a reference the trajectory gap cannot be identified"
+    if reference is subject:
+        return "its trajectory is the reference itself"
     if gap is None:
         return "it reaches no accuracy together with the reference"
     if gap.sign > 0:

@@ -40,6 +40,8 @@ class ExitPolicy:
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
+        if self.threshold is not None and not isinstance(self.threshold, (int, float, np.number)):
+            raise UserError(f"A threshold is a number, got {self.threshold!r}.")
         if kind == "oracle":
             if self.threshold is not None:
                 raise UserError("The oracle takes no threshold.")

@@ -20,6 +20,8 @@ from loopscope.trajectory import Trajectory
 Array = NDArray[Any]
 Signal = NDArray[np.float64]
 
+CONVERGENCE = ("kl", "logit_change", "hidden_change", "hidden_cosine")
+_BELOW_ONE = np.nextafter(1.0, 0.0)
 _CHUNK = 1 << 17
 """Numbers that are worked on at a time, so that they stay in the cache."""
 
@@ -28,14 +30,15 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
     """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
     if name not in SIGNALS:
         raise UserError(f"There is no signal '{name}'; choose one of {', '.join(SIGNALS)}.")
-    if name in trajectory.signals:
-        return np.asarray(trajectory.signals[name], dtype=np.float64)
     if name not in trajectory.computed:
-        source, compute = SIGNALS[name]
-        values = getattr(trajectory, source)
-        if values is None:
-            raise UserError(_MISSING[source].format(name=name))
-        result = _by_chunks(compute, values)
+        if name in trajectory.signals:
+            result = _as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
+        else:
+            source, compute = SIGNALS[name]
+            values = getattr(trajectory, source)
+            if values is None:
+                raise UserError(_MISSING[source].format(name=name))
+            result = _by_chunks(compute, values)
         result.flags.writeable = False
         trajectory.computed[name] = result
     return trajectory.computed[name]
@@ -91,7 +94,7 @@ def exit_cdf(gate_logits: Array) -> Signal:
     """
     going_on = -np.logaddexp(0.0, gate_logits[:, :-1].astype(np.float64))
     cdf = np.ones(gate_logits.shape)
-    cdf[:, :-1] = np.minimum(-np.expm1(going_on.cumsum(axis=1)), np.nextafter(1.0, 0.0))
+    cdf[:, :-1] = np.minimum(-np.expm1(going_on.cumsum(axis=1)), _BELOW_ONE)
     return cdf
 
 
@@ -112,6 +115,16 @@ _MISSING = {
     "logits": "The recording has no logits and no recorded signal '{name}'.",
     "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden.",
 }
+
+
+def _as_defined(name: str, values: Signal) -> Signal:
+    """A signal that came with a recording, held to the same conventions as one computed here."""
+    if name in CONVERGENCE:
+        values[:, 0] = np.nan
+    if name == "gate":
+        values[:, :-1] = np.minimum(values[:, :-1], _BELOW_ONE)
+        values[:, -1] = 1.0
+    return values
 
 
 def _by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:

@@ -75,18 +75,23 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory) -> Fron
 
 def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
     """Refuses what would make a result look better than it is."""
-    if calibration.split is not None and calibration.split.lower() in EVALUATION_SPLITS:
+    if (calibration.split or "").strip().lower().startswith(EVALUATION_SPLITS):
         raise UserError(
             f"The calibration recording is of the {calibration.split} split; thresholds must not be chosen on data "
             "that is for evaluation: record the validation split and calibrate on that."
         )
     if calibration.same_data(evaluation):
         raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
-    if calibration.num_loops != evaluation.num_loops:
-        raise UserError(
-            f"The calibration recording has {calibration.num_loops} loops, the evaluation recording "
-            f"{evaluation.num_loops}; both must come from the same model."
-        )
+    for what, ours, theirs in (
+        ("loops", calibration.num_loops, evaluation.num_loops),
+        ("classes", calibration.num_classes, evaluation.num_classes),
+        ("weights", calibration.provenance.get("weights_sha256"), evaluation.provenance.get("weights_sha256")),
+    ):
+        if ours is not None and theirs is not None and ours != theirs:
+            raise UserError(
+                f"The calibration and the evaluation recording differ in their {what} ({ours} and {theirs}); both must "
+                "come from the same model."
+            )
 
 
 def grid(readout: str, calibration: Trajectory) -> Curve:
@@ -98,7 +103,7 @@ def grid(readout: str, calibration: Trajectory) -> Curve:
         return np.arange(1.0, calibration.num_loops + 1)
     values = signal(readout, calibration)
     if readout == "gate":
-        return GATE_GRID
+        return GATE_GRID.copy()
     values = values[~np.isnan(values)]
     if not len(values):
         raise UserError(f"The calibration recording has one loop only, so '{readout}' has no values to calibrate on.")

@@ -5,7 +5,7 @@ run's folder is its checkpoint. Ouro checkpoints are read in the layout in which
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -30,8 +30,8 @@ class ModelType(msgspec.Struct, frozen=True):
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The `config.json` of LoopScope's own checkpoints."""
 
-    model_type: str = "loopscope"
-    schema_version: int = 1
+    model_type: Literal["loopscope"] = "loopscope"
+    schema_version: Literal[1] = 1
     vocab_size: int
     block_size: int
     model: TransformerSettings
@@ -94,6 +94,8 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device) -> None:
     for name, tensor in wanted.items():
         if name not in found:
             raise UserError(f"The checkpoint in {folder} has no tensor '{name}'.")
+        if not found[name].is_floating_point():
+            raise UserError(f"In {folder} the tensor '{name}' holds {found[name].dtype}, not floating-point numbers.")
         if found[name].shape != tensor.shape:
             have, need = list(found[name].shape), list(tensor.shape)
             raise UserError(f"In {folder} the tensor '{name}' has shape {have}, the configuration asks for {need}.")

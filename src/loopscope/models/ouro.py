@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import read_json
+from loopscope.config import Count, NonNegative, Positive, read_json
 from loopscope.errors import UserError
 from loopscope.models.attention import causal_attention, rotary_angles, rotate
 from loopscope.models.protocol import LoopedModel, LoopState, at_positions, begin_state
@@ -23,31 +23,35 @@ from loopscope.models.protocol import LoopedModel, LoopState, at_positions, begi
 class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `config.json` that the network depends on; others are ignored, unsupported values refused."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    rope_theta: float
-    rms_norm_eps: float
-    total_ut_steps: int
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    max_position_embeddings: Count
+    rope_theta: Positive
+    rms_norm_eps: NonNegative
+    total_ut_steps: Count
     tie_word_embeddings: bool
     hidden_act: Literal["silu"]
-    head_dim: int | None = None
+    head_dim: Count | None = None
     attention_bias: Literal[False] | None = None
+    mlp_bias: Literal[False] | None = None
     use_sliding_window: Literal[False] | None = None
+    layer_types: list[Literal["full_attention"]] | None = None
     rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.rope_scaling and self.rope_scaling.get("rope_type", self.rope_scaling.get("type")) != "default":
-            raise ValueError("rope_scaling is not supported, it must be null")
+        for name in ("rope_scaling", "rope_parameters"):
+            rope = getattr(self, name) or {}
+            if rope.get("rope_type", rope.get("type", "default")) != "default":
+                raise ValueError(f"{name} of another type than 'default' is not supported")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "total_ut_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
+        if self.head_width % 2:
+            raise ValueError(f"heads must have an even width for rotary positions, got {self.head_width}")
 
     @property
     def head_width(self) -> int:
@@ -135,14 +139,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        rows, length, _ = hidden.shape
         cos, sin = (angle.to(hidden.dtype) for angle in rotary)
         query, key, value = (
-            projection(hidden).view(rows, length, -1, self.head_width).transpose(1, 2)
+            projection(hidden).unflatten(2, (-1, self.head_width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
 

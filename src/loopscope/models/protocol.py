@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loopscope.errors import UserError
+
 
 @dataclass(frozen=True)
 class LoopState:
@@ -88,6 +90,8 @@ class LoopedModel(nn.Module):
 
         At every token the entries of padding hold no meaning.
         """
+        if num_loops is not None and num_loops < 1:
+            raise UserError(f"num_loops must be at least 1, got {num_loops}.")
         state = self.begin(tokens, lengths)
         logits, hidden, gates = [], [], []
         for _ in range(num_loops or self.num_loops):
@@ -102,6 +106,8 @@ class LoopedModel(nn.Module):
 def begin_state(hidden: Tensor, lengths: Tensor | None) -> LoopState:
     """The state of rows that have gone through no loop yet."""
     rows, longest = hidden.shape[:2]
+    if lengths is not None and lengths.shape != (rows,):
+        raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
     if lengths is None:
         lengths = torch.full((rows,), longest, device=hidden.device)
     return LoopState(hidden, lengths, torch.zeros(rows, dtype=torch.long, device=hidden.device))

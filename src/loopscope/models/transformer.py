@@ -7,19 +7,17 @@ Shapes: B rows, M tokens, D width, V vocabulary.
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
-import msgspec
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Settings
+from loopscope.config import Count, Settings
 from loopscope.errors import UserError
 from loopscope.models.attention import causal_attention, rotary_angles, rotate
 from loopscope.models.gates import Gate, GateKind
 from loopscope.models.protocol import LoopedModel, LoopState, at_positions, begin_state
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
 _ROTARY_BASE = 10_000.0
 
 
@@ -118,7 +116,11 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         rows, length, width = hidden.shape
-        heads = self.attention_in(self.attention_norm(hidden)).view(rows, length, 3 * self.heads, -1).transpose(1, 2)
+        heads = (
+            self.attention_in(self.attention_norm(hidden))
+            .view(rows, length, 3 * self.heads, width // self.heads)
+            .transpose(1, 2)
+        )
         query, key, value = heads.chunk(3, dim=1)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
@@ -144,7 +146,8 @@ def training_flops(settings: TransformerSettings, vocab_size: int, tokens: int, 
     return 3.0 * settings.loops * (settings.layers * layer + head)
 
 
-def training_bytes(settings: TransformerSettings, tokens: int, rows: int) -> float:
-    """A rough size of the activations that one training step keeps, in float32."""
+def training_bytes(settings: TransformerSettings, vocab_size: int, block_size: int, tokens: int, rows: int) -> float:
+    """A rough size of what training keeps in float32: weights, gradients, two moments, and a step's activations."""
     per_token = 20 * settings.width + 3 * settings.heads * tokens / rows
-    return 4.0 * settings.loops * settings.layers * tokens * per_token
+    parameters = parameter_count(settings, vocab_size, block_size)
+    return 4.0 * (4 * parameters + settings.loops * settings.layers * tokens * per_token)

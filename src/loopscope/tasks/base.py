@@ -13,12 +13,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.config import Settings
+from loopscope.config import Seed, Settings
 from loopscope.errors import UserError
 from loopscope.tasks.draws import Draws, Integers
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+SplitSize = Annotated[int, msgspec.Meta(ge=1, le=10**8)]
+StoredOrOnline = Annotated[int, msgspec.Meta(ge=0, le=10**8)]
+"""How many training examples are stored; 0: they are drawn online, new ones at every step."""
 
 SPLITS = ("train", "validation", "test", "extrapolation")
 _BUCKETS = 10
@@ -55,9 +56,9 @@ class Examples:
 class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
     """A task's settings and its generator; in a file, `name` says which task it is."""
 
-    train_examples: Annotated[int, msgspec.Meta(ge=0)]  # 0: drawn online, new ones at every step
-    validation_examples: Count = 50_000
-    test_examples: Count = 50_000
+    train_examples: StoredOrOnline
+    validation_examples: SplitSize = 50_000
+    test_examples: SplitSize = 50_000
     train_seed: Seed = 42
     validation_seed: Seed = 43
     test_seed: Seed = 44
@@ -95,23 +96,26 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
         return self.length(self.levels[-1])
 
     def split(self, name: str, size: int | None = None, levels: range | None = None) -> Examples:
-        """A split, balanced over difficulties. `extrapolation` needs `levels` beyond the range of training."""
+        """A split (or its first `size` examples), balanced over difficulties.
+
+        `extrapolation` needs `levels` beyond the range of training.
+        """
         if name not in SPLITS:
             raise UserError(f"There is no split '{name}'; choose one of {', '.join(SPLITS)}.")
-        if name == "extrapolation":
-            if levels is None or levels.start <= self.levels[-1]:
-                raise UserError(
-                    f"The extrapolation split needs difficulties above {self.levels[-1]}, the hardest of training."
-                )
-            size = size or self.test_examples
-        else:
-            size = size or getattr(self, f"{name}_examples")
-        if size == 0:
+        if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
+            raise UserError(
+                f"The extrapolation split needs difficulties above {self.levels[-1]}, the hardest of training."
+            )
+        whole: int = getattr(self, "test_examples" if name == "extrapolation" else f"{name}_examples")
+        if whole == 0:
             raise UserError("This task draws its training examples online: there is no stored train split.")
+        if size is not None and size > whole:
+            raise UserError(f"The {name} split has {whole:,} examples, {size:,} were asked for.")
         draws = Draws(getattr(self, f"{name}_seed"))
         levels = levels or self.levels
-        difficulty = np.asarray(levels)[draws.permutation(size) % len(levels)]
-        return self._draw_allowed(draws, difficulty, name)
+        difficulty = np.asarray(levels)[draws.permutation(whole) % len(levels)]
+        examples = self._draw_allowed(draws, difficulty, name)
+        return examples if size in (None, whole) else examples.take(np.arange(size))
 
     def batch(self, seed: int, step: int, size: int) -> Examples:
         """The online batch of a step of a run, balanced over the difficulties of successive steps."""

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from loopscope.tasks.base import Count, Examples, Task
+from loopscope.tasks.base import Examples, StoredOrOnline, Task
 from loopscope.tasks.draws import Draws, Integers
 
 _APPLY = {"+": np.add, "-": np.subtract, "*": np.multiply}
@@ -23,8 +23,8 @@ _APPLY = {"+": np.add, "-": np.subtract, "*": np.multiply}
 class Mano(Task, frozen=True, kw_only=True, tag="mano"):
     modulus: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 23
     operators: str = "+-*"
-    max_operations: Count = 10
-    train_examples: Annotated[int, msgspec.Meta(ge=0)] = 50_000
+    max_operations: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 10
+    train_examples: StoredOrOnline = 50_000
 
     def __post_init__(self) -> None:
         if not self.operators or set(self.operators) - set(_APPLY) or len(set(self.operators)) != len(self.operators):

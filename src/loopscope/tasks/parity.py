@@ -9,15 +9,15 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from loopscope.tasks.base import Count, Examples, Task
+from loopscope.tasks.base import Examples, StoredOrOnline, Task
 from loopscope.tasks.draws import Draws, Integers
 
 _BEGIN, _ANSWER = 2, 3
 
 
 class Parity(Task, frozen=True, kw_only=True, tag="parity"):
-    max_bits: Count = 40
-    train_examples: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_bits: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 40
+    train_examples: StoredOrOnline = 0
 
     @property
     def vocab_size(self) -> int:

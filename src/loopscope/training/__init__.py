@@ -1,6 +1,6 @@
 """How is a model trained? Settings and presets, an estimate, the loop."""
 
-from loopscope.training.estimate import Estimate, estimate
+from loopscope.training.estimate import Estimate, check_memory, estimate
 from loopscope.training.loop import RunResult, describe_data, initial_model, train
 from loopscope.training.settings import RunSettings, Training, presets, read_settings
 
@@ -9,6 +9,7 @@ __all__ = [
     "RunResult",
     "RunSettings",
     "Training",
+    "check_memory",
     "describe_data",
     "estimate",
     "initial_model",

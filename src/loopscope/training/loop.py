@@ -8,8 +8,8 @@ ran through; nothing in the folder depends on the time or on the machine's name.
 Shapes: B rows, M tokens, T loops, V vocabulary.
 """
 
+import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.artifacts import atomic_file, remove_scratch, write_bytes, write_json
+from loopscope.artifacts import atomic_file, is_scratch, remove_scratch, write_bytes, write_json
 from loopscope.config import differences, plain
 from loopscope.errors import UserError
 from loopscope.models import CheckpointConfig, LoopedTransformer, read_checkpoint_config
@@ -50,39 +50,74 @@ class RunResult:
     @property
     def final(self) -> dict[str, Any]:
         """The last validation of the run."""
-        return next(entry for entry in reversed(self.metrics) if "validation_accuracy" in entry)
+        for entry in reversed(self.metrics):
+            if "validation_accuracy" in entry:
+                return entry
+        raise UserError(f"{self.folder / METRICS} has lost its last lines; train the run again in another folder.")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step measured, still on its device: a number is fetched only when it is wanted."""
+
+    loss: Tensor
+    loop_loss: Tensor
+    loop_accuracy: Tensor
+    gradient_norm: Tensor
+    learning_rate: float
+
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "loss": self.loss.item(),
+            "loop_loss": self.loop_loss.tolist(),
+            "loop_accuracy": self.loop_accuracy.tolist(),
+            "learning_rate": self.learning_rate,
+            "gradient_norm": self.gradient_norm.item(),
+        }
 
 
 def train(settings: RunSettings, folder: Path, device: torch.device, progress: Advance = silent) -> RunResult:
     """Trains the run in `folder`, from its beginning or from where it was interrupted."""
     _claim(folder, settings)
     if (folder / WEIGHTS).is_file():
+        (folder / STATE).unlink(missing_ok=True)
         return RunResult(folder, settings.training.steps, _read_metrics(folder, settings.training.steps))
+    with _lock(folder), _deterministic():
+        return _train(settings, folder, device, progress)
+
+
+def _train(settings: RunSettings, folder: Path, device: torch.device, progress: Advance) -> RunResult:
+    remove_scratch(folder)
+    if not (folder / DATA).is_file():
+        write_json(folder / DATA, describe_data(settings))
     model = initial_model(settings).to(device)
     optimizers = Optimizers(model, settings.training)
     start = _restore(folder, model, optimizers)
     entries = _read_metrics(folder, start)
     write_bytes(folder / METRICS, b"".join(_line(entry) for entry in entries))
     batches = _batches(settings)
-    sample = settings.task.split(
-        "validation", min(settings.training.validation_sample, settings.task.validation_examples)
-    )
+    size = min(settings.training.validation_sample, settings.task.validation_examples)
+    sample = settings.task.split("validation", size)
     every = settings.training
-    with _deterministic(device), (folder / METRICS).open("ab", buffering=0) as log:
+    note = ""
+    with (folder / METRICS).open("ab", buffering=0) as log:
         for step in range(start, every.steps):
-            done = step + 1
-            entry = {"step": done, **_step(model, optimizers, batches(step), step, settings, device)}
-            if done % every.log_every == 0 or done == every.steps:
-                entries.append(entry)
-                log.write(_line(entry))
-            if done % every.validate_every == 0 or done == every.steps:
+            done, last = step + 1, step + 1 == every.steps
+            outcome = _step(model, optimizers, batches(step), step, settings, device)
+            saving = done % every.checkpoint_every == 0 or last
+            if (done % every.log_every == 0 or saving) and not torch.isfinite(outcome.loss):
+                raise UserError(f"The loss is no longer finite at step {done}; lower training.learning_rate.")
+            if done % every.log_every == 0 or last:
+                entries.append({"step": done, **outcome.numbers()})
+                log.write(_line(entries[-1]))
+                note = f"loss {entries[-1]['loss']:.3f}"
+            if done % every.validate_every == 0 or last:
                 entries.append({"step": done, **validate(model, sample, device)})
                 log.write(_line(entries[-1]))
-            if done % every.checkpoint_every == 0 and done < every.steps:
+            if saving and not last:
                 _save(folder, model, optimizers, done)
-            progress(done, every.steps, f"loss {entry['loss']:.3f}")
-    with atomic_file(folder / WEIGHTS) as scratch:
-        save_file(_contiguous(model.state_dict()), scratch)
+            progress(done, every.steps, note)
+    _write_tensors(folder / WEIGHTS, model.state_dict())
     (folder / STATE).unlink(missing_ok=True)
     return RunResult(folder, start, entries)
 
@@ -93,8 +128,7 @@ def steps_done(folder: Path) -> int:
         return int(read_checkpoint_config(folder).run["training"]["steps"])
     if not (folder / STATE).is_file():
         return 0
-    with safe_open(folder / STATE, framework="pt") as file:
-        return int(file.metadata()["step"])
+    return _read_state(folder)[0]
 
 
 def initial_model(settings: RunSettings) -> LoopedTransformer:
@@ -139,21 +173,13 @@ def _step(
     step: int,
     settings: RunSettings,
     device: torch.device,
-) -> dict[str, Any]:
+) -> Outcome:
     with _autocast(settings, device):
         losses, correct, gate_logits = answer_losses(model, batch, device)
         loss = settings.objective.loss(losses, gate_logits)
     loss.backward()  # type: ignore[no-untyped-call]
-    if not torch.isfinite(loss):
-        raise UserError(f"The loss is no longer finite at step {step + 1}; lower training.learning_rate.")
     rate, norm = optimizers.step(step)
-    return {
-        "loss": loss.item(),
-        "loop_loss": losses.detach().mean(1).tolist(),
-        "loop_accuracy": correct.float().mean(1).tolist(),
-        "learning_rate": rate,
-        "gradient_norm": norm,
-    }
+    return Outcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
 
 
 def _batches(settings: RunSettings) -> Callable[[int], Examples]:
@@ -185,17 +211,15 @@ def _claim(folder: Path, settings: RunSettings) -> None:
         run=plain(settings),
     )
     if (folder / CONFIG).is_file():
-        changed = differences(plain(read_checkpoint_config(folder)), plain(config))
+        changed = differences(read_checkpoint_config(folder).run, config.run)
         if changed:
             raise UserError(
                 f"{folder} holds a run with other settings ({', '.join(changed[:3])}); choose another --out, "
                 "or remove it."
             )
-        remove_scratch(folder)
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(not is_scratch(path) for path in folder.iterdir())):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
-    write_json(folder / DATA, describe_data(settings))
     write_json(folder / CONFIG, config)
 
 
@@ -215,27 +239,38 @@ def describe_data(settings: RunSettings) -> dict[str, Any]:
 def _save(folder: Path, model: LoopedTransformer, optimizers: Optimizers, step: int) -> None:
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizers.tensors().items()}
-    with atomic_file(folder / STATE) as scratch:
-        save_file(_contiguous(tensors), scratch, metadata={"step": str(step)})
+    _write_tensors(folder / STATE, tensors, {"step": str(step)})
 
 
 def _restore(folder: Path, model: LoopedTransformer, optimizers: Optimizers) -> int:
     """Puts the run back to its last saved state; returns the number of steps done."""
     if not (folder / STATE).is_file():
         return 0
-    with safe_open(folder / STATE, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+    step, tensors = _read_state(folder)
     model.load_state_dict(_part(tensors, "model."))
     optimizers.restore(_part(tensors, "optimizer."))
-    return steps_done(folder)
+    return step
+
+
+def _read_state(folder: Path) -> tuple[int, dict[str, Tensor]]:
+    try:
+        with safe_open(folder / STATE, framework="pt") as file:
+            return int(file.metadata()["step"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{folder / STATE} cannot be read ({error}); remove it, and the run begins again.") from None
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    try:
+        with atomic_file(path) as scratch:
+            save_file(held, scratch, metadata)
+    except SafetensorError as error:
+        raise UserError(f"{path} could not be written ({error}); make room, and the same command continues.") from None
 
 
 def _line(entry: dict[str, Any]) -> bytes:
@@ -247,8 +282,11 @@ def _read_metrics(folder: Path, steps: int) -> list[dict[str, Any]]:
     if not (folder / METRICS).is_file():
         return []
     lines = (folder / METRICS).read_bytes().split(b"\n")[:-1]
-    entries = [json.loads(line) for line in lines]
-    return [entry for entry in entries if entry["step"] <= steps]
+    try:
+        entries = [json.loads(line) for line in lines]
+        return [entry for entry in entries if entry["step"] <= steps]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{folder / METRICS} was altered; train the run again in another folder.") from None
 
 
 def _autocast(settings: RunSettings, device: torch.device) -> AbstractContextManager[Any]:
@@ -258,11 +296,20 @@ def _autocast(settings: RunSettings, device: torch.device) -> AbstractContextMan
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
+    """One process at a time trains in a folder; the lock goes with the process, however it ends."""
+    with (folder / CONFIG).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"Another process is training in {folder}; wait for it, or choose another --out.") from None
+        yield
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
     """The same bits every time, on the same device and with the same number of threads."""
     before = torch.are_deterministic_algorithms_enabled()
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
         yield

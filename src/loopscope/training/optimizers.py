@@ -32,7 +32,7 @@ class Optimizers:
             rate = settings.muon_learning_rate
             self._all.append((Muon(matrices, lr=rate, weight_decay=settings.weight_decay), rate))
 
-    def step(self, step: int) -> tuple[float, float]:
+    def step(self, step: int) -> tuple[float, Tensor]:
         """Clips the gradients and applies them; returns AdamW's learning rate and the norm before clipping."""
         norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
         factor = schedule(step, self._settings)
@@ -41,7 +41,7 @@ class Optimizers:
                 group["lr"] = rate * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return self._settings.learning_rate * factor, float(norm)
+        return self._settings.learning_rate * factor, norm
 
     def tensors(self) -> dict[str, Tensor]:
         return {

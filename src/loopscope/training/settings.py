@@ -6,15 +6,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from loopscope.config import Settings, build, read_toml, with_overrides
+from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, read_toml, with_overrides
 from loopscope.errors import UserError
 from loopscope.models import TransformerSettings
 from loopscope.objectives import Objective
 from loopscope.tasks import Mano, Parity
-
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Training(Settings, frozen=True, kw_only=True):
@@ -22,15 +18,15 @@ class Training(Settings, frozen=True, kw_only=True):
 
     steps: Count = 40_000
     batch_size: Count = 1024
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # initialisation and batch order; data seeds are the task's
+    seed: Seed = 0  # initialisation and batch order; data seeds are the task's
     learning_rate: Positive = 5e-4
-    min_learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 5e-5
-    warmup_steps: Natural = 2_000
+    min_learning_rate: NonNegative = 5e-5
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 2_000
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.98
-    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
+    weight_decay: NonNegative = 0.1
     clip_norm: Positive = 1.0
-    muon_learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # above 0: Muon for the block's matrices
+    muon_learning_rate: NonNegative = 0.0  # above 0: Muon for the block's matrices
     bf16: bool = True  # autocast on CUDA; a CPU always computes in float32
     log_every: Count = 100
     checkpoint_every: Count = 1_000

@@ -1,0 +1,180 @@
+"""The tables of a report, once, for the terminal and for the page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loopscope.analysis import Diagnosis, Gap
+from loopscope.report.results import ModelResult, Results
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    note: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def tables(results: Results) -> list[Table]:
+    """All tables of a report, the most important first."""
+    made = [
+        headline(results),
+        gaps(results.models),
+        depths(results),
+        selected(results.models),
+        forced(results.models),
+        ordering(results),
+    ]
+    return [table for table in made if table.rows]
+
+
+def headline(results: Results) -> Table:
+    """What a reader looks for first: the depth each model needs, and the part that is to blame."""
+    target = results.targets[0]
+    rows = []
+    for model in results.models:
+        depth = {frontier.readout: frontier.depth_at[f"{target:g}"] for frontier in model.frontiers}
+        best = model.diagnosis.best_readout
+        rows.append(
+            [
+                model.label,
+                f"{max(model.forced_accuracy):.1%}",
+                _depth(depth.get("fixed")),
+                _depth(depth["gate"]) if "gate" in depth else "no gate",
+                f"{_depth(depth[best])} ({best})",
+                " and ".join(model.diagnosis.blamed) or ("the reference" if model.is_reference else "neither"),
+            ]
+        )
+    note = (
+        f"Least average loops on the test curve that reach {target:.0%} accuracy (D@{100 * target:g}; N/A: none does) "
+        "with a fixed depth, with the model's own gate, and with the readout that validation data choose."
+    )
+    columns = ["model", "best loop", "fixed depth", "own gate", "best readout", "to blame"]
+    return Table(f"D@{100 * target:g} and the part to blame", note, columns, rows)
+
+
+def _depth(value: float | None) -> str:
+    return "N/A" if value is None else f"{value:.2f}"
+
+
+def gaps(models: Sequence[ModelResult]) -> Table:
+    """The three gaps of every model."""
+    rows = []
+    for model in models:
+        diagnosis = model.diagnosis
+        no_gate = "no gate"
+        no_reference = "is the reference" if model.is_reference else "no reference"
+        rows.append(
+            [
+                model.label,
+                " and ".join(diagnosis.blamed) or "neither",
+                _gap(diagnosis.readout_gap, no_gate),
+                _gap(diagnosis.trajectory_gap, no_reference),
+                _gap(diagnosis.room_left, "N/A"),
+            ]
+        )
+    target = models[0].diagnosis.target
+    note = (
+        f"Average loops at {target:.0%} accuracy with 95 % bootstrap intervals over test examples; at a lower accuracy "
+        f"(@) where {target:.0%} is out of reach, with the share of resamples that reach it where there are any. "
+        "Readout gap: the model's own gate minus its best readout. Trajectory gap: its best readout minus the "
+        "reference's. Room left: its best readout minus the cheapest rule that knows the labels. A part is blamed "
+        "where the interval lies above zero."
+    )
+    return Table("Diagnosis", note, ["model", "blamed", "readout gap", "trajectory gap", "room left"], rows)
+
+
+def depths(results: Results) -> Table:
+    """D@X of every readout."""
+    targets = [f"{target:g}" for target in results.targets]
+    rows = [
+        [group.label, readout, *(str(values[target]) for target in targets)]
+        for group in results.groups
+        for readout, values in group.depth_at.items()
+    ]
+    note = (
+        "D@X: the least average loops on the test curve that reach X % accuracy, as in the paper; N/A: not reached. "
+        "Over several seeds: mean ± sample standard deviation of those that reach it (how many)."
+    )
+    columns = ["model", "readout", *(f"D@{100 * target:g}" for target in results.targets)]
+    return Table("Depth to accuracy", note, columns, rows)
+
+
+def selected(models: Sequence[ModelResult]) -> Table:
+    """The operating points that validation chose."""
+    rows = [
+        [
+            model.label,
+            frontier.readout,
+            "" if frontier.selected.threshold is None else f"{frontier.selected.threshold:.4g}",
+            f"{frontier.selected.accuracy:.1%}",
+            f"{frontier.selected.average_loops:.2f}",
+        ]
+        for model in models
+        for frontier in model.frontiers
+        if frontier.readout != "oracle"
+    ]
+    note = "The most accurate threshold on validation data (ties to fewer loops), and what it gives on test data."
+    return Table("Selected on validation", note, ["model", "readout", "threshold", "accuracy", "loops"], rows)
+
+
+def forced(models: Sequence[ModelResult]) -> Table:
+    """Forced exits: the trajectory itself."""
+    loops = max(len(model.forced_accuracy) for model in models)
+    rows = []
+    for model in models:
+        rows.append([model.label, "accuracy", *(f"{value:.1%}" for value in model.forced_accuracy)])
+        if model.forced_cross_entropy is not None:
+            rows.append(["", "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
+    columns = ["model", "", *(f"loop {loop}" for loop in range(1, loops + 1))]
+    note = "Every test example at the same loop, without any exit rule."
+    return Table("Forced exits", note, columns, [row + [""] * (len(columns) - len(row)) for row in rows])
+
+
+def ordering(results: Results) -> Table:
+    """Difficulty ordering."""
+    names = {model.name: model for model in results.models}
+    rows = []
+    for group in results.groups:
+        for signal, value in group.ordering.items():
+            single = [names[name].ordering[signal].per_example for name in group.names]
+            known = [correlation for correlation in single if correlation is not None]
+            rows.append([group.label, signal, str(value), f"{sum(known) / len(known):.2f}" if known else "N/A"])
+    note = (
+        "Spearman correlation between difficulty and the signal, averaged over loops, signed so that 1 means that "
+        "harder examples always look harder: of the bin means, as in the paper, and of single examples."
+    )
+    return Table("Difficulty ordering", note, ["model", "signal", "bin means", "examples"], rows)
+
+
+def gap_rows(diagnosis: Diagnosis) -> list[list[str]]:
+    """The gaps of one model, a row each."""
+    named = {
+        "readout": diagnosis.readout_gap,
+        "trajectory": diagnosis.trajectory_gap,
+        "room left": diagnosis.room_left,
+    }
+    return [
+        [
+            name,
+            f"{gap.first} ({gap.first_depth:.2f}) - {gap.second} ({gap.second_depth:.2f})",
+            f"{gap.accuracy:.0%}",
+            f"{gap.value:+.2f}",
+            f"[{gap.low:+.2f}, {gap.high:+.2f}]",
+            f"{gap.reached:.0%}",
+            f"{gap.reached_target:.0%}",
+        ]
+        for name, gap in named.items()
+        if gap is not None
+    ]
+
+
+def _gap(gap: Gap | None, absent: str) -> str:
+    if gap is None:
+        return absent
+    text = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
+    if gap.reached_target < 1:
+        text += f" @{100 * gap.accuracy:g} %"
+        if gap.reached_target > 0:
+            text += f" ({gap.reached_target:.0%})"
+    return text

@@ -1,0 +1,1 @@
+"""How do many runs become one study? Jobs on this machine, and the demo."""

@@ -1,0 +1,20 @@
+"""The demo: which part limits a fixed-prior and a learned-gate model, on a task small enough for any machine?"""
+
+from pathlib import Path
+
+from loopscope.studies.local import Job
+from loopscope.training.settings import read_settings
+
+REFERENCE = "fixed-geometric"
+MODELS = {
+    REFERENCE: [],
+    "fixed-uniform": ["objective.prior=uniform"],
+    "linear-gate": ["objective.name=learned_gate", "model.gate=linear"],
+    "mlp-gate": ["objective.name=learned_gate", "model.gate=mlp"],
+}
+"""Name -> what differs from the preset `demo`."""
+TARGETS = (0.95, 0.98, 0.99)
+
+
+def demo_jobs(folder: Path, overrides: list[str]) -> list[Job]:
+    return [Job(folder / name, read_settings("demo", [*changes, *overrides])) for name, changes in MODELS.items()]

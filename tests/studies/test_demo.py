@@ -1,0 +1,62 @@
+"""The demo: from nothing to a report, interrupted and continued, and nothing done twice."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+
+import loopscope as ls
+from loopscope.cli import main
+from loopscope.progress import silent
+from loopscope.studies.demo import MODELS, REFERENCE, demo_jobs
+from loopscope.studies.local import run_all
+
+
+def words(folder: Path) -> list[str]:
+    return ["demo", "--out", str(folder), "--workers", "2", *(w for override in TINY for w in ("--set", override))]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file but the PDFs, which carry the time of their making."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".pdf"}
+
+
+def test_from_nothing_to_a_report_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "demo"
+    assert main(words(folder)) == 0
+    out, err = capsys.readouterr()
+    assert "left." in err
+    assert all(word in out for word in ("D@95", "to blame", "fixed prior, geometric 0.3", "MLP gate", "report.html"))
+    first = contents(folder)
+    times = {path: path.stat().st_mtime_ns for path in first if path.suffix == ".safetensors"}
+    assert main([*words(folder), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [model["name"] for model in results["models"]] == list(MODELS)
+    assert contents(folder) == first
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    capsys.readouterr()
+    assert main(["diagnose", str(folder / "mlp-gate"), "--reference", str(folder / REFERENCE), "--unseen"]) == 0
+    assert "blame" in capsys.readouterr().out
+    assert main(["diagnose", str(folder / "mlp-gate"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["trajectory_gap"] is None
+    runs = [str(folder / name) for name in MODELS]
+    assert main(["report", *runs, "--out", str(tmp_path / "again"), "--unseen", "--reference", REFERENCE]) == 0
+    assert (tmp_path / "again" / "results.json").read_bytes() == first[folder / "report" / "results.json"]
+
+
+def test_the_models_of_the_demo() -> None:
+    jobs = {job.folder.name: job.settings for job in demo_jobs(Path("x"), [])}
+    assert jobs["fixed-uniform"].objective.prior == "uniform"
+    assert (jobs["linear-gate"].model.gate, jobs["linear-gate"].objective.beta) == ("linear", 0.1)
+    task = jobs[REFERENCE].task
+    assert task.space(task.levels[-1]) >= 10_000
+    assert task.disjoint
+
+
+def test_a_worker_s_error_is_the_study_s(tmp_path: Path) -> None:
+    (tmp_path / REFERENCE).mkdir()
+    (tmp_path / REFERENCE / "thesis.txt").write_text("mine")
+    with pytest.raises(ls.UserError, match="not a run"):
+        run_all(demo_jobs(tmp_path, TINY)[:1], silent, workers=1)
+    assert (tmp_path / REFERENCE / "thesis.txt").read_text() == "mine"
