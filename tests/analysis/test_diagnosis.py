@@ -109,6 +109,15 @@ def test_without_a_gate_there_is_no_readout_gap() -> None:
     assert "no gate of its own" in diagnosis.sentence
 
 
+def test_the_reference_is_not_compared_with_itself() -> None:
+    diagnosis = diagnose(REFERENCE, REFERENCE)
+    assert diagnosis.trajectory_gap is None
+    assert diagnosis.blamed == ()
+    depth = REFERENCE.frontiers[diagnosis.best_readout].depth_at(0.95)
+    assert diagnosis.sentence.startswith("It is the reference")
+    assert f"reaches 95% in {depth:.2f} loops" in diagnosis.sentence
+
+
 def test_a_target_out_of_reach_is_said_and_compared_lower_down() -> None:
     """A fifth of the examples is never right: 95 % is out of reach, about 80 % is not."""
     poor = subject((1, 2, 3, 4, 9), "blind")

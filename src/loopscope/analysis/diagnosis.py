@@ -150,6 +150,14 @@ def _calibration_depth(frontier: Frontier, accuracy: float) -> float:
 def _sentence(
     subject: Subject, reference: Subject | None, target: float, readout: Gap | None, trajectory: Gap | None
 ) -> str:
+    ceiling = ""
+    if subject.ceiling < target:
+        ceiling = f" It never reaches {target:.0%} (at best {subject.ceiling:.1%})."
+    if reference is subject and not subject.has_gate:
+        best = subject.best(target)
+        depth = subject.frontiers[best].depth_at(target)
+        reach = "" if depth is None else f" With {best} it reaches {target:.0%} in {depth:.2f} loops on average."
+        return f"It is the reference, and has no gate of its own.{reach}{ceiling}"
     verdicts = {"readout": readout, "trajectory": trajectory}
     blamed = [name for name, gap in verdicts.items() if gap is not None and gap.sign > 0]
     said = "; ".join(
@@ -164,9 +172,6 @@ def _sentence(
         head = "Nothing can be blamed"
     else:
         head = "Neither part can be blamed"
-    ceiling = ""
-    if subject.ceiling < target:
-        ceiling = f" It never reaches {target:.0%} (at best {subject.ceiling:.1%})."
     return f"{head}: {said}.{ceiling}"
 
 
