@@ -179,12 +179,12 @@ def _model(source: Source, diagnosis: Diagnosis, is_reference: bool, targets: Se
             for name in ORDERED_SIGNALS
             if name in signals and test.difficulty is not None
         },
-        frontiers=[_frontier(sweep(name, source.validation, test), targets) for name in readouts],
+        frontiers=[frontier_result(sweep(name, source.validation, test), targets) for name in readouts],
         diagnosis=diagnosis,
     )
 
 
-def _frontier(frontier: Frontier, targets: Sequence[float]) -> FrontierResult:
+def frontier_result(frontier: Frontier, targets: Sequence[float]) -> FrontierResult:
     point = frontier.select()
     return FrontierResult(
         frontier.readout,

@@ -1,0 +1,30 @@
+"""How does the command line speak? Tables and JSON on standard output, everything else on standard error."""
+
+import os
+import sys
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def print_json(value: object) -> None:
+    from loopscope.config import to_json
+
+    print(to_json(value).decode(), end="")
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))).print(table)
