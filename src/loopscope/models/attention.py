@@ -1,10 +1,10 @@
 """Causal self-attention and rotary positions, shared by the looped models.
 
-Rows are right-padded, so under the causal mask no token ever attends to padding and no other mask is needed.
-Shapes: B rows, H heads, M tokens, K head width.
+Shapes: B rows of one length, H heads, M tokens, P tokens of all rows, K head width.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +14,17 @@ _SHORT = 64
 """Up to this length plain matrix products beat the fused kernel on a CPU, whose per-call work dominates there."""
 
 
-def rotary_angles(head_width: int, length: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [M, K] of the positions 0..M-1 in the rotate-half convention, in float32."""
+def rotary_angles(head_width: int, positions: Tensor, longest: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [P, 1, K] of the positions [P] (below `longest`) in the rotate-half convention, in float32."""
+    device = positions.device
     frequencies = theta ** -(torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.arange(longest, device=device, dtype=torch.float32)[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    return angles.cos()[positions, None], angles.sin()[positions, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, M, K] turned by its positions."""
+    """x [P, H, K] turned by its positions."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -38,5 +39,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = (query * (1.0 / math.sqrt(query.shape[-1]))) @ key.transpose(-1, -2)
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ value
+    return scores.masked_fill(_future(length), float("-inf")).softmax(dim=-1) @ value
+
+
+@lru_cache(maxsize=_SHORT)
+def _future(length: int) -> Tensor:
+    """[M, M] what a token must not look at."""
+    with torch.inference_mode(False):  # a tensor born in inference mode could not be used in training
+        return torch.ones(length, length, dtype=torch.bool).triu(1)

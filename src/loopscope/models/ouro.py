@@ -3,7 +3,7 @@
 Sandwich-norm layers with rotary attention and SwiGLU; after every loop the final norm is applied, and that normed
 state feeds the gate, the LM head and the next loop. So the pooled state r_t is the normed state itself.
 
-Shapes: B rows, M tokens, D width, V vocabulary.
+Shapes: B rows, P tokens of all rows, D width, V vocabulary.
 """
 
 from pathlib import Path
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from loopscope.config import Count, NonNegative, Positive, read_json
 from loopscope.errors import UserError
-from loopscope.models.attention import causal_attention, rotary_angles, rotate
-from loopscope.models.protocol import LoopedModel, LoopState, at_positions, begin_state
+from loopscope.models.attention import rotary_angles, rotate
+from loopscope.models.packing import Layout, packed_attention
+from loopscope.models.protocol import LoopedModel, LoopState, first_state, row_layout
 
 
 class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,17 +78,19 @@ class Ouro(LoopedModel):
             raise UserError(
                 f"The text has {tokens.shape[1]} tokens, the model takes {self.config.max_position_embeddings}."
             )
-        return begin_state(self.model.embed_tokens(tokens), lengths)
+        layout = row_layout(tokens, lengths)
+        return first_state(self.model.embed_tokens(layout.pack(tokens)), layout)
 
     def step(self, state: LoopState) -> LoopState:
-        hidden = state.hidden
-        rotary = rotary_angles(self.config.head_width, hidden.shape[1], self.config.rope_theta, hidden.device)
+        hidden, layout = state.hidden, state.layout
+        angles = rotary_angles(self.config.head_width, layout.positions, layout.longest, self.config.rope_theta)
+        rotary = (angles[0].to(hidden.dtype), angles[1].to(hidden.dtype))
         for layer in self.model.layers:
-            hidden = layer(hidden, rotary)
-        return LoopState(self.model.norm(hidden), state.lengths, state.loop + 1)
+            hidden = layer(hidden, layout, rotary)
+        return LoopState(self.model.norm(hidden), layout, state.loop + 1)
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        return at_positions(state.hidden, positions)
+        return state.at(positions)
 
     def predict(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         logits: Tensor = self.lm_head(self.pooled(state, positions))
@@ -119,8 +122,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config)
         self.post_attention_layernorm_2 = RMSNorm(config)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), rotary))
+    def forward(self, hidden: Tensor, layout: Layout, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), layout, rotary))
         out: Tensor = hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
         return out
 
@@ -138,14 +141,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = (angle.to(hidden.dtype) for angle in rotary)
+    def forward(self, hidden: Tensor, layout: Layout, rotary: tuple[Tensor, Tensor]) -> Tensor:
         query, key, value = (
-            projection(hidden).unflatten(2, (-1, self.head_width)).transpose(1, 2)
+            projection(hidden).unflatten(1, (-1, self.head_width))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed = causal_attention(rotate(query, cos, sin), rotate(key, cos, sin), value)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        mixed = packed_attention(rotate(query, *rotary), rotate(key, *rotary), value, layout)
+        out: Tensor = self.o_proj(mixed)
         return out
 
 

@@ -4,44 +4,58 @@ Four things: `begin` (tokens -> state), `step` (the shared block, once), `predic
 (state -> halt logit, if it has a gate). Nothing in a state ties its rows together: rows can be taken out and joined
 with rows at other loops, because the block is the same at every depth.
 
-Shapes: B rows, M tokens (right-padded), T loops, D width, V vocabulary.
+Shapes: B rows, M tokens of the longest row, P tokens of all rows, T loops, D width, V vocabulary.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.errors import UserError
+from loopscope.models.packing import Layout
 
 
 @dataclass(frozen=True)
 class LoopState:
-    """The rows of a batch, each at its own loop. A model may add tensors: [B], or [B, M, ...] if they go by token."""
+    """The rows of a batch, each at its own loop, packed: a row's tokens stand together, and there is no padding.
 
-    hidden: Tensor  # [B, M, D] what the next loop starts from
-    lengths: Tensor  # [B] tokens of each row; what lies beyond is padding and is never read
+    A model may add tensors of its own: [B], or [P, ...] if they go by token (`tokenwise` names those).
+    """
+
+    hidden: Tensor  # [P, D] what the next loop starts from
+    layout: Layout  # where the rows lie in it
     loop: Tensor  # [B] loops applied so far
+
+    tokenwise: ClassVar[tuple[str, ...]] = ("hidden",)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] tokens of each row."""
+        return self.layout.lengths
 
     def take(self, rows: Tensor) -> Self:
         """The rows at these indices (or where this mask is true), in that order."""
-        return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        layout, tokens = self.layout.take(rows)
+        parts = {name: getattr(self, name)[tokens if name in self.tokenwise else rows] for name in self._tensors()}
+        return type(self)(layout=layout, **parts)
 
     @classmethod
     def join(cls, states: Sequence[Self]) -> Self:
-        """All rows of `states`, padded to the longest."""
-        longest = max(state.hidden.shape[1] for state in states)
-        joined: dict[str, Any] = {}
-        for field in fields(cls):
-            parts = [getattr(state, field.name) for state in states]
-            if parts[0].ndim > 1:
-                parts = [F.pad(part, [0, 0] * (part.ndim - 2) + [0, longest - part.shape[1]]) for part in parts]
-            joined[field.name] = torch.cat(parts)
-        return cls(**joined)
+        """All rows of `states`, in that order."""
+        parts = {name: torch.cat([getattr(state, name) for state in states]) for name in cls._tensors()}
+        return cls(layout=Layout(torch.cat([state.lengths for state in states])), **parts)
+
+    @classmethod
+    def _tensors(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.name != "layout"]
+
+    def at(self, positions: Tensor | None) -> Tensor:
+        """The hidden state [B, D] at one position a row, or [P, D] of all tokens."""
+        return self.hidden if positions is None else self.hidden[self.layout.starts + positions]
 
 
 @dataclass(frozen=True)
@@ -69,15 +83,15 @@ class LoopedModel(nn.Module):
 
     @abstractmethod
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """r_t, the state as the head and the gate read it: [B, D] at one position a row, or [B, M, D] at all."""
+        """r_t, the state as the head and the gate read it: [B, D] at one position a row, or [P, D] at all tokens."""
 
     @abstractmethod
     def predict(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, V] at one position a row, or [B, M, V] at all."""
+        """Logits [B, V] at one position a row, or [P, V] at all tokens."""
 
     @abstractmethod
     def halt(self, state: LoopState, positions: Tensor | None = None) -> Tensor | None:
-        """Halt logits [B] at one position a row, or [B, M] at all; None without a gate."""
+        """Halt logits [B] at one position a row, or [P] at all tokens; None without a gate."""
 
     def loops(
         self,
@@ -88,33 +102,35 @@ class LoopedModel(nn.Module):
     ) -> Loops:
         """Logits, pooled states and halt logits of every loop, at every token or at one position a row.
 
-        At every token the entries of padding hold no meaning.
+        At every token, what lies beyond a row's end is zero.
         """
         if num_loops is not None and num_loops < 1:
             raise UserError(f"num_loops must be at least 1, got {num_loops}.")
         state = self.begin(tokens, lengths)
+
+        def shaped(state: LoopState, values: Tensor) -> Tensor:
+            return values if positions is not None else state.layout.unpack(values, tokens.shape[1])
+
         logits, hidden, gates = [], [], []
         for _ in range(num_loops or self.num_loops):
             state = self.step(state)
-            logits.append(self.predict(state, positions))
-            hidden.append(self.pooled(state, positions))
+            logits.append(shaped(state, self.predict(state, positions)))
+            hidden.append(shaped(state, self.pooled(state, positions)))
             gates.append(self.halt(state, positions))
-        halting = [gate for gate in gates if gate is not None]
+        halting = [shaped(state, gate) for gate in gates if gate is not None]
         return Loops(torch.stack(logits), torch.stack(hidden), torch.stack(halting) if halting else None)
 
 
-def begin_state(hidden: Tensor, lengths: Tensor | None) -> LoopState:
-    """The state of rows that have gone through no loop yet."""
-    rows, longest = hidden.shape[:2]
-    if lengths is not None and lengths.shape != (rows,):
-        raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
+def row_layout(tokens: Tensor, lengths: Tensor | None) -> Layout:
+    """The layout of padded tokens [B, M] whose rows end at `lengths` (default: M)."""
+    rows, longest = tokens.shape
     if lengths is None:
-        lengths = torch.full((rows,), longest, device=hidden.device)
-    return LoopState(hidden, lengths, torch.zeros(rows, dtype=torch.long, device=hidden.device))
+        lengths = torch.full((rows,), longest, device=tokens.device)
+    if lengths.shape != (rows,):
+        raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
+    return Layout(lengths)
 
 
-def at_positions(hidden: Tensor, positions: Tensor | None) -> Tensor:
-    """[B, D] at one position a row; all of [B, M, D] without positions."""
-    if positions is None:
-        return hidden
-    return hidden[torch.arange(len(hidden), device=hidden.device), positions]
+def first_state(hidden: Tensor, layout: Layout) -> LoopState:
+    """The state of rows that have gone through no loop yet."""
+    return LoopState(hidden, layout, torch.zeros_like(layout.lengths))

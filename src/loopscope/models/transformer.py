@@ -3,7 +3,7 @@
 h_t = block(h_{t-1}), without a norm between the loops. The pooled state is r_t = LayerNorm(h_t) at the position that
 is read, the same final norm for all loops; the tied head and the gate both read r_t. Attention is causal.
 
-Shapes: B rows, M tokens, D width, V vocabulary.
+Shapes: B rows, P tokens of all rows, D width, V vocabulary.
 """
 
 import math
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from loopscope.config import Count, Settings
 from loopscope.errors import UserError
-from loopscope.models.attention import causal_attention, rotary_angles, rotate
+from loopscope.models.attention import rotary_angles, rotate
 from loopscope.models.gates import Gate, GateKind
-from loopscope.models.protocol import LoopedModel, LoopState, at_positions, begin_state
+from loopscope.models.packing import Layout, packed_attention
+from loopscope.models.protocol import LoopedModel, LoopState, first_state, row_layout
 
 _ROTARY_BASE = 10_000.0
 
@@ -72,22 +73,23 @@ class LoopedTransformer(LoopedModel):
                 f"The examples have {tokens.shape[1]} tokens, but the model's block size is {self.block_size}; "
                 "nothing is cut off, so choose shorter examples or a model with a larger block size."
             )
-        hidden = self.embedding(tokens)
+        layout = row_layout(tokens, lengths)
+        hidden = self.embedding(layout.pack(tokens))
         if self.position is not None:
-            hidden = hidden + self.position.weight[: tokens.shape[1]]
-        return begin_state(hidden, lengths)
+            hidden = hidden + self.position(layout.positions)
+        return first_state(hidden, layout)
 
     def step(self, state: LoopState) -> LoopState:
-        hidden = state.hidden
+        hidden, layout = state.hidden, state.layout
         rotary = None
         if self.position is None:
-            rotary = rotary_angles(self.head_width, hidden.shape[1], _ROTARY_BASE, hidden.device)
+            rotary = rotary_angles(self.head_width, layout.positions, layout.longest, _ROTARY_BASE)
         for layer in self.block:
-            hidden = layer(hidden, rotary)
-        return LoopState(hidden, state.lengths, state.loop + 1)
+            hidden = layer(hidden, layout, rotary)
+        return LoopState(hidden, layout, state.loop + 1)
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        normed: Tensor = self.norm(at_positions(state.hidden, positions))
+        normed: Tensor = self.norm(state.at(positions))
         return normed
 
     def predict(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
@@ -106,7 +108,7 @@ class Layer(nn.Module):
     def __init__(self, settings: TransformerSettings) -> None:
         super().__init__()
         width, bias = settings.width, settings.bias
-        self.heads = settings.heads
+        self.heads, self.head_width = settings.heads, width // settings.heads
         self.attention_norm = nn.LayerNorm(width, bias=bias)
         self.attention_in = nn.Linear(width, 3 * width, bias=bias)
         self.attention_out = nn.Linear(width, width, bias=bias)
@@ -114,18 +116,13 @@ class Layer(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width, bias=bias)
         self.mlp_out = nn.Linear(4 * width, width, bias=bias)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        rows, length, width = hidden.shape
-        heads = (
-            self.attention_in(self.attention_norm(hidden))
-            .view(rows, length, 3 * self.heads, width // self.heads)
-            .transpose(1, 2)
-        )
-        query, key, value = heads.chunk(3, dim=1)
+    def forward(self, hidden: Tensor, layout: Layout, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        projected = self.attention_in(self.attention_norm(hidden)).unflatten(1, (3 * self.heads, self.head_width))
+        turned, value = projected.split((2 * self.heads, self.heads), dim=1)
         if rotary is not None:
-            query, key = rotate(query, *rotary), rotate(key, *rotary)
-        mixed = causal_attention(query, key, value).transpose(1, 2).reshape(rows, length, width)
-        hidden = hidden + self.attention_out(mixed)
+            turned = rotate(turned, *rotary)
+        query, key = turned.chunk(2, dim=1)
+        hidden = hidden + self.attention_out(packed_attention(query, key, value, layout))
         out: Tensor = hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
         return out
 

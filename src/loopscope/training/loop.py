@@ -186,7 +186,7 @@ def _batches(settings: RunSettings) -> Callable[[int], Examples]:
     """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
     task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
     if task.train_examples == 0:
-        return lambda step: task.batch(seed, step, size)
+        return lambda step: task.batch(seed, step, size).by_length()
     examples = task.split("train")
 
     @lru_cache(maxsize=2)
@@ -197,7 +197,7 @@ def _batches(settings: RunSettings) -> Callable[[int], Examples]:
         position = np.arange(step * size, (step + 1) * size)
         epochs = position // len(examples)
         rows = [order(int(epoch))[position[epochs == epoch] % len(examples)] for epoch in np.unique(epochs)]
-        return examples.take(np.concatenate(rows))
+        return examples.take(np.concatenate(rows)).by_length()
 
     return batch
 
