@@ -164,5 +164,5 @@ def test_progress_in_a_log_has_the_time_left(
         for step in range(1, 5):
             advance(step, 4, "loss 1.0")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[1] == "training: 2/4, 2 min left. loss 1.0"
+    assert lines[0] == "training: 2/4, 2 min left. loss 1.0"
     assert lines[-1].startswith("training: 4/4, 0 s left")

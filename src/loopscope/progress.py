@@ -48,7 +48,7 @@ def _log_lines(title: str, out: TextIO, every: float = 10.0) -> Advance:
         nonlocal first, last
         now = time.monotonic()
         first = first or (now, done)
-        if done < total and now - last < every:
+        if done < total and (now - last < every or done == first[1]):
             return
         last = now
         left = (now - first[0]) / max(done - first[1], 1) * (total - done)

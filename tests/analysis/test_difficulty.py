@@ -14,7 +14,7 @@ from loopscope.analysis import (
 )
 
 
-def with_signal(name: str, values: list[list[float]], difficulty: list[int]) -> ls.Trajectory:
+def with_signal(name: str, values: list[list[float]], difficulty: list[float]) -> ls.Trajectory:
     rows, loops = np.shape(values)
     return ls.Trajectory(
         logits=None,
@@ -78,6 +78,16 @@ def test_bin_means_hide_the_scatter_of_examples() -> None:
     assert ordering.per_example == pytest.approx(0.447, abs=1e-3)
 
 
+def test_fractional_difficulties_stay_apart_and_continuous_ones_are_binned() -> None:
+    trajectory = with_signal("entropy", [[1.0], [2.0], [3.0]], [0.25, 0.75, 1.25])
+    assert signal_by_difficulty("entropy", trajectory).levels == [0.25, 0.75, 1.25]
+    rng = np.random.default_rng(0)
+    continuous = random_trajectory(rows=1000, difficulty=rng.random(1000))
+    table = forced_accuracy(continuous)
+    assert table.counts == [100] * 10
+    assert table.levels == sorted(table.levels)
+
+
 def test_a_constant_signal_or_one_bin_has_no_order() -> None:
-    assert difficulty_ordering("entropy", with_signal("entropy", [[1.0], [1.0]], [1, 2])).bin_mean is None
+    assert difficulty_ordering("entropy", with_signal("entropy", [[0.1]] * 7, [1, 1, 1, 2, 2, 3, 3])).bin_mean is None
     assert difficulty_ordering("entropy", with_signal("entropy", [[1.0], [2.0]], [1, 1])).per_example is None

@@ -69,12 +69,29 @@ def test_results_are_json_that_reads_back(results: Results) -> None:
 
 def test_seeds_of_one_setting_are_a_group() -> None:
     sources = [source(f"s{seed}", seed, provenance=seeded(seed)) for seed in range(3)]
-    results = collect([*sources, source("other", 3)], None, [0.6], unseen_only=False)
+    results = collect([*sources, source("other", 3)], None, [0.6, 0.7], unseen_only=False)
     assert [group.names for group in results.groups] == [["s0", "s1", "s2"], ["other"]]
     summary = results.groups[0].depth_at["fixed"]["0.6"]
     assert (summary.reached, summary.seeds) == (3, 3)
+    margin = results.groups[0].depth_at["margin"]
+    assert margin["0.6"].mean < margin["0.7"].mean
+    assert len({model.label for model in results.models}) == 4
     depth_table = next(table for table in tables(results) if table.title == "Depth to accuracy")
     assert any("(3 of 3)" in cell for row in depth_table.rows for cell in row)
+
+
+def test_a_seed_that_lacks_something_counts_as_not_reaching_it() -> None:
+    sources = [
+        source("whole", 0, provenance=seeded(0)),
+        source("poor", 1, provenance=seeded(1), hidden=None, difficulty=None),
+    ]
+    group = collect(sources, None, [0.6], unseen_only=False).groups[0]
+    assert (group.depth_at["hidden_change"]["0.6"].reached, group.depth_at["hidden_change"]["0.6"].seeds) == (1, 2)
+    assert group.ordering["margin"].seeds == 2
+
+
+def test_results_read_back_as_their_own_type(results: Results) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(results), type=Results).models[1].name == "b"
 
 
 def test_labels_are_the_paper_s_words() -> None:
@@ -82,6 +99,7 @@ def test_labels_are_the_paper_s_words() -> None:
     gate = {**RUN, "model": {"gate": "mlp"}, "objective": {**RUN["objective"], "prior": "uniform"}}
     assert label_of({"run": gate}, "x") == "MLP gate, uniform, β 0.1"
     assert label_of({}, "my recording") == "my recording"
+    assert label_of({"run": {"id": 3}}, "foreign") == "foreign"
 
 
 def test_a_folder_with_two_recordings_is_enough(tmp_path: Path) -> None:

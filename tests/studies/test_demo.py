@@ -1,6 +1,10 @@
 """The demo: from nothing to a report, interrupted and continued, and nothing done twice."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +47,31 @@ def test_from_nothing_to_a_report_and_again(tmp_path: Path, capsys: pytest.Captu
     runs = [str(folder / name) for name in MODELS]
     assert main(["report", *runs, "--out", str(tmp_path / "again"), "--unseen", "--reference", REFERENCE]) == 0
     assert (tmp_path / "again" / "results.json").read_bytes() == first[folder / "report" / "results.json"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_it_leaves_no_worker_behind_and_continues(tmp_path: Path, stop: signal.Signals) -> None:
+    folder = tmp_path / "demo"
+    longer = ["--set", "training.steps=600", "--set", "training.checkpoint_every=20"]
+    command = [sys.executable, "-m", "loopscope.cli", *words(folder), *longer]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (folder / REFERENCE / "state.safetensors").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(stop)
+    process.wait()
+    time.sleep(3)
+    saved = {path: path.stat().st_mtime_ns for path in folder.rglob("state.safetensors")}
+    time.sleep(2)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.safetensors")} == saved, "a worker goes on"
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+    assert (folder / "report" / "report.html").is_file()
+
+
+def test_a_demo_that_could_not_count_unseen_examples_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(ls.UserError, match="stored training examples"):
+        demo_jobs(tmp_path, ["task.train_examples=0"])
 
 
 def test_the_models_of_the_demo() -> None:

@@ -5,11 +5,13 @@
 - room left: D@X of the best readout minus that of the cheapest rule that knows the labels.
 
 The best readout is the one that validation data choose. Where X is out of reach, the comparison moves down to the
-highest whole percent that both sides reach. A part is blamed only where its interval excludes zero.
+highest whole percent that both sides reach. A part is blamed only where its interval excludes zero, or where it alone
+misses X. Thresholds are swept on a grid so fine that its steps do not matter.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,13 +23,16 @@ from loopscope.analysis.bootstrap import (
     resampled_curves,
     resampled_label_aware,
 )
-from loopscope.exits import READOUTS, Frontier, sweep
-from loopscope.exits.sweep import available
+from loopscope.errors import UserError
+from loopscope.exits import READOUTS
+from loopscope.exits.sweep import available, check_calibration, curve, fine_grid
 from loopscope.trajectory import Trajectory
 
 _LEVEL = 0.95
 _ENOUGH = 0.95
 """A comparison is made where both sides reach its accuracy in at least this share of the resamples."""
+_FEWEST = 30
+"""With fewer test examples than this a bootstrap interval says nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,19 @@ class Gap:
     low: float
     high: float
     reached: float  # share of resamples in which both reach that accuracy
-    reached_target: float  # share of resamples in which both reach the target that was asked for
+    first_reaches_target: float  # share of resamples in which the first reaches the target that was asked for
+    second_reaches_target: float
+    examples: int
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the interval excludes zero, 0 where nothing can be said."""
+        """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
+        if self.examples < _FEWEST:
+            return 0
+        reach = (self.second_reaches_target >= _ENOUGH) - (self.first_reaches_target >= _ENOUGH)
+        missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - _ENOUGH
+        if reach and missed:
+            return int(reach)
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
 
@@ -59,6 +72,7 @@ class Diagnosis:
     trajectory_gap: Gap | None  # None without a reference
     room_left: Gap | None  # None only where nothing is ever reached together
     blamed: tuple[str, ...]  # of 'readout' and 'trajectory'
+    verdict: str  # the blamed parts, 'neither', or 'cannot tell'
     sentence: str
 
 
@@ -66,51 +80,60 @@ class Subject:
     """A model as the diagnosis sees it: its frontiers, chosen on validation and resampled on test data."""
 
     def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> None:
-        both = (validation, test)
-        names = [name for name in READOUTS if name != "oracle" and all(available(name, tr) for tr in both)]
-        self.frontiers: dict[str, Frontier] = {name: sweep(name, validation, test) for name in names}
-        self.ceiling = max(float(frontier.accuracy.max()) for frontier in self.frontiers.values())
-        self.has_gate = "gate" in self.frontiers
-        self._test, self._resamples, self._seed = test, resamples, seed
-        self._curves: dict[str, Curves] = {}
+        check_calibration(validation, test)
+        self.validation, self.test = validation, test
+        self.readouts = [
+            name for name in READOUTS if name != "oracle" and available(name, validation) and available(name, test)
+        ]
+        self.ceiling = float(test.correct.mean(axis=0).max())
+        self.has_gate = "gate" in self.readouts
         self.label_aware = resampled_label_aware(test, resamples, seed)
+        self._resamples, self._seed = resamples, seed
+        self._curves: dict[str, Curves] = {}
+        self._grids = {name: fine_grid(name, validation) for name in self.readouts}
+        self._validation = {name: curve(name, self._grids[name], validation) for name in self.readouts}
 
     def curves(self, readout: str) -> Curves:
         if readout not in self._curves:
-            thresholds = self.frontiers[readout].thresholds
-            self._curves[readout] = resampled_curves(readout, thresholds, self._test, self._resamples, self._seed)
+            thresholds = self._grids[readout]
+            self._curves[readout] = resampled_curves(readout, thresholds, self.test, self._resamples, self._seed)
         return self._curves[readout]
 
     def best(self, accuracy: float) -> str:
         """The readout with the least D@X on validation data; where none reaches X, the most accurate one."""
-        depths = {name: _calibration_depth(frontier, accuracy) for name, frontier in self.frontiers.items()}
+        depths = {name: _depth(self._validation[name], accuracy) for name in self.readouts}
         if min(depths.values()) < np.inf:
             return min(depths, key=depths.__getitem__)
-        return max(self.frontiers, key=lambda name: float(self.frontiers[name].calibration_accuracy.max()))
+        return max(self.readouts, key=lambda name: float(self._validation[name][0].max()))
 
 
 def diagnose(subject: Subject, reference: Subject | None = None, target: float = 0.95) -> Diagnosis:
     """The three gaps of a model, and which part they blame."""
-    readout = None
-    if subject.has_gate:
-        readout = _gap(
-            target, lambda x: ("gate", subject.curves("gate").depth_at(x)), lambda x: _best_depth(subject, x, "")
-        )
+    if reference is not None:
+        classes = {subject.test.num_classes, reference.test.num_classes} - {None}
+        if len(classes) > 1:
+            raise UserError(
+                "The model and its reference answer with different numbers of classes; compare like with like."
+            )
+    own, best = partial(_curve_depth, subject, "gate"), partial(_best_depth, subject, "")
+    readout = _gap(target, own, best, subject) if subject.has_gate else None
     trajectory = None
     if reference is not None and reference is not subject:
-        trajectory = _gap(
-            target, lambda x: _best_depth(subject, x, ""), lambda x: _best_depth(reference, x, " on the reference")
-        )
-    room = _gap(
-        target, lambda x: _best_depth(subject, x, ""), lambda x: ("labels known", subject.label_aware.depth_at(x))
-    )
+        trajectory = _gap(target, best, partial(_best_depth, reference, " on the reference"), subject)
+    room = _gap(target, best, lambda x: ("labels known", subject.label_aware.depth_at(x)), subject)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
+    told = all(gap is not None and (gap.sign or gap.first == gap.second) for gap in parts.values())
+    verdict = " and ".join(blamed) or ("neither" if told else "cannot tell")
     sentence = _sentence(subject, reference, target, readout, trajectory)
-    return Diagnosis(target, subject.best(target), readout, trajectory, room, blamed, sentence)
+    return Diagnosis(target, subject.best(target), readout, trajectory, room, blamed, verdict, sentence)
 
 
-def _best_depth(subject: Subject, accuracy: float, where: str) -> tuple[str, Sums]:
+def _curve_depth(subject: Subject, readout: str, accuracy: float) -> tuple[str, Sums]:
+    return readout, subject.curves(readout).depth_at(accuracy)
+
+
+def _best_depth(subject: Subject, where: str, accuracy: float) -> tuple[str, Sums]:
     name = subject.best(accuracy)
     return name + where, subject.curves(name).depth_at(accuracy)
 
@@ -118,22 +141,27 @@ def _best_depth(subject: Subject, accuracy: float, where: str) -> tuple[str, Sum
 _Side = Callable[[float], tuple[str, Sums]]
 
 
-def _gap(target: float, first: _Side, second: _Side) -> Gap | None:
+def _gap(target: float, first: _Side, second: _Side, subject: Subject) -> Gap | None:
     """The gap at the highest accuracy, from the target down, that both reach in nearly every resample."""
-    at_target: float | None = None
+    at_target: tuple[float, float] | None = None
     for accuracy in _accuracies(target):
         (first_name, a), (second_name, b) = first(accuracy), second(accuracy)
-        difference = a - b
-        resampled = difference[1:]
-        reached = float(np.mean(~np.isnan(resampled)))
-        at_target = reached if at_target is None else at_target
-        if reached < _ENOUGH or np.isnan(difference[0]):
+        at_target = at_target or (_share(a), _share(b))
+        size = min(len(a), len(b))
+        difference = a[:size] - b[:size]
+        if _share(difference) < _ENOUGH or np.isnan(difference[0]):
             continue
         tail = 50 * (1 - _LEVEL)
-        low, high = np.nanpercentile(resampled, [tail, 100 - tail])
-        sides = (float(a[0]), float(b[0]), float(difference[0]), float(low), float(high))
-        return Gap(first_name, second_name, accuracy, *sides, reached, at_target)
+        low, high = np.nanpercentile(difference[1:], [tail, 100 - tail])
+        numbers = (float(a[0]), float(b[0]), float(difference[0]), float(low), float(high))
+        shares = (_share(difference), *at_target)
+        return Gap(first_name, second_name, accuracy, *numbers, *shares, subject.test.num_examples)
     return None
+
+
+def _share(depths: Sums) -> float:
+    """The share of resamples that have a depth."""
+    return float(np.mean(~np.isnan(depths[1:])))
 
 
 def _accuracies(target: float) -> Iterator[float]:
@@ -142,8 +170,8 @@ def _accuracies(target: float) -> Iterator[float]:
         yield percent / 100
 
 
-def _calibration_depth(frontier: Frontier, accuracy: float) -> float:
-    reached = frontier.calibration_average_loops[frontier.calibration_accuracy >= accuracy]
+def _depth(points: tuple[Sums, Sums], accuracy: float) -> float:
+    reached = points[1][points[0] >= accuracy]
     return float(reached.min()) if len(reached) else np.inf
 
 
@@ -152,24 +180,22 @@ def _sentence(
 ) -> str:
     ceiling = ""
     if subject.ceiling < target:
-        ceiling = f" It never reaches {target:.0%} (at best {subject.ceiling:.1%})."
+        ceiling = f" No loop of it reaches {_percent(target)} (at best {subject.ceiling:.1%})."
     if reference is subject and not subject.has_gate:
         best = subject.best(target)
-        depth = subject.frontiers[best].depth_at(target)
-        reach = "" if depth is None else f" With {best} it reaches {target:.0%} in {depth:.2f} loops on average."
+        depth = subject.curves(best).depth_at(target)[0]
+        reach = (
+            "" if np.isnan(depth) else f" With {best} it reaches {_percent(target)} in {depth:.2f} loops on average."
+        )
         return f"It is the reference, and has no gate of its own.{reach}{ceiling}"
-    verdicts = {"readout": readout, "trajectory": trajectory}
-    blamed = [name for name, gap in verdicts.items() if gap is not None and gap.sign > 0]
-    said = "; ".join(
-        text for text in (_on_readout(subject, readout), _on_trajectory(subject, reference, trajectory)) if text
-    )
-    if readout is not None and trajectory is not None and len(blamed) == 2:
-        more, less = blamed if readout.value > trajectory.value else reversed(blamed)
-        head = f"Both parts are to blame, the {more} more than the {less}"
+    blamed = [name for name, gap in (("readout", readout), ("trajectory", trajectory)) if gap and gap.sign > 0]
+    said = f"{_on_readout(subject, readout)}; {_on_trajectory(subject, reference, trajectory)}"
+    if subject.test.num_examples < _FEWEST:
+        head = f"Nothing can be told from {subject.test.num_examples} test examples"
+    elif len(blamed) == 2:
+        head = "Both parts are to blame"
     elif blamed:
         head = f"The {blamed[0]} is to blame"
-    elif readout is None and trajectory is None:
-        head = "Nothing can be blamed"
     else:
         head = "Neither part can be blamed"
     return f"{head}: {said}.{ceiling}"
@@ -180,13 +206,9 @@ def _on_readout(subject: Subject, gap: Gap | None) -> str:
         return "it has no gate of its own to compare with"
     if gap is None:
         return "its gate and the best readout reach no accuracy together"
-    if gap.second == "gate":
-        return f"validation data choose its own gate as the best readout at {gap.accuracy:.0%}"
-    if gap.sign > 0:
-        return f"its own gate takes {_loops(gap)} more than {gap.second} to reach {gap.accuracy:.0%}"
-    if gap.sign < 0:
-        return f"its own gate takes {_loops(gap)} fewer than {gap.second} to reach {gap.accuracy:.0%}"
-    return f"whether its own gate is worse than {gap.second} cannot be told ({_interval(gap)} at {gap.accuracy:.0%})"
+    if gap.first == gap.second:
+        return f"validation data choose its own gate as the best readout at {_percent(gap.accuracy)}"
+    return _compared("its own gate", gap.second, gap, "whether its own gate is worse")
 
 
 def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None) -> str:
@@ -196,17 +218,21 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
         return "its trajectory is the reference itself"
     if gap is None:
         return "it reaches no accuracy together with the reference"
-    if gap.sign > 0:
-        return f"with its best readout it takes {_loops(gap)} more than the reference to reach {gap.accuracy:.0%}"
-    if gap.sign < 0:
-        return f"with its best readout it takes {_loops(gap)} fewer than the reference to reach {gap.accuracy:.0%}"
-    return f"whether its trajectory is worse than the reference cannot be told ({_interval(gap)} at {gap.accuracy:.0%})"
+    return _compared("with its best readout it", "the reference", gap, "whether its trajectory is worse")
 
 
-def _loops(gap: Gap) -> str:
-    low, high = sorted((abs(gap.low), abs(gap.high)))
-    return f"{abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}]"
+def _compared(who: str, whom: str, gap: Gap, question: str) -> str:
+    at = _percent(gap.accuracy)
+    size = f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
+    if gap.sign == 0:
+        return f"{question} than {whom} cannot be told ({size} at {at})"
+    if gap.low > 0 or gap.high < 0:
+        low, high = sorted((abs(gap.low), abs(gap.high)))
+        more = "more" if gap.low > 0 else "fewer"
+        return f"{who} takes {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] {more} than {whom} to reach {at}"
+    misses, reaches = (who, whom) if gap.sign > 0 else (whom, who)
+    return f"{misses} misses the target that {reaches} reaches (at {at}, which both reach: {size})"
 
 
-def _interval(gap: Gap) -> str:
-    return f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
+def _percent(share: float) -> str:
+    return f"{100 * share:g}%"

@@ -19,13 +19,15 @@ Table = NDArray[np.float64]
 _HARDER_IS_LOWER = ("margin", "top1")
 ORDERED_SIGNALS = ("entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine")
 """The signals that difficulty should order; the gate has its exit distribution instead."""
+_MOST_BINS = 50
+"""A difficulty with more values than this is taken as continuous and cut into ten bins of equal size."""
 
 
 @dataclass(frozen=True)
 class ByDifficulty:
     """A quantity of every loop, averaged within each bin."""
 
-    levels: list[int]  # [L]
+    levels: list[float]  # [L]; the median of each bin where difficulty is continuous
     counts: list[int]  # [L] examples of each bin
     values: Table  # [L, T]
 
@@ -36,9 +38,13 @@ def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> ByDifficulty:
     if difficulty is None:
         difficulty = np.zeros(trajectory.num_examples, dtype=np.int64)
     levels, bins = np.unique(difficulty, return_inverse=True)
+    if len(levels) > _MOST_BINS:
+        bins = np.searchsorted(np.quantile(difficulty, np.linspace(0, 1, 11)[1:-1]), difficulty)
+        _, bins = np.unique(bins, return_inverse=True)
+        levels = np.array([np.median(difficulty[bins == index]) for index in range(bins.max() + 1)])
     counts = np.bincount(bins)
     sums = np.stack([np.bincount(bins, weights=column) for column in values.T], axis=1)
-    return ByDifficulty([int(level) for level in levels], counts.tolist(), sums / counts[:, None])
+    return ByDifficulty(levels.tolist(), counts.tolist(), sums / counts[:, None])
 
 
 def forced_accuracy(trajectory: Trajectory) -> ByDifficulty:
@@ -75,6 +81,8 @@ def difficulty_ordering(name: str, trajectory: Trajectory) -> Ordering:
     sign = -1.0 if name in _HARDER_IS_LOWER else 1.0
     binned, values = signal_by_difficulty(name, trajectory), signal(name, trajectory)
     loops = [loop for loop in range(trajectory.num_loops) if not np.isnan(values[:, loop]).any()]
+    if any(np.ptp(values[:, loop]) == 0 for loop in loops):
+        return Ordering(None, None)
     return Ordering(
         _mean_correlation([(np.array(binned.levels), binned.values[:, loop]) for loop in loops], sign),
         _mean_correlation([(trajectory.difficulty, values[:, loop]) for loop in loops], sign),

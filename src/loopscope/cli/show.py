@@ -21,10 +21,11 @@ def print_json(value: object) -> None:
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(Text(column), justify="right" if index else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a name may look like markup
     Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))).print(table)

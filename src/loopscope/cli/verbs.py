@@ -137,16 +137,19 @@ def diagnose(options: argparse.Namespace) -> int:
 
     (target,) = _targets([options.at])
     source = read_source(options.run, options.unseen)
+    subject = Subject(source.validation, source.test)
     reference = None
-    if options.reference is not None:
+    if options.reference is not None and options.reference.resolve() == options.run.resolve():
+        reference = subject
+    elif options.reference is not None:
         other = read_source(options.reference, options.unseen)
         reference = Subject(other.validation, other.test)
-    diagnosis = diagnose(Subject(source.validation, source.test), reference, target)
+    diagnosis = diagnose(subject, reference, target)
     if options.json:
         print_json(diagnosis)
         return 0
     print(diagnosis.sentence)
-    columns = ["gap", "between", "at", "loops", "95 % interval", "reaches it", f"reaches {target:.0%}"]
+    columns = ["gap", "between", "at", "loops", "95 % interval", "both reach it", f"each reaches {100 * target:g}%"]
     print_table("", columns, gap_rows(diagnosis))
     return 0
 
@@ -198,4 +201,4 @@ def _write_and_show(results: "Results", folder: Path, as_json: bool, only_headli
 def _targets(values: list[float]) -> list[float]:
     if not all(0 < target <= 1 for target in values):
         raise UserError("--at takes accuracies between 0 and 1, such as 0.95.")
-    return values
+    return list({f"{target:g}": target for target in values}.values())

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from loopscope.errors import UserError
 from loopscope.exits.readouts import READOUTS, ExitPolicy, accuracy_and_loops, readout_kind
-from loopscope.exits.signals import SIGNALS, signal
+from loopscope.exits.signals import CONVERGENCE, SIGNALS, signal
 from loopscope.trajectory import Trajectory
 
 Curve = NDArray[np.float64]
@@ -110,8 +110,21 @@ def grid(readout: str, calibration: Trajectory) -> Curve:
     return np.quantile(np.sort(values), QUANTILES)  # the same as unsorted, in half the time
 
 
+def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve:
+    """Thresholds so close together that steps between them do not matter; the gate's come from data here, too."""
+    if readout_kind(readout) in ("oracle", "depth"):
+        return grid(readout, calibration)
+    values = signal(readout, calibration)
+    values = values[:, :-1] if readout == "gate" and values.shape[1] > 1 else values
+    values = values[~np.isnan(values)]
+    never = np.inf if readout_kind(readout) == "above" else -np.inf
+    return np.append(np.quantile(np.sort(values), np.linspace(0, 1, points)), never)
+
+
 def available(readout: str, trajectory: Trajectory) -> bool:
     """Whether the recording holds what the readout needs."""
+    if readout in CONVERGENCE and trajectory.num_loops == 1:
+        return False
     if readout not in SIGNALS or readout in trajectory.signals:
         return readout in READOUTS
     return getattr(trajectory, SIGNALS[readout][0]) is not None

@@ -24,7 +24,7 @@ _OKABE_ITO = {
     "kl": "#CC79A7",
     "logit_change": "#E69F00",
     "hidden_change": "#999999",
-    "hidden_cosine": "#F0E442",
+    "hidden_cosine": "#8C564B",
     "oracle": "#7F3C8D",
 }
 _SHAPES = {
@@ -36,7 +36,7 @@ _SHAPES = {
     "kl": "cross",
     "logit_change": "triangle-right",
     "hidden_change": "triangle-left",
-    "hidden_cosine": "circle",
+    "hidden_cosine": "M-.7,-.7L.7,.7M.7,-.7L-.7,.7",  # an x
     "oracle": "M0,.5L.6,.8L.5,.1L1,-.3L.3,-.4L0,-1L-.3,-.4L-1,-.3L-.5,.1L-.6,.8L0,.5Z",  # a star
 }
 _SHOWN_SIGNALS = {
@@ -110,7 +110,8 @@ def _frontiers(model: ModelResult, results: Results) -> alt.LayerChart:
     marks = base.mark_point(filled=True, opacity=0.9).encode(
         size=alt.condition("datum.readout == 'fixed' || datum.readout == 'oracle'", alt.value(60), alt.value(14))
     )
-    return (lines + marks).properties(title=model.label, **_PANEL)
+    target = alt.Chart(_data([{"accuracy": results.targets[0]}])).mark_rule(strokeDash=[4, 4], color="#777777")
+    return (target.encode(y="accuracy:Q") + lines + marks).properties(title=model.label, **_PANEL)
 
 
 def _all(results: Results) -> Iterable[Any]:
@@ -122,7 +123,7 @@ def _by_difficulty(table: Binned, title: str, quantity: str, percent: bool = Fal
         {"loop": loop, "value": value, "difficulty": level}
         for level, row in zip(table.levels, table.values, strict=True)
         for loop, value in enumerate(row, start=1)
-        if loop >= first
+        if loop >= first and value is not None
     ]
     return (
         alt.Chart(_data(values))

@@ -4,7 +4,7 @@ The schema is versioned and described in docs/results.md. It holds no times and 
 the same bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,9 @@ SCHEMA_VERSION = 1
 
 
 class Binned(msgspec.Struct, frozen=True):
-    levels: list[int]
+    levels: list[float]
     counts: list[int]
-    values: list[list[float]]  # [levels][loops]; null where there is no value
+    values: list[list[float | None]]  # [levels][loops]; null where there is no value
 
 
 class Selected(msgspec.Struct, frozen=True):
@@ -87,6 +87,8 @@ class GroupResult(msgspec.Struct, frozen=True):
     label: str
     names: list[str]
     depth_at: dict[str, dict[str, OverSeeds]]  # readout -> target -> over the runs
+    selected_accuracy: dict[str, OverSeeds]  # readout -> of the operating points chosen on validation
+    selected_loops: dict[str, OverSeeds]
     ordering: dict[str, OverSeeds]  # signal -> the bin-mean correlation over the runs
 
 
@@ -121,28 +123,34 @@ def read_source(run: Path, unseen_only: bool = False) -> Source:
             )
         trajectory = Trajectory.load(folder / split)
         pair.append(_unseen(trajectory, folder / split) if unseen_only else trajectory)
-    return Source(run.name, *pair)
+    return Source("".join(letter for letter in run.resolve().name if letter.isprintable()), *pair)
 
 
 def collect(sources: Sequence[Source], reference: str | None, targets: Sequence[float], unseen_only: bool) -> Results:
     """Analyses every model, the others against the reference."""
-    subjects = {source.name: Subject(source.validation, source.test) for source in sources}
-    if len(subjects) != len(sources):
+    names = [source.name for source in sources]
+    if len(set(names)) != len(names):
         raise UserError("Two of the runs have the same name; give their folders different names.")
-    if reference is not None and reference not in subjects:
-        raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(subjects)}.")
+    if reference is not None and reference not in names:
+        raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(names)}.")
+    subjects = {source.name: Subject(source.validation, source.test) for source in sources}
     models = []
     for source in sources:
         against = None if reference is None else subjects[reference]
         diagnosis = diagnose(subjects[source.name], against, targets[0])
         models.append(_model(source, diagnosis, source.name == reference, targets))
+    shared = {model.label for model in models if sum(model.label == other.label for other in models) > 1}
+    models = [
+        msgspec.structs.replace(model, label=f"{model.label} [{model.name}]") if model.label in shared else model
+        for model in models
+    ]
     return Results(SCHEMA_VERSION, loopscope_version(), list(targets), unseen_only, models, _groups(models, targets))
 
 
 def label_of(provenance: dict[str, Any], name: str) -> str:
     """A model in the paper's words, from the settings that it was trained with."""
-    run = provenance.get("run")
-    if not isinstance(run, dict):
+    run = _run(provenance)
+    if run is None:
         return name
     objective, gate = run["objective"], run["model"]["gate"]
     if objective["name"] == "final":
@@ -151,6 +159,13 @@ def label_of(provenance: dict[str, Any], name: str) -> str:
     if gate == "none":
         return f"fixed prior, {prior}"
     return f"{'linear' if gate == 'linear' else 'MLP'} gate, {prior}, β {objective['beta']:g}"
+
+
+def _run(provenance: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings of the run that made a recording, if it was one of ours."""
+    run = provenance.get("run")
+    ours = isinstance(run, dict) and all(isinstance(run.get(part), dict) for part in ("model", "objective", "training"))
+    return run if ours else None
 
 
 def _model(source: Source, diagnosis: Diagnosis, is_reference: bool, targets: Sequence[float]) -> ModelResult:
@@ -188,7 +203,7 @@ def frontier_result(frontier: Frontier, targets: Sequence[float]) -> FrontierRes
     point = frontier.select()
     return FrontierResult(
         frontier.readout,
-        frontier.thresholds.tolist(),
+        [] if frontier.readout == "oracle" else frontier.thresholds.tolist(),
         frontier.accuracy.tolist(),
         frontier.average_loops.tolist(),
         {f"{target:g}": frontier.depth_at(target) for target in targets},
@@ -210,32 +225,42 @@ def _groups(models: list[ModelResult], targets: Sequence[float]) -> list[GroupRe
 
 
 def _group_result(members: list[ModelResult], targets: Sequence[float]) -> GroupResult:
-    depths: dict[str, dict[str, list[float | None]]] = {}
-    for model in members:
-        for frontier in model.frontiers:
-            for target in targets:
-                values = depths.setdefault(frontier.readout, {}).setdefault(f"{target:g}", [])
-                values.append(frontier.depth_at[f"{target:g}"])
+    """Every summary is over all members; one that lacks a readout or a signal counts as not reaching it."""
+    frontiers = [{frontier.readout: frontier for frontier in model.frontiers} for model in members]
+    readouts = [name for name in READOUTS if any(name in known for known in frontiers)]
+
+    def over(readout: str, value: Callable[[FrontierResult], float | None]) -> OverSeeds:
+        return over_seeds([value(known[readout]) if readout in known else None for known in frontiers])
+
+    def depth(target: float) -> Callable[[FrontierResult], float | None]:
+        return lambda frontier: frontier.depth_at[f"{target:g}"]
+
+    orderings = [model.ordering for model in members]
     return GroupResult(
-        label=members[0].label,
+        label=label_of(members[0].provenance, members[0].name),
         names=[model.name for model in members],
-        depth_at={name: {x: over_seeds(v) for x, v in values.items()} for name, values in depths.items()},
+        depth_at={name: {f"{target:g}": over(name, depth(target)) for target in targets} for name in readouts},
+        selected_accuracy={name: over(name, lambda frontier: frontier.selected.accuracy) for name in readouts},
+        selected_loops={name: over(name, lambda frontier: frontier.selected.average_loops) for name in readouts},
         ordering={
-            name: over_seeds([model.ordering[name].bin_mean for model in members]) for name in members[0].ordering
+            name: over_seeds([known[name].bin_mean if name in known else None for known in orderings])
+            for name in ORDERED_SIGNALS
+            if any(name in known for known in orderings)
         },
     )
 
 
 def _group(provenance: dict[str, Any], name: str) -> str:
-    run = provenance.get("run")
-    if not isinstance(run, dict):
+    run = _run(provenance)
+    if run is None:
         return name
     training = {key: value for key, value in run["training"].items() if key != "seed"}
     return digest({**run, "training": training})[:16]
 
 
 def _binned(table: ByDifficulty) -> Binned:
-    return Binned(table.levels, table.counts, table.values.tolist())
+    values = [[None if np.isnan(value) else value for value in row] for row in table.values.tolist()]
+    return Binned(table.levels, table.counts, values)
 
 
 def _unseen(trajectory: Trajectory, folder: Path) -> Trajectory:

@@ -14,8 +14,8 @@ from loopscope.report.tables import tables
 _CAPTIONS = {
     "frontiers": (
         "Frontiers",
-        "Test accuracy against average loops as each readout's threshold is swept; the upper left is better. The "
-        "oracle exits at the first correct loop.",
+        "Test accuracy against average loops as each readout's threshold is swept; the upper left is better. Dashed: "
+        "the target accuracy. The oracle exits at the first correct loop.",
     ),
     "forced_exits": (
         "Forced exits by difficulty",
@@ -42,12 +42,17 @@ def write_report(results: Results, folder: Path) -> Path:
 
 def page(results: Results, drawn: dict[str, str]) -> str:
     template = (files("loopscope.report") / "page.html").read_text(encoding="utf-8")
+    runs = [model.provenance.get("run") for model in results.models]
+    seeds = {run["training"]["seed"] for run in runs if isinstance(run, dict) and "training" in run}
     captions: dict[str, Any] = {name: {"title": title, "text": text} for name, (title, text) in _CAPTIONS.items()}
     return (
         Environment(autoescape=True, trim_blocks=True)
         .from_string(template)
         .render(
             models=results.models,
+            seeds=sorted(seeds),
+            counts=sorted({f"{model.test_examples:,}" for model in results.models}),
+            command=_command(results),
             unseen_only=results.unseen_only,
             version=results.loopscope,
             tables=tables(results),
@@ -55,3 +60,11 @@ def page(results: Results, drawn: dict[str, str]) -> str:
             captions=captions,
         )
     )
+
+
+def _command(results: Results) -> str:
+    """How to make this report again from its runs."""
+    words = ["loopscope report", *(model.name for model in results.models)]
+    words += [f"--reference {model.name}" for model in results.models if model.is_reference]
+    words += [f"--at {target:g}" for target in results.targets]
+    return " ".join([*words, *(["--unseen"] if results.unseen_only else []), "--out DIR"])

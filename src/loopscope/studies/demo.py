@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from loopscope.errors import UserError
 from loopscope.studies.local import Job
 from loopscope.training.settings import read_settings
 
@@ -17,4 +18,9 @@ TARGETS = (0.95, 0.98, 0.99)
 
 
 def demo_jobs(folder: Path, overrides: list[str]) -> list[Job]:
-    return [Job(folder / name, read_settings("demo", [*changes, *overrides])) for name, changes in MODELS.items()]
+    jobs = [Job(folder / name, read_settings("demo", [*changes, *overrides])) for name, changes in MODELS.items()]
+    if any(job.settings.task.train_examples == 0 for job in jobs):
+        raise UserError(
+            "The demo counts unseen examples only, so it needs stored training examples (train_examples above 0)."
+        )
+    return jobs

@@ -6,6 +6,8 @@ worker the results do not depend on how many cores there are.
 
 import multiprocessing
 import os
+import threading
+import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 from loopscope.errors import UserError
 from loopscope.progress import Advance
+from loopscope.training.loop import steps_done
 from loopscope.training.settings import RunSettings
 
 SPLITS = ("validation", "test")
@@ -60,9 +63,10 @@ def run_all(jobs: list[Job], progress: Advance, workers: int | None = None) -> N
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     total = sum(job.units for job in jobs)
-    done = [0] * len(jobs)
-    workers = min(workers or len(os.sched_getaffinity(0)), len(jobs))
-    with ProcessPoolExecutor(workers, context, initializer=_connect, initargs=(queue,)) as pool:
+    done = [min(steps_done(job.folder), job.units) for job in jobs]
+    workers = min(workers or _cores(), len(jobs))
+    progress(sum(done), total, "")
+    with ProcessPoolExecutor(workers, context, initializer=_connect, initargs=(queue, os.getpid())) as pool:
         futures = [pool.submit(_work, index, job) for index, job in enumerate(jobs)]
         try:
             while not all(future.done() for future in futures):
@@ -94,9 +98,23 @@ def _raise_first(futures: list["Future[None]"]) -> None:
                 ) from None
 
 
-def _connect(queue: Any) -> None:
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _connect(queue: Any, parent: int) -> None:
+    """Gives a worker its queue, and lets it end with the study that it works for, however that one ended."""
     global _queue
     _queue = queue
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _work(index: int, job: Job) -> None:
