@@ -108,7 +108,7 @@ A killed or interrupted run continues with the same command and ends bit-identic
         "diagnose",
         "say which part is to blame, the trajectory or the readout",
         """\
-  loopscope diagnose runs/demo/linear-gate --reference runs/demo/fixed-geometric
+  loopscope diagnose runs/demo/linear-gate --reference runs/demo/fixed-geometric --unseen
   loopscope diagnose runs/demo/linear-gate --at 0.9 --json
 
 A run needs its validation and test splits recorded; a folder that holds two recordings named so will do.""",
