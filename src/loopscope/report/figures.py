@@ -91,14 +91,15 @@ def _frontiers(model: ModelResult, results: Results) -> alt.LayerChart:
     )
     shape = alt.Shape("readout:N", scale=alt.Scale(domain=readouts, range=[_SHAPES[name] for name in readouts]))
     floor = min(accuracy for frontier in _all(results) for accuracy in frontier.accuracy)
+    height = alt.Y(
+        "accuracy:Q",
+        title="accuracy",
+        axis=alt.Axis(format="%"),
+        scale=alt.Scale(domain=[max(0.0, floor - 0.01), 1.0]),
+    )
     base = alt.Chart(_data(points)).encode(
         x=alt.X("loops:Q", title="average loops", scale=alt.Scale(domain=[1, len(model.forced_accuracy)])),
-        y=alt.Y(
-            "accuracy:Q",
-            title="accuracy",
-            axis=alt.Axis(format="%"),
-            scale=alt.Scale(domain=[max(0.0, floor - 0.01), 1.0]),
-        ),
+        y=height,
         color=colour,
         shape=shape,
     )
@@ -111,7 +112,7 @@ def _frontiers(model: ModelResult, results: Results) -> alt.LayerChart:
         size=alt.condition("datum.readout == 'fixed' || datum.readout == 'oracle'", alt.value(60), alt.value(14))
     )
     target = alt.Chart(_data([{"accuracy": results.targets[0]}])).mark_rule(strokeDash=[4, 4], color="#777777")
-    return (target.encode(y="accuracy:Q") + lines + marks).properties(title=model.label, **_PANEL)
+    return (target.encode(y=height) + lines + marks).properties(title=model.label, **_PANEL)
 
 
 def _all(results: Results) -> Iterable[Any]:
