@@ -56,7 +56,7 @@ def test_the_page_says_what_the_tables_say(folder: Path) -> None:
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
-    name = "<script>alert('x')</script>\"&\u202e" + "y" * 500
+    name = "<script>alert('x')</script>\"&\u202e\x1b[red]" + "y" * 500
     page = write_report(collect(sources(name), "a", [0.6], unseen_only=False), tmp_path / "report").read_text()
     assert "<script" not in page
     assert "&lt;script&gt;" in page

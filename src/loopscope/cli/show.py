@@ -23,9 +23,12 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    table = Table()
     for index, column in enumerate(columns):
         table.add_column(Text(column), justify="right" if index else "left")
     for row in rows:
         table.add_row(*map(Text, row))  # a name may look like markup
-    Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110"))).print(table)
+    console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110")))
+    if title:
+        console.print(Text(title, style="bold"))
+    console.print(table)

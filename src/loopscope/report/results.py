@@ -123,7 +123,7 @@ def read_source(run: Path, unseen_only: bool = False) -> Source:
             )
         trajectory = Trajectory.load(folder / split)
         pair.append(_unseen(trajectory, folder / split) if unseen_only else trajectory)
-    return Source("".join(letter for letter in run.resolve().name if letter.isprintable()), *pair)
+    return Source(run.resolve().name, *pair)
 
 
 def collect(sources: Sequence[Source], reference: str | None, targets: Sequence[float], unseen_only: bool) -> Results:
@@ -151,7 +151,7 @@ def label_of(provenance: dict[str, Any], name: str) -> str:
     """A model in the paper's words, from the settings that it was trained with."""
     run = _run(provenance)
     if run is None:
-        return name
+        return "".join(letter for letter in name if letter.isprintable())  # a control character breaks a figure
     objective, gate = run["objective"], run["model"]["gate"]
     if objective["name"] == "final":
         return "final loop only"
