@@ -125,7 +125,7 @@ def diagnose(subject: Subject, reference: Subject | None = None, target: float =
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
     told = all(gap is not None and (gap.sign or gap.first == gap.second) for gap in parts.values())
     verdict = " and ".join(blamed) or ("neither" if told else "cannot tell")
-    sentence = _sentence(subject, reference, target, readout, trajectory)
+    sentence = _sentence(subject, reference, target, readout, trajectory, verdict)
     return Diagnosis(target, subject.best(target), readout, trajectory, room, blamed, verdict, sentence)
 
 
@@ -176,7 +176,12 @@ def _depth(points: tuple[Sums, Sums], accuracy: float) -> float:
 
 
 def _sentence(
-    subject: Subject, reference: Subject | None, target: float, readout: Gap | None, trajectory: Gap | None
+    subject: Subject,
+    reference: Subject | None,
+    target: float,
+    readout: Gap | None,
+    trajectory: Gap | None,
+    verdict: str,
 ) -> str:
     ceiling = ""
     if subject.ceiling < target:
@@ -188,17 +193,21 @@ def _sentence(
             "" if np.isnan(depth) else f" With {best} it reaches {_percent(target)} in {depth:.2f} loops on average."
         )
         return f"It is the reference, and has no gate of its own.{reach}{ceiling}"
-    blamed = [name for name, gap in (("readout", readout), ("trajectory", trajectory)) if gap and gap.sign > 0]
     said = f"{_on_readout(subject, readout)}; {_on_trajectory(subject, reference, trajectory)}"
     if subject.test.num_examples < _FEWEST:
         head = f"Nothing can be told from {subject.test.num_examples} test examples"
-    elif len(blamed) == 2:
-        head = "Both parts are to blame"
-    elif blamed:
-        head = f"The {blamed[0]} is to blame"
     else:
-        head = "Neither part can be blamed"
+        head = _HEADS[verdict]
     return f"{head}: {said}.{ceiling}"
+
+
+_HEADS = {
+    "readout": "The readout is to blame",
+    "trajectory": "The trajectory is to blame",
+    "readout and trajectory": "Both parts are to blame",
+    "neither": "Neither part is to blame",
+    "cannot tell": "Whether a part is to blame cannot be told",
+}
 
 
 def _on_readout(subject: Subject, gap: Gap | None) -> str:
@@ -225,7 +234,7 @@ def _compared(who: str, whom: str, gap: Gap, question: str) -> str:
     at = _percent(gap.accuracy)
     size = f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
     if gap.sign == 0:
-        return f"{question} than {whom} cannot be told ({size} at {at})"
+        return f"{question} than {whom} is open ({size} at {at})"
     if gap.low > 0 or gap.high < 0:
         low, high = sorted((abs(gap.low), abs(gap.high)))
         more = "more" if gap.low > 0 else "fewer"
