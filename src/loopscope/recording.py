@@ -6,7 +6,6 @@ the signals that need them are kept. Logits can be left out the same way.
 Shapes: N examples, T loops, B rows of a batch, V classes, D width.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, create_tensor
 from loopscope.config import build, plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.signals import SIGNALS
-from loopscope.models import Loops, load_model, read_checkpoint_config
+from loopscope.models import LoopedModel, Loops, load_model, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
 from loopscope.progress import Advance, silent
-from loopscope.tasks import Examples, Task, seen
+from loopscope.tasks import Examples, seen, training_split
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import KIND, SIGNAL_PREFIX, Trajectory, seal
 
@@ -71,31 +70,24 @@ def record(
             return Trajectory.load(out)
         except UserError:  # cut or altered since: made again
             pass
-    gated = settings.model.gate != "none"
+    shape = (len(examples), model.num_loops)
     with atomic_folder(out, KIND) as scratch:
-        sizes = (len(examples), model.num_loops, settings.task.vocab_size, settings.model.width)
-        known = _seen(examples, settings.task, split)
-        layout = _layout(sizes, keep, gated) | ({} if known is None else {"seen": (known.shape, np.bool_)})
+        layout = _layout(settings, shape, keep)
         arrays = create_tensors(scratch / "trajectory.safetensors", layout)
-        hidden = None
         if keep.hidden:
-            rows, loops, _, width = sizes
-            hidden = create_tensors(scratch / "hidden.safetensors", {"hidden": ((rows, loops, width), np.float32)})
+            hidden = {"hidden": ((*shape, settings.model.width), np.float32)}
+            arrays |= create_tensors(scratch / "hidden.safetensors", hidden)
         arrays["labels"][:], arrays["difficulty"][:] = examples.labels, examples.difficulty
-        if known is not None:
-            arrays["seen"][:] = known
+        if "seen" in layout:
+            arrays["seen"][:] = seen(examples, training_split(settings.task))
         done = 0
-        for rows_of_batch in examples.same_length_batches(_BATCH):
-            batch = examples.take(rows_of_batch)
-            with torch.inference_mode():
-                out_of_batch = _forward(model.loops, batch, device)
-            _write(arrays, rows_of_batch, out_of_batch, batch.labels, keep)
-            if hidden is not None:
-                hidden["hidden"][rows_of_batch] = _numpy(out_of_batch.hidden)
-            done += len(rows_of_batch)
+        for rows in examples.same_length_batches(_BATCH):
+            batch = examples.take(rows)
+            _write(arrays, rows, _forward(model, batch, device), batch.labels, keep)
+            done += len(rows)
             progress(done, len(examples), "")
         write_json(scratch / "examples.json", settings.task.text(examples))
-        for array in (*arrays.values(), *(hidden or {}).values()):
+        for array in arrays.values():
             array.flush()  # type: ignore[attr-defined]
         seal(scratch, split, len(examples), model.num_loops, provenance)
     return Trajectory.load(out)
@@ -143,31 +135,28 @@ def _is_there(out: Path, split: str, provenance: dict[str, Any]) -> bool:
     return True
 
 
-def _seen(examples: Examples, task: Task, split: str) -> NDArray[np.bool_] | None:
-    """Which inputs training had; nobody knows for a task whose training examples are drawn online."""
-    if task.train_examples == 0:
-        return None
-    return seen(examples, task.split("train"))
-
-
-def _forward(loops: Callable[..., Loops], batch: Examples, device: str | torch.device) -> Loops:
+@torch.inference_mode()
+def _forward(model: LoopedModel, batch: Examples, device: str | torch.device) -> Loops:
     tokens, lengths = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.lengths))
-    return loops(tokens, lengths, positions=lengths - 1)
+    return model.loops(tokens, lengths, positions=lengths - 1)
 
 
-def _layout(sizes: tuple[int, int, int, int], keep: Keep, gated: bool) -> dict[str, tuple[tuple[int, ...], Any]]:
-    rows, loops, classes, _ = sizes
+def _layout(settings: RunSettings, shape: tuple[int, int], keep: Keep) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and type of every array but the hidden states; `shape` is [N, T]."""
     layout: dict[str, tuple[tuple[int, ...], Any]] = {
-        "labels": ((rows,), np.int64),
-        "difficulty": ((rows,), np.int64),
+        "labels": (shape[:1], np.int64),
+        "difficulty": (shape[:1], np.int64),
     }
     if keep.logits:
-        layout["logits"] = ((rows, loops, classes), np.float32)
+        layout["logits"] = ((*shape, settings.task.vocab_size), np.float32)
     else:
-        layout |= {"predictions": ((rows, loops), np.int64), "label_log_probs": ((rows, loops), np.float64)}
-    if gated:
-        layout["gate_logits"] = ((rows, loops), np.float32)
-    return layout | {SIGNAL_PREFIX + name: ((rows, loops), np.float64) for name in keep.signals}
+        layout |= {"predictions": (shape, np.int64), "label_log_probs": (shape, np.float64)}
+    if settings.model.gate != "none":
+        layout["gate_logits"] = (shape, np.float32)
+    layout |= {SIGNAL_PREFIX + name: (shape, np.float64) for name in keep.signals}
+    if settings.task.train_examples:  # what was drawn online nobody knows any more
+        layout["seen"] = (shape[:1], np.bool_)
+    return layout
 
 
 def _write(
@@ -180,6 +169,8 @@ def _write(
     said = {"logits": _numpy(out.logits), "hidden": _numpy(out.hidden)}
     if out.gate_logits is not None:
         arrays["gate_logits"][rows] = _numpy(out.gate_logits)
+    if keep.hidden:
+        arrays["hidden"][rows] = said["hidden"]
     if keep.logits:
         arrays["logits"][rows] = said["logits"]
     else:

@@ -24,8 +24,7 @@ from loopscope.analysis.bootstrap import (
     resampled_label_aware,
 )
 from loopscope.errors import UserError
-from loopscope.exits import READOUTS
-from loopscope.exits.sweep import available, check_calibration, curve, fine_grid
+from loopscope.exits.sweep import available_readouts, check_calibration, curve, fine_grid
 from loopscope.trajectory import Trajectory
 
 _LEVEL = 0.95
@@ -82,9 +81,7 @@ class Subject:
     def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> None:
         check_calibration(validation, test)
         self.validation, self.test = validation, test
-        self.readouts = [
-            name for name in READOUTS if name != "oracle" and available(name, validation) and available(name, test)
-        ]
+        self.readouts = [name for name in available_readouts(validation, test) if name != "oracle"]
         self.ceiling = float(test.correct.mean(axis=0).max())
         self.has_gate = "gate" in self.readouts
         self.label_aware = resampled_label_aware(test, resamples, seed)

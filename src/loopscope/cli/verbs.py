@@ -96,15 +96,13 @@ def record(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    from loopscope.exits import READOUTS, sweep
-    from loopscope.exits.sweep import available
+    from loopscope.exits.sweep import available_readouts, sweep
     from loopscope.report.results import frontier_result
     from loopscope.trajectory import Trajectory
 
     targets = _targets(options.at or [0.9, 0.95, 0.98, 0.99])
     calibration, evaluation = Trajectory.load(options.calibration), Trajectory.load(options.evaluation)
-    both = (calibration, evaluation)
-    names = options.readout or [name for name in READOUTS if all(available(name, recording) for recording in both)]
+    names = options.readout or available_readouts(calibration, evaluation)
     frontiers = [sweep(name, calibration, evaluation) for name in names]
     if options.json:
         print_json({"readouts": [frontier_result(frontier, targets) for frontier in frontiers]})

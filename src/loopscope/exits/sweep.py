@@ -121,12 +121,16 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
     return np.append(np.quantile(np.sort(values), np.linspace(0, 1, points)), never)
 
 
-def available(readout: str, trajectory: Trajectory) -> bool:
-    """Whether the recording holds what the readout needs."""
+def available_readouts(*trajectories: Trajectory) -> list[str]:
+    """The readouts for which every one of these recordings holds what is needed."""
+    return [name for name in READOUTS if all(_available(name, trajectory) for trajectory in trajectories)]
+
+
+def _available(readout: str, trajectory: Trajectory) -> bool:
     if readout in CONVERGENCE and trajectory.num_loops == 1:
         return False
     if readout not in SIGNALS or readout in trajectory.signals:
-        return readout in READOUTS
+        return True
     return getattr(trajectory, SIGNALS[readout][0]) is not None
 
 

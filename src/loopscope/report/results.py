@@ -31,7 +31,7 @@ from loopscope.artifacts import loopscope_version
 from loopscope.config import digest
 from loopscope.errors import UserError
 from loopscope.exits import READOUTS, SIGNALS, Frontier, sweep
-from loopscope.exits.sweep import available
+from loopscope.exits.sweep import available_readouts
 from loopscope.trajectory import Trajectory
 
 SCHEMA_VERSION = 1
@@ -171,9 +171,8 @@ def _run(provenance: dict[str, Any]) -> dict[str, Any] | None:
 def _model(source: Source, diagnosis: Diagnosis, is_reference: bool, targets: Sequence[float]) -> ModelResult:
     test = source.test
     provenance = dict(test.provenance)
-    both = (source.validation, test)
-    readouts = [name for name in READOUTS if all(available(name, recording) for recording in both)]
-    signals = [name for name in SIGNALS if available(name, test)]
+    readouts = available_readouts(source.validation, test)
+    signals = [name for name in SIGNALS if name in available_readouts(test)]
     entropy = test.logits is not None or test.label_log_probs is not None
     return ModelResult(
         name=source.name,

@@ -7,6 +7,7 @@ the answer marker: the model's prediction is read there, and only there is a los
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -139,6 +140,12 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
             examples.tokens[pending, : again.tokens.shape[1]] = again.tokens
             examples.labels[pending] = again.labels
         return examples
+
+
+@lru_cache(maxsize=1)
+def training_split(task: Task) -> Examples:
+    """The stored training examples, drawn once: training, the overlap and the recordings all need them."""
+    return task.split("train")
 
 
 def fingerprints(examples: Examples) -> NDArray[np.uint64]:

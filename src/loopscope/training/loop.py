@@ -30,7 +30,7 @@ from loopscope.errors import UserError
 from loopscope.models import CheckpointConfig, LoopedTransformer, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, WEIGHTS
 from loopscope.progress import Advance, silent
-from loopscope.tasks import Draws, Examples, overlap
+from loopscope.tasks import Draws, Examples, overlap, training_split
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.settings import RunSettings
 
@@ -128,7 +128,8 @@ def steps_done(folder: Path) -> int:
         return int(read_checkpoint_config(folder).run["training"]["steps"])
     if not (folder / STATE).is_file():
         return 0
-    return _read_state(folder)[0]
+    with _open_state(folder) as file:
+        return _saved_step(file)
 
 
 def initial_model(settings: RunSettings) -> LoopedTransformer:
@@ -187,7 +188,7 @@ def _batches(settings: RunSettings) -> Callable[[int], Examples]:
     task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
     if task.train_examples == 0:
         return lambda step: task.batch(seed, step, size).by_length()
-    examples = task.split("train")
+    examples = training_split(task)
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -229,7 +230,7 @@ def describe_data(settings: RunSettings) -> dict[str, Any]:
     sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
     if task.train_examples == 0:
         return {"examples": sizes | {"train": "online"}}
-    training = task.split("train")
+    training = training_split(task)
     return {
         "examples": sizes,
         "share_seen_in_training": {name: overlap(task.split(name), training) for name in ("validation", "test")},
@@ -246,18 +247,24 @@ def _restore(folder: Path, model: LoopedTransformer, optimizers: Optimizers) -> 
     """Puts the run back to its last saved state; returns the number of steps done."""
     if not (folder / STATE).is_file():
         return 0
-    step, tensors = _read_state(folder)
-    model.load_state_dict(_part(tensors, "model."))
-    optimizers.restore(_part(tensors, "optimizer."))
-    return step
+    with _open_state(folder) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+        model.load_state_dict(_part(tensors, "model."))
+        optimizers.restore(_part(tensors, "optimizer."))
+        return _saved_step(file)
 
 
-def _read_state(folder: Path) -> tuple[int, dict[str, Tensor]]:
+@contextmanager
+def _open_state(folder: Path) -> Iterator[Any]:
     try:
         with safe_open(folder / STATE, framework="pt") as file:
-            return int(file.metadata()["step"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, TypeError, KeyError, ValueError) as error:
+            yield file
+    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"{folder / STATE} cannot be read ({error}); remove it, and the run begins again.") from None
+
+
+def _saved_step(file: Any) -> int:
+    return int(file.metadata()["step"])
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
