@@ -7,7 +7,7 @@ from conftest import GATED, tiny_settings
 from torch import Tensor
 
 from loopscope.models import LoopedTransformer
-from loopscope.models.packing import Layout
+from loopscope.models.packing import Layout, shared_beginnings
 from loopscope.tasks import Examples
 from loopscope.training import RunSettings, initial_model
 from loopscope.training.loop import _batches, answer_losses
@@ -19,7 +19,7 @@ def plain_losses(model: LoopedTransformer, batch: Examples, width: int) -> tuple
     tokens = F.pad(torch.from_numpy(batch.tokens), (0, width - batch.tokens.shape[1]))
     ends, labels = torch.from_numpy(batch.lengths) - 1, torch.from_numpy(batch.labels)
     hidden = model.embedding(tokens)
-    head_width = model.head_width
+    head_width = model.rotary.head_width
     cos = sin = None
     if model.position is not None:
         hidden = hidden + model.position(torch.arange(width))
@@ -80,7 +80,10 @@ def test_a_layout_by_hand() -> None:
     layout = Layout(torch.tensor([2, 2, 3, 1]))
     assert layout.starts.tolist() == [0, 2, 4, 7]
     assert layout.positions.tolist() == [0, 1, 0, 1, 0, 1, 2, 0]
-    assert [tuple(run) for run in layout.runs] == [(0, 4, 2, 2), (4, 7, 1, 3), (7, 8, 1, 1)]
+    assert [(group.rows, group.slots.tolist()) for group in layout.groups] == [
+        (slice(0, 3), [[0, 1, 2], [2, 3, 4], [4, 5, 6]]),  # 9 slots for 7 tokens: worth it
+        (slice(3, 4), [[7]]),  # 12 slots for 8 tokens: not
+    ]
     taken, tokens = layout.take(torch.tensor([2, 0]))
     assert taken.lengths.tolist() == [3, 2]
     assert tokens.tolist() == [4, 5, 6, 0, 1]
@@ -92,3 +95,22 @@ def test_a_layout_by_hand() -> None:
 def test_training_batches_come_sorted_by_length() -> None:
     lengths = _batches(tiny_settings())(3).lengths
     assert (lengths[1:] >= lengths[:-1]).all()
+
+
+def test_shared_beginnings_by_hand() -> None:
+    """A tree of beginnings: 1-2-3, 1-2-4 and its own beginning 1-2, and 5."""
+    tokens = torch.tensor([[1, 2, 4], [5, 0, 0], [1, 2, 3], [1, 2, 0]])
+    layout = shared_beginnings(tokens, torch.tensor([3, 1, 3, 2]))
+    packed = layout.pack(tokens)
+    assert sorted(packed.tolist()) == [1, 2, 3, 4, 5]
+    assert torch.equal(layout.unpack(packed, 3), tokens)
+    assert dict(zip(packed.tolist(), layout.positions.tolist(), strict=True)) == {1: 0, 2: 1, 3: 2, 4: 2, 5: 0}
+
+
+def test_padding_is_no_token() -> None:
+    """Token 0 and what stands beyond a row's end are not the same."""
+    tokens = torch.zeros(3, 4, dtype=torch.long)
+    layout = shared_beginnings(tokens, torch.tensor([4, 2, 1]))
+    assert len(layout.pack(tokens)) == 4
+    assert layout.sharing is not None
+    assert layout.positions[layout.sharing.places].tolist() == [0, 1, 2, 3, 0, 1, 0]

@@ -45,9 +45,25 @@ def test_rows_at_different_loops_share_a_batch(model: LoopedModel) -> None:
     assert joined.loop.tolist() == [3, 1, 1]
     last = joined.lengths - 1
     expected = model.loops(first[1:], num_loops=3).logits[2, :, -1], model.loops(second, num_loops=1).logits[0, :, -1]
-    assert torch.allclose(model.predict(joined, last), torch.cat(expected), atol=1e-5)
+    assert torch.allclose(model.predict(model.pooled(joined, last)), torch.cat(expected), atol=1e-5)
     kept = joined.take(joined.loop == 1)
-    assert torch.allclose(model.predict(kept, kept.lengths - 1), expected[1], atol=1e-5)
+    assert torch.allclose(model.predict(model.pooled(kept, kept.lengths - 1)), expected[1], atol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_that_begin_alike_share_their_states(model: LoopedModel) -> None:
+    tokens, lengths = random_tokens(4, 9), torch.tensor([5, 9, 9, 7])
+    tokens[1, :6] = tokens[2, :6]
+    tokens[3, :3] = tokens[2, :3]
+    shared, alone = model.begin(tokens, lengths, share=True), model.begin(tokens, lengths)
+    assert len(shared.hidden) < len(alone.hidden)
+    for _ in range(2):
+        shared, alone = model.step(shared), model.step(alone)
+    rows = torch.tensor([3, 1])
+    for ours, theirs in ((shared, alone), (shared.take(rows), alone.take(rows)), (LoopState.join([shared]), alone)):
+        for positions in (ours.lengths - 1, torch.zeros_like(ours.lengths)):
+            assert torch.allclose(model.pooled(ours, positions), model.pooled(theirs, positions), atol=1e-5)
+    assert torch.allclose(shared.layout.unpack(shared.hidden, 9), alone.layout.unpack(alone.hidden, 9), atol=1e-5)
 
 
 @torch.no_grad()
@@ -79,7 +95,7 @@ def test_impossible_calls_are_refused_and_no_rows_are_no_problem(model: LoopedMo
         model.loops(tokens, torch.tensor([5, 5, 5]))
     nobody = model.step(model.begin(tokens).take(torch.tensor([], dtype=torch.long)))
     assert nobody.hidden.shape[0] == 0
-    assert model.predict(nobody, nobody.lengths - 1).shape[0] == 0
+    assert model.predict(model.pooled(nobody, nobody.lengths - 1)).shape[0] == 0
 
 
 def test_attention_is_causal(model: LoopedModel) -> None:

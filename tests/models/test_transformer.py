@@ -44,11 +44,10 @@ def test_gate_reads_the_pooled_state(gate: str) -> None:
     state = model.step(model.begin(tokens))
     positions = torch.tensor([4, 1])
     assert model.gate is not None
-    assert torch.equal(model.halt(state, positions), model.gate(model.pooled(state, positions)))
-    assert torch.allclose(
-        model.pooled(state, positions).mean(-1), torch.zeros(2), atol=1e-6
-    )  # it carries the final norm
-    assert torch.allclose(model.predict(state, positions), model.pooled(state, positions) @ model.embedding.weight.T)
+    pooled = model.pooled(state, positions)
+    assert torch.equal(model.halt(pooled), model.gate(pooled))
+    assert torch.allclose(pooled.mean(-1), torch.zeros(2), atol=1e-6)  # it carries the final norm
+    assert torch.allclose(model.predict(pooled), pooled @ model.embedding.weight.T)
 
 
 def test_small_widths_start_with_logits_of_order_one() -> None:

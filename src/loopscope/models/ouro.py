@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, NonNegative, Positive, read_json
-from loopscope.errors import UserError
-from loopscope.models.attention import rotary_angles, rotate
+from loopscope.models.attention import Rotary, RotarySettings, rotary_tables
 from loopscope.models.packing import Layout, packed_attention
-from loopscope.models.protocol import LoopedModel, LoopState, first_state, row_layout
+from loopscope.models.protocol import LoopedModel, LoopState, first_state
 
 
 class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,23 +67,22 @@ class Ouro(LoopedModel):
         super().__init__()
         self.config = config
         self.num_loops = config.total_ut_steps
+        self.block_size = config.max_position_embeddings
+        queries, keys = config.num_attention_heads, config.num_key_value_heads
+        self.rotary = RotarySettings(queries + keys, keys, config.head_width, config.rope_theta)
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def begin(self, tokens: Tensor, lengths: Tensor | None = None) -> LoopState:
-        if tokens.shape[1] > self.config.max_position_embeddings:
-            raise UserError(
-                f"The text has {tokens.shape[1]} tokens, the model takes {self.config.max_position_embeddings}."
-            )
-        layout = row_layout(tokens, lengths)
-        return first_state(self.model.embed_tokens(layout.pack(tokens)), layout)
+    def first(self, tokens: Tensor, layout: Layout) -> LoopState:
+        return first_state(self.model.embed_tokens(tokens), layout)
 
     def step(self, state: LoopState) -> LoopState:
         hidden, layout = state.hidden, state.layout
-        angles = rotary_angles(self.config.head_width, layout.positions, layout.longest, self.config.rope_theta)
-        rotary = (angles[0].to(hidden.dtype), angles[1].to(hidden.dtype))
+        rotary = layout.once(
+            "rotary", lambda: rotary_tables(self.rotary, layout.positions, layout.longest, hidden.dtype)
+        )
         for layer in self.model.layers:
             hidden = layer(hidden, layout, rotary)
         return LoopState(self.model.norm(hidden), layout, state.loop + 1)
@@ -92,15 +90,14 @@ class Ouro(LoopedModel):
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         return state.at(positions)
 
-    def predict(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.lm_head(self.pooled(state, positions))
+    def predict(self, pooled: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(pooled)
         return logits
 
-    def halt(self, state: LoopState, positions: Tensor | None = None) -> Tensor | None:
+    def halt(self, pooled: Tensor) -> Tensor | None:
         """In float32 whatever the model's precision: in bf16 the exit CDF would round to 1 too early."""
         gate = self.model.early_exit_gate
-        pooled = self.pooled(state, positions).float()
-        return F.linear(pooled, gate.weight.float(), gate.bias.float()).squeeze(-1)
+        return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
 
 
 class Backbone(nn.Module):
@@ -122,7 +119,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config)
         self.post_attention_layernorm_2 = RMSNorm(config)
 
-    def forward(self, hidden: Tensor, layout: Layout, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, hidden: Tensor, layout: Layout, rotary: Rotary) -> Tensor:
         hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), layout, rotary))
         out: Tensor = hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
         return out
@@ -132,22 +129,18 @@ class Attention(nn.Module):
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
         self.head_width = config.head_width
-        inner, shared = (
-            config.num_attention_heads * self.head_width,
-            config.num_key_value_heads * self.head_width,
-        )
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        inner, shared = (heads * self.head_width for heads in self.heads[:2])
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, shared, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, layout: Layout, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        query, key, value = (
-            projection(hidden).unflatten(1, (-1, self.head_width))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = packed_attention(rotate(query, *rotary), rotate(key, *rotary), value, layout)
-        out: Tensor = self.o_proj(mixed)
+    def forward(self, hidden: Tensor, layout: Layout, rotary: Rotary) -> Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        projected = torch.cat([projection(hidden) for projection in projections], dim=1)
+        projected = projected.view(-1, sum(self.heads), self.head_width)
+        out: Tensor = self.o_proj(packed_attention(projected, self.heads, layout, rotary))
         return out
 
 

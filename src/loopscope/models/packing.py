@@ -1,36 +1,58 @@
-"""How do rows of different lengths share a batch without padding? Their tokens lie one row after the other.
+"""How do rows of different lengths share a batch without waste? Their tokens lie one row after the other.
 
-Everything that looks at one token at a time (projections, norms, MLPs, heads) runs on all P tokens at once; only
-attention looks at rows, and it takes each run of rows of equal length as one dense batch. Rows may come in any order;
-sorted by length there are the fewest runs.
+Everything that looks at one token at a time (projections, norms, MLPs, heads) runs on all states at once, without
+padding. Attention is causal, so rows that begin with the same tokens have the same states there, and a layout can keep
+them once. Only attention looks at rows. It takes neighbouring rows of about the same length as one dense batch, which
+may leave a few slots empty: its own arithmetic is a small part, and many small batches would cost more.
 
-Shapes: B rows, P tokens of all rows, M tokens of the longest row, H heads, K head width.
+Shapes: B rows, P tokens of all rows, S states (P, or fewer where beginnings are shared), M tokens of the longest row,
+R rows of a group, H heads, K head width.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.models.attention import causal_attention
+from loopscope.models.attention import Rotary, attention_at, causal_attention, rotate, rotate_back
+
+_Made = TypeVar("_Made")
+_PADDING = 1.3
+"""Rows join a group while its slots are at most this many times its tokens."""
 
 
-class Run(NamedTuple):
-    """Neighbouring rows of one length."""
+class Sharing(NamedTuple):
+    """Which tokens have a state in common."""
 
-    start: int  # of their tokens
-    stop: int
-    rows: int
-    length: int
+    places: Tensor  # [P] the state of every token
+    owners: Tensor  # [S] the first token of every state
+
+
+class Group(NamedTuple):
+    """Neighbouring rows that attend as one dense batch."""
+
+    rows: slice
+    slots: Tensor  # [R, M] the state in each slot; those beyond a row's end hold any state
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of a packed batch lie."""
+    """Where the rows of a packed batch lie. Sorted by length they leave the fewest slots empty in attention."""
 
     lengths: Tensor  # [B]
+    sharing: Sharing | None = None  # None: every token has its own state, in order
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def once(self, name: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What `make` returns, made once for this layout: every layer and loop needs the same indices."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        kept: _Made = self._kept[name]
+        return kept
 
     @cached_property
     def starts(self) -> Tensor:
@@ -39,49 +61,163 @@ class Layout:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[P] the place of every token in its row."""
-        return self._tokens(torch.zeros_like(self.lengths))
+        """[S] the place in its row of every state."""
+        return self._of_states(self._counting(torch.zeros_like(self.lengths)))
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        lengths, counts = torch.unique_consecutive(self.lengths.cpu(), return_counts=True)
-        runs, start = [], 0
-        for length, rows in zip(lengths.tolist(), counts.tolist(), strict=True):
-            runs.append(Run(start, start + rows * length, rows, length))
-            start += rows * length
-        return tuple(runs)
-
-    @property
     def longest(self) -> int:
-        return max((run.length for run in self.runs), default=0)
+        return int(self.lengths.max()) if len(self.lengths) else 0
+
+    @cached_property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """The states of these tokens (numbered over all rows)."""
+        return tokens if self.sharing is None else self.sharing.places[tokens]
 
     def take(self, rows: Tensor) -> tuple[Self, Tensor]:
-        """The layout of these rows alone, and where their tokens lie in this one."""
+        """The layout of these rows alone, sharing nothing, and where its states lie in this one."""
         taken = type(self)(self.lengths[rows])
-        return taken, taken._tokens(self.starts[rows])
+        return taken, self.states(taken._counting(self.starts[rows]))
 
     def pack(self, padded: Tensor) -> Tensor:
-        """[B, M, ...] -> [P, ...]"""
-        inside = torch.arange(padded.shape[1], device=padded.device) < self.lengths[:, None]
-        return padded[inside]
+        """[B, M, ...] -> [S, ...]"""
+        return self._of_states(padded[self._inside(padded.shape[1])])
 
     def unpack(self, packed: Tensor, longest: int) -> Tensor:
-        """[P, ...] -> [B, M, ...], zeros beyond the rows' ends."""
+        """[S, ...] -> [B, M, ...], zeros beyond the rows' ends."""
         padded = packed.new_zeros((len(self.lengths), longest, *packed.shape[1:]))
-        padded[torch.arange(longest, device=packed.device) < self.lengths[:, None]] = packed
+        padded[self._inside(longest)] = packed if self.sharing is None else packed[self.sharing.places]
         return padded
 
-    def _tokens(self, first: Tensor) -> Tensor:
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        lengths, counts = torch.unique_consecutive(self.lengths.cpu(), return_counts=True)
+        edges, first, row, tokens, longest = [], 0, 0, 0, 0
+        for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
+            wider = max(longest, length)
+            if tokens and (row - first + count) * wider > _PADDING * (tokens + count * length):
+                edges.append((slice(first, row), longest))
+                first, tokens, wider = row, 0, length
+            row, tokens, longest = row + count, tokens + count * length, wider
+        edges.append((slice(first, row), longest))
+        return tuple(self._group(*edge) for edge in edges if row)
+
+    def _group(self, rows: slice, longest: int) -> Group:
+        slots = self.starts[rows, None] + torch.arange(longest, device=self.lengths.device)
+        return Group(rows, self.states(slots.clamp_(max=self.tokens - 1)))
+
+    def gathers(self, *heads: int) -> list[list[Tensor]]:
+        """For states with so many heads of each kind: the rows [R, heads, M] that every group gathers, kind by kind."""
+        return self.once(("gathers", heads), lambda: self._gathers(heads))
+
+    def _gathers(self, heads: tuple[int, ...]) -> list[list[Tensor]]:
+        everyone = torch.arange(sum(heads), device=self.lengths.device)[:, None]
+        rows = (slots[:, None] * sum(heads) + everyone for _, slots in self.groups)
+        return [[kind.contiguous() for kind in torch.split(group, list(heads), dim=1)] for group in rows]
+
+    def answers(self, heads: int) -> Tensor:
+        """[S H] where the attention of every state lies among the rows [R, H, M] of all groups."""
+        return self.once(("answers", heads), lambda: self._answers(heads))
+
+    def _answers(self, heads: int) -> Tensor:
+        starts, widths, first = [], [], 0
+        for _, slots in self.groups:
+            count, longest = slots.shape
+            starts.append(first + heads * longest * torch.arange(count, device=slots.device))
+            widths.append(torch.full_like(starts[-1], longest))
+            first += count * heads * longest
+        width = torch.repeat_interleave(torch.cat(widths), self.lengths, output_size=self.tokens)
+        every = torch.arange(heads, device=width.device)
+        return self._of_states(self._counting(torch.cat(starts))[:, None] + every * width[:, None]).flatten()
+
+    def _inside(self, longest: int) -> Tensor:
+        return torch.arange(longest, device=self.lengths.device) < self.lengths[:, None]
+
+    def _of_states(self, values: Tensor) -> Tensor:
+        """[P, ...] -> [S, ...]"""
+        return values if self.sharing is None else values[self.sharing.owners]
+
+    def _counting(self, first: Tensor) -> Tensor:
         """[P] numbers that count up from `first` [B] in every row."""
-        total = int(self.lengths.sum())
-        counting = torch.arange(total, device=self.lengths.device)
-        return counting + torch.repeat_interleave(first - self.starts, self.lengths, output_size=total)
+        counting = torch.arange(self.tokens, device=self.lengths.device)
+        return counting + torch.repeat_interleave(first - self.starts, self.lengths, output_size=self.tokens)
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> Tensor:
-    """[P, H, K] -> [P, H K]; every token attends to itself and to what stands before it in its row."""
-    mixed = []
-    for start, stop, rows, length in layout.runs:
-        dense = (part[start:stop].view(rows, length, *part.shape[1:]).transpose(1, 2) for part in (query, key, value))
-        mixed.append(causal_attention(*dense).transpose(1, 2).flatten(2).flatten(0, 1))
-    return torch.cat(mixed) if mixed else query.flatten(1)  # no rows, no tokens
+def shared_beginnings(tokens: Tensor, lengths: Tensor) -> Layout:
+    """The layout of padded tokens [B, M] in which rows that begin alike keep the states of their beginnings once."""
+    inside = np.arange(tokens.shape[1]) < lengths.cpu().numpy()[:, None]
+    padded = np.where(inside, tokens.cpu().numpy(), -1)
+    order = np.lexsort(padded.T[::-1])
+    ordered = padded[order]
+    new = inside[order]
+    new[1:] &= ~np.logical_and.accumulate(ordered[1:] == ordered[:-1], axis=1)
+    number = np.where(new, new.cumsum().reshape(new.shape) - 1, -1)
+    places = np.empty_like(number)
+    places[order] = np.maximum.accumulate(number, axis=0)  # what is not new has the state of the last new one above
+    states = places[inside]
+    owners = np.empty(new.sum(), dtype=np.int64)
+    owners[states[::-1]] = np.arange(len(states))[::-1]
+    return Layout(lengths, Sharing(*(torch.from_numpy(array).to(tokens.device) for array in (states, owners))))
+
+
+def packed_attention(projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None) -> Tensor:
+    """[S, query, key and value heads, K] -> [S, H K]; every token attends to itself and to its row before it."""
+    if not len(projected):
+        return projected[:, : heads[0]].flatten(1)
+    dense = _dense(projected, layout.gathers(*heads), rotary)
+    mixed = [causal_attention(*parts).flatten(0, 2)[:, None] for parts in dense]
+    (answers,) = _gather(_joined(mixed), None, layout.answers(heads[0]))
+    return answers.view(len(projected), -1)
+
+
+def packed_attention_at(
+    query: Tensor, projected: Tensor, positions: Tensor, layout: Layout, rotary: Rotary | None
+) -> Tensor:
+    """One query a row [B, H, K], at `positions` [B]; key and value heads [S, 2 H, K] of all states -> [B, H K]."""
+    if not len(projected):
+        return query.flatten(1)
+    dense = _dense(projected, layout.gathers(query.shape[1], query.shape[1]), rotary)
+    mixed = [
+        attention_at(query[rows, :, None], key, value, positions[rows]).flatten(1)
+        for (rows, _), (key, value) in zip(layout.groups, dense, strict=True)
+    ]
+    return _joined(mixed)
+
+
+def _dense(projected: Tensor, gathers: list[list[Tensor]], rotary: Rotary | None) -> list[list[Tensor]]:
+    """[S, heads, K] -> for every group [R, heads, M, K] of each kind; gathering puts the heads in front at no cost."""
+    flat = iter(_gather(projected, rotary, *(index for group in gathers for index in group)))
+    return [[next(flat) for _ in group] for group in gathers]
+
+
+def _gather(states: Tensor, rotary: Rotary | None, *indices: Tensor) -> tuple[Tensor, ...]:
+    taken: tuple[Tensor, ...] = _Gather.apply(states, rotary, *indices)  # type: ignore[no-untyped-call]
+    return taken
+
+
+class _Gather(torch.autograd.Function):
+    """Turns states [S, heads, K] by their positions and takes rows [.., K] of them.
+
+    Both are linear. All gradients are added into one buffer; what autograd would do takes three times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, rotary: Rotary | None, *indices: Tensor) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.rotary, ctx.indices = states.shape, rotary, indices
+        rows = (states if rotary is None else rotate(states, rotary)).flatten(0, 1)
+        return tuple(rows.index_select(0, index.flatten()).view(*index.shape, -1) for index in indices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows = gradients[0].new_zeros(ctx.shape).flatten(0, 1)
+        for index, gradient in zip(ctx.indices, gradients, strict=True):
+            rows.index_add_(0, index.flatten(), gradient.reshape(-1, rows.shape[1]))
+        states = rows.view(ctx.shape)
+        states = states if ctx.rotary is None else rotate_back(states, ctx.rotary)
+        return states, None, *(None for _ in ctx.indices)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from loopscope.errors import UserError
-from loopscope.models.packing import Layout
+from loopscope.models.packing import Layout, shared_beginnings
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LoopState:
     A model may add tensors of its own: [B], or [P, ...] if they go by token (`tokenwise` names those).
     """
 
-    hidden: Tensor  # [P, D] what the next loop starts from
+    hidden: Tensor  # [S, D] what the next loop starts from
     layout: Layout  # where the rows lie in it
     loop: Tensor  # [B] loops applied so far
 
@@ -46,6 +46,7 @@ class LoopState:
     @classmethod
     def join(cls, states: Sequence[Self]) -> Self:
         """All rows of `states`, in that order."""
+        states = [state if state.layout.sharing is None else state.take(state.loop >= 0) for state in states]
         parts = {name: torch.cat([getattr(state, name) for state in states]) for name in cls._tensors()}
         return cls(layout=Layout(torch.cat([state.lengths for state in states])), **parts)
 
@@ -54,8 +55,10 @@ class LoopState:
         return [field.name for field in fields(cls) if field.name != "layout"]
 
     def at(self, positions: Tensor | None) -> Tensor:
-        """The hidden state [B, D] at one position a row, or [P, D] of all tokens."""
-        return self.hidden if positions is None else self.hidden[self.layout.starts + positions]
+        """The hidden state [B, D] at one position a row, or [S, D] of all."""
+        if positions is None:
+            return self.hidden
+        return self.hidden.index_select(0, self.layout.states(self.layout.starts + positions))
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,12 @@ class LoopedModel(nn.Module):
 
     num_loops: int
     """T, the depth the model was trained for."""
+    block_size: int
+    """The longest row that the model takes."""
 
     @abstractmethod
-    def begin(self, tokens: Tensor, lengths: Tensor | None = None) -> LoopState:
-        """The state before the first loop, of tokens [B, M] whose rows end at `lengths` (default: M)."""
+    def first(self, tokens: Tensor, layout: Layout) -> LoopState:
+        """The state before the first loop, of the tokens [S] that lie as `layout` says."""
 
     @abstractmethod
     def step(self, state: LoopState) -> LoopState:
@@ -83,15 +88,37 @@ class LoopedModel(nn.Module):
 
     @abstractmethod
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """r_t, the state as the head and the gate read it: [B, D] at one position a row, or [P, D] at all tokens."""
+        """r_t, the state as the head and the gate read it: [B, D] at one position a row, or [S, D] of all."""
 
     @abstractmethod
-    def predict(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, V] at one position a row, or [P, V] at all tokens."""
+    def predict(self, pooled: Tensor) -> Tensor:
+        """Logits [..., V] from pooled states [..., D]."""
 
     @abstractmethod
-    def halt(self, state: LoopState, positions: Tensor | None = None) -> Tensor | None:
-        """Halt logits [B] at one position a row, or [P] at all tokens; None without a gate."""
+    def halt(self, pooled: Tensor) -> Tensor | None:
+        """Halt logits [...] from pooled states [..., D]; None without a gate."""
+
+    def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
+        """`pooled` after one more loop, the last of these rows; a model may leave out what is not read."""
+        return self.pooled(self.step(state), positions)
+
+    def begin(self, tokens: Tensor, lengths: Tensor | None = None, share: bool = False) -> LoopState:
+        """The state before the first loop, of tokens [B, M] whose rows end at `lengths` (default: M).
+
+        With `share`, rows that begin alike keep their common states once.
+        """
+        rows, longest = tokens.shape
+        if longest > self.block_size:
+            raise UserError(
+                f"The examples have {longest} tokens, but the model's block size is {self.block_size}; nothing is cut "
+                "off, so choose shorter examples or a model with a larger block size."
+            )
+        if lengths is None:
+            lengths = torch.full((rows,), longest, device=tokens.device)
+        if lengths.shape != (rows,):
+            raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
+        layout = shared_beginnings(tokens, lengths) if share else Layout(lengths)
+        return self.first(layout.pack(tokens), layout)
 
     def loops(
         self,
@@ -102,33 +129,21 @@ class LoopedModel(nn.Module):
     ) -> Loops:
         """Logits, pooled states and halt logits of every loop, at every token or at one position a row.
 
-        At every token, what lies beyond a row's end is zero.
+        At every token, pooled states beyond a row's end are zero.
         """
         if num_loops is not None and num_loops < 1:
             raise UserError(f"num_loops must be at least 1, got {num_loops}.")
-        state = self.begin(tokens, lengths)
-
-        def shaped(state: LoopState, values: Tensor) -> Tensor:
-            return values if positions is not None else state.layout.unpack(values, tokens.shape[1])
-
-        logits, hidden, gates = [], [], []
-        for _ in range(num_loops or self.num_loops):
+        state = self.begin(tokens, lengths, share=True)
+        pooled = []
+        for left in reversed(range(num_loops or self.num_loops)):
+            if positions is not None and not left:
+                pooled.append(self.last_pooled(state, positions))
+                break
             state = self.step(state)
-            logits.append(shaped(state, self.predict(state, positions)))
-            hidden.append(shaped(state, self.pooled(state, positions)))
-            gates.append(self.halt(state, positions))
-        halting = [shaped(state, gate) for gate in gates if gate is not None]
-        return Loops(torch.stack(logits), torch.stack(hidden), torch.stack(halting) if halting else None)
-
-
-def row_layout(tokens: Tensor, lengths: Tensor | None) -> Layout:
-    """The layout of padded tokens [B, M] whose rows end at `lengths` (default: M)."""
-    rows, longest = tokens.shape
-    if lengths is None:
-        lengths = torch.full((rows,), longest, device=tokens.device)
-    if lengths.shape != (rows,):
-        raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
-    return Layout(lengths)
+            there = self.pooled(state, positions)
+            pooled.append(there if positions is not None else state.layout.unpack(there, tokens.shape[1]))
+        hidden = torch.stack(pooled)
+        return Loops(self.predict(hidden), hidden, self.halt(hidden))
 
 
 def first_state(hidden: Tensor, layout: Layout) -> LoopState:

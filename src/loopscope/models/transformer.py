@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, Settings
-from loopscope.errors import UserError
-from loopscope.models.attention import rotary_angles, rotate
+from loopscope.models.attention import Rotary, RotarySettings, rotary_tables, rotate
 from loopscope.models.gates import Gate, GateKind
-from loopscope.models.packing import Layout, packed_attention
-from loopscope.models.protocol import LoopedModel, LoopState, first_state, row_layout
+from loopscope.models.packing import Layout, packed_attention, packed_attention_at
+from loopscope.models.protocol import LoopedModel, LoopState, first_state
 
 _ROTARY_BASE = 10_000.0
 
@@ -50,7 +49,9 @@ class LoopedTransformer(LoopedModel):
         self.block = nn.ModuleList(Layer(settings) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(settings.width, bias=settings.bias)
         self.gate = None if settings.gate == "none" else Gate(settings.gate, settings.width)
-        self.head_width = settings.width // settings.heads
+        self.rotary = RotarySettings(
+            2 * settings.heads, settings.heads, settings.width // settings.heads, theta=_ROTARY_BASE
+        )
         self._initialise(settings.layers)
 
     def _initialise(self, layers: int) -> None:
@@ -67,39 +68,43 @@ class LoopedTransformer(LoopedModel):
             for residual in (layer.attention_out, layer.mlp_out):
                 residual.weight.data /= math.sqrt(2 * layers)
 
-    def begin(self, tokens: Tensor, lengths: Tensor | None = None) -> LoopState:
-        if tokens.shape[1] > self.block_size:
-            raise UserError(
-                f"The examples have {tokens.shape[1]} tokens, but the model's block size is {self.block_size}; "
-                "nothing is cut off, so choose shorter examples or a model with a larger block size."
-            )
-        layout = row_layout(tokens, lengths)
-        hidden = self.embedding(layout.pack(tokens))
+    def first(self, tokens: Tensor, layout: Layout) -> LoopState:
+        hidden = self.embedding(tokens)
         if self.position is not None:
             hidden = hidden + self.position(layout.positions)
         return first_state(hidden, layout)
 
     def step(self, state: LoopState) -> LoopState:
-        hidden, layout = state.hidden, state.layout
-        rotary = None
-        if self.position is None:
-            rotary = rotary_angles(self.head_width, layout.positions, layout.longest, _ROTARY_BASE)
+        hidden, rotary = state.hidden, self._rotary(state.layout)
         for layer in self.block:
-            hidden = layer(hidden, layout, rotary)
-        return LoopState(hidden, layout, state.loop + 1)
+            hidden = layer(hidden, state.layout, rotary)
+        return LoopState(hidden, state.layout, state.loop + 1)
+
+    def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
+        """The last layer's keys and values come from all tokens, all else only from where it is read."""
+        hidden, rotary = state.hidden, self._rotary(state.layout)
+        *before, last = self.block
+        assert isinstance(last, Layer)
+        for layer in before:
+            hidden = layer(hidden, state.layout, rotary)
+        normed: Tensor = self.norm(last.at(positions, hidden, state.layout, rotary))
+        return normed
+
+    def _rotary(self, layout: Layout) -> Rotary | None:
+        if self.position is not None:
+            return None
+        dtype = self.embedding.weight.dtype
+        return layout.once("rotary", lambda: rotary_tables(self.rotary, layout.positions, layout.longest, dtype))
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         normed: Tensor = self.norm(state.at(positions))
         return normed
 
-    def predict(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        return F.linear(self.pooled(state, positions), self.embedding.weight)
+    def predict(self, pooled: Tensor) -> Tensor:
+        return F.linear(pooled, self.embedding.weight)
 
-    def halt(self, state: LoopState, positions: Tensor | None = None) -> Tensor | None:
-        if self.gate is None:
-            return None
-        logit: Tensor = self.gate(self.pooled(state, positions))
-        return logit
+    def halt(self, pooled: Tensor) -> Tensor | None:
+        return None if self.gate is None else self.gate(pooled)
 
 
 class Layer(nn.Module):
@@ -116,13 +121,27 @@ class Layer(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width, bias=bias)
         self.mlp_out = nn.Linear(4 * width, width, bias=bias)
 
-    def forward(self, hidden: Tensor, layout: Layout, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        projected = self.attention_in(self.attention_norm(hidden)).unflatten(1, (3 * self.heads, self.head_width))
-        turned, value = projected.split((2 * self.heads, self.heads), dim=1)
+    def forward(self, hidden: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
+        projected = self.attention_in(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_width)
+        return self._after(hidden, packed_attention(projected, (self.heads,) * 3, layout, rotary))
+
+    def at(self, positions: Tensor, hidden: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
+        """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""
+        there = layout.states(layout.starts + positions)
+        normed, width, heads = self.attention_norm(hidden), hidden.shape[1], self.heads
+        weight, bias = self.attention_in.weight, self.attention_in.bias
+        asking, asked = (None, None) if bias is None else (bias[:width], bias[width:])
+        query = F.linear(normed.index_select(0, there), weight[:width], asking).view(-1, heads, self.head_width)
+        others = F.linear(normed, weight[width:], asked).view(-1, 2 * heads, self.head_width)
         if rotary is not None:
-            turned = rotate(turned, *rotary)
-        query, key = turned.chunk(2, dim=1)
-        hidden = hidden + self.attention_out(packed_attention(query, key, value, layout))
+            cos, sin = rotary
+            query = rotate(query, (cos[there, :heads], sin[there, :heads]))
+            rotary = cos[:, heads:], sin[:, heads:]
+        mixed = packed_attention_at(query, others, positions, layout, rotary)
+        return self._after(hidden.index_select(0, there), mixed)
+
+    def _after(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        hidden = hidden + self.attention_out(mixed)
         out: Tensor = hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
         return out
 

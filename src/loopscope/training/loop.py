@@ -316,9 +316,12 @@ def _lock(folder: Path) -> Iterator[None]:
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """The same bits every time, on the same device and with the same number of threads."""
-    before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # it costs a fifth of a small model's step, and nothing here reads it
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]

@@ -26,6 +26,7 @@ class Optimizers:
             ],
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
+            fused=True,
         )
         self._all: list[tuple[Optimizer, float]] = [(adamw, settings.learning_rate)]
         if matrices:
