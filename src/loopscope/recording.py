@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, create_tensors, sha256, write_json
-from loopscope.config import build, plain, read_json
+from loopscope.config import plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.signals import SIGNALS
-from loopscope.models import LoopedModel, Loops, load_model, read_checkpoint_config
-from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
+from loopscope.models import LoopedModel, Loops, load_model
+from loopscope.models.checkpoint import WEIGHTS
 from loopscope.progress import Advance, silent
 from loopscope.tasks import Examples, seen, training_split
-from loopscope.training.settings import RunSettings
+from loopscope.training.settings import RunSettings, settings_of
 from loopscope.trajectory import KIND, SIGNAL_PREFIX, Trajectory, seal
 
 _BATCH = 512
@@ -54,7 +54,7 @@ def record(
 ) -> Trajectory:
     """Records a split of the task that the run in `run` was trained on; an identical recording is used again."""
     keep = keep or Keep()
-    settings = _settings(run)
+    settings = settings_of(run)
     examples = _examples(settings, split, size, levels)
     model = load_model(run, device)
     provenance = {
@@ -91,17 +91,6 @@ def record(
             array.flush()  # type: ignore[attr-defined]
         seal(scratch, split, len(examples), model.num_loops, provenance)
     return Trajectory.load(out)
-
-
-def _settings(run: Path) -> RunSettings:
-    if not run.is_dir():
-        raise UserError(f"There is no folder {run}; give the folder of a finished run.")
-    kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
-    if kind != "loopscope":
-        raise UserError(
-            f"{run} is a checkpoint of type '{kind}', not a LoopScope run: it has no task of its own to record."
-        )
-    return build(RunSettings, read_checkpoint_config(run).run, str(run / CONFIG))
 
 
 def _examples(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:

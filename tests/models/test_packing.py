@@ -19,7 +19,7 @@ def plain_losses(model: LoopedTransformer, batch: Examples, width: int) -> tuple
     tokens = F.pad(torch.from_numpy(batch.tokens), (0, width - batch.tokens.shape[1]))
     ends, labels = torch.from_numpy(batch.lengths) - 1, torch.from_numpy(batch.labels)
     hidden = model.embedding(tokens)
-    head_width = model.rotary.head_width
+    head_width = model.block[0].head_width
     cos = sin = None
     if model.position is not None:
         hidden = hidden + model.position(torch.arange(width))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from loopscope.report import Results
 
 
-def _device(options: argparse.Namespace) -> Any:
+def device_of(options: argparse.Namespace) -> Any:
     import torch
 
     if options.threads:
@@ -32,7 +32,7 @@ def train(options: argparse.Namespace) -> int:
     from loopscope.training import read_settings
 
     settings = read_settings(options.settings, options.set)
-    device = _device(options)
+    device = device_of(options)
     from loopscope.progress import clock, track
     from loopscope.training import check_memory, estimate, train
     from loopscope.training.loop import steps_done
@@ -73,7 +73,7 @@ def record(options: argparse.Namespace) -> int:
             Keep(logits=not options.no_logits, hidden=options.hidden),
             options.examples,
             options.levels,
-            _device(options),
+            device_of(options),
             advance,
         )
     accuracy = trajectory.correct.mean(axis=0).tolist()

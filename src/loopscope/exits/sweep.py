@@ -53,10 +53,9 @@ class Frontier:
 
     def select(self) -> OperatingPoint:
         """The point chosen on calibration data: the highest accuracy, ties to fewer loops."""
-        best = int(np.lexsort((self.calibration_average_loops, -self.calibration_accuracy))[0])
-        threshold = float(self.thresholds[best])
+        best = _best(self.calibration_accuracy, self.calibration_average_loops)
         return OperatingPoint(
-            ExitPolicy(self.readout, None if np.isnan(threshold) else threshold),
+            _policy(self.readout, self.thresholds[best]),
             float(self.accuracy[best]),
             float(self.average_loops[best]),
             float(self.calibration_accuracy[best]),
@@ -71,6 +70,20 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory) -> Fron
     accuracy, loops = curve(readout, thresholds, evaluation)
     calibration_accuracy, calibration_loops = curve(readout, thresholds, calibration)
     return Frontier(readout, thresholds, accuracy, loops, calibration_accuracy, calibration_loops)
+
+
+def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
+    """The policy that calibration data chooses: the highest accuracy, ties to fewer loops."""
+    thresholds = grid(readout, calibration)
+    return _policy(readout, thresholds[_best(*curve(readout, thresholds, calibration))])
+
+
+def _best(accuracy: Curve, average_loops: Curve) -> int:
+    return int(np.lexsort((average_loops, -accuracy))[0])
+
+
+def _policy(readout: str, threshold: float) -> ExitPolicy:
+    return ExitPolicy(readout, None if np.isnan(threshold) else float(threshold))
 
 
 def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:

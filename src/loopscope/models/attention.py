@@ -15,48 +15,30 @@ _SHORT = 64
 """Up to this length plain matrix products beat the fused kernel on a CPU, whose per-call work dominates there."""
 
 
-Rotary = tuple[Tensor, Tensor]
+class Rotary(NamedTuple):
+    """Rotary positions in the rotate-half convention."""
 
-
-class RotarySettings(NamedTuple):
-    """Which heads turn, and how fast: the first `turning` ones; the `still` ones after them (of the values) do not."""
-
-    turning: int
-    still: int
     head_width: int
     theta: float
 
-
-def rotary_tables(settings: RotarySettings, positions: Tensor, longest: int, dtype: torch.dtype) -> Rotary:
-    """cos and sin [S, heads, K] of the positions [S] (below `longest`) in the rotate-half convention."""
-    cos, sin = (
-        table.index_select(0, positions).view(-1, settings.turning + settings.still, settings.head_width)
-        for table in _rotary_tables(settings, longest, dtype, positions.device)
-    )
-    return cos, sin
+    def turn(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """x [B, H, M, K] turned by its positions [B, M] (default: 0, 1, ..)."""
+        longest = x.shape[2] if positions is None else int(positions.max()) + 1
+        cos, sin = _angles(self, longest, x.dtype, x.device)
+        if positions is not None:
+            cos, sin = cos[positions][:, None], sin[positions][:, None]
+        return (x * cos).addcmul_(x.roll(self.head_width // 2, -1), sin)
 
 
 @lru_cache(maxsize=64)
-def _rotary_tables(settings: RotarySettings, longest: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """[longest, heads K] each; angles are float32 whatever the precision."""
-    turning, still, width, theta = settings
-    with torch.inference_mode(False):
+def _angles(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [M, K], the first half of sin negative; angles are float32 whatever the precision."""
+    width, theta = rotary
+    with torch.inference_mode(False):  # a tensor born in inference mode could not be used in training
         frequencies = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
         angles = torch.arange(longest, device=device, dtype=torch.float32)[:, None] * frequencies
-        cos = torch.cat((angles.cos(), angles.cos()), 1).repeat(1, turning)
-        sin = torch.cat((-angles.sin(), angles.sin()), 1).repeat(1, turning)
-        return F.pad(cos, (0, still * width), value=1.0).to(dtype), F.pad(sin, (0, still * width)).to(dtype)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """x [S, heads, K] turned by its positions."""
-    cos, sin = rotary
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def rotate_back(x: Tensor, rotary: Rotary) -> Tensor:
-    cos, sin = rotary
-    return (x * cos).add_((x * sin).roll(x.shape[-1] // 2, -1))
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), 1).to(dtype), torch.cat((-sin, sin), 1).to(dtype)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -88,5 +70,5 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tenso
 @lru_cache(maxsize=_SHORT)
 def _future(length: int, dtype: torch.dtype) -> Tensor:
     """[M, M] minus infinity where a token must not look."""
-    with torch.inference_mode(False):  # a tensor born in inference mode could not be used in training
+    with torch.inference_mode(False):
         return torch.full((length, length), float("-inf"), dtype=dtype).triu(1)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, NonNegative, Positive, read_json
-from loopscope.models.attention import Rotary, RotarySettings, rotary_tables
+from loopscope.models.attention import Rotary
 from loopscope.models.packing import Layout, packed_attention
 from loopscope.models.protocol import LoopedModel, LoopState, first_state
 
@@ -68,8 +68,6 @@ class Ouro(LoopedModel):
         self.config = config
         self.num_loops = config.total_ut_steps
         self.block_size = config.max_position_embeddings
-        queries, keys = config.num_attention_heads, config.num_key_value_heads
-        self.rotary = RotarySettings(queries + keys, keys, config.head_width, config.rope_theta)
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -79,13 +77,10 @@ class Ouro(LoopedModel):
         return first_state(self.model.embed_tokens(tokens), layout)
 
     def step(self, state: LoopState) -> LoopState:
-        hidden, layout = state.hidden, state.layout
-        rotary = layout.once(
-            "rotary", lambda: rotary_tables(self.rotary, layout.positions, layout.longest, hidden.dtype)
-        )
+        hidden = state.hidden
         for layer in self.model.layers:
-            hidden = layer(hidden, layout, rotary)
-        return LoopState(self.model.norm(hidden), layout, state.loop + 1)
+            hidden = layer(hidden, state.layout)
+        return LoopState(self.model.norm(hidden), state.layout, state.loop + 1)
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         return state.at(positions)
@@ -119,8 +114,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config)
         self.post_attention_layernorm_2 = RMSNorm(config)
 
-    def forward(self, hidden: Tensor, layout: Layout, rotary: Rotary) -> Tensor:
-        hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), layout, rotary))
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), layout))
         out: Tensor = hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
         return out
 
@@ -129,6 +124,7 @@ class Attention(nn.Module):
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
         self.head_width = config.head_width
+        self.rotary = Rotary(config.head_width, config.rope_theta)
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         inner, shared = (heads * self.head_width for heads in self.heads[:2])
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
@@ -136,11 +132,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, shared, bias=False)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, layout: Layout, rotary: Rotary) -> Tensor:
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = torch.cat([projection(hidden) for projection in projections], dim=1)
         projected = projected.view(-1, sum(self.heads), self.head_width)
-        out: Tensor = self.o_proj(packed_attention(projected, self.heads, layout, rotary))
+        out: Tensor = self.o_proj(packed_attention(projected, self.heads, layout, self.rotary))
         return out
 
 

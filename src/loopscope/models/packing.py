@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.models.attention import Rotary, attention_at, causal_attention, rotate, rotate_back
+from loopscope.models.attention import Rotary, attention_at, causal_attention
 
 _Made = TypeVar("_Made")
 _PADDING = 1.3
@@ -62,7 +62,7 @@ class Layout:
     @cached_property
     def positions(self) -> Tensor:
         """[S] the place in its row of every state."""
-        return self._of_states(self._counting(torch.zeros_like(self.lengths)))
+        return self._of_states(self.counting(torch.zeros_like(self.lengths)))
 
     @cached_property
     def longest(self) -> int:
@@ -79,7 +79,7 @@ class Layout:
     def take(self, rows: Tensor) -> tuple[Self, Tensor]:
         """The layout of these rows alone, sharing nothing, and where its states lie in this one."""
         taken = type(self)(self.lengths[rows])
-        return taken, self.states(taken._counting(self.starts[rows]))
+        return taken, self.states(taken.counting(self.starts[rows]))
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, M, ...] -> [S, ...]"""
@@ -130,7 +130,7 @@ class Layout:
             first += count * heads * longest
         width = torch.repeat_interleave(torch.cat(widths), self.lengths, output_size=self.tokens)
         every = torch.arange(heads, device=width.device)
-        return self._of_states(self._counting(torch.cat(starts))[:, None] + every * width[:, None]).flatten()
+        return self._of_states(self.counting(torch.cat(starts))[:, None] + every * width[:, None]).flatten()
 
     def _inside(self, longest: int) -> Tensor:
         return torch.arange(longest, device=self.lengths.device) < self.lengths[:, None]
@@ -139,7 +139,7 @@ class Layout:
         """[P, ...] -> [S, ...]"""
         return values if self.sharing is None else values[self.sharing.owners]
 
-    def _counting(self, first: Tensor) -> Tensor:
+    def counting(self, first: Tensor) -> Tensor:
         """[P] numbers that count up from `first` [B] in every row."""
         counting = torch.arange(self.tokens, device=self.lengths.device)
         return counting + torch.repeat_interleave(first - self.starts, self.lengths, output_size=self.tokens)
@@ -166,9 +166,12 @@ def packed_attention(projected: Tensor, heads: tuple[int, int, int], layout: Lay
     """[S, query, key and value heads, K] -> [S, H K]; every token attends to itself and to its row before it."""
     if not len(projected):
         return projected[:, : heads[0]].flatten(1)
-    dense = _dense(projected, layout.gathers(*heads), rotary)
-    mixed = [causal_attention(*parts).flatten(0, 2)[:, None] for parts in dense]
-    (answers,) = _gather(_joined(mixed), None, layout.answers(heads[0]))
+    mixed = []
+    for query, key, value in _dense(projected, layout.gathers(*heads)):
+        if rotary is not None:
+            query, key = rotary.turn(query), rotary.turn(key)
+        mixed.append(causal_attention(query, key, value).flatten(0, 2)[:, None])
+    (answers,) = _gather(_joined(mixed), layout.answers(heads[0]))
     return answers.view(len(projected), -1)
 
 
@@ -178,45 +181,44 @@ def packed_attention_at(
     """One query a row [B, H, K], at `positions` [B]; key and value heads [S, 2 H, K] of all states -> [B, H K]."""
     if not len(projected):
         return query.flatten(1)
-    dense = _dense(projected, layout.gathers(query.shape[1], query.shape[1]), rotary)
-    mixed = [
-        attention_at(query[rows, :, None], key, value, positions[rows]).flatten(1)
-        for (rows, _), (key, value) in zip(layout.groups, dense, strict=True)
-    ]
+    query = query[:, :, None]
+    if rotary is not None:
+        query = rotary.turn(query, positions[:, None])
+    mixed = []
+    dense = _dense(projected, layout.gathers(query.shape[1], query.shape[1]))
+    for (rows, _), (key, value) in zip(layout.groups, dense, strict=True):
+        turned = key if rotary is None else rotary.turn(key)
+        mixed.append(attention_at(query[rows], turned, value, positions[rows]).flatten(1))
     return _joined(mixed)
 
 
-def _dense(projected: Tensor, gathers: list[list[Tensor]], rotary: Rotary | None) -> list[list[Tensor]]:
+def _dense(projected: Tensor, gathers: list[list[Tensor]]) -> list[list[Tensor]]:
     """[S, heads, K] -> for every group [R, heads, M, K] of each kind; gathering puts the heads in front at no cost."""
-    flat = iter(_gather(projected, rotary, *(index for group in gathers for index in group)))
+    flat = iter(_gather(projected, *(index for group in gathers for index in group)))
     return [[next(flat) for _ in group] for group in gathers]
 
 
-def _gather(states: Tensor, rotary: Rotary | None, *indices: Tensor) -> tuple[Tensor, ...]:
-    taken: tuple[Tensor, ...] = _Gather.apply(states, rotary, *indices)  # type: ignore[no-untyped-call]
+def _gather(states: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
+    """Rows [.., K] of states [S, heads, K], numbered over both."""
+    taken: tuple[Tensor, ...] = _Gather.apply(states, *indices)  # type: ignore[no-untyped-call]
     return taken
 
 
 class _Gather(torch.autograd.Function):
-    """Turns states [S, heads, K] by their positions and takes rows [.., K] of them.
-
-    Both are linear. All gradients are added into one buffer; what autograd would do takes three times as long.
-    """
+    """All gradients are added into one buffer; autograd would make one for every index and add those."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, rotary: Rotary | None, *indices: Tensor) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.rotary, ctx.indices = states.shape, rotary, indices
-        rows = (states if rotary is None else rotate(states, rotary)).flatten(0, 1)
+    def forward(ctx: Any, states: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.indices = states.shape, indices
+        rows = states.flatten(0, 1)
         return tuple(rows.index_select(0, index.flatten()).view(*index.shape, -1) for index in indices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows = gradients[0].new_zeros(ctx.shape).flatten(0, 1)
+        states = gradients[0].new_zeros(ctx.shape)
         for index, gradient in zip(ctx.indices, gradients, strict=True):
-            rows.index_add_(0, index.flatten(), gradient.reshape(-1, rows.shape[1]))
-        states = rows.view(ctx.shape)
-        states = states if ctx.rotary is None else rotate_back(states, ctx.rotary)
-        return states, None, *(None for _ in ctx.indices)
+            states.flatten(0, 1).index_add_(0, index.flatten(), gradient.reshape(-1, ctx.shape[-1]))
+        return states, *(None for _ in ctx.indices)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

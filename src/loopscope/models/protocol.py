@@ -40,7 +40,11 @@ class LoopState:
     def take(self, rows: Tensor) -> Self:
         """The rows at these indices (or where this mask is true), in that order."""
         layout, tokens = self.layout.take(rows)
-        parts = {name: getattr(self, name)[tokens if name in self.tokenwise else rows] for name in self._tensors()}
+        parts = {name: getattr(self, name) for name in self._tensors()}
+        parts = {
+            name: value.index_select(0, tokens) if name in self.tokenwise else value[rows]
+            for name, value in parts.items()
+        }
         return type(self)(layout=layout, **parts)
 
     @classmethod
@@ -108,17 +112,21 @@ class LoopedModel(nn.Module):
         With `share`, rows that begin alike keep their common states once.
         """
         rows, longest = tokens.shape
-        if longest > self.block_size:
-            raise UserError(
-                f"The examples have {longest} tokens, but the model's block size is {self.block_size}; nothing is cut "
-                "off, so choose shorter examples or a model with a larger block size."
-            )
         if lengths is None:
             lengths = torch.full((rows,), longest, device=tokens.device)
         if lengths.shape != (rows,):
             raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
         layout = shared_beginnings(tokens, lengths) if share else Layout(lengths)
-        return self.first(layout.pack(tokens), layout)
+        return self.begin_packed(layout.pack(tokens), layout)
+
+    def begin_packed(self, tokens: Tensor, layout: Layout) -> LoopState:
+        """The same of tokens [S] that lie as `layout` says."""
+        if layout.longest > self.block_size:
+            raise UserError(
+                f"The examples have {layout.longest} tokens, but the model's block size is {self.block_size}; nothing "
+                "is cut off, so choose shorter examples or a model with a larger block size."
+            )
+        return self.first(tokens, layout)
 
     def loops(
         self,

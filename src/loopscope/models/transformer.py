@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, Settings
-from loopscope.models.attention import Rotary, RotarySettings, rotary_tables, rotate
+from loopscope.models.attention import Rotary
 from loopscope.models.gates import Gate, GateKind
 from loopscope.models.packing import Layout, packed_attention, packed_attention_at
 from loopscope.models.protocol import LoopedModel, LoopState, first_state
@@ -49,9 +49,6 @@ class LoopedTransformer(LoopedModel):
         self.block = nn.ModuleList(Layer(settings) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(settings.width, bias=settings.bias)
         self.gate = None if settings.gate == "none" else Gate(settings.gate, settings.width)
-        self.rotary = RotarySettings(
-            2 * settings.heads, settings.heads, settings.width // settings.heads, theta=_ROTARY_BASE
-        )
         self._initialise(settings.layers)
 
     def _initialise(self, layers: int) -> None:
@@ -75,26 +72,20 @@ class LoopedTransformer(LoopedModel):
         return first_state(hidden, layout)
 
     def step(self, state: LoopState) -> LoopState:
-        hidden, rotary = state.hidden, self._rotary(state.layout)
+        hidden = state.hidden
         for layer in self.block:
-            hidden = layer(hidden, state.layout, rotary)
+            hidden = layer(hidden, state.layout)
         return LoopState(hidden, state.layout, state.loop + 1)
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
         """The last layer's keys and values come from all tokens, all else only from where it is read."""
-        hidden, rotary = state.hidden, self._rotary(state.layout)
+        hidden = state.hidden
         *before, last = self.block
         assert isinstance(last, Layer)
         for layer in before:
-            hidden = layer(hidden, state.layout, rotary)
-        normed: Tensor = self.norm(last.at(positions, hidden, state.layout, rotary))
+            hidden = layer(hidden, state.layout)
+        normed: Tensor = self.norm(last.at(positions, hidden, state.layout))
         return normed
-
-    def _rotary(self, layout: Layout) -> Rotary | None:
-        if self.position is not None:
-            return None
-        dtype = self.embedding.weight.dtype
-        return layout.once("rotary", lambda: rotary_tables(self.rotary, layout.positions, layout.longest, dtype))
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         normed: Tensor = self.norm(state.at(positions))
@@ -114,6 +105,7 @@ class Layer(nn.Module):
         super().__init__()
         width, bias = settings.width, settings.bias
         self.heads, self.head_width = settings.heads, width // settings.heads
+        self.rotary = Rotary(self.head_width, _ROTARY_BASE) if settings.positions == "rotary" else None
         self.attention_norm = nn.LayerNorm(width, bias=bias)
         self.attention_in = nn.Linear(width, 3 * width, bias=bias)
         self.attention_out = nn.Linear(width, width, bias=bias)
@@ -121,23 +113,19 @@ class Layer(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width, bias=bias)
         self.mlp_out = nn.Linear(4 * width, width, bias=bias)
 
-    def forward(self, hidden: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projected = self.attention_in(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_width)
-        return self._after(hidden, packed_attention(projected, (self.heads,) * 3, layout, rotary))
+        return self._after(hidden, packed_attention(projected, (self.heads,) * 3, layout, self.rotary))
 
-    def at(self, positions: Tensor, hidden: Tensor, layout: Layout, rotary: Rotary | None) -> Tensor:
+    def at(self, positions: Tensor, hidden: Tensor, layout: Layout) -> Tensor:
         """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""
         there = layout.states(layout.starts + positions)
-        normed, width, heads = self.attention_norm(hidden), hidden.shape[1], self.heads
+        normed, width = self.attention_norm(hidden), hidden.shape[1]
         weight, bias = self.attention_in.weight, self.attention_in.bias
         asking, asked = (None, None) if bias is None else (bias[:width], bias[width:])
-        query = F.linear(normed.index_select(0, there), weight[:width], asking).view(-1, heads, self.head_width)
-        others = F.linear(normed, weight[width:], asked).view(-1, 2 * heads, self.head_width)
-        if rotary is not None:
-            cos, sin = rotary
-            query = rotate(query, (cos[there, :heads], sin[there, :heads]))
-            rotary = cos[:, heads:], sin[:, heads:]
-        mixed = packed_attention_at(query, others, positions, layout, rotary)
+        query = F.linear(normed.index_select(0, there), weight[:width], asking).view(-1, self.heads, self.head_width)
+        others = F.linear(normed, weight[width:], asked).view(-1, 2 * self.heads, self.head_width)
+        mixed = packed_attention_at(query, others, positions, layout, self.rotary)
         return self._after(hidden.index_select(0, there), mixed)
 
     def _after(self, hidden: Tensor, mixed: Tensor) -> Tensor:

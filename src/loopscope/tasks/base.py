@@ -5,7 +5,7 @@ the answer marker: the model's prediction is read there, and only there is a los
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Self
@@ -95,6 +95,10 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
     def text(self, examples: Examples) -> list[str]:
         """The inputs as a person reads them."""
 
+    @abstractmethod
+    def parse(self, texts: Sequence[str]) -> Examples:
+        """The examples that are written so; the inverse of `text`."""
+
     @property
     def positions(self) -> int:
         """How many positions training needs."""
@@ -140,6 +144,14 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
             examples.tokens[pending, : again.tokens.shape[1]] = again.tokens
             examples.labels[pending] = again.labels
         return examples
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+    """Rows of tokens as one array [N, M], and their lengths [N]."""
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    tokens = np.zeros((len(rows), int(lengths.max(initial=1))), dtype=np.int64)
+    tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = [token for row in rows for token in row]
+    return tokens, lengths
 
 
 @lru_cache(maxsize=1)

@@ -9,12 +9,14 @@ Tokens: 0..modulus-1 are the numbers, then the operators, then begin and the ans
 """
 
 import math
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from loopscope.tasks.base import Examples, StoredOrOnline, Task
+from loopscope.errors import UserError
+from loopscope.tasks.base import Examples, StoredOrOnline, Task, padded
 from loopscope.tasks.draws import Draws, Integers
 
 _APPLY = {"+": np.add, "-": np.subtract, "*": np.multiply}
@@ -55,8 +57,28 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
         tokens[rows, lengths - 1] = self.vocab_size - 1
         return Examples(tokens, lengths, self._values(expression, lengths - 2), difficulty)
 
+    def parse(self, texts: Sequence[str]) -> Examples:
+        numbers = {name: token for token, name in enumerate(self._names)}
+        rows = []
+        for text in texts:
+            words = text.split()
+            tokens = [numbers.get(word, -1) for word in words]
+            open_operands = np.cumsum([1, *(1 if token >= self.modulus else -1 for token in tokens)])
+            if -1 in tokens or (open_operands[:-1] <= 0).any() or open_operands[-1]:
+                raise UserError(
+                    f"'{text[:60]}' is not an expression in prefix notation, such as '{self.operators[0]} 1 0', with "
+                    f"numbers below {self.modulus} and the operators {' '.join(self.operators)}."
+                )
+            rows.append([self.vocab_size - 2, *tokens, self.vocab_size - 1])
+        table, lengths = padded(rows)
+        return Examples(table, lengths, self._values(table[:, 1:-1], lengths - 2), (lengths - 3) // 2)
+
+    @property
+    def _names(self) -> list[str]:
+        return [*map(str, range(self.modulus)), *self.operators]
+
     def text(self, examples: Examples) -> list[str]:
-        names = [*map(str, range(self.modulus)), *self.operators]
+        names = self._names
         return [
             " ".join(names[token] for token in row[1 : length - 1])
             for row, length in zip(examples.tokens.tolist(), examples.lengths.tolist(), strict=True)

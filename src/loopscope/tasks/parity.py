@@ -4,12 +4,14 @@ Difficulty is the number of bits. A row is `begin, bits, answer marker`; the tok
 Training examples are drawn online by default, balanced over lengths.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from loopscope.tasks.base import Examples, StoredOrOnline, Task
+from loopscope.errors import UserError
+from loopscope.tasks.base import Examples, StoredOrOnline, Task, padded
 from loopscope.tasks.draws import Draws, Integers
 
 _BEGIN, _ANSWER = 2, 3
@@ -42,6 +44,14 @@ class Parity(Task, frozen=True, kw_only=True, tag="parity"):
         tokens[:, 1:-1] = bits
         tokens[rows, difficulty + 1] = _ANSWER
         return Examples(tokens, difficulty + 2, bits.sum(axis=1) % 2, difficulty)
+
+    def parse(self, texts: Sequence[str]) -> Examples:
+        for text in texts:
+            if not text or set(text) - {"0", "1"}:
+                raise UserError(f"'{text[:60]}' is not a string of the bits 0 and 1.")
+        tokens, lengths = padded([[_BEGIN, *map(int, text), _ANSWER] for text in texts])
+        labels = np.array([text.count("1") % 2 for text in texts], dtype=np.int64)
+        return Examples(tokens, lengths, labels, lengths - 2)
 
     def text(self, examples: Examples) -> list[str]:
         return [

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, read_toml, with_overrides
+from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, read_json, read_toml, with_overrides
 from loopscope.errors import UserError
-from loopscope.models import TransformerSettings
+from loopscope.models import TransformerSettings, read_checkpoint_config
+from loopscope.models.checkpoint import CONFIG, ModelType
 from loopscope.objectives import Objective
 from loopscope.tasks import Mano, Parity
 
@@ -69,6 +70,16 @@ def presets() -> list[str]:
 def read_settings(source: str, overrides: list[str]) -> RunSettings:
     """The settings of a preset or of a TOML file, with `a.b=c` overrides on top."""
     return build(RunSettings, with_overrides(_tables(source), overrides), source)
+
+
+def settings_of(run: Path) -> RunSettings:
+    """The settings of the run in a folder."""
+    if not run.is_dir():
+        raise UserError(f"There is no folder {run}; give the folder of a finished run.")
+    kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
+    if kind != "loopscope":
+        raise UserError(f"{run} is a checkpoint of type '{kind}', not a LoopScope run: it has no task of its own.")
+    return build(RunSettings, read_checkpoint_config(run).run, str(run / CONFIG))
 
 
 def _tables(source: str) -> dict[str, Any]:

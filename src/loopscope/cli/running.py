@@ -1,0 +1,100 @@
+"""`loopscope run`: a file of examples through the adaptive engine, answers as JSON lines."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from loopscope.cli.show import percent, say
+from loopscope.cli.verbs import device_of
+from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.engine import Request
+    from loopscope.exits import ExitPolicy
+    from loopscope.tasks import Task
+
+_CHUNK = 1024
+"""Lines that are read and parsed at a time."""
+
+
+class _Asked(NamedTuple):
+    line: int
+    text: str
+    label: int
+
+
+def run(options: argparse.Namespace) -> int:
+    from loopscope.engine import in_order, run
+    from loopscope.models import load_model
+    from loopscope.training.settings import settings_of
+
+    if options.examples != "-" and not Path(options.examples).is_file():
+        raise UserError(
+            f"There is no file {options.examples}; give a file with one example a line, or - for the input."
+        )
+    task = settings_of(options.run).task
+    policy = _policy(options)
+    model = load_model(options.run, device_of(options))
+    asked: dict[int, _Asked] = {}
+    count = right = loops = 0
+    with (
+        nullcontext(sys.stdin) if options.examples == "-" else Path(options.examples).open(encoding="utf-8") as lines,
+        nullcontext(sys.stdout) if options.out is None else options.out.open("w", encoding="utf-8") as out,
+    ):
+        requests = _requests(lines, options.examples, task, asked)
+        for answer in in_order(run(model, policy, requests, options.batch_size)):
+            line, text, label = asked.pop(answer.key)
+            entry = {"line": line, "example": text, "answer": answer.prediction, "loop": answer.loop}
+            print(json.dumps(entry | {"right": answer.prediction == label}), file=out)
+            count, right, loops = count + 1, right + (answer.prediction == label), loops + answer.loop
+    if count:
+        rule = policy.readout + ("" if policy.threshold is None else f" at {policy.threshold:.6g}")
+        say(f"{count:,} examples under {rule}: {percent(right / count)} right, {loops / count:.2f} loops on average.")
+    return 0
+
+
+def _policy(options: argparse.Namespace) -> "ExitPolicy":
+    from loopscope.exits import ExitPolicy
+    from loopscope.exits.sweep import choose
+    from loopscope.trajectory import Trajectory
+
+    if options.threshold is not None or options.readout == "oracle":
+        return ExitPolicy(options.readout, options.threshold)
+    recording = options.run / "recordings" / "validation"
+    if not recording.is_dir():
+        raise UserError(
+            f"Without --threshold it is chosen on the validation recording, and {recording} is not there; record it "
+            f"with `loopscope record {options.run} --split validation`."
+        )
+    return choose(options.readout, Trajectory.load(recording))
+
+
+def _requests(lines: Iterable[str], name: str, task: "Task", asked: dict[int, _Asked]) -> Iterator["Request"]:
+    from loopscope.engine import Request
+
+    numbered = ((number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip())
+    key = 0
+    while chunk := list(islice(numbered, _CHUNK)):
+        examples = _parsed(chunk, name, task)
+        rows = zip(chunk, examples.tokens, examples.lengths.tolist(), examples.labels.tolist(), strict=True)
+        for (number, text), tokens, length, label in rows:
+            asked[key] = _Asked(number, text, label)
+            yield Request(key, (tokens[:length],))
+            key += 1
+
+
+def _parsed(chunk: list[tuple[int, str]], name: str, task: "Task") -> Any:
+    try:
+        return task.parse([text for _, text in chunk])
+    except UserError:
+        for number, text in chunk:
+            try:
+                task.parse([text])
+            except UserError as error:
+                raise UserError(f"{name}, line {number}: {error}") from None
+        raise

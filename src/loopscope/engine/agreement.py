@@ -1,0 +1,53 @@
+"""Does the engine do what the replay says? Its answers beside a policy's exits on the recorded trajectory."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.engine.adaptive import Answer
+from loopscope.exits import ExitPolicy, signal
+from loopscope.trajectory import Trajectory
+
+_CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How many examples there are, and in how many of them live running and replay differ."""
+
+    examples: int
+    close: int  # whose signal comes within 1e-5 (relative) of the threshold before they exit: these may differ
+    other_loop: int  # exits that differ, beyond the close ones
+    other_prediction: int  # predictions that differ, beyond the close ones
+    accuracy: float  # of the live answers
+    replayed_accuracy: float
+    average_loops: float
+    replayed_average_loops: float
+
+
+def compare(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajectory) -> Agreement:
+    """Answers whose keys are row numbers of `trajectory`, against the policy's replay on it."""
+    loops = np.zeros(trajectory.num_examples, dtype=np.int64)
+    predicted = np.zeros_like(loops)
+    for answer in answers:
+        loops[answer.key], predicted[answer.key] = answer.loop, answer.prediction
+    replayed = policy.exit_loops(trajectory)
+    rows = np.arange(len(loops))
+    expected = trajectory.predicted[rows, replayed - 1]
+    close: NDArray[np.bool_] = np.zeros(len(loops), dtype=bool)
+    if policy.readout != "fixed" and policy.threshold is not None:
+        distance = np.abs(signal(policy.readout, trajectory) - policy.threshold) <= _CLOSE * abs(policy.threshold)
+        reached = np.arange(1, trajectory.num_loops + 1) <= np.maximum(loops, replayed)[:, None]
+        close = np.asarray((distance & reached)[:, :-1].any(axis=1))  # at the last loop everybody exits
+    return Agreement(
+        examples=len(loops),
+        close=int(close.sum()),
+        other_loop=int(((loops != replayed) & ~close).sum()),
+        other_prediction=int(((predicted != expected) & ~close).sum()),
+        accuracy=float((predicted == trajectory.labels).mean()),
+        replayed_accuracy=float(trajectory.correct[rows, replayed - 1].mean()),
+        average_loops=float(loops.mean()),
+        replayed_average_loops=float(replayed.mean()),
+    )

@@ -1,0 +1,72 @@
+"""How does a policy decide while the model runs? Loop by loop, on those that are still active, from the same functions.
+
+A follower keeps what its signal looks back on (the loop before, or all halt logits so far) and nothing else, so its
+decisions are those of a replay of the same values.
+
+Shapes: N active requests, T loops, V classes, D width.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.errors import UserError
+from loopscope.exits.readouts import ExitPolicy, readout_kind
+from loopscope.exits.signals import CONVERGENCE, SIGNALS, exit_cdf
+
+Array = NDArray[Any]
+
+
+class Follower:
+    """Follows some requests through their loops and says who exits; they may be at different loops."""
+
+    def __init__(self, policy: ExitPolicy, num_loops: int) -> None:
+        kind = readout_kind(policy.readout)
+        if kind == "oracle":
+            raise UserError("The oracle needs the labels, so it can be replayed but not run.")
+        if kind == "depth" and int(policy.threshold or 0) > num_loops:
+            raise UserError(f"A fixed depth of {policy.threshold} is beyond the model's {num_loops} loops.")
+        self.policy, self.num_loops = policy, num_loops
+        self.source = None if kind == "depth" else SIGNALS[policy.readout][0]
+        """What the decision needs of every request and loop: logits, hidden, gate_logits, or nothing."""
+        self._before: Array | None = None  # [N, ...] the loop before (NaN at loop 1), or [N, T] all halt logits so far
+        self._new = 0
+
+    def admit(self, count: int) -> None:
+        """So many more requests, after those that are there, begin with the next loop."""
+        self._new += count
+
+    def keep(self, rows: Array) -> None:
+        """Those where this mask is false are gone."""
+        if self._before is not None:
+            self._before = self._before[rows]
+
+    def stops(self, loop: NDArray[np.int64], now: Array | None = None) -> NDArray[np.bool_]:
+        """[N] who exits after this loop [N] of theirs, in which they said `now` [N, ...]."""
+        last = loop >= self.num_loops
+        if self.source is None:
+            return last | (loop >= int(self.policy.threshold or 0))
+        assert now is not None
+        return last | self.policy.decide(self.values(loop, now))
+
+    def values(self, loop: NDArray[np.int64], now: Array) -> NDArray[np.float64]:
+        """[N] the policy's signal at this loop."""
+        readout, new = self.policy.readout, self._new
+        self._new = 0
+        if readout == "gate":
+            history = _extended(self._before, new, (self.num_loops,), 0.0)
+            history[np.arange(len(loop)), loop - 1] = now
+            self._before = history
+            return exit_cdf(history)[np.arange(len(loop)), loop - 1]
+        compute = SIGNALS[readout][1]
+        if readout not in CONVERGENCE:
+            return compute(now[:, None])[:, 0]
+        before = _extended(self._before, new, now.shape[1:], np.nan)
+        self._before = now
+        return compute(np.stack((before, now), axis=1))[:, 1]
+
+
+def _extended(values: Array | None, count: int, shape: tuple[int, ...], fill: float) -> Array:
+    more = np.full((count, *shape), fill, dtype=np.float32)
+    return more if values is None else np.concatenate((values, more)) if count else values
