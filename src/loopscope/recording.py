@@ -25,7 +25,7 @@ from loopscope.tasks import Examples, seen, training_split
 from loopscope.training.settings import RunSettings, settings_of
 from loopscope.trajectory import KIND, SIGNAL_PREFIX, Trajectory, seal
 
-_BATCH = 512
+BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def record(
         if "seen" in layout:
             arrays["seen"][:] = seen(examples, training_split(settings.task))
         done = 0
-        for rows in examples.same_length_batches(_BATCH):
+        for rows in examples.same_length_batches(BATCH):
             batch = examples.take(rows)
-            _write(arrays, rows, _forward(model, batch, device), batch.labels, keep)
+            _write(arrays, rows, forward(model, batch, device), batch.labels, keep)
             done += len(rows)
             progress(done, len(examples), "")
         write_json(scratch / "examples.json", settings.task.text(examples))
@@ -125,7 +125,8 @@ def _is_there(out: Path, split: str, provenance: dict[str, Any]) -> bool:
 
 
 @torch.inference_mode()
-def _forward(model: LoopedModel, batch: Examples, device: str | torch.device) -> Loops:
+def forward(model: LoopedModel, batch: Examples, device: str | torch.device) -> Loops:
+    """What the model says at every loop at the answer markers."""
     tokens, lengths = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.lengths))
     return model.loops(tokens, lengths, positions=lengths - 1)
 

@@ -2,50 +2,14 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import GATED, tiny_settings
 from torch import Tensor
 
+from loopscope.bench.plain import plain_losses
 from loopscope.models import LoopedTransformer
 from loopscope.models.packing import Layout, shared_beginnings
-from loopscope.tasks import Examples
 from loopscope.training import RunSettings, initial_model
-from loopscope.training.loop import _batches, answer_losses
-
-
-def plain_losses(model: LoopedTransformer, batch: Examples, width: int) -> tuple[Tensor, Tensor | None]:
-    """The textbook way: rows padded to `width`, `scaled_dot_product_attention`, the head at every token."""
-    rows = len(batch)
-    tokens = F.pad(torch.from_numpy(batch.tokens), (0, width - batch.tokens.shape[1]))
-    ends, labels = torch.from_numpy(batch.lengths) - 1, torch.from_numpy(batch.labels)
-    hidden = model.embedding(tokens)
-    head_width = model.block[0].head_width
-    cos = sin = None
-    if model.position is not None:
-        hidden = hidden + model.position(torch.arange(width))
-    else:
-        rates = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
-        angles = torch.arange(width)[:, None] * torch.cat((rates, rates))
-        cos, sin = angles.cos(), angles.sin()
-    losses, gates = [], []
-    for _ in range(model.num_loops):
-        for layer in model.block:
-            projected = layer.attention_in(layer.attention_norm(hidden)).view(rows, width, 3, layer.heads, head_width)
-            query, key, value = projected.permute(2, 0, 3, 1, 4)
-            if cos is not None:
-                query, key = (
-                    x * cos + torch.cat((-x[..., head_width // 2 :], x[..., : head_width // 2]), -1) * sin
-                    for x in (query, key)
-                )
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            hidden = hidden + layer.attention_out(mixed.transpose(1, 2).reshape(rows, width, -1))
-            hidden = hidden + layer.mlp_out(F.gelu(layer.mlp_in(layer.mlp_norm(hidden))))
-        pooled = model.norm(hidden)
-        logits = pooled @ model.embedding.weight.T
-        losses.append(F.cross_entropy(logits[torch.arange(rows), ends], labels, reduction="none"))
-        if model.gate is not None:
-            gates.append(model.gate(pooled)[torch.arange(rows), ends])
-    return torch.stack(losses), torch.stack(gates) if gates else None
+from loopscope.training.loop import answer_losses, batches
 
 
 def gradients(settings: RunSettings, model: LoopedTransformer, losses: Tensor, gates: Tensor | None) -> list[Tensor]:
@@ -57,11 +21,11 @@ def gradients(settings: RunSettings, model: LoopedTransformer, losses: Tensor, g
 def test_loss_and_gradients_are_those_of_the_plain_way(overrides: tuple[str, ...]) -> None:
     settings = tiny_settings("task.max_operations=4", "training.batch_size=40", *overrides)
     model = initial_model(settings)
-    batch = _batches(settings)(0)
+    batch = batches(settings)(0)
     assert len(set(batch.lengths)) > 2
     losses, _, gates = answer_losses(model, batch, torch.device("cpu"))
     packed = gradients(settings, model, losses, gates)
-    plain = gradients(settings, model, *plain_losses(model, batch, settings.block_size))
+    plain = gradients(settings, model, *plain_losses(model, batch))
     for ours, theirs in zip(packed, plain, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -93,7 +57,7 @@ def test_a_layout_by_hand() -> None:
 
 
 def test_training_batches_come_sorted_by_length() -> None:
-    lengths = _batches(tiny_settings())(3).lengths
+    lengths = batches(tiny_settings())(3).lengths
     assert (lengths[1:] >= lengths[:-1]).all()
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import loopscope as ls
 from loopscope.training import Training, check_memory, describe_data, estimate, initial_model, read_settings, train
-from loopscope.training.loop import _batches, _lock
+from loopscope.training.loop import _lock, batches
 from loopscope.training.optimizers import Optimizers, schedule
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_the_overlap_of_the_splits_is_written_down() -> None:
 
 
 def test_epochs_visit_every_example_once() -> None:
-    batch = _batches(tiny_settings("task.train_examples=50", "training.batch_size=25"))
+    batch = batches(tiny_settings("task.train_examples=50", "training.batch_size=25"))
     tokens = np.concatenate([_padded(batch(step).tokens) for step in range(4)])  # two epochs of 50
     epochs = [{row.tobytes(): 0 for row in half} for half in (tokens[:50], tokens[50:])]
     assert sorted(map(bytes, tokens[:50])) == sorted(map(bytes, tokens[50:]))
@@ -118,7 +118,7 @@ def _padded(tokens: np.ndarray) -> np.ndarray:
 
 
 def test_a_batch_may_be_larger_than_the_data() -> None:
-    batch = _batches(tiny_settings("task.train_examples=10", "training.batch_size=25"))
+    batch = batches(tiny_settings("task.train_examples=10", "training.batch_size=25"))
     assert len(batch(0)) == 25
 
 
@@ -227,7 +227,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_the_run_s_seed_orders_the_batches() -> None:
-    first, other = (_batches(tiny_settings(f"training.seed={seed}"))(0) for seed in (0, 1))
+    first, other = (batches(tiny_settings(f"training.seed={seed}"))(0) for seed in (0, 1))
     assert first.labels.tolist() != other.labels.tolist()
 
 

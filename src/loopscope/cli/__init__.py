@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli import verbs
+from loopscope.cli import benchmarks, running, verbs
 from loopscope.errors import UserError
 
 _EPILOG = """\
@@ -20,6 +20,8 @@ Or stage by stage:
   loopscope evaluate runs/mine/recordings/validation runs/mine/recordings/test
   loopscope diagnose runs/mine
   loopscope report runs/mine --out runs/mine/report
+  loopscope run runs/mine examples.txt --readout margin
+  loopscope bench exits runs/mine
 """
 
 
@@ -136,6 +138,29 @@ A run needs its validation and test splits recorded; a folder that holds two rec
     report.add_argument("--unseen", action="store_true", help="only examples that training did not have")
     report.add_argument("--json", action="store_true", help="print the results as JSON")
 
+    run = _verb(
+        subparsers,
+        "run",
+        "answer a file of examples with adaptive depth",
+        """\
+  loopscope run runs/demo/fixed-geometric examples.txt --readout margin
+  echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - --readout margin --threshold 4
+  loopscope run runs/mine examples.txt --readout fixed --threshold 4 --out answers.jsonl
+
+One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
+order of the examples. Without --threshold it is chosen on the run's validation recording.""",
+        running.run,
+    )
+    run.add_argument("run", type=Path, help="the folder of a finished run")
+    run.add_argument("examples", help="a file with one example a line, or - for standard input")
+    run.add_argument("--readout", default="margin", metavar="NAME", help="the exit rule (default: margin)")
+    run.add_argument("--threshold", type=float, metavar="X", help="its threshold (default: as validation chooses)")
+    run.add_argument("--batch-size", type=_count, default=256, metavar="N", help="rows at a time (default: 256)")
+    run.add_argument("--out", type=Path, metavar="FILE", help="where the answers go (default: standard output)")
+    _compute_options(run, json=False)
+
+    _bench(subparsers)
+
     demo = _verb(
         subparsers,
         "demo",
@@ -152,6 +177,76 @@ An interrupted demo continues with the same command; what is finished is used ag
     demo.add_argument("--workers", type=_count, metavar="N", help="models at a time (default: one a core)")
     demo.add_argument("--json", action="store_true", help="print the results as JSON")
     return parser
+
+
+def _bench(subparsers: Any) -> None:
+    bench = subparsers.add_parser(
+        "bench", help="measure speed-ups side by side", description="Measure speed-ups side by side, interleaved."
+    )
+    kinds = bench.add_subparsers(title="what", metavar="WHAT", required=True)
+
+    exits = _verb(
+        kinds,
+        "exits",
+        "adaptive depth against full depth",
+        """\
+  loopscope bench exits                                    (the paper's model, random weights, about 1.3 loops)
+  loopscope bench exits runs/demo/fixed-geometric runs/demo/linear-gate
+  loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json""",
+        benchmarks.exits,
+    )
+    exits.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="recorded runs (default: random weights)")
+    exits.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: several)")
+    exits.add_argument("--batch-size", type=_count, metavar="N", help="rows (default: 64 at random, else the fastest)")
+    exits.add_argument("--waiting", action="store_true", help="also the batch in which all wait for the slowest")
+    exits.add_argument("--settings", default="paper", help="preset or TOML file of the random model (default: paper)")
+    exits.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of it")
+    exits.add_argument("--examples", type=_count, default=2048, metavar="N", help="for random weights (default: 2048)")
+    exits.add_argument("--loops", type=float, default=1.3, metavar="X", help="average loops of it (default: 1.3)")
+
+    train = _verb(
+        kinds,
+        "train",
+        "a training step against the plain padded one",
+        """\
+  loopscope bench train demo
+  loopscope bench train paper --set training.batch_size=64 --steps 1""",
+        benchmarks.train,
+    )
+    train.add_argument("settings", nargs="?", default="demo", help="a preset or a TOML file (default: demo)")
+    train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting (repeatable)")
+    train.add_argument("--steps", type=_count, default=4, metavar="N", help="steps of each way a round (default: 4)")
+
+    record = _verb(
+        kinds,
+        "record",
+        "a recording against the bare forward pass",
+        """\
+  loopscope bench record runs/demo/fixed-geometric
+  loopscope bench record runs/demo/mlp-gate --split validation --examples 5000""",
+        benchmarks.record,
+    )
+    record.add_argument("run", type=Path, help="the folder of a finished run")
+    record.add_argument("--split", default="test", help="default: test")
+    record.add_argument("--examples", type=_count, metavar="N", help="how many examples (default: the task's)")
+
+    sweep = _verb(
+        kinds,
+        "sweep",
+        "a sweep against its signal, and against a replay of every threshold",
+        """\
+  loopscope bench sweep
+  loopscope bench sweep --examples 10000 --classes 4""",
+        benchmarks.sweep,
+    )
+    for name, default in (("examples", 50_000), ("loops", 6), ("classes", 23), ("width", 64)):
+        sweep.add_argument(f"--{name}", type=_count, default=default, metavar="N", help=f"default: {default:,}")
+
+    for parser in (exits, train, record, sweep):
+        parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="rounds after warm-up (default: 5)")
+        parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: as PyTorch chooses)")
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.set_defaults(device="cpu")
 
 
 class _Version(str):
@@ -175,10 +270,11 @@ def _verb(subparsers: Any, name: str, purpose: str, examples: str, run: Any) -> 
     return parser
 
 
-def _compute_options(parser: argparse.ArgumentParser) -> None:
+def _compute_options(parser: argparse.ArgumentParser, json: bool = True) -> None:
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: as PyTorch chooses)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _count(text: str) -> int:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 def device_of(options: argparse.Namespace) -> Any:
     import torch
 
+    from loopscope.machine import keep_memory
+
+    keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA

@@ -127,6 +127,9 @@ class _Batch:
         if len({bool(request.scored) for request in (*self._requests[:1], *new)}) > 1:
             raise UserError("Requests with choices and requests without cannot run together.")
         rows = [row for request in new for row in request.rows]
+        tokens = np.concatenate(rows)
+        if tokens.min() < 0 or tokens.max() >= self._model.vocab_size:
+            raise UserError(f"A request has a token outside the model's vocabulary (0..{self._model.vocab_size - 1}).")
         counts = torch.tensor([len(request.rows) for request in new])
         owner = torch.repeat_interleave(torch.arange(len(new)), counts)
         self._choice = torch.cat((self._choice, Layout(counts).positions))
@@ -136,7 +139,7 @@ class _Batch:
         self._requests = np.concatenate((self._requests, np.fromiter(new, dtype=object, count=len(new))))
         self._follower.admit(len(new))
         lengths = torch.tensor([len(row) for row in rows], device=self._device)
-        return self._model.begin_packed(torch.from_numpy(np.concatenate(rows)).to(self._device), Layout(lengths))
+        return self._model.begin_packed(torch.from_numpy(tokens).to(self._device), Layout(lengths))
 
     def _drop(self, keep: NDArray[np.bool_]) -> None:
         self._requests = self._requests[keep]

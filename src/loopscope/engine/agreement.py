@@ -19,8 +19,8 @@ class Agreement:
 
     examples: int
     close: int  # whose signal comes within 1e-5 (relative) of the threshold before they exit: these may differ
-    other_loop: int  # exits that differ, beyond the close ones
-    other_prediction: int  # predictions that differ, beyond the close ones
+    close_differing: int  # of these, the exits or predictions that do
+    differing: int  # of the others: there should be none
     accuracy: float  # of the live answers
     replayed_accuracy: float
     average_loops: float
@@ -41,11 +41,12 @@ def compare(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajector
         distance = np.abs(signal(policy.readout, trajectory) - policy.threshold) <= _CLOSE * abs(policy.threshold)
         reached = np.arange(1, trajectory.num_loops + 1) <= np.maximum(loops, replayed)[:, None]
         close = np.asarray((distance & reached)[:, :-1].any(axis=1))  # at the last loop everybody exits
+    differing = (loops != replayed) | (predicted != expected)
     return Agreement(
         examples=len(loops),
         close=int(close.sum()),
-        other_loop=int(((loops != replayed) & ~close).sum()),
-        other_prediction=int(((predicted != expected) & ~close).sum()),
+        close_differing=int((differing & close).sum()),
+        differing=int((differing & ~close).sum()),
         accuracy=float((predicted == trajectory.labels).mean()),
         replayed_accuracy=float(trajectory.correct[rows, replayed - 1].mean()),
         average_loops=float(loops.mean()),

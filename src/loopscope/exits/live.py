@@ -62,11 +62,19 @@ class Follower:
         compute = SIGNALS[readout][1]
         if readout not in CONVERGENCE:
             return compute(now[:, None])[:, 0]
-        before = _extended(self._before, new, now.shape[1:], np.nan)
+        width = now.shape[1] if self._before is None else max(now.shape[1], self._before.shape[1])
+        now = _widened(now, width)
+        before = _widened(_extended(self._before, new, (width,), np.nan), width)
         self._before = now
         return compute(np.stack((before, now), axis=1))[:, 1]
 
 
 def _extended(values: Array | None, count: int, shape: tuple[int, ...], fill: float) -> Array:
     more = np.full((count, *shape), fill, dtype=np.float32)
-    return more if values is None else np.concatenate((values, more)) if count else values
+    return more if values is None else np.concatenate((_widened(values, shape[0]), more)) if count else values
+
+
+def _widened(values: Array, width: int) -> Array:
+    """Questions with more choices came or went: those that an example does not have are -inf."""
+    missing = width - values.shape[1]
+    return np.pad(values, ((0, 0), (0, missing)), constant_values=-np.inf) if missing else values

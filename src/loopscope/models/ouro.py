@@ -68,6 +68,7 @@ class Ouro(LoopedModel):
         self.config = config
         self.num_loops = config.total_ut_steps
         self.block_size = config.max_position_embeddings
+        self.vocab_size = config.vocab_size
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

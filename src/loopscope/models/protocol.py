@@ -81,6 +81,7 @@ class LoopedModel(nn.Module):
     """T, the depth the model was trained for."""
     block_size: int
     """The longest row that the model takes."""
+    vocab_size: int
 
     @abstractmethod
     def first(self, tokens: Tensor, layout: Layout) -> LoopState:

@@ -16,6 +16,7 @@ from queue import Empty
 from typing import Any
 
 from loopscope.errors import UserError
+from loopscope.machine import cores, keep_memory
 from loopscope.progress import Advance
 from loopscope.training.loop import steps_done
 from loopscope.training.settings import RunSettings
@@ -50,6 +51,7 @@ class Job:
         from loopscope.training import train
 
         torch.set_num_threads(1)
+        keep_memory()
         name, steps = self.folder.name, self.settings.training.steps
         train(self.settings, self.folder, torch.device("cpu"), lambda done, _, note: report(done, f"{name}: {note}"))
         for split in SPLITS:
@@ -64,7 +66,7 @@ def run_all(jobs: list[Job], progress: Advance, workers: int | None = None) -> N
     queue = context.Queue()
     total = sum(job.units for job in jobs)
     done = [min(steps_done(job.folder), job.units) for job in jobs]
-    workers = min(workers or _cores(), len(jobs))
+    workers = min(workers or cores(), len(jobs))
     progress(sum(done), total, "")
     with ProcessPoolExecutor(workers, context, initializer=_connect, initargs=(queue, os.getpid())) as pool:
         futures = [pool.submit(_work, index, job) for index, job in enumerate(jobs)]
@@ -96,12 +98,6 @@ def _raise_first(futures: list["Future[None]"]) -> None:
                 raise UserError(
                     "A worker process died (out of memory?); the same command continues where it stopped."
                 ) from None
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _connect(queue: Any, parent: int) -> None:

@@ -56,11 +56,12 @@ def estimate(settings: RunSettings, device: torch.device, done: int = 0) -> Esti
     rows = settings.training.batch_size
     tokens = rows * settings.task.positions
     flops = training_flops(settings.model, settings.task.vocab_size, tokens, rows) * (settings.training.steps - done)
-    rate = _matmul_rate(min(settings.model.width, _WIDEST), device)
+    rate = matmul_rate(min(settings.model.width, _WIDEST), device)
     return Estimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
 
 
-def _matmul_rate(width: int, device: torch.device) -> float:
+def matmul_rate(width: int, device: torch.device) -> float:
+    """Floating-point operations a second in matrix products of this width, the best of a few."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = (torch.ones(size, dtype=dtype, device=device) for size in ((1024, width), (width, 4 * width)))
     best = 0.0

@@ -82,7 +82,7 @@ def train(settings: RunSettings, folder: Path, device: torch.device, progress: A
     if (folder / WEIGHTS).is_file():
         (folder / STATE).unlink(missing_ok=True)
         return RunResult(folder, settings.training.steps, _read_metrics(folder, settings.training.steps))
-    with _lock(folder), _deterministic():
+    with _lock(folder), deterministic():
         return _train(settings, folder, device, progress)
 
 
@@ -95,7 +95,7 @@ def _train(settings: RunSettings, folder: Path, device: torch.device, progress: 
     start = _restore(folder, model, optimizers)
     entries = _read_metrics(folder, start)
     write_bytes(folder / METRICS, b"".join(_line(entry) for entry in entries))
-    batches = _batches(settings)
+    batch_of = batches(settings)
     size = min(settings.training.validation_sample, settings.task.validation_examples)
     sample = settings.task.split("validation", size)
     every = settings.training
@@ -103,7 +103,7 @@ def _train(settings: RunSettings, folder: Path, device: torch.device, progress: 
     with (folder / METRICS).open("ab", buffering=0) as log:
         for step in range(start, every.steps):
             done, last = step + 1, step + 1 == every.steps
-            outcome = _step(model, optimizers, batches(step), step, settings, device)
+            outcome = train_step(model, optimizers, batch_of(step), step, settings, device)
             saving = done % every.checkpoint_every == 0 or last
             if (done % every.log_every == 0 or saving) and not torch.isfinite(outcome.loss):
                 raise UserError(f"The loss is no longer finite at step {done}; lower training.learning_rate.")
@@ -167,7 +167,7 @@ def validate(model: LoopedTransformer, examples: Examples, device: torch.device)
     }
 
 
-def _step(
+def train_step(
     model: LoopedTransformer,
     optimizers: Optimizers,
     batch: Examples,
@@ -175,6 +175,7 @@ def _step(
     settings: RunSettings,
     device: torch.device,
 ) -> Outcome:
+    """One step of training on this batch."""
     with _autocast(settings, device):
         losses, correct, gate_logits = answer_losses(model, batch, device)
         loss = settings.objective.loss(losses, gate_logits)
@@ -183,7 +184,7 @@ def _step(
     return Outcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
 
 
-def _batches(settings: RunSettings) -> Callable[[int], Examples]:
+def batches(settings: RunSettings) -> Callable[[int], Examples]:
     """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
     task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
     if task.train_examples == 0:
@@ -314,7 +315,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """The same bits every time, on the same device and with the same number of threads."""
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory

@@ -1,0 +1,182 @@
+"""How much of the saved loops becomes saved time? The engine under a policy against the engine at full depth.
+
+The realised fraction is (time at full depth / adaptive time) / (T / average exit loop): 1 means that every saved loop
+was saved time. Full depth is the same engine with a fixed depth of T, at its own fastest batch size. Signals at every
+loop and the draining of the queue are included. Beside it stands the waiting batch, in which all rows run until the
+slowest of them exits.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from loopscope.bench.measure import Machine, Spread, fastest, interleaved, spread
+from loopscope.engine import Agreement, Request, compare, requests_of, run
+from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy
+from loopscope.exits.live import Follower
+from loopscope.exits.sweep import choose, curve, fine_grid
+from loopscope.models import LoopedModel, load_model
+from loopscope.models.packing import Layout
+from loopscope.progress import Advance
+from loopscope.recording import forward
+from loopscope.tasks import Examples
+from loopscope.training import initial_model, read_settings
+from loopscope.training.settings import settings_of
+from loopscope.trajectory import Trajectory
+
+PAPER_REALISED = 0.29
+"""The paper's table 5.6 (b): top1 saves 6.0 / 1.26 of the loops and runs 1.36 times as fast."""
+_SIZES = (64, 256, 1024)
+
+
+class ExitTiming(msgspec.Struct, frozen=True):
+    """One policy. Ratios are taken within a round."""
+
+    readout: str
+    threshold: float | None
+    accuracy: float | None  # None: random weights
+    average_loops: float
+    token_loops: float  # the average over tokens: longer examples take more loops
+    milliseconds: Spread  # an example
+    speedup: Spread
+    realised: Spread
+    waiting_realised: Spread | None
+    batch_size: int
+    agreement: Agreement
+
+
+class ExitBench(msgspec.Struct, frozen=True):
+    model: str
+    examples: int
+    num_loops: int
+    machine: Machine
+    full_batch_size: int
+    full_accuracy: float | None
+    full_milliseconds: Spread
+    paper_realised: float
+    policies: list[ExitTiming]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, examples, and what a recording of them says."""
+
+    name: str
+    model: LoopedModel
+    examples: Examples
+    recorded: Trajectory
+    policies: list[ExitPolicy]
+    trained: bool
+    width: int
+
+
+def trained_subject(folder: Path, readouts: Sequence[str] | None) -> Subject:
+    """A finished run whose splits are recorded; thresholds are chosen on validation."""
+    settings = settings_of(folder)
+    paths = {split: folder / "recordings" / split for split in ("validation", "test")}
+    for split, path in paths.items():
+        if not path.is_dir():
+            raise UserError(f"{path} is not there; record it with `loopscope record {folder} --split {split}`.")
+    validation, test = (Trajectory.load(path) for path in paths.values())
+    examples = settings.task.split("test", test.num_examples)
+    if not np.array_equal(examples.labels, test.labels):
+        raise UserError(f"{paths['test']} is not a recording of the first {test.num_examples:,} test examples.")
+    names = readouts or (["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"])
+    policies = [choose(name, validation) for name in names]
+    return Subject(folder.name, load_model(folder), examples, test, policies, True, settings.model.width)
+
+
+def random_subject(source: str, overrides: list[str], count: int, loops: float, readouts: Sequence[str]) -> Subject:
+    """A model with random weights under the thresholds at which it takes about so many loops on average."""
+    settings = read_settings(source, overrides)
+    model = initial_model(settings).eval().requires_grad_(False)
+    examples = settings.task.split("test", count)
+    order = np.concatenate(list(examples.same_length_batches(256)))
+    parts = [forward(model, examples.take(rows), "cpu") for rows in examples.same_length_batches(256)]
+    logits = np.empty((count, model.num_loops, settings.task.vocab_size), dtype=np.float32)
+    hidden = np.empty((count, model.num_loops, settings.model.width), dtype=np.float32)
+    logits[order] = np.concatenate([part.logits.transpose(0, 1).numpy() for part in parts])
+    hidden[order] = np.concatenate([part.hidden.transpose(0, 1).numpy() for part in parts])
+    recorded = Trajectory(logits=logits, labels=examples.labels, hidden=hidden)
+    policies = []
+    for readout in readouts:
+        thresholds = fine_grid(readout, recorded)
+        _, average = curve(readout, thresholds, recorded)
+        policies.append(ExitPolicy(readout, float(thresholds[np.abs(average - loops).argmin()])))
+    return Subject(f"{source}, random weights", model, examples, recorded, policies, False, settings.model.width)
+
+
+def bench_exits(subject: Subject, rounds: int, batch_size: int | None, waiting: bool, progress: Advance) -> ExitBench:
+    model, requests = subject.model, list(requests_of(subject.examples))
+    never = ExitPolicy("fixed", model.num_loops)
+
+    def drain(policy: ExitPolicy, size: int) -> None:
+        deque(run(model, policy, requests, size), maxlen=0)
+
+    full_size = fastest(partial(drain, never), _SIZES)
+    sizes = [batch_size or fastest(partial(drain, policy), _SIZES) for policy in subject.policies]
+    ways = {"full depth": partial(drain, never, full_size)}
+    for policy, size in zip(subject.policies, sizes, strict=True):
+        ways[policy.readout] = partial(drain, policy, size)
+        if waiting:
+            ways[f"{policy.readout}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
+    seconds, machine = interleaved(ways, rounds, subject.width, progress)
+    full, count = seconds["full depth"], len(requests)
+    timings = []
+    for policy, size in zip(subject.policies, sizes, strict=True):
+        loops = policy.exit_loops(subject.recorded)
+        ideal = model.num_loops / float(loops.mean())
+        took, waited = seconds[policy.readout], seconds.get(f"{policy.readout}, waiting")
+        agreement = compare(run(model, policy, requests, size), policy, subject.recorded)
+        timings.append(
+            ExitTiming(
+                readout=policy.readout,
+                threshold=policy.threshold,
+                accuracy=agreement.accuracy if subject.trained else None,
+                average_loops=float(loops.mean()),
+                token_loops=float(np.average(loops, weights=subject.examples.lengths)),
+                milliseconds=spread(1000 * took / count),
+                speedup=spread(full / took),
+                realised=spread(full / took / ideal),
+                waiting_realised=None if waited is None else spread(full / waited / ideal),
+                batch_size=size,
+                agreement=agreement,
+            )
+        )
+    return ExitBench(
+        model=subject.name,
+        examples=count,
+        num_loops=model.num_loops,
+        machine=machine,
+        full_batch_size=full_size,
+        full_accuracy=float(subject.recorded.correct[:, -1].mean()) if subject.trained else None,
+        full_milliseconds=spread(1000 * full / count),
+        paper_realised=PAPER_REALISED,
+        policies=timings,
+    )
+
+
+@torch.inference_mode()
+def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[Request], batch_size: int) -> None:
+    """The usual way: a batch runs until its last row exits, those that are done with it; then comes the next batch."""
+    for start in range(0, len(requests), batch_size):
+        rows = sorted((request.rows[0] for request in requests[start : start + batch_size]), key=len)
+        lengths = torch.tensor([len(row) for row in rows])
+        state = model.begin_packed(torch.from_numpy(np.concatenate(rows)), Layout(lengths))
+        follower = Follower(policy, model.num_loops)
+        follower.admit(len(rows))
+        done = np.zeros(len(rows), dtype=bool)
+        while not done.all():
+            state = model.step(state)
+            pooled = model.pooled(state, lengths - 1)
+            logits = model.predict(pooled)
+            said = {"logits": logits, "hidden": pooled, "gate_logits": model.halt(pooled)}
+            now = said.get(follower.source or "")
+            done |= follower.stops(state.loop.numpy(), None if now is None else now.numpy())

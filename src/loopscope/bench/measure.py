@@ -1,0 +1,81 @@
+"""How is a ratio measured on a machine that others use too? In rounds: each way once a round, one after the other.
+
+A ratio is taken within a round, where both ways met about the same machine; what is reported is the median over the
+rounds and the quartiles beside it. Every way runs once before the first round.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loopscope.progress import Advance
+from loopscope.training.estimate import matmul_rate
+
+Seconds = NDArray[np.float64]
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Over the rounds."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+
+    def __str__(self) -> str:
+        return f"{_short(self.median)} [{_short(self.lower_quartile)}, {_short(self.upper_quartile)}]"
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What the machine could do while this was measured."""
+
+    threads: int
+    rounds: int
+    width: int
+    gigaflops: Spread  # matrix products [1024, width] x [width, 4 width]
+
+
+def spread(values: Any) -> Spread:
+    low, middle, high = np.quantile(np.asarray(values, dtype=np.float64), [0.25, 0.5, 0.75]).tolist()
+    return Spread(middle, low, high)
+
+
+def interleaved(
+    ways: Mapping[str, Callable[[], Any]], rounds: int, width: int, progress: Advance
+) -> tuple[dict[str, Seconds], Machine]:
+    """The seconds of every way in every round, and what the machine did in the same rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    rates = []
+    device = torch.device("cpu")
+    total = (rounds + 1) * len(ways)
+    for turn in range(rounds + 1):  # the first one warms up
+        rate = matmul_rate(width, device)
+        for index, (name, way) in enumerate(ways.items()):
+            elapsed = timed(way)
+            progress(turn * len(ways) + index + 1, total, name)
+            if turn:
+                seconds[name].append(elapsed)
+        if turn:
+            rates.append(rate)
+    measured = {name: np.array(values) for name, values in seconds.items()}
+    return measured, Machine(torch.get_num_threads(), rounds, width, spread(np.array(rates) / 1e9))
+
+
+def fastest(way: Callable[[int], Any], sizes: Sequence[int]) -> int:
+    """The batch size at which this goes fastest, of two runs each."""
+    best = {size: min(timed(lambda size=size: way(size)) for _ in range(2)) for size in sizes}  # type: ignore[misc]
+    return min(best, key=lambda size: best[size])
+
+
+def timed(way: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    way()
+    return time.perf_counter() - began
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

@@ -1,0 +1,139 @@
+"""`loopscope bench`: what each benchmark prints."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from loopscope.cli.show import percent, print_json, print_table
+from loopscope.cli.verbs import device_of
+from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.bench.exits import ExitBench
+    from loopscope.bench.measure import Machine
+
+
+def exits(options: argparse.Namespace) -> int:
+    from loopscope.bench.exits import bench_exits, random_subject, trained_subject
+    from loopscope.progress import track
+
+    device_of(options)
+    if options.runs:
+        subjects = [trained_subject(run, options.readout) for run in options.runs]
+    else:
+        readouts = options.readout or ["margin"]
+        subjects = [random_subject(options.settings, options.set, options.examples, options.loops, readouts)]
+    size = options.batch_size or (None if options.runs else 64)
+    results = []
+    for subject in subjects:
+        with track(f"measuring {subject.name}") as advance:
+            results.append(bench_exits(subject, options.rounds, size, options.waiting or not options.runs, advance))
+    if options.json:
+        print_json(results)
+        return 0
+    for result in results:
+        _print_exits(result)
+    return 0
+
+
+def _print_exits(result: "ExitBench") -> None:
+    waiting = any(timing.waiting_realised for timing in result.policies)
+    columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
+    columns += [*(["waiting"] if waiting else []), "batch", "differ"]
+    full, depth = "" if result.full_accuracy is None else percent(result.full_accuracy), f"{result.num_loops:.2f}"
+    rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", ""]]
+    rows[0] += [*([""] if waiting else []), str(result.full_batch_size), ""]
+    for timing in result.policies:
+        rows.append(
+            [
+                timing.readout,
+                "" if timing.accuracy is None else percent(timing.accuracy),
+                f"{timing.average_loops:.2f}",
+                f"{timing.token_loops:.2f}",
+                f"{timing.milliseconds.median:.3g}",
+                f"{timing.speedup.median:.2f}",
+                str(timing.realised),
+                *([str(timing.waiting_realised)] if waiting else []),
+                str(timing.batch_size),
+                str(timing.agreement.differing + timing.agreement.close_differing),
+            ]
+        )
+    title = (
+        f"{result.model}: {result.examples:,} examples. ms: of an example. realised: share of the ideal speed-up (the "
+        f"paper's: {result.paper_realised}). differ: answers unlike the replay's. {_machine(result.machine)}"
+    )
+    print_table(title, columns, rows)
+
+
+def train(options: argparse.Namespace) -> int:
+    from loopscope.bench.train import bench_train
+    from loopscope.progress import track
+    from loopscope.training import read_settings
+
+    device_of(options)
+    settings = read_settings(options.settings, options.set)
+    with track("measuring training") as advance:
+        result = bench_train(settings, options.settings, options.rounds, options.steps, advance)
+    if options.json:
+        print_json(result)
+        return 0
+    rows = [
+        ["milliseconds a step", str(result.milliseconds)],
+        ["the plain way", str(result.plain_milliseconds)],
+        ["speed-up", str(result.speedup)],
+        ["block size / mean length", f"{result.padding:.2f}"],
+        ["states a token", f"{result.states_a_token:.2f}"],
+        ["useful GFLOP/s", str(result.useful_gigaflops)],
+        ["share of the matrix-product rate", str(result.share_of_machine)],
+    ]
+    title = f"{result.settings}: width {result.width}, batch {result.batch_size}. {_machine(result.machine)}"
+    print_table(title, ["", "median [quartiles]"], rows)
+    return 0
+
+
+def record(options: argparse.Namespace) -> int:
+    from loopscope.bench.record import bench_record
+    from loopscope.progress import track
+
+    device_of(options)
+    with track("measuring recording") as advance:
+        result = bench_record(options.run, options.split, options.examples, options.rounds, advance)
+    if options.json:
+        print_json(result)
+        return 0
+    rows = [
+        ["bare forward pass, ms an example", str(result.forward_milliseconds)],
+        ["all signals, against it", str(result.signals_ratio)],
+        ["logits and signals of the states, against it", str(result.logits_ratio)],
+    ]
+    title = f"{result.model}: {result.examples:,} examples. {_machine(result.machine)}"
+    print_table(title, ["", "median [quartiles]"], rows)
+    return 0
+
+
+def sweep(options: argparse.Namespace) -> int:
+    from loopscope.bench.sweep import bench_sweep
+    from loopscope.progress import track
+
+    device_of(options)
+    if options.classes < 2 or options.loops < 2:
+        raise UserError("The sweep needs at least two classes and two loops.")
+    with track("measuring sweeps") as advance:
+        result = bench_sweep(options.examples, options.loops, options.classes, options.width, options.rounds, advance)
+    if options.json:
+        print_json(result)
+        return 0
+    rows = [
+        [timing.readout, str(timing.signal_milliseconds), str(timing.sweep_ratio), str(timing.replay_ratio)]
+        for timing in result.readouts
+    ]
+    title = (
+        f"{result.examples:,} examples, {result.loops} loops, {result.classes} classes; calibration and evaluation. "
+        f"{_machine(result.machine)}"
+    )
+    print_table(title, ["readout", "signal, ms", "sweep / signal", "one by one / sweep"], rows)
+    return 0
+
+
+def _machine(machine: "Machine") -> str:
+    threads = f"{machine.threads} thread{'s' * (machine.threads > 1)}"
+    return f"{threads}, {machine.rounds} rounds; matrix products of this width: {machine.gigaflops} GFLOP/s."
