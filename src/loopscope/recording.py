@@ -21,11 +21,11 @@ from loopscope.exits.signals import SIGNALS
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.checkpoint import WEIGHTS
 from loopscope.progress import Advance, silent
-from loopscope.tasks import Examples, seen, training_split
+from loopscope.tasks import Examples, drawn, seen, training_fingerprints
 from loopscope.training.settings import RunSettings, settings_of
 from loopscope.trajectory import KIND, SIGNAL_PREFIX, Trajectory, seal
 
-BATCH = 512
+BATCH = 1024
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def record(
             arrays |= create_tensors(scratch / "hidden.safetensors", hidden)
         arrays["labels"][:], arrays["difficulty"][:] = examples.labels, examples.difficulty
         if "seen" in layout:
-            arrays["seen"][:] = seen(examples, training_split(settings.task))
+            arrays["seen"][:] = seen(examples, training_fingerprints(settings.task))
         done = 0
         for rows in examples.same_length_batches(BATCH):
             batch = examples.take(rows)
@@ -108,7 +108,7 @@ def _examples(settings: RunSettings, split: str, size: int | None, levels: range
     longest = settings.task.length((levels or settings.task.levels)[-1])
     if longest > settings.block_size:
         raise UserError(f"Examples of {longest} tokens do not fit the model's block size {settings.block_size}.")
-    return settings.task.split(split, size, levels)
+    return drawn(settings.task, split, size, levels)
 
 
 def _is_there(out: Path, split: str, provenance: dict[str, Any]) -> bool:

@@ -9,7 +9,8 @@ from conftest import random_trajectory
 from hypothesis import given, settings
 
 import loopscope as ls
-from loopscope.exits.sweep import GATE_GRID, QUANTILES, curve
+from loopscope.exits.readouts import accuracy_and_loops
+from loopscope.exits.sweep import GATE_GRID, QUANTILES, choose, curve, grid
 
 VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")
 
@@ -153,3 +154,19 @@ def test_a_sweep_takes_no_longer_than_twice_its_signal(name: str) -> None:
         signals.append(between - began)
         sweeps.append(time.perf_counter() - between)
     assert min(sweeps) < 2 * min(signals)
+
+
+@pytest.mark.parametrize("readout", ["margin", "kl"])
+def test_a_chosen_threshold_keeps_away_from_equal_examples(readout: str) -> None:
+    """Many equal examples sit on a quantile; the chosen policy decides as the quantile does, from a distance."""
+    part = random_trajectory(rows=40)
+    rows = np.repeat(np.arange(40), 25)
+    calibration = part.take(rows)
+    policy = choose(readout, calibration)
+    values = ls.signal(readout, calibration)[:, :-1]
+    assert policy.threshold is not None
+    assert np.nanmin(np.abs(values / policy.threshold - 1)) > 1e-5
+    accuracies, loops = curve(readout, grid(readout, calibration), calibration)
+    ours = accuracy_and_loops(policy, calibration)
+    assert ours[0] >= accuracies.max() - 1e-12
+    assert ours[1] == pytest.approx(loops[accuracies == accuracies.max()].min(), abs=0.03 * 4)

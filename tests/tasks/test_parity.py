@@ -3,7 +3,9 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 
+from loopscope.errors import UserError
 from loopscope.tasks import Draws, Parity
 
 
@@ -42,3 +44,14 @@ def test_draws_are_uniform() -> None:
     draws = Draws(1).integers(np.full(60_000, 6))
     assert np.abs(np.bincount(draws, minlength=6) - 10_000).max() < 500
     assert sorted(Draws(1, 2).permutation(100)) == list(range(100))
+
+
+def test_written_examples_are_read_again() -> None:
+    task = Parity(max_bits=9)
+    examples = task.split("validation", 200)
+    again = task.parse(task.text(examples))
+    assert np.array_equal(again.tokens, examples.tokens)
+    assert np.array_equal(again.labels, examples.labels)
+    for text in ("", "012", "1 0"):
+        with pytest.raises(UserError, match="bits"):
+            task.parse([text])

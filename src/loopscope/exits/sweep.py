@@ -8,6 +8,7 @@ Shapes: N examples, T loops, G thresholds.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,6 +22,8 @@ Curve = NDArray[np.float64]
 
 QUANTILES = np.linspace(0.005, 0.995, 51)
 GATE_GRID = np.linspace(0.01, 1.0, 100)
+_GAP = 3e-5
+"""Signals of equal examples differ by less than this (relative), whatever batch they were computed in."""
 EVALUATION_SPLITS = ("test", "extrapolation")
 
 
@@ -75,7 +78,25 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory) -> Fron
 def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
     """The policy that calibration data chooses: the highest accuracy, ties to fewer loops."""
     thresholds = grid(readout, calibration)
-    return _policy(readout, thresholds[_best(*curve(readout, thresholds, calibration))])
+    threshold = float(thresholds[_best(*curve(readout, thresholds, calibration))])
+    if readout in SIGNALS and readout != "gate":
+        side: Literal["left", "right"] = "left" if readout_kind(readout) == "above" else "right"
+        threshold = _in_a_gap(threshold, np.sort(signal(readout, calibration), axis=None), side)
+    return _policy(readout, threshold)
+
+
+def _in_a_gap(threshold: float, values: Curve, side: Literal["left", "right"]) -> float:
+    """The middle of the nearest gap between the sorted signals that is wider than rounding.
+
+    A quantile can be the signal of many equal examples, and then rounding would decide who of them exits.
+    """
+    values = values[~np.isnan(values)]
+    gaps = np.flatnonzero(np.diff(values) > _GAP * np.abs(values[1:])) + 1  # each before the value of this rank
+    away = np.abs(gaps - np.searchsorted(values, threshold, side))
+    if not len(gaps) or away.min() > len(values) / 100:
+        return threshold
+    above = gaps[away.argmin()]
+    return float(values[above - 1 : above + 1].mean())
 
 
 def _best(accuracy: Curve, average_loops: Curve) -> int:

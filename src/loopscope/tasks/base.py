@@ -154,10 +154,16 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
     return tokens, lengths
 
 
+@lru_cache(maxsize=3)
+def drawn(task: Task, split: str, size: int | None = None, levels: range | None = None) -> Examples:
+    """A split, drawn once for all who need it: training, the overlap, and the recordings of several models."""
+    return task.split(split, size, levels)
+
+
 @lru_cache(maxsize=1)
-def training_split(task: Task) -> Examples:
-    """The stored training examples, drawn once: training, the overlap and the recordings all need them."""
-    return task.split("train")
+def training_fingerprints(task: Task) -> NDArray[np.uint64]:
+    """The hashes of all training inputs, sorted."""
+    return np.unique(fingerprints(drawn(task, "train")))
 
 
 def fingerprints(examples: Examples) -> NDArray[np.uint64]:
@@ -172,12 +178,14 @@ def fingerprints(examples: Examples) -> NDArray[np.uint64]:
     return value
 
 
-def seen(examples: Examples, training: Examples) -> NDArray[np.bool_]:
-    """Which inputs occur in the training data too."""
-    return np.isin(fingerprints(examples), fingerprints(training))
+def seen(examples: Examples, training: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which inputs are among these sorted fingerprints."""
+    wanted = fingerprints(examples)
+    nearest = np.searchsorted(training, wanted).clip(max=len(training) - 1)
+    return training[nearest] == wanted
 
 
-def overlap(examples: Examples, training: Examples) -> dict[str, float]:
+def overlap(examples: Examples, training: NDArray[np.uint64]) -> dict[str, float]:
     """The share of examples whose input occurs in training: in all, and by difficulty."""
     known = seen(examples, training)
     levels = np.unique(examples.difficulty)

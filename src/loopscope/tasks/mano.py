@@ -80,7 +80,7 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
     def text(self, examples: Examples) -> list[str]:
         names = self._names
         return [
-            " ".join(names[token] for token in row[1 : length - 1])
+            " ".join(map(names.__getitem__, row[1 : length - 1]))
             for row, length in zip(examples.tokens.tolist(), examples.lengths.tolist(), strict=True)
         ]
 

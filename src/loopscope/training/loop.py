@@ -30,7 +30,7 @@ from loopscope.errors import UserError
 from loopscope.models import CheckpointConfig, LoopedTransformer, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, WEIGHTS
 from loopscope.progress import Advance, silent
-from loopscope.tasks import Draws, Examples, overlap, training_split
+from loopscope.tasks import Draws, Examples, drawn, overlap, training_fingerprints
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.settings import RunSettings
 
@@ -97,7 +97,7 @@ def _train(settings: RunSettings, folder: Path, device: torch.device, progress: 
     write_bytes(folder / METRICS, b"".join(_line(entry) for entry in entries))
     batch_of = batches(settings)
     size = min(settings.training.validation_sample, settings.task.validation_examples)
-    sample = settings.task.split("validation", size)
+    sample = drawn(settings.task, "validation").take(np.arange(size))
     every = settings.training
     note = ""
     with (folder / METRICS).open("ab", buffering=0) as log:
@@ -189,7 +189,7 @@ def batches(settings: RunSettings) -> Callable[[int], Examples]:
     task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
     if task.train_examples == 0:
         return lambda step: task.batch(seed, step, size).by_length()
-    examples = training_split(task)
+    examples = drawn(task, "train")
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -231,10 +231,10 @@ def describe_data(settings: RunSettings) -> dict[str, Any]:
     sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
     if task.train_examples == 0:
         return {"examples": sizes | {"train": "online"}}
-    training = training_split(task)
+    known = training_fingerprints(task)
     return {
         "examples": sizes,
-        "share_seen_in_training": {name: overlap(task.split(name), training) for name in ("validation", "test")},
+        "share_seen_in_training": {name: overlap(drawn(task, name), known) for name in ("validation", "test")},
     }
 
 
