@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, create_tensors, sha256, write_json
 from loopscope.config import plain, read_json
 from loopscope.errors import UserError
-from loopscope.exits.signals import SIGNALS
+from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_softmax
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.checkpoint import WEIGHTS
 from loopscope.progress import Advance, silent
@@ -164,12 +164,13 @@ def _write(
     if keep.logits:
         arrays["logits"][rows] = said["logits"]
     else:
-        batch = Trajectory(logits=said["logits"], labels=labels)
-        arrays["predictions"][rows] = batch.predicted
-        arrays["label_log_probs"][rows] = -batch.cross_entropy
+        log_p = log_softmax(said["logits"])
+        arrays["predictions"][rows] = said["logits"].argmax(axis=-1)
+        arrays["label_log_probs"][rows] = np.take_along_axis(log_p, labels[:, None, None], axis=2)[..., 0]
     for name in keep.signals:
         source, compute = SIGNALS[name]
-        arrays[SIGNAL_PREFIX + name][rows] = compute(said[source])
+        given = (said[source], log_p) if name in OF_LOG_PROBS else (said[source],)
+        arrays[SIGNAL_PREFIX + name][rows] = compute(*given)
 
 
 def _numpy(values: torch.Tensor) -> NDArray[Any]:

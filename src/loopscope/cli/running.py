@@ -37,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(
             f"There is no file {options.examples}; give a file with one example a line, or - for the input."
         )
+    if options.out is not None and options.out.exists():
+        raise UserError(f"{options.out} is there already; choose another --out, or remove it.")
     task = settings_of(options.run).task
     policy = _policy(options)
     model = load_model(options.run, device_of(options))

@@ -44,14 +44,15 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
     return trajectory.computed[name]
 
 
-def entropy(logits: Array) -> Signal:
-    log_p = _log_softmax(logits)
+def entropy(logits: Array, log_p: Signal | None = None) -> Signal:
+    log_p = log_softmax(logits) if log_p is None else log_p
     p = np.exp(log_p)
     return _nonnegative(-np.einsum("...v,...v->...", p, _present(log_p)))
 
 
-def top1(logits: Array) -> Signal:
-    return np.exp(_log_softmax(logits).max(axis=-1))
+def top1(logits: Array, log_p: Signal | None = None) -> Signal:
+    log_p = log_softmax(logits) if log_p is None else log_p
+    return np.exp(log_p.max(axis=-1))
 
 
 def margin(logits: Array) -> Signal:
@@ -60,9 +61,9 @@ def margin(logits: Array) -> Signal:
     return two[..., 1].astype(np.float64) - two[..., 0]
 
 
-def kl(logits: Array) -> Signal:
+def kl(logits: Array, log_p: Signal | None = None) -> Signal:
     """KL(p_t || p_{t-1})."""
-    log_p = _log_softmax(logits)
+    log_p = log_softmax(logits) if log_p is None else log_p
     p = np.exp(log_p[:, 1:])
     log_p = _present(log_p)
     return _from_loop_2(_nonnegative(np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])))
@@ -98,7 +99,7 @@ def exit_cdf(gate_logits: Array) -> Signal:
     return cdf
 
 
-SIGNALS: dict[str, tuple[str, Callable[[Array], Signal]]] = {
+SIGNALS: dict[str, tuple[str, Callable[..., Signal]]] = {
     "gate": ("gate_logits", exit_cdf),
     "entropy": ("logits", entropy),
     "top1": ("logits", top1),
@@ -109,6 +110,9 @@ SIGNALS: dict[str, tuple[str, Callable[[Array], Signal]]] = {
     "hidden_cosine": ("hidden", hidden_cosine),
 }
 """What each signal is computed from, and how."""
+
+OF_LOG_PROBS = ("entropy", "top1", "kl")
+"""These take the log-probabilities as a second argument, if they are there already."""
 
 _MISSING = {
     "gate_logits": "The recording has no gate logits: its model has no gate, so the readout '{name}' cannot be used.",
@@ -136,7 +140,8 @@ def _by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
     return result
 
 
-def _log_softmax(logits: Array) -> Signal:
+def log_softmax(logits: Array) -> Signal:
+    """In float64; whoever computes several signals of the same logits computes it once."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

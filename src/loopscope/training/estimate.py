@@ -53,9 +53,9 @@ def check_memory(settings: RunSettings, device: torch.device) -> None:
 
 def estimate(settings: RunSettings, device: torch.device, done: int = 0) -> Estimate:
     """Time left from the operation count and the rate at which this machine multiplies matrices of this width."""
-    rows = settings.training.batch_size
-    tokens = rows * settings.task.positions
-    flops = training_flops(settings.model, settings.task.vocab_size, tokens, rows) * (settings.training.steps - done)
+    rows, task = settings.training.batch_size, settings.task
+    tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
+    flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
     rate = matmul_rate(min(settings.model.width, _WIDEST), device)
     return Estimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
 
