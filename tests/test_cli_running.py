@@ -130,7 +130,10 @@ def test_bench_exits_of_a_gate(gated_run: Path, tmp_path: Path, capsys: pytest.C
 
 def test_bench_exits_at_random(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--settings", "demo", "--set", "model.width=16", "--examples", 200, "--rounds", 1, "--batch-size", 16)
-    assert run("bench", "exits", *words, "--readout", "margin", "--readout", "kl", "--loops", 2.5, "--json") == 0
+    assert (
+        run("bench", "exits", *words, "--readout", "margin", "--readout", "kl", "--loops", 2.5, "--waiting", "--json")
+        == 0
+    )
     (result,) = json.loads(capsys.readouterr().out)
     for policy in result["policies"]:
         assert policy["average_loops"] == pytest.approx(2.5, abs=0.1)

@@ -117,10 +117,10 @@ def bench_exits(subject: Subject, rounds: int, batch_size: int | None, waiting: 
     model, requests = subject.model, list(requests_of(subject.examples))
     never = ExitPolicy("fixed", model.num_loops)
 
-    def drain(policy: ExitPolicy, size: int) -> None:
-        deque(run(model, policy, requests, size), maxlen=0)
+    def drain(policy: ExitPolicy, size: int, some: Sequence[Request] = requests) -> None:
+        deque(run(model, policy, some, size), maxlen=0)
 
-    full_size = fastest(partial(drain, never), _SIZES)
+    full_size = fastest(partial(drain, never, some=requests[: max(_SIZES)]), _SIZES)
     sizes = [batch_size or fastest(partial(drain, policy), _SIZES) for policy in subject.policies]
     ways = {"full depth": partial(drain, never, full_size)}
     for policy, size in zip(subject.policies, sizes, strict=True):

@@ -190,7 +190,7 @@ def _bench(subparsers: Any) -> None:
         "exits",
         "adaptive depth against full depth",
         """\
-  loopscope bench exits                                    (the paper's model, random weights, about 1.3 loops)
+  loopscope bench exits --waiting                          (the paper's model, random weights, about 1.3 loops)
   loopscope bench exits runs/demo/fixed-geometric runs/demo/linear-gate
   loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json""",
         benchmarks.exits,

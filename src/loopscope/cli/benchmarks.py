@@ -26,7 +26,7 @@ def exits(options: argparse.Namespace) -> int:
     results = []
     for subject in subjects:
         with track(f"measuring {subject.name}") as advance:
-            results.append(bench_exits(subject, options.rounds, size, options.waiting or not options.runs, advance))
+            results.append(bench_exits(subject, options.rounds, size, options.waiting, advance))
     if options.json:
         print_json(results)
         return 0
