@@ -8,6 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loopscope.engine import Answer as Answer
+    from loopscope.engine import Request as Request
+    from loopscope.engine import choices as choices
+    from loopscope.engine import run as run
     from loopscope.errors import UserError as UserError
     from loopscope.exits import READOUTS as READOUTS
     from loopscope.exits import ExitPolicy as ExitPolicy
@@ -18,12 +22,16 @@ if TYPE_CHECKING:
     from loopscope.trajectory import Trajectory as Trajectory
 
 _HOMES = {
+    "Answer": "loopscope.engine",
     "ExitPolicy": "loopscope.exits",
     "Frontier": "loopscope.exits",
     "READOUTS": "loopscope.exits",
+    "Request": "loopscope.engine",
     "Trajectory": "loopscope.trajectory",
     "UserError": "loopscope.errors",
+    "choices": "loopscope.engine",
     "load_model": "loopscope.models",
+    "run": "loopscope.engine",
     "signal": "loopscope.exits",
     "sweep": "loopscope.exits",
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from loopscope.cli.show import percent, say
 from loopscope.cli.verbs import device_of
@@ -16,7 +16,7 @@ from loopscope.errors import UserError
 if TYPE_CHECKING:
     from loopscope.engine import Request
     from loopscope.exits import ExitPolicy
-    from loopscope.tasks import Task
+    from loopscope.tasks import Examples, Task
 
 _CHUNK = 1024
 """Lines that are read and parsed at a time."""
@@ -43,12 +43,13 @@ def run(options: argparse.Namespace) -> int:
     policy = _policy(options)
     model = load_model(options.run, device_of(options))
     asked: dict[int, _Asked] = {}
+    bad: list[UserError] = []
     count = right = loops = 0
     with (
         nullcontext(sys.stdin) if options.examples == "-" else Path(options.examples).open(encoding="utf-8") as lines,
         nullcontext(sys.stdout) if options.out is None else options.out.open("w", encoding="utf-8") as out,
     ):
-        requests = _requests(lines, options.examples, task, asked)
+        requests = _requests(lines, options.examples, task, asked, bad)
         for answer in in_order(run(model, policy, requests, options.batch_size)):
             line, text, label = asked.pop(answer.key)
             entry = {"line": line, "example": text, "answer": answer.prediction, "loop": answer.loop}
@@ -57,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
     if count:
         rule = policy.readout + ("" if policy.threshold is None else f" at {policy.threshold:.6g}")
         say(f"{count:,} examples under {rule}: {percent(right / count)} right, {loops / count:.2f} loops on average.")
+    if bad:
+        raise bad[0]
     return 0
 
 
@@ -76,13 +79,16 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
     return choose(options.readout, Trajectory.load(recording))
 
 
-def _requests(lines: Iterable[str], name: str, task: "Task", asked: dict[int, _Asked]) -> Iterator["Request"]:
+def _requests(
+    lines: Iterable[str], name: str, task: "Task", asked: dict[int, _Asked], bad: list[UserError]
+) -> Iterator["Request"]:
+    """The examples until the first that is none: it goes to `bad`, and those before it are answered all the same."""
     from loopscope.engine import Request
 
     numbered = ((number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip())
     key = 0
-    while chunk := list(islice(numbered, _CHUNK)):
-        examples = _parsed(chunk, name, task)
+    while not bad and (chunk := list(islice(numbered, _CHUNK))):
+        chunk, examples = _parsed(chunk, name, task, bad)
         rows = zip(chunk, examples.tokens, examples.lengths.tolist(), examples.labels.tolist(), strict=True)
         for (number, text), tokens, length, label in rows:
             asked[key] = _Asked(number, text, label)
@@ -90,13 +96,17 @@ def _requests(lines: Iterable[str], name: str, task: "Task", asked: dict[int, _A
             key += 1
 
 
-def _parsed(chunk: list[tuple[int, str]], name: str, task: "Task") -> Any:
+def _parsed(
+    chunk: list[tuple[int, str]], name: str, task: "Task", bad: list[UserError]
+) -> tuple[list[tuple[int, str]], "Examples"]:
+    """The examples of these lines, up to the first that is none."""
     try:
-        return task.parse([text for _, text in chunk])
+        return chunk, task.parse([text for _, text in chunk])
     except UserError:
-        for number, text in chunk:
+        for place, (number, text) in enumerate(chunk):
             try:
                 task.parse([text])
             except UserError as error:
-                raise UserError(f"{name}, line {number}: {error}") from None
+                bad.append(UserError(f"{name}, line {number}: {error}"))
+                return chunk[:place], task.parse([text for _, text in chunk[:place]])
         raise
