@@ -89,9 +89,9 @@ def test_a_bad_line_is_named_and_what_came_before_is_kept(
     out, err = capsys.readouterr()
     assert "line 1201: '+ 1' is not an expression" in err
     assert len(lines(out)) == 1200
-    (tmp_path / "examples.txt").write_text("+ 1 + 1 + 1 + 1 1\n")
+    (tmp_path / "examples.txt").write_text("+ 1 + 1 + 1 + 1 + 1 1\n")
     assert run("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5) == 2
-    assert "block size is 11" in capsys.readouterr().err
+    assert "line 1: it makes 13 tokens, and the model's block size is 11" in capsys.readouterr().err
     assert run("run", recorded, tmp_path / "missing.txt") == 2
     assert "There is no file" in capsys.readouterr().err
 
@@ -117,7 +117,8 @@ def test_bench_exits_of_a_run(recorded: Path, capsys: pytest.CaptureFixture[str]
         assert policy["waiting_realised"]["median"] > 0
     assert result["machine"]["gigaflops"]["median"] > 0
     assert run("bench", "exits", recorded, "--rounds", 1, "--readout", "margin") == 0
-    assert all(word in capsys.readouterr().out for word in ("final loop", "margin", "realised", "0.29"))
+    table = capsys.readouterr().out
+    assert all(word in table for word in ("final loop", "margin", "realised", "0.29")), table
 
 
 def test_bench_exits_of_a_gate(gated_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from loopscope.engine import Request
     from loopscope.exits import ExitPolicy
     from loopscope.tasks import Examples, Task
+
+    Parse = Callable[[list[str]], Examples]
 
 _CHUNK = 1024
 """Lines that are read and parsed at a time."""
@@ -39,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.out is not None and options.out.exists():
         raise UserError(f"{options.out} is there already; choose another --out, or remove it.")
-    task = settings_of(options.run).task
+    settings = settings_of(options.run)
     policy = _policy(options)
     model = load_model(options.run, device_of(options))
     asked: dict[int, _Asked] = {}
@@ -49,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
         nullcontext(sys.stdin) if options.examples == "-" else Path(options.examples).open(encoding="utf-8") as lines,
         nullcontext(sys.stdout) if options.out is None else options.out.open("w", encoding="utf-8") as out,
     ):
-        requests = _requests(lines, options.examples, task, asked, bad)
+        parse = partial(_parse, settings.task, settings.block_size)
+        requests = _requests(lines, options.examples, parse, asked, bad)
         for answer in in_order(run(model, policy, requests, options.batch_size)):
             line, text, label = asked.pop(answer.key)
             entry = {"line": line, "example": text, "answer": answer.prediction, "loop": answer.loop}
@@ -79,8 +83,15 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
     return choose(options.readout, Trajectory.load(recording))
 
 
+def _parse(task: "Task", longest: int, texts: list[str]) -> "Examples":
+    examples = task.parse(texts)
+    if (length := int(examples.lengths.max(initial=0))) > longest:
+        raise UserError(f"it makes {length} tokens, and the model's block size is {longest}.")
+    return examples
+
+
 def _requests(
-    lines: Iterable[str], name: str, task: "Task", asked: dict[int, _Asked], bad: list[UserError]
+    lines: Iterable[str], name: str, parse: "Parse", asked: dict[int, _Asked], bad: list[UserError]
 ) -> Iterator["Request"]:
     """The examples until the first that is none: it goes to `bad`, and those before it are answered all the same."""
     from loopscope.engine import Request
@@ -88,7 +99,7 @@ def _requests(
     numbered = ((number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip())
     key = 0
     while not bad and (chunk := list(islice(numbered, _CHUNK))):
-        chunk, examples = _parsed(chunk, name, task, bad)
+        chunk, examples = _parsed(chunk, name, parse, bad)
         rows = zip(chunk, examples.tokens, examples.lengths.tolist(), examples.labels.tolist(), strict=True)
         for (number, text), tokens, length, label in rows:
             asked[key] = _Asked(number, text, label)
@@ -97,16 +108,16 @@ def _requests(
 
 
 def _parsed(
-    chunk: list[tuple[int, str]], name: str, task: "Task", bad: list[UserError]
+    chunk: list[tuple[int, str]], name: str, parse: "Parse", bad: list[UserError]
 ) -> tuple[list[tuple[int, str]], "Examples"]:
     """The examples of these lines, up to the first that is none."""
     try:
-        return chunk, task.parse([text for _, text in chunk])
+        return chunk, parse([text for _, text in chunk])
     except UserError:
         for place, (number, text) in enumerate(chunk):
             try:
-                task.parse([text])
+                parse([text])
             except UserError as error:
                 bad.append(UserError(f"{name}, line {number}: {error}"))
-                return chunk[:place], task.parse([text for _, text in chunk[:place]])
+                return chunk[:place], parse([text for _, text in chunk[:place]])
         raise
