@@ -107,16 +107,21 @@ class _Batch:
             return []
         leaving = np.flatnonzero(stops)
         told = zip(self._requests[leaving], loop[leaving].tolist(), reading.logits(leaving), strict=True)
-        answers = [Answer(request.key, at, logits) for request, at, logits in told]
+        answers = [
+            Answer(request.key, at, logits[: len(request.rows)] if request.scored else logits)
+            for request, at, logits in told
+        ]
         self._drop(~stops)
         return answers
 
     def _gather(self, new: list[Request]) -> LoopState:
         """The state of who stays and who is new, by length: that leaves the fewest empty slots in attention."""
+        if not len(self._rows):
+            self._state = None
         states = [] if self._state is None else [self._state]
         if new:
             states.append(self._admit(new))
-        if len(states) == 1 and len(self._rows) == len(states[0].loop) and not new:
+        elif len(self._rows) == len(states[0].loop):
             return states[0]  # nobody came, nobody left
         state = states[0] if len(states) == 1 else type(states[0]).join(states)
         order = torch.argsort(state.lengths.cpu()[self._rows], stable=True)
