@@ -96,6 +96,33 @@ def test_a_bad_line_is_named_and_what_came_before_is_kept(
     assert "There is no file" in capsys.readouterr().err
 
 
+def test_bytes_that_are_no_text(
+    recorded: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "examples.txt").write_bytes(b"\xef\xbb\xbf+ 1 0\n\xff\xfe\n")  # a byte-order mark, then rubbish
+    out = tmp_path / "answers.jsonl"
+    words = ("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5, "--out", out)
+    assert run(*words) == 2
+    assert "line 2" in capsys.readouterr().err
+    assert len(lines(out.read_text())) == 1
+
+
+def test_a_run_that_fails_leaves_no_file(
+    recorded: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "examples.txt").write_text("+ 1 0\n")
+    assert (
+        run(
+            "run", recorded, tmp_path / "examples.txt", "--readout", "gate", "--threshold", 0.5, "--out", tmp_path / "o"
+        )
+        == 2
+    )
+    assert not (tmp_path / "o").exists()
+
+
 def test_without_a_recording_a_threshold_is_asked_for(
     gated_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +168,23 @@ def test_bench_exits_at_random(capsys: pytest.CaptureFixture[str]) -> None:
         assert policy["accuracy"] is None
         assert policy["waiting_realised"] is not None
         assert policy["agreement"]["differing"] == 0
+
+
+def test_bench_exits_of_a_random_gate(capsys: pytest.CaptureFixture[str]) -> None:
+    gated = (
+        "--set",
+        "model.gate=linear",
+        "--set",
+        "objective.name=learned_gate",
+        "--readout",
+        "gate",
+        "--readout",
+        "gate",
+    )
+    words = ("--settings", "demo", "--set", "model.width=16", *gated, "--examples", 100, "--rounds", 1, "--loops", 2)
+    assert run("bench", "exits", *words, "--json") == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [policy["readout"] for policy in result["policies"]] == ["gate"]
 
 
 def test_the_other_benches(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

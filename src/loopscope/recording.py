@@ -55,7 +55,7 @@ def record(
     """Records a split of the task that the run in `run` was trained on; an identical recording is used again."""
     keep = keep or Keep()
     settings = settings_of(run)
-    examples = _examples(settings, split, size, levels)
+    examples = examples_of(settings, split, size, levels)
     model = load_model(run, device)
     provenance = {
         "weights_sha256": sha256(run / WEIGHTS),
@@ -93,7 +93,8 @@ def record(
     return Trajectory.load(out)
 
 
-def _examples(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
+def examples_of(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
+    """The examples of a split; those of extrapolation are harder than training's, as far as the block size goes."""
     if split == "extrapolation" and levels is None:
         first = settings.task.levels[-1] + 1
         fitting = first

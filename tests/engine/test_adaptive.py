@@ -194,6 +194,50 @@ def test_impossible_requests_are_refused(model: LoopedModel, requests: list[Requ
         list(run(model, margin, [Request(0, [np.array([0, 99])])]))
 
 
+def test_those_before_a_bad_request_are_answered(model: LoopedModel, requests: list[Request]) -> None:
+    answered = []
+    with pytest.raises(ls.UserError, match="vocabulary"):
+        for answer in run(model, ls.ExitPolicy("margin", 1.0), [*requests[:5], Request(9, [np.array([99])])], 6):
+            answered.append(answer.key)
+    assert sorted(answered) == [0, 1, 2, 3, 4]
+
+
+def test_a_row_that_overflows_harms_nobody_else(requests: list[Request]) -> None:
+    from conftest import tiny_settings
+
+    from loopscope.training import initial_model
+
+    model = initial_model(tiny_settings()).eval()
+    row = np.array([6, 4, 0, 1, 7])
+    with torch.no_grad():
+        model.embedding.weight[2] = torch.inf
+        answers = list(run(model, ls.ExitPolicy("fixed", 2), [Request(0, [row]), Request(1, [np.full(6, 2)])], 4))
+    assert np.isfinite(next(answer for answer in answers if answer.key == 0).logits[[0, 1]]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.int32, np.uint64])
+def test_tokens_of_any_whole_type(dtype: type, model: LoopedModel, requests: list[Request]) -> None:
+    (answer,) = run(model, ls.ExitPolicy("fixed", 1), [Request(0, [requests[0].rows[0].astype(dtype)])])
+    (same,) = run(model, ls.ExitPolicy("fixed", 1), [requests[0]])
+    assert np.array_equal(answer.logits, same.logits)
+    with pytest.raises(ls.UserError, match="whole numbers"):
+        Request(0, [np.array([1.0])])
+    with pytest.raises(ls.UserError, match="num_loops"):
+        list(run(model, ls.ExitPolicy("fixed", 1), [requests[0]], num_loops=0))
+
+
+def test_only_who_exits_needs_scores() -> None:
+    """A gate policy asks the head about the choices of those questions that exit, and of no others."""
+    model = ls.load_model(GOLDEN / "ouro-tiny")
+    asked, real = [], model.predict
+    model.predict = lambda pooled: asked.append(len(pooled)) or real(pooled)  # type: ignore[method-assign]
+    rng = np.random.default_rng(0)
+    questions = [choices(key, rng.integers(0, 50, 5), [rng.integers(0, 50, 2) for _ in range(3)]) for key in range(20)]
+    loops = [answer.loop for answer in run(model, ls.ExitPolicy("gate", 0.5), questions, 12)]
+    assert len(set(loops)) > 1
+    assert sum(asked) == 20 * 3 * 2
+
+
 def test_no_gate_no_gate_readout(requests: list[Request]) -> None:
     from conftest import tiny_settings
 

@@ -45,7 +45,7 @@ def test_a_layout_by_hand() -> None:
     assert layout.starts.tolist() == [0, 2, 4, 7]
     assert layout.positions.tolist() == [0, 1, 0, 1, 0, 1, 2, 0]
     assert [(group.rows, group.slots.tolist()) for group in layout.groups] == [
-        (slice(0, 3), [[0, 1, 2], [2, 3, 4], [4, 5, 6]]),  # 9 slots for 7 tokens: worth it
+        (slice(0, 3), [[0, 1, 1], [2, 3, 3], [4, 5, 6]]),  # 9 slots for 7 tokens: worth it
         (slice(3, 4), [[7]]),  # 12 slots for 8 tokens: not
     ]
     taken, tokens = layout.take(torch.tensor([2, 0]))

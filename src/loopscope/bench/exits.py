@@ -89,7 +89,7 @@ def trained_subject(folder: Path, readouts: Sequence[str] | None) -> Subject:
     if not np.array_equal(examples.labels, test.labels):
         raise UserError(f"{paths['test']} is not a recording of the first {test.num_examples:,} test examples.")
     names = readouts or (["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"])
-    policies = [choose(name, validation) for name in names]
+    policies = [choose(name, validation) for name in dict.fromkeys(names)]
     return Subject(folder.name, load_model(folder), examples, test, policies, True, settings.model.width)
 
 
@@ -104,9 +104,13 @@ def random_subject(source: str, overrides: list[str], count: int, loops: float, 
     hidden = np.empty((count, model.num_loops, settings.model.width), dtype=np.float32)
     logits[order] = np.concatenate([part.logits.transpose(0, 1).numpy() for part in parts])
     hidden[order] = np.concatenate([part.hidden.transpose(0, 1).numpy() for part in parts])
-    recorded = Trajectory(logits=logits, labels=examples.labels, hidden=hidden)
+    gates = np.empty((count, model.num_loops), dtype=np.float32) if model.gate is not None else None
+    if gates is not None:
+        halting = [part.gate_logits for part in parts if part.gate_logits is not None]
+        gates[order] = np.concatenate([part.T.numpy() for part in halting])
+    recorded = Trajectory(logits=logits, labels=examples.labels, hidden=hidden, gate_logits=gates)
     policies = []
-    for readout in readouts:
+    for readout in dict.fromkeys(readouts):
         thresholds = fine_grid(readout, recorded)
         _, average = curve(readout, thresholds, recorded)
         policies.append(ExitPolicy(readout, float(thresholds[np.abs(average - loops).argmin()])))

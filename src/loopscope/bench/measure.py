@@ -37,6 +37,7 @@ class Machine(msgspec.Struct, frozen=True):
     rounds: int
     width: int
     gigaflops: Spread  # matrix products [1024, width] x [width, 4 width]
+    by_round: list[float]  # the same
 
 
 def spread(values: Any) -> Spread:
@@ -62,7 +63,8 @@ def interleaved(
         if turn:
             rates.append(rate)
     measured = {name: np.array(values) for name, values in seconds.items()}
-    return measured, Machine(torch.get_num_threads(), rounds, width, spread(np.array(rates) / 1e9))
+    by_round = [rate / 1e9 for rate in rates]
+    return measured, Machine(torch.get_num_threads(), rounds, width, spread(by_round), by_round)
 
 
 def fastest(way: Callable[[int], Any], sizes: Sequence[int]) -> int:

@@ -37,16 +37,8 @@ def _layer(layer: Layer, hidden: Tensor) -> Tensor:
     projected = layer.attention_in(layer.attention_norm(hidden)).view(rows, width, 3, layer.heads, layer.head_width)
     query, key, value = projected.permute(2, 0, 3, 1, 4)
     if layer.rotary is not None:
-        query, key = (_rotated(part, layer.rotary.theta) for part in (query, key))
+        query, key = layer.rotary.turn(query), layer.rotary.turn(key)
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     hidden = hidden + layer.attention_out(mixed.transpose(1, 2).reshape(rows, width, -1))
     out: Tensor = hidden + layer.mlp_out(F.gelu(layer.mlp_in(layer.mlp_norm(hidden))))
     return out
-
-
-def _rotated(x: Tensor, theta: float) -> Tensor:
-    """The textbook's rotate-half."""
-    half = x.shape[-1] // 2
-    rates = theta ** (-torch.arange(0, x.shape[-1], 2) / x.shape[-1])
-    angles = torch.arange(x.shape[-2])[:, None] * torch.cat((rates, rates))
-    return x * angles.cos() + torch.cat((-x[..., half:], x[..., :half]), -1) * angles.sin()

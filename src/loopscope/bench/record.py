@@ -8,8 +8,7 @@ import msgspec
 from loopscope.bench.measure import Machine, Spread, interleaved, spread
 from loopscope.models import load_model
 from loopscope.progress import Advance
-from loopscope.recording import BATCH, Keep, forward, record
-from loopscope.tasks import drawn
+from loopscope.recording import BATCH, Keep, examples_of, forward, record
 from loopscope.training.settings import settings_of
 
 
@@ -24,7 +23,7 @@ class RecordBench(msgspec.Struct, frozen=True):
 
 def bench_record(run: Path, split: str, examples: int | None, rounds: int, progress: Advance) -> RecordBench:
     settings, model = settings_of(run), load_model(run)
-    data = drawn(settings.task, split, examples)
+    data = examples_of(settings, split, examples, None)
 
     def bare() -> None:
         for rows in data.same_length_batches(BATCH):

@@ -70,7 +70,7 @@ def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progr
         speedup=spread(seconds["plain"] / seconds["packed"]),
         padding=settings.block_size * steps * settings.training.batch_size / tokens,
         useful_gigaflops=spread(rate),
-        share_of_machine=spread(rate / machine.gigaflops.median),
+        share_of_machine=spread(rate / np.array(machine.by_round)),
     )
 
 

@@ -38,10 +38,10 @@ def exits(options: argparse.Namespace) -> int:
 def _print_exits(result: "ExitBench") -> None:
     waiting = any(timing.waiting_realised for timing in result.policies)
     columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
-    columns += [*(["waiting"] if waiting else []), "batch", "differ"]
+    columns += [*(["waiting"] if waiting else []), "batch", "close", "differ"]
     full, depth = "" if result.full_accuracy is None else percent(result.full_accuracy), f"{result.num_loops:.2f}"
     rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", ""]]
-    rows[0] += [*([""] if waiting else []), str(result.full_batch_size), ""]
+    rows[0] += [*([""] if waiting else []), str(result.full_batch_size), "", ""]
     for timing in result.policies:
         rows.append(
             [
@@ -54,12 +54,14 @@ def _print_exits(result: "ExitBench") -> None:
                 str(timing.realised),
                 *([str(timing.waiting_realised)] if waiting else []),
                 str(timing.batch_size),
+                str(timing.agreement.close),
                 str(timing.agreement.differing + timing.agreement.close_differing),
             ]
         )
     title = (
         f"{result.model}: {result.examples:,} examples. ms: of an example. realised: share of the ideal speed-up (the "
-        f"paper's: {result.paper_realised}). differ: answers unlike the replay's. {_machine(result.machine)}"
+        f"paper's: {result.paper_realised}). close: within 1e-5 of the threshold. differ: unlike the replay. "
+        f"{_machine(result.machine)}"
     )
     print_table(title, columns, rows)
 

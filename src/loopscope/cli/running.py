@@ -4,11 +4,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from loopscope.cli.show import percent, say
 from loopscope.cli.verbs import device_of
@@ -17,7 +17,7 @@ from loopscope.errors import UserError
 if TYPE_CHECKING:
     from loopscope.engine import Request
     from loopscope.exits import ExitPolicy
-    from loopscope.tasks import Examples, Task
+    from loopscope.tasks import Examples
 
     Parse = Callable[[list[str]], Examples]
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     from loopscope.models import load_model
     from loopscope.training.settings import settings_of
 
-    if options.examples != "-" and not Path(options.examples).is_file():
+    if options.examples != "-" and (not Path(options.examples).exists() or Path(options.examples).is_dir()):
         raise UserError(
             f"There is no file {options.examples}; give a file with one example a line, or - for the input."
         )
@@ -49,10 +49,10 @@ def run(options: argparse.Namespace) -> int:
     bad: list[UserError] = []
     count = right = loops = 0
     with (
-        nullcontext(sys.stdin) if options.examples == "-" else Path(options.examples).open(encoding="utf-8") as lines,
-        nullcontext(sys.stdout) if options.out is None else options.out.open("w", encoding="utf-8") as out,
+        nullcontext(sys.stdin) if options.examples == "-" else _text(Path(options.examples)) as lines,
+        nullcontext(sys.stdout) if options.out is None else _written(options.out) as out,
     ):
-        parse = partial(_parse, settings.task, settings.block_size)
+        parse = partial(settings.task.parse, longest=settings.block_size)
         requests = _requests(lines, options.examples, parse, asked, bad)
         for answer in in_order(run(model, policy, requests, options.batch_size)):
             line, text, label = asked.pop(answer.key)
@@ -65,6 +65,20 @@ def run(options: argparse.Namespace) -> int:
     if bad:
         raise bad[0]
     return 0
+
+
+def _text(path: Path) -> TextIO:
+    """Bytes that are no text become a character that no example has, so that their line is named."""
+    return path.open(encoding="utf-8-sig", errors="replace")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[TextIO]:
+    """A file that is there when all is written."""
+    from loopscope.artifacts import atomic_file
+
+    with atomic_file(path) as scratch, scratch.open("w", encoding="utf-8") as out:
+        yield out
 
 
 def _policy(options: argparse.Namespace) -> "ExitPolicy":
@@ -81,13 +95,6 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
             f"with `loopscope record {options.run} --split validation`."
         )
     return choose(options.readout, Trajectory.load(recording))
-
-
-def _parse(task: "Task", longest: int, texts: list[str]) -> "Examples":
-    examples = task.parse(texts)
-    if (length := int(examples.lengths.max(initial=0))) > longest:
-        raise UserError(f"it makes {length} tokens, and the model's block size is {longest}.")
-    return examples
 
 
 def _requests(

@@ -47,16 +47,27 @@ def run(
     batch_size: int = 64,
     num_loops: int | None = None,
 ) -> Iterator[Answer]:
-    """Answers requests as they exit. Takes from `requests` only what there is room for: `batch_size` rows at a time."""
-    if batch_size < 1:
-        raise UserError(f"batch_size must be at least 1, got {batch_size}.")
+    """Answers requests as they exit. Takes from `requests` only what there is room for: `batch_size` rows at a time.
+
+    A question with more rows than that runs alone. A request that the model cannot take is an error, raised when all
+    before it are answered.
+    """
+    for name, value in (("batch_size", batch_size), ("num_loops", model.num_loops if num_loops is None else num_loops)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}.")
     batch = _Batch(model, Follower(policy, num_loops or model.num_loops))
     waiting = iter(requests)
     held: Request | None = None  # did not fit any more
+    bad: UserError | None = None
     while True:
         new, rows = [], batch.rows
         for request in chain([held] if held else [], waiting):
             held = None
+            try:
+                batch.check(request)
+            except UserError as error:
+                bad, waiting = error, iter(())
+                break
             if rows and rows + len(request.rows) > batch_size:
                 held = request
                 break
@@ -65,8 +76,10 @@ def run(
             if rows >= batch_size:
                 break
         if not rows:
-            return
+            break
         yield from batch.advance(new)
+    if bad is not None:
+        raise bad
 
 
 def in_order(answers: Iterable[Answer]) -> Iterator[Answer]:
@@ -90,10 +103,22 @@ class _Batch:
         self._owner = self._choice = torch.empty(0, dtype=torch.long)  # [B] whose row it is, and which of its rows
         self._state: LoopState | None = None  # of these rows and of those that have just left
         self._rows = torch.empty(0, dtype=torch.long)  # [B] where they lie in it
+        self._questions: bool | None = None
 
     @property
     def rows(self) -> int:
         return len(self._owner)
+
+    def check(self, request: Request) -> None:
+        """Refuses what the model cannot take."""
+        if self._questions is None:
+            self._questions = bool(request.scored)
+        if bool(request.scored) != self._questions:
+            raise UserError("Requests with choices and requests without cannot run together.")
+        for row in request.rows:
+            self._model.check_length(len(row))
+            if row.min() < 0 or row.max() >= self._model.vocab_size:
+                raise UserError(f"A request has a token outside the vocabulary (0..{self._model.vocab_size - 1}).")
 
     @torch.inference_mode()
     def advance(self, new: list[Request]) -> list[Answer]:
@@ -129,12 +154,8 @@ class _Batch:
         return state.take(self._rows[order].to(self._device))
 
     def _admit(self, new: list[Request]) -> LoopState:
-        if len({bool(request.scored) for request in (*self._requests[:1], *new)}) > 1:
-            raise UserError("Requests with choices and requests without cannot run together.")
         rows = [row for request in new for row in request.rows]
         tokens = np.concatenate(rows)
-        if tokens.min() < 0 or tokens.max() >= self._model.vocab_size:
-            raise UserError(f"A request has a token outside the model's vocabulary (0..{self._model.vocab_size - 1}).")
         counts = torch.tensor([len(request.rows) for request in new])
         owner = torch.repeat_interleave(torch.arange(len(new)), counts)
         self._choice = torch.cat((self._choice, Layout(counts).positions))
@@ -184,13 +205,16 @@ class _Reading:
 
     def logits(self, chosen: NDArray[np.int64]) -> Array:
         """[n, V], or [n, C], of these requests."""
-        if self._questions or "_all_logits" in self.__dict__:
+        if "_all_logits" in self.__dict__:
             return self._all_logits[chosen]
+        if self._questions:
+            return self._scores(chosen)
         return _numpy(self._model.predict(self._pooled[torch.from_numpy(chosen).to(self._first.device)]))
 
     @cached_property
     def _all_logits(self) -> Array:
-        return self._scores() if self._questions else _numpy(self._model.predict(self._pooled))
+        everybody = np.arange(len(self._requests))
+        return self._scores(everybody) if self._questions else _numpy(self._model.predict(self._pooled))
 
     @cached_property
     def _pooled(self) -> Tensor:
@@ -203,27 +227,29 @@ class _Reading:
     @cached_property
     def _scored(self) -> list[int]:
         """[B] how many tokens at the end of every row are its choice."""
-        return [request.scored[choice] for request, choice in self._by_row]
+        owners = self._requests[self._owner.numpy()]
+        return [request.scored[choice] for request, choice in zip(owners, self._choice.tolist(), strict=True)]
 
-    @property
-    def _by_row(self) -> Iterable[tuple[Request, int]]:
-        return zip(self._requests[self._owner.numpy()], self._choice.tolist(), strict=True)
-
-    def _scores(self) -> Array:
-        """[N, C] the log-probability of every choice by its norm; -inf where a question has fewer choices."""
-        layout, device = self._state.layout, self._state.hidden.device
-        counts = torch.tensor(self._scored, device=device)
-        ends = layout.starts + layout.lengths
+    def _scores(self, chosen: NDArray[np.int64]) -> Array:
+        """[n, C] the log-probability of every choice by its norm; -inf where a question has fewer choices."""
+        number = np.full(len(self._requests), -1)
+        number[chosen] = np.arange(len(chosen))
+        theirs = number[self._owner.numpy()] >= 0
+        owner, choice = number[self._owner.numpy()[theirs]], self._choice.numpy()[theirs]
+        told = list(zip(self._requests[chosen][owner], choice.tolist(), strict=True))
+        device = self._state.hidden.device
+        state = self._state.take(torch.from_numpy(theirs).to(device))
+        counts = torch.tensor([request.scored[choice] for request, choice in told], device=device)
+        ends = state.layout.starts + state.lengths
         places = Layout(counts).counting(ends - counts - 1)  # a token is predicted where the one before it stands
-        targets = np.concatenate([request.rows[choice][-request.scored[choice] :] for request, choice in self._by_row])
-        logits = self._model.predict(self._model.pooled(self._state)[layout.states(places)]).float()
-        chosen = torch.from_numpy(targets).to(device)[:, None]
-        log_probs = logits.double().log_softmax(-1).gather(1, chosen)[:, 0]
+        targets = np.concatenate([request.rows[choice][-request.scored[choice] :] for request, choice in told])
+        logits = self._model.predict(self._model.pooled(state)[places])
+        log_probs = logits.double().log_softmax(-1).gather(1, torch.from_numpy(targets).to(device)[:, None])[:, 0]
         rows = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
         sums = log_probs.new_zeros(len(counts)).index_add_(0, rows, log_probs).cpu().numpy()
-        norms = np.array([request.norms[choice] for request, choice in self._by_row])
-        scores = np.full((len(self._requests), int(self._choice.max()) + 1), -np.inf, dtype=np.float32)
-        scores[self._owner.numpy(), self._choice.numpy()] = sums / norms
+        norms = np.array([request.norms[choice] for request, choice in told])
+        scores = np.full((len(chosen), int(choice.max()) + 1), -np.inf, dtype=np.float32)
+        scores[owner, choice] = sums / norms
         return scores
 
 

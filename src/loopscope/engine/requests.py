@@ -28,13 +28,17 @@ class Request:
     norms: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        if not self.rows or any(len(row) == 0 for row in self.rows):
+        rows = [np.asarray(row) for row in self.rows]
+        if not rows or any(row.ndim != 1 or len(row) == 0 for row in rows):
             raise UserError("A request needs at least one row, and a row at least one token.")
-        if not self.scored:
+        if any(row.dtype.kind not in "iu" for row in rows):
+            raise UserError("Tokens are whole numbers.")
+        object.__setattr__(self, "rows", [row.astype(np.int64, copy=False) for row in rows])
+        if not len(self.scored):
             if len(self.rows) != 1:
                 raise UserError("A request of several rows must say how many tokens of each row are its choice.")
             return
-        norms = self.norms or (1.0,) * len(self.rows)
+        norms = tuple(self.norms) if len(self.norms) else (1.0,) * len(self.rows)
         if not len(self.rows) == len(self.scored) == len(norms) or len(self.rows) < 2:
             raise UserError("A question needs two choices or more, each with its number of tokens and its norm.")
         if any(not 0 < count < len(row) for row, count in zip(self.rows, self.scored, strict=True)):

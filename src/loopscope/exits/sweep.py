@@ -86,16 +86,18 @@ def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
 
 
 def _in_a_gap(threshold: float, values: Curve, side: Literal["left", "right"]) -> float:
-    """The middle of the nearest gap between the sorted signals that is wider than rounding.
+    """The middle of the nearest gap between the sorted signals that is wider than rounding, or of the widest near by.
 
     A quantile can be the signal of many equal examples, and then rounding would decide who of them exits.
     """
     values = values[~np.isnan(values)]
-    gaps = np.flatnonzero(np.diff(values) > _GAP * np.abs(values[1:])) + 1  # each before the value of this rank
-    away = np.abs(gaps - np.searchsorted(values, threshold, side))
-    if not len(gaps) or away.min() > len(values) / 100:
+    rank = int(np.searchsorted(values, threshold, side))
+    near = np.arange(max(1, rank - len(values) // 200), min(len(values), rank + len(values) // 200 + 1))
+    if not len(near):
         return threshold
-    above = gaps[away.argmin()]
+    widths = (values[near] - values[near - 1]) / np.maximum(np.abs(values[near]), np.finfo(np.float64).tiny)
+    wide = near[widths > _GAP]
+    above = wide[np.abs(wide - rank).argmin()] if len(wide) else near[widths.argmax()]
     return float(values[above - 1 : above + 1].mean())
 
 

@@ -36,7 +36,7 @@ class Group(NamedTuple):
     """Neighbouring rows that attend as one dense batch."""
 
     rows: slice
-    slots: Tensor  # [R, M] the state in each slot; those beyond a row's end hold any state
+    slots: Tensor  # [R, M] the state in each slot; those beyond a row's end hold its last one
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Layout:
         return tuple(self._group(*edge) for edge in edges if row)
 
     def _group(self, rows: slice, longest: int) -> Group:
-        slots = self.starts[rows, None] + torch.arange(longest, device=self.lengths.device)
-        return Group(rows, self.states(slots.clamp_(max=self.tokens - 1)))
+        slots = torch.arange(longest, device=self.lengths.device).minimum(self.lengths[rows, None] - 1)
+        return Group(rows, self.states(self.starts[rows, None] + slots))
 
     def gathers(self, *heads: int) -> list[list[Tensor]]:
         """For states with so many heads of each kind: the rows [R, heads, M] that every group gathers, kind by kind."""

@@ -122,12 +122,16 @@ class LoopedModel(nn.Module):
 
     def begin_packed(self, tokens: Tensor, layout: Layout) -> LoopState:
         """The same of tokens [S] that lie as `layout` says."""
-        if layout.longest > self.block_size:
-            raise UserError(
-                f"The examples have {layout.longest} tokens, but the model's block size is {self.block_size}; nothing "
-                "is cut off, so choose shorter examples or a model with a larger block size."
-            )
+        self.check_length(layout.longest)
         return self.first(tokens, layout)
+
+    def check_length(self, length: int) -> None:
+        """Refuses rows that are too long for the model."""
+        if length > self.block_size:
+            raise UserError(
+                f"The examples have {length} tokens, but the model's block size is {self.block_size}; nothing is cut "
+                "off, so choose shorter examples or a model with a larger block size."
+            )
 
     def loops(
         self,

@@ -96,8 +96,8 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
         """The inputs as a person reads them."""
 
     @abstractmethod
-    def parse(self, texts: Sequence[str]) -> Examples:
-        """The examples that are written so; the inverse of `text`."""
+    def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
+        """The examples that are written so; the inverse of `text`. More than `longest` tokens are refused."""
 
     @property
     def positions(self) -> int:
@@ -146,9 +146,11 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
         return examples
 
 
-def padded(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+def padded(rows: Sequence[Sequence[int]], longest: int | None) -> tuple[Integers, Integers]:
     """Rows of tokens as one array [N, M], and their lengths [N]."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    if longest is not None and (length := lengths.max(initial=0)) > longest:
+        raise UserError(f"it makes {length:,} tokens, and the model's block size is {longest}.")
     tokens = np.zeros((len(rows), int(lengths.max(initial=1))), dtype=np.int64)
     tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = [token for row in rows for token in row]
     return tokens, lengths

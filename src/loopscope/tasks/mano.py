@@ -57,7 +57,7 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
         tokens[rows, lengths - 1] = self.vocab_size - 1
         return Examples(tokens, lengths, self._values(expression, lengths - 2), difficulty)
 
-    def parse(self, texts: Sequence[str]) -> Examples:
+    def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
         numbers = {name: token for token, name in enumerate(self._names)}
         rows = []
         for text in texts:
@@ -70,7 +70,7 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
                     f"numbers below {self.modulus} and the operators {' '.join(self.operators)}."
                 )
             rows.append([self.vocab_size - 2, *tokens, self.vocab_size - 1])
-        table, lengths = padded(rows)
+        table, lengths = padded(rows, longest)
         return Examples(table, lengths, self._values(table[:, 1:-1], lengths - 2), (lengths - 3) // 2)
 
     @property

@@ -45,11 +45,11 @@ class Parity(Task, frozen=True, kw_only=True, tag="parity"):
         tokens[rows, difficulty + 1] = _ANSWER
         return Examples(tokens, difficulty + 2, bits.sum(axis=1) % 2, difficulty)
 
-    def parse(self, texts: Sequence[str]) -> Examples:
+    def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
         for text in texts:
             if not text or set(text) - {"0", "1"}:
                 raise UserError(f"'{text[:60]}' is not a string of the bits 0 and 1.")
-        tokens, lengths = padded([[_BEGIN, *map(int, text), _ANSWER] for text in texts])
+        tokens, lengths = padded([[_BEGIN, *map(int, text), _ANSWER] for text in texts], longest)
         labels = np.array([text.count("1") % 2 for text in texts], dtype=np.int64)
         return Examples(tokens, lengths, labels, lengths - 2)
 
