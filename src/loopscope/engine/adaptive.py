@@ -63,11 +63,6 @@ def run(
         new, rows = [], batch.rows
         for request in chain([held] if held else [], waiting):
             held = None
-            try:
-                batch.check(request)
-            except UserError as error:
-                bad, waiting = error, iter(())
-                break
             if rows and rows + len(request.rows) > batch_size:
                 held = request
                 break
@@ -75,7 +70,10 @@ def run(
             rows += len(request.rows)
             if rows >= batch_size:
                 break
-        if not rows:
+        bad = bad or batch.refuse(new)
+        if bad is not None:
+            waiting, held = iter(()), None
+        if not new and not batch.rows:
             break
         yield from batch.advance(new)
     if bad is not None:
@@ -109,16 +107,32 @@ class _Batch:
     def rows(self) -> int:
         return len(self._owner)
 
-    def check(self, request: Request) -> None:
-        """Refuses what the model cannot take."""
+    def refuse(self, new: list[Request]) -> UserError | None:
+        """Takes from `new` the first request that the model cannot take and all after it; says what is wrong."""
+        if not new:
+            return None
         if self._questions is None:
-            self._questions = bool(request.scored)
-        if bool(request.scored) != self._questions:
-            raise UserError("Requests with choices and requests without cannot run together.")
-        for row in request.rows:
-            self._model.check_length(len(row))
-            if row.min() < 0 or row.max() >= self._model.vocab_size:
-                raise UserError(f"A request has a token outside the vocabulary (0..{self._model.vocab_size - 1}).")
+            self._questions = bool(new[0].scored)
+        lengths = [max(map(len, request.rows)) for request in new]
+        tokens = np.concatenate([row for request in new for row in request.rows])
+        mixed = any(bool(request.scored) != self._questions for request in new)
+        if not mixed and max(lengths) <= self._model.block_size and self._known(tokens):
+            return None
+        for place, request in enumerate(new):
+            try:
+                if bool(request.scored) != self._questions:
+                    raise UserError("Requests with choices and requests without cannot run together.")
+                self._model.check_length(lengths[place])
+                if not all(map(self._known, request.rows)):
+                    size = self._model.vocab_size
+                    raise UserError(f"A request has a token outside the model's vocabulary (0..{size - 1}).")
+            except UserError as error:
+                del new[place:]
+                return error
+        raise AssertionError("a request was refused for no reason")
+
+    def _known(self, tokens: NDArray[np.int64]) -> bool:
+        return bool(tokens.min() >= 0 and tokens.max() < self._model.vocab_size)
 
     @torch.inference_mode()
     def advance(self, new: list[Request]) -> list[Answer]:
