@@ -4,7 +4,7 @@ import numpy as np
 from conftest import tiny_settings
 
 from loopscope.bench.measure import spread
-from loopscope.bench.train import useful_flops
+from loopscope.bench.train import _positions, useful_flops
 from loopscope.tasks import Examples
 
 
@@ -17,7 +17,7 @@ def test_arithmetic_by_hand() -> None:
     one_layer = 2 * 12 * width**2 * states + 4 * width * (1 + 2 + 3)
     last_layer = 2 * 2 * width**2 * states + 2 * 10 * width**2 * 2 + 4 * width * (3 + 2)
     head = 2 * 2 * 2 * width * 8
-    assert useful_flops(settings, batch) == 3 * (one_layer + last_layer + head)
+    assert useful_flops(settings, batch, _positions(batch)) == 3 * (one_layer + last_layer + head)
 
 
 def test_spread() -> None:

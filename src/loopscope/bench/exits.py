@@ -180,7 +180,7 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
         while not done.all():
             state = model.step(state)
             pooled = model.pooled(state, lengths - 1)
-            logits = model.predict(pooled)
-            said = {"logits": logits, "hidden": pooled, "gate_logits": model.halt(pooled)}
-            now = said.get(follower.source or "")
-            done |= follower.stops(state.loop.numpy(), None if now is None else now.numpy())
+            read = {"logits": model.predict, "gate_logits": model.halt}.get(follower.source or "")
+            now = pooled if read is None else read(pooled)
+            assert now is not None
+            done |= follower.stops(state.loop.numpy(), now.numpy())

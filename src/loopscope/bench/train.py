@@ -6,6 +6,7 @@ from functools import partial
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loopscope.bench.measure import Machine, Spread, interleaved, spread
 from loopscope.bench.plain import plain_losses
@@ -36,14 +37,15 @@ class TrainBench(msgspec.Struct, frozen=True):
 def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progress: Advance) -> TrainBench:
     """`steps` steps of each way a round; both ways take the same batches and the same optimizers."""
     device, prepared = torch.device("cpu"), batches(settings)
-    packed, plain = (_Trainee(settings) for _ in range(2))
+    packed, plain = (initial_model(settings) for _ in range(2))
+    packed_optimizers, plain_optimizers = (Optimizers(model, settings.training) for model in (packed, plain))
 
     def plain_step(batch: Examples) -> None:
-        settings.objective.loss(*plain_losses(plain.model, batch)).backward()  # type: ignore[no-untyped-call]
-        plain.optimizers.step(0)
+        settings.objective.loss(*plain_losses(plain, batch)).backward()  # type: ignore[no-untyped-call]
+        plain_optimizers.step(0)
 
     def packed_step(batch: Examples) -> None:
-        train_step(packed.model, packed.optimizers, batch, 0, settings, device)
+        train_step(packed, packed_optimizers, batch, 0, settings, device)
 
     def several(step: Callable[[Examples], None]) -> None:
         for index in range(steps):
@@ -53,9 +55,10 @@ def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progr
         ways = {"packed": partial(several, packed_step), "plain": partial(several, plain_step)}
         seconds, machine = interleaved(ways, rounds, settings.model.width, progress)
     used = [prepared(index) for index in range(steps)]
-    flops = sum(useful_flops(settings, batch) for batch in used)
+    positions = [_positions(batch) for batch in used]
+    flops = sum(useful_flops(settings, *pair) for pair in zip(used, positions, strict=True))
     tokens = sum(int(batch.lengths.sum()) for batch in used)
-    states = sum(_states(batch) for batch in used)
+    states = sum(map(len, positions))
     rate = flops / seconds["packed"] / 1e9
     return TrainBench(
         settings=name,
@@ -74,27 +77,19 @@ def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progr
     )
 
 
-def useful_flops(settings: RunSettings, batch: Examples) -> float:
+def useful_flops(settings: RunSettings, batch: Examples, positions: NDArray[np.int64]) -> float:
     """Multiply-adds x 2 that a step on this batch needs, forward and backward, without norms and optimizer.
 
-    Common beginnings count once, attention up to the diagonal, and of the last layer of the last loop only keys and
-    values outside the answer markers.
+    `positions` [S] are those of its states. Common beginnings count once, attention up to the diagonal, and of the last
+    layer of the last loop only keys and values outside the answer markers.
     """
     model, width = settings.model, settings.model.width
-    layout = shared_beginnings(torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths))
-    positions = layout.positions.numpy()
     layer = 24.0 * width**2 * len(positions) + 4.0 * width * float((positions + 1).sum())
     last = 4.0 * width**2 * len(positions) + 20.0 * width**2 * len(batch) + 4.0 * width * float(batch.lengths.sum())
     head = 2.0 * model.loops * len(batch) * width * settings.task.vocab_size
     return 3.0 * ((model.loops * model.layers - 1) * layer + last + head)
 
 
-def _states(batch: Examples) -> int:
-    layout = shared_beginnings(torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths))
-    return int(np.size(layout.positions.numpy()))
-
-
-class _Trainee:
-    def __init__(self, settings: RunSettings) -> None:
-        self.model = initial_model(settings)
-        self.optimizers = Optimizers(self.model, settings.training)
+def _positions(batch: Examples) -> NDArray[np.int64]:
+    """[S] the place in its row of every state that a step computes."""
+    return shared_beginnings(torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)).positions.numpy()

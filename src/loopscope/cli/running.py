@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
     asked: dict[int, _Asked] = {}
     bad: list[UserError] = []
     count = right = loops = 0
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     with (
         nullcontext(sys.stdin) if options.examples == "-" else _text(Path(options.examples)) as lines,
         nullcontext(sys.stdout) if options.out is None else _written(options.out) as out,

@@ -55,7 +55,7 @@ class Follower:
         readout, new = self.policy.readout, self._new
         self._new = 0
         if readout == "gate":
-            history = _extended(self._before, new, (self.num_loops,), 0.0)
+            history = _extended(self._before, new, self.num_loops, 0.0)
             history[np.arange(len(loop)), loop - 1] = now
             self._before = history
             return exit_cdf(history)[np.arange(len(loop)), loop - 1]
@@ -64,14 +64,14 @@ class Follower:
             return compute(now[:, None])[:, 0]
         width = now.shape[1] if self._before is None else max(now.shape[1], self._before.shape[1])
         now = _widened(now, width)
-        before = _widened(_extended(self._before, new, (width,), np.nan), width)
+        before = _extended(self._before, new, width, np.nan)
         self._before = now
         return compute(np.stack((before, now), axis=1))[:, 1]
 
 
-def _extended(values: Array | None, count: int, shape: tuple[int, ...], fill: float) -> Array:
-    more = np.full((count, *shape), fill, dtype=np.float32)
-    return more if values is None else np.concatenate((_widened(values, shape[0]), more)) if count else values
+def _extended(values: Array | None, count: int, width: int, fill: float) -> Array:
+    more = np.full((count, width), fill, dtype=np.float32)
+    return more if values is None else np.concatenate((_widened(values, width), more))
 
 
 def _widened(values: Array, width: int) -> Array:
