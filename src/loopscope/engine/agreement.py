@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.engine.adaptive import Answer
-from loopscope.exits import ExitPolicy, signal
+from loopscope.exits import ExitPolicy
 from loopscope.trajectory import Trajectory
 
 _CLOSE = 1e-5
@@ -38,7 +38,7 @@ def compare(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajector
     expected = trajectory.predicted[rows, replayed - 1]
     close: NDArray[np.bool_] = np.zeros(len(loops), dtype=bool)
     if policy.readout != "fixed" and policy.threshold is not None:
-        distance = np.abs(signal(policy.readout, trajectory) - policy.threshold) <= _CLOSE * abs(policy.threshold)
+        distance = np.abs(policy.values(trajectory) - policy.threshold) <= _CLOSE * abs(policy.threshold)
         reached = np.arange(1, trajectory.num_loops + 1) <= np.maximum(loops, replayed)[:, None]
         close = np.asarray((distance & reached)[:, :-1].any(axis=1))  # at the last loop everybody exits
     differing = (loops != replayed) | (predicted != expected)

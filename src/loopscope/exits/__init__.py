@@ -1,7 +1,18 @@
 """When to exit? Signals, readouts, exit policies and their frontiers, all on recordings."""
 
+from loopscope.exits.fitted import FittedGate, attach
 from loopscope.exits.readouts import READOUTS, ExitPolicy
 from loopscope.exits.signals import SIGNALS, signal
 from loopscope.exits.sweep import Frontier, OperatingPoint, sweep
 
-__all__ = ["READOUTS", "SIGNALS", "ExitPolicy", "Frontier", "OperatingPoint", "signal", "sweep"]
+__all__ = [
+    "READOUTS",
+    "SIGNALS",
+    "ExitPolicy",
+    "FittedGate",
+    "Frontier",
+    "OperatingPoint",
+    "attach",
+    "signal",
+    "sweep",
+]

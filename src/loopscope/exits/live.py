@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from loopscope.errors import UserError
 from loopscope.exits.readouts import ExitPolicy, readout_kind
-from loopscope.exits.signals import CONVERGENCE, SIGNALS, exit_cdf
+from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, exit_cdf, is_gate
 
 Array = NDArray[Any]
 
@@ -25,10 +25,12 @@ class Follower:
         kind = readout_kind(policy.readout)
         if kind == "oracle":
             raise UserError("The oracle needs the labels, so it can be replayed but not run.")
+        if policy.readout.startswith(FITTED) and policy.gate is None:
+            raise UserError(f"To run with '{policy.readout}' the policy must carry that gate; give it with --gate.")
         if kind == "depth" and int(policy.threshold or 0) > num_loops:
             raise UserError(f"A fixed depth of {policy.threshold} is beyond the model's {num_loops} loops.")
         self.policy, self.num_loops = policy, num_loops
-        self.source = None if kind == "depth" else SIGNALS[policy.readout][0]
+        self.source = None if kind == "depth" else "hidden" if policy.gate else SIGNALS[policy.readout][0]
         """What the decision needs of every request and loop: logits, hidden, gate_logits, or nothing."""
         self._before: Array | None = None  # [N, ...] the loop before (NaN at loop 1), or [N, T] all halt logits so far
         self._new = 0
@@ -54,9 +56,9 @@ class Follower:
         """[N] the policy's signal at this loop."""
         readout, new = self.policy.readout, self._new
         self._new = 0
-        if readout == "gate":
-            history = _extended(self._before, new, self.num_loops, 0.0)
-            history[np.arange(len(loop)), loop - 1] = now
+        if is_gate(readout):
+            history = _extended(self._before, new, self.num_loops, 0.0, np.float64)
+            history[np.arange(len(loop)), loop - 1] = self.policy.gate.halt_logits(now) if self.policy.gate else now
             self._before = history
             return exit_cdf(history)[np.arange(len(loop)), loop - 1]
         compute = SIGNALS[readout][1]
@@ -69,8 +71,8 @@ class Follower:
         return compute(np.stack((before, now), axis=1))[:, 1]
 
 
-def _extended(values: Array | None, count: int, width: int, fill: float) -> Array:
-    more = np.full((count, width), fill, dtype=np.float32)
+def _extended(values: Array | None, count: int, width: int, fill: float, dtype: type = np.float32) -> Array:
+    more: Array = np.full((count, width), fill, dtype=dtype)
     return more if values is None else np.concatenate((_widened(values, width), more))
 
 

@@ -1,16 +1,21 @@
 """Which rule picks the exit? A readout maps a trajectory to an exit loop; with its threshold it is an exit policy.
 
-The policy is the same object in replay (on a recording, here) and in live running.
+The policy is the same object in replay (on a recording, here) and in live running. Its file is JSON; the weights of a
+fitted gate lie beside it as safetensors, and the file holds their hash.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loopscope.artifacts import atomic_file, map_tensors, save_tensors, sha256, write_json
+from loopscope.config import Settings, plain, read_json
 from loopscope.errors import UserError
-from loopscope.exits.signals import signal
+from loopscope.exits.fitted import FittedGate, attach
+from loopscope.exits.signals import FITTED, signal
 from loopscope.trajectory import Trajectory
 
 Kind = Literal["above", "below", "depth", "oracle"]
@@ -31,12 +36,34 @@ READOUTS: dict[str, Kind] = {
 fixed depth, or (the oracle) at the first correct loop. One that never comes exits at loop T."""
 
 
+class GateFile(Settings, frozen=True, kw_only=True):
+    """Where the weights of a policy's fitted gate are, and what they were fitted to."""
+
+    file: str
+    sha256: str
+    provenance: dict[str, Any]
+
+
+class PolicyFile(Settings, frozen=True, kw_only=True):
+    """What the file of a policy says."""
+
+    schema_version: Literal[1] = 1
+    readout: str
+    threshold: float | None = None
+    gate: GateFile | None = None
+
+
 @dataclass(frozen=True)
 class ExitPolicy:
-    """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none."""
+    """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
+
+    With the readout `gate:NAME` it carries that fitted gate, unless it is only replayed on recordings that have its
+    signal.
+    """
 
     readout: str
     threshold: float | None = None
+    gate: FittedGate | None = None
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
@@ -49,6 +76,31 @@ class ExitPolicy:
             raise UserError(f"The readout '{self.readout}' needs a threshold that is a number.")
         elif kind == "depth" and (self.threshold < 1 or not float(self.threshold).is_integer()):
             raise UserError(f"A fixed depth is a whole number from 1 on, got {self.threshold}.")
+        if self.gate is not None and not self.readout.startswith(FITTED):
+            raise UserError(f"The readout '{self.readout}' takes no fitted gate; its name would begin with '{FITTED}'.")
+
+    def save(self, path: str | Path) -> None:
+        """Writes the policy as JSON, and the weights of its fitted gate beside it."""
+        path, gate = Path(path), None
+        if self.gate is not None:
+            weights = path.with_name(f"{path.stem}.gate.safetensors")
+            with atomic_file(weights) as scratch:
+                save_tensors(scratch, self.gate.tensors)
+            gate = GateFile(file=weights.name, sha256=sha256(weights), provenance=plain(dict(self.gate.provenance)))
+        threshold = None if self.threshold is None else float(self.threshold)
+        write_json(path, PolicyFile(readout=self.readout, threshold=threshold, gate=gate))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The policy in a file, after the weights of its gate were checked against their hash."""
+        path = Path(path)
+        told = read_json(PolicyFile, path, "policy")
+        if told.gate is None:
+            return cls(told.readout, told.threshold)
+        weights = path.with_name(Path(told.gate.file).name)  # beside it, whatever the file says
+        if not weights.is_file() or sha256(weights) != told.gate.sha256:
+            raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
+        return cls(told.readout, told.threshold, FittedGate.of_tensors(map_tensors(weights), told.gate.provenance))
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""
@@ -67,17 +119,25 @@ class ExitPolicy:
         """[N, T] at which loops the rule says stop; a signal that is NaN never does."""
         if self.threshold is None:  # the oracle
             return trajectory.correct
-        return self.decide(signal(self.readout, trajectory))
+        return self.decide(self.values(trajectory))
+
+    def values(self, trajectory: Trajectory) -> NDArray[np.float64]:
+        """[N, T] the policy's signal on a recording."""
+        if self.gate is not None:
+            trajectory = attach(trajectory, {self.readout.removeprefix(FITTED): self.gate})
+        return signal(self.readout, trajectory)
 
     def decide(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Whether these values of the policy's signal say stop, whatever their shape: recorded or live."""
         assert self.threshold is not None
-        return values >= self.threshold if READOUTS[self.readout] == "above" else values <= self.threshold
+        return values >= self.threshold if readout_kind(self.readout) == "above" else values <= self.threshold
 
 
 def readout_kind(readout: str) -> Kind:
+    if readout.startswith(FITTED):
+        return READOUTS["gate"]
     if readout not in READOUTS:
-        raise UserError(f"There is no readout '{readout}'; choose one of {', '.join(READOUTS)}.")
+        raise UserError(f"There is no readout '{readout}'; choose one of {', '.join(READOUTS)}, {FITTED}NAME.")
     return READOUTS[readout]
 
 

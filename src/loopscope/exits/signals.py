@@ -1,9 +1,9 @@
 """Which signals does a trajectory expose? One number for every example and loop.
 
 Confidence: entropy, top1, margin. Convergence: kl, logit_change, hidden_change, hidden_cosine, which compare a loop
-with the one before and are NaN at loop 1. Learned: gate, the exit CDF. All are causal (the value at loop t uses loops
-<= t only; the convergence signals look back one loop) and computed in float64: near convergence, float32 would leave
-only rounding noise of a KL or an entropy. A missing class (-inf) counts in none of them.
+with the one before and are NaN at loop 1. Learned: gate, the exit CDF, and gate:NAME, that of a fitted gate. All are
+causal (the value at loop t uses loops <= t only; the convergence signals look back one loop) and computed in float64:
+near convergence, float32 would leave only rounding noise of a KL or an entropy. A missing class (-inf) counts in none.
 
 Shapes: N examples, T loops, V classes, D width.
 """
@@ -21,6 +21,8 @@ Array = NDArray[Any]
 Signal = NDArray[np.float64]
 
 CONVERGENCE = ("kl", "logit_change", "hidden_change", "hidden_cosine")
+FITTED = "gate:"
+"""How the signal and the readout of a fitted gate begin; the rest is the gate's name."""
 _BELOW_ONE = np.nextafter(1.0, 0.0)
 _CHUNK = 1 << 17
 """Numbers that are worked on at a time, so that they stay in the cache."""
@@ -28,11 +30,13 @@ _CHUNK = 1 << 17
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
     """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
-    if name not in SIGNALS:
+    if name not in SIGNALS and not name.startswith(FITTED):
         raise UserError(f"There is no signal '{name}'; choose one of {', '.join(SIGNALS)}.")
     if name not in trajectory.computed:
         if name in trajectory.signals:
             result = _as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
+        elif name.startswith(FITTED):
+            raise UserError(f"The recording does not have the signal '{name}'; give the fitted gate with --gate.")
         else:
             source, compute = SIGNALS[name]
             values = getattr(trajectory, source)
@@ -42,6 +46,11 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
         result.flags.writeable = False
         trajectory.computed[name] = result
     return trajectory.computed[name]
+
+
+def is_gate(name: str) -> bool:
+    """Whether this is an exit CDF: of the model's own gate, or of a fitted one."""
+    return name == "gate" or name.startswith(FITTED)
 
 
 def entropy(logits: Array, log_p: Signal | None = None) -> Signal:
@@ -125,7 +134,7 @@ def _as_defined(name: str, values: Signal) -> Signal:
     """A signal that came with a recording, held to the same conventions as one computed here."""
     if name in CONVERGENCE:
         values[:, 0] = np.nan
-    if name == "gate":
+    if is_gate(name):
         values[:, :-1] = np.minimum(values[:, :-1], _BELOW_ONE)
         values[:, -1] = 1.0
     return values

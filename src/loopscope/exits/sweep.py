@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from loopscope.errors import UserError
 from loopscope.exits.readouts import READOUTS, ExitPolicy, accuracy_and_loops, readout_kind
-from loopscope.exits.signals import CONVERGENCE, SIGNALS, signal
+from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, is_gate, signal
 from loopscope.trajectory import Trajectory
 
 Curve = NDArray[np.float64]
@@ -79,7 +79,7 @@ def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
     """The policy that calibration data chooses: the highest accuracy, ties to fewer loops."""
     thresholds = grid(readout, calibration)
     threshold = float(thresholds[_best(*curve(readout, thresholds, calibration))])
-    if readout in SIGNALS and readout != "gate":
+    if readout in SIGNALS and not is_gate(readout):
         side: Literal["left", "right"] = "left" if readout_kind(readout) == "above" else "right"
         threshold = _in_a_gap(threshold, np.sort(signal(readout, calibration), axis=None), side)
     return _policy(readout, threshold)
@@ -138,7 +138,7 @@ def grid(readout: str, calibration: Trajectory) -> Curve:
     if kind == "depth":
         return np.arange(1.0, calibration.num_loops + 1)
     values = signal(readout, calibration)
-    if readout == "gate":
+    if is_gate(readout):
         return GATE_GRID.copy()
     values = values[~np.isnan(values)]
     if not len(values):
@@ -151,7 +151,7 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
     if readout_kind(readout) in ("oracle", "depth"):
         return grid(readout, calibration)
     values = signal(readout, calibration)
-    values = values[:, :-1] if readout == "gate" and values.shape[1] > 1 else values
+    values = values[:, :-1] if is_gate(readout) and values.shape[1] > 1 else values
     values = values[~np.isnan(values)]
     never = np.inf if readout_kind(readout) == "above" else -np.inf
     return np.append(np.quantile(np.sort(values), np.linspace(0, 1, points)), never)
@@ -159,14 +159,17 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
 
 def available_readouts(*trajectories: Trajectory) -> list[str]:
     """The readouts for which every one of these recordings holds what is needed."""
-    return [name for name in READOUTS if all(_available(name, trajectory) for trajectory in trajectories)]
+    fitted = sorted({name for trajectory in trajectories for name in trajectory.signals if name.startswith(FITTED)})
+    return [name for name in (*READOUTS, *fitted) if all(_available(name, trajectory) for trajectory in trajectories)]
 
 
 def _available(readout: str, trajectory: Trajectory) -> bool:
     if readout in CONVERGENCE and trajectory.num_loops == 1:
         return False
-    if readout not in SIGNALS or readout in trajectory.signals:
+    if readout in ("fixed", "oracle") or readout in trajectory.signals:
         return True
+    if readout.startswith(FITTED):
+        return False
     return getattr(trajectory, SIGNALS[readout][0]) is not None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loopscope.config import read_json
 from loopscope.errors import UserError
+from loopscope.models.gates import Gate
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.protocol import LoopedModel
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings
@@ -82,7 +83,7 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device) -> None:
     """Gives `model` the tensors of `folder`, each read once and straight to its place."""
     wanted = model.state_dict()
     found: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt", device=str(device)) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -106,7 +107,16 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device) -> None:
     model.load_state_dict(found, assign=True)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def gate_tensors(folder: Path) -> dict[str, str]:
+    """Where a checkpoint keeps the parts of its own gate: part -> tensor; nothing without a gate."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}.")
+    if read_json(ModelType, folder / CONFIG, "model configuration").model_type == "ouro":
+        return {"weight": "model.early_exit_gate.weight", "bias": "model.early_exit_gate.bias"}
+    return Gate.tensors(read_checkpoint_config(folder).model.gate, "gate.")
+
+
+def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():

@@ -16,6 +16,15 @@ class Gate(nn.Module):
         if kind == "mlp":
             self.net = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
 
+    @staticmethod
+    def tensors(kind: GateKind, prefix: str = "") -> dict[str, str]:
+        """The names of its tensors by part: `weight` and `bias`, with `_1` those of the hidden layer."""
+        if kind == "mlp":
+            parts = {"weight_1": "net.0.weight", "bias_1": "net.0.bias", "weight": "net.2.weight", "bias": "net.2.bias"}
+        else:
+            parts = {} if kind == "none" else {"weight": "net.weight", "bias": "net.bias"}
+        return {part: prefix + name for part, name in parts.items()}
+
     def forward(self, pooled: Tensor) -> Tensor:
         logit: Tensor = self.net(pooled).squeeze(-1)
         return logit
