@@ -20,7 +20,8 @@ demo: $(STAMP)  ## train, record, diagnose and report four small looped Transfor
 test: $(STAMP)  ## the quick tests
 	$(BIN)/python -m pytest
 
-test-all: $(STAMP)  ## the quick tests and the long ones
+test-all: $(STAMP)  ## the quick tests and the long ones, with Ray
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report,dev,ray]'
 	$(BIN)/python -m pytest -m ''
 
 check: $(STAMP)  ## linter, formatter, type checker, import layers

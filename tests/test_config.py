@@ -80,7 +80,7 @@ def test_the_paper_preset_is_appendix_b() -> None:
 
 
 def test_every_preset_is_valid() -> None:
-    assert presets() == ["demo", "paper"]
+    assert presets() == ["demo", "demo-parity", "paper", "paper-parity"]
     assert all(isinstance(read_settings(name, []), RunSettings) for name in presets())
 
 

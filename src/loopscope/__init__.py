@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from loopscope.errors import UserError as UserError
     from loopscope.exits import READOUTS as READOUTS
     from loopscope.exits import ExitPolicy as ExitPolicy
+    from loopscope.exits import FittedGate as FittedGate
     from loopscope.exits import Frontier as Frontier
+    from loopscope.exits import attach as attach
     from loopscope.exits import signal as signal
     from loopscope.exits import sweep as sweep
     from loopscope.models import load_model as load_model
@@ -24,11 +26,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "Answer": "loopscope.engine",
     "ExitPolicy": "loopscope.exits",
+    "FittedGate": "loopscope.exits",
     "Frontier": "loopscope.exits",
     "READOUTS": "loopscope.exits",
     "Request": "loopscope.engine",
     "Trajectory": "loopscope.trajectory",
     "UserError": "loopscope.errors",
+    "attach": "loopscope.exits",
     "choices": "loopscope.engine",
     "load_model": "loopscope.models",
     "run": "loopscope.engine",

@@ -96,20 +96,25 @@ def record(
 def examples_of(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
     """The examples of a split; those of extrapolation are harder than training's, as far as the block size goes."""
     if split == "extrapolation" and levels is None:
-        first = settings.task.levels[-1] + 1
-        fitting = first
-        while settings.task.length(fitting) <= settings.block_size:
-            fitting += 1
-        if fitting == first:
-            raise UserError(
-                f"The block size {settings.block_size} leaves no room for examples harder than those of training; "
-                "train with a larger model.block_size to extrapolate."
-            )
-        levels = range(first, fitting)
+        levels = extrapolation_levels(settings)
     longest = settings.task.length((levels or settings.task.levels)[-1])
     if longest > settings.block_size:
         raise UserError(f"Examples of {longest} tokens do not fit the model's block size {settings.block_size}.")
     return drawn(settings.task, split, size, levels)
+
+
+def extrapolation_levels(settings: RunSettings) -> range:
+    """The difficulties beyond those of training that fit the model."""
+    first = settings.task.levels[-1] + 1
+    fitting = first
+    while settings.task.length(fitting) <= settings.block_size:
+        fitting += 1
+    if fitting == first:
+        raise UserError(
+            f"The block size {settings.block_size} leaves no room for examples harder than those of training; "
+            "train with a larger model.block_size to extrapolate."
+        )
+    return range(first, fitting)
 
 
 def _is_there(out: Path, split: str, provenance: dict[str, Any]) -> bool:

@@ -10,10 +10,12 @@ from conftest import random_trajectory
 
 import loopscope as ls
 from loopscope.analysis import difficulty_ordering
-from loopscope.report import Results, Source, collect, read_source, tables
+from loopscope.report import Results, Source, collect, read_source
+from loopscope.report.products import make_products
 from loopscope.report.results import label_of
 
 RUN = {
+    "task": {"name": "mano"},
     "objective": {"name": "fixed_prior", "prior": "geometric", "geometric_lambda": 0.3, "beta": 0.1},
     "model": {"gate": "none"},
     "training": {"seed": 0, "steps": 5},
@@ -35,7 +37,7 @@ def seeded(seed: int) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def results() -> Results:
     sources = [source("a", 0, gate_logits=None), source("b", 1)]
-    return collect(sources, "a", [0.6, 0.9], unseen_only=False)
+    return collect(sources, "a", [0.6, 0.9])
 
 
 def test_results_say_what_the_analyses_say(results: Results) -> None:
@@ -57,27 +59,29 @@ def test_results_say_what_the_analyses_say(results: Results) -> None:
 
 
 def test_the_same_recordings_give_the_same_bytes(results: Results) -> None:
-    again = collect([source("a", 0, gate_logits=None), source("b", 1)], "a", [0.6, 0.9], unseen_only=False)
+    again = collect([source("a", 0, gate_logits=None), source("b", 1)], "a", [0.6, 0.9])
     assert msgspec.json.encode(again) == msgspec.json.encode(results)
 
 
 def test_results_are_json_that_reads_back(results: Results) -> None:
     data = json.loads(msgspec.json.encode(results), parse_constant=lambda word: pytest.fail(word))
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert data["models"][1]["signals"]["kl"]["values"][0][0] is None  # no convergence at loop 1
 
 
 def test_seeds_of_one_setting_are_a_group() -> None:
     sources = [source(f"s{seed}", seed, provenance=seeded(seed)) for seed in range(3)]
-    results = collect([*sources, source("other", 3)], None, [0.6, 0.7], unseen_only=False)
+    results = collect([*sources, source("other", 3)], None, [0.6, 0.7])
     assert [group.names for group in results.groups] == [["s0", "s1", "s2"], ["other"]]
     summary = results.groups[0].depth_at["fixed"]["0.6"]
     assert (summary.reached, summary.seeds) == (3, 3)
     margin = results.groups[0].depth_at["margin"]
     assert margin["0.6"].mean < margin["0.7"].mean
     assert len({model.label for model in results.models}) == 4
-    depth_table = next(table for table in tables(results) if table.title == "Depth to accuracy")
-    assert any("(3 of 3)" in cell for row in depth_table.rows for cell in row)
+    assert results.models[1].label == "mano: fixed prior, geometric 0.3, seed 1"
+    (depths,) = make_products(results, ["depths"])
+    assert depths.table is not None
+    assert any("(3 of 3)" in cell for row in depths.table.rows for cell in row)
 
 
 def test_a_seed_that_lacks_something_counts_as_not_reaching_it() -> None:
@@ -85,7 +89,7 @@ def test_a_seed_that_lacks_something_counts_as_not_reaching_it() -> None:
         source("whole", 0, provenance=seeded(0)),
         source("poor", 1, provenance=seeded(1), hidden=None, difficulty=None),
     ]
-    group = collect(sources, None, [0.6], unseen_only=False).groups[0]
+    group = collect(sources, None, [0.6]).groups[0]
     assert (group.depth_at["hidden_change"]["0.6"].reached, group.depth_at["hidden_change"]["0.6"].seeds) == (1, 2)
     assert group.ordering["margin"].seeds == 2
 
@@ -119,9 +123,9 @@ def test_what_is_missing_is_explained(tmp_path: Path, results: Results) -> None:
     with pytest.raises(ls.UserError, match="does not say"):
         read_source(tmp_path / "half", unseen_only=True)
     with pytest.raises(ls.UserError, match="not among the runs"):
-        collect([source("a", 0)], "z", [0.9], unseen_only=False)
+        collect([source("a", 0)], "z", [0.9])
     with pytest.raises(ls.UserError, match="same name"):
-        collect([source("a", 0), source("a", 1)], None, [0.9], unseen_only=False)
+        collect([source("a", 0), source("a", 1)], None, [0.9])
 
 
 def test_a_recording_of_predictions_alone_still_reports() -> None:
@@ -131,7 +135,7 @@ def test_a_recording_of_predictions_alone_still_reports() -> None:
         )
 
     whole = source("a", 0)
-    results = collect([Source("a", bare(whole.validation), bare(whole.test))], None, [0.9], unseen_only=False)
+    results = collect([Source("a", bare(whole.validation), bare(whole.test))], None, [0.9])
     assert results.models[0].forced_cross_entropy is None
     assert results.models[0].ordering == {}
     assert [frontier.readout for frontier in results.models[0].frontiers] == ["fixed", "oracle"]

@@ -12,9 +12,10 @@ from conftest import TINY
 
 import loopscope as ls
 from loopscope.cli import main
-from loopscope.progress import silent
-from loopscope.studies.demo import MODELS, REFERENCE, demo_jobs
-from loopscope.studies.local import run_all
+from loopscope.studies import make_plan
+
+REFERENCE = "fixed-geometric"
+MODELS = [REFERENCE, "fixed-uniform", "linear-gate", "mlp-gate"]
 
 
 def words(folder: Path) -> list[str]:
@@ -32,12 +33,12 @@ def test_from_nothing_to_a_report_and_again(tmp_path: Path, capsys: pytest.Captu
     out, err = capsys.readouterr()
     assert "left." in err
     assert all(word in out for word in ("D@95", "to blame", "fixed prior, geometric 0.3", "MLP gate", "report.html"))
-    first = contents(folder)
+    first = contents(tmp_path)
     times = {path: path.stat().st_mtime_ns for path in first if path.suffix == ".safetensors"}
     assert main([*words(folder), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
-    assert [model["name"] for model in results["models"]] == list(MODELS)
-    assert contents(folder) == first
+    assert [model["name"] for model in results["models"]] == MODELS
+    assert contents(tmp_path) == first
     assert {path: path.stat().st_mtime_ns for path in times} == times
     capsys.readouterr()
     assert main(["diagnose", str(folder / "mlp-gate"), "--reference", str(folder / REFERENCE), "--unseen"]) == 0
@@ -56,36 +57,29 @@ def test_killed_it_leaves_no_worker_behind_and_continues(tmp_path: Path, stop: s
     longer = ["--set", "training.steps=600", "--set", "training.checkpoint_every=20"]
     command = [sys.executable, "-m", "loopscope.cli", *words(folder), *longer]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (folder / REFERENCE / "state.safetensors").exists():
+    while not list(tmp_path.rglob("state.safetensors")):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(stop)
     process.wait()
     time.sleep(3)
-    saved = {path: path.stat().st_mtime_ns for path in folder.rglob("state.safetensors")}
+    saved = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("state.safetensors")}
     time.sleep(2)
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.safetensors")} == saved, "a worker goes on"
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("state.safetensors")} == saved, "a worker goes on"
     assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
     assert (folder / "report" / "report.html").is_file()
 
 
-def test_a_demo_that_could_not_count_unseen_examples_does_not_start(tmp_path: Path) -> None:
+def test_a_demo_that_could_not_count_unseen_examples_does_not_start() -> None:
     with pytest.raises(ls.UserError, match="stored training examples"):
-        demo_jobs(tmp_path, ["task.train_examples=0"])
+        make_plan("demo", ["task.train_examples=0"])
 
 
 def test_the_models_of_the_demo() -> None:
-    jobs = {job.folder.name: job.settings for job in demo_jobs(Path("x"), [])}
-    assert jobs["fixed-uniform"].objective.prior == "uniform"
-    assert (jobs["linear-gate"].model.gate, jobs["linear-gate"].objective.beta) == ("linear", 0.1)
-    task = jobs[REFERENCE].task
+    models = {model.name: model.training.settings for model in make_plan("demo", []).models}
+    assert list(models) == MODELS
+    assert models["fixed-uniform"].objective.prior == "uniform"
+    assert (models["linear-gate"].model.gate, models["linear-gate"].objective.beta) == ("linear", 0.1)
+    task = models[REFERENCE].task
     assert task.space(task.levels[-1]) >= 10_000
     assert task.disjoint
-
-
-def test_a_worker_s_error_is_the_study_s(tmp_path: Path) -> None:
-    (tmp_path / REFERENCE).mkdir()
-    (tmp_path / REFERENCE / "thesis.txt").write_text("mine")
-    with pytest.raises(ls.UserError, match="not a run"):
-        run_all(demo_jobs(tmp_path, TINY)[:1], silent, workers=1)
-    assert (tmp_path / REFERENCE / "thesis.txt").read_text() == "mine"

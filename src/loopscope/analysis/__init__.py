@@ -1,6 +1,7 @@
 """What do recordings say? Forced exits, difficulty, bootstrap intervals and the diagnosis; never the network."""
 
-from loopscope.analysis.diagnosis import Diagnosis, Gap, Subject, diagnose
+from loopscope.analysis.bootstrap import ENOUGH, Interval, interval, resampled_curves, resampled_sums
+from loopscope.analysis.diagnosis import Diagnosis, Gap, Subject, depth_gap, diagnose
 from loopscope.analysis.difficulty import (
     ORDERED_SIGNALS,
     ByDifficulty,
@@ -11,21 +12,33 @@ from loopscope.analysis.difficulty import (
     forced_cross_entropy,
     signal_by_difficulty,
 )
+from loopscope.analysis.paired import Difference, Paired, Side, exits, paired
 from loopscope.analysis.seeds import OverSeeds, over_seeds
 
 __all__ = [
+    "ENOUGH",
     "ORDERED_SIGNALS",
     "ByDifficulty",
     "Diagnosis",
+    "Difference",
     "Gap",
+    "Interval",
     "Ordering",
     "OverSeeds",
+    "Paired",
+    "Side",
     "Subject",
+    "depth_gap",
     "diagnose",
     "difficulty_ordering",
     "exit_distribution",
+    "exits",
     "forced_accuracy",
     "forced_cross_entropy",
+    "interval",
     "over_seeds",
+    "paired",
+    "resampled_curves",
+    "resampled_sums",
     "signal_by_difficulty",
 ]

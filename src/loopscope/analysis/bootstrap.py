@@ -17,6 +17,9 @@ from loopscope.trajectory import Trajectory
 
 Sums = NDArray[np.float64]
 
+LEVEL = 0.95
+ENOUGH = 0.95
+"""A number is compared, or given an interval, where at least this share of the resamples have it."""
 RESAMPLES = 1000
 SEED = 0
 _CHUNK = 50
@@ -33,6 +36,25 @@ def resampled_sums(contributions: NDArray[np.float32], resamples: int = RESAMPLE
         counts = np.bincount(drawn.ravel(), minlength=size[0] * rows).reshape(size).astype(np.float32)
         sums.append((counts @ contributions).astype(np.float64))  # exact: whole numbers below 2**24
     return np.concatenate(sums)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where a number lies in 95 % of the resamples that have it."""
+
+    low: float
+    high: float
+    reached: float  # the share of resamples that have it
+
+
+def interval(values: Sums) -> Interval | None:
+    """Of [1 + R] values, the sample's own first; None where no resample has one (NaN)."""
+    reached = float(np.mean(~np.isnan(values[1:])))
+    if not reached:
+        return None
+    tail = 50 * (1 - LEVEL)
+    low, high = np.nanpercentile(values[1:], [tail, 100 - tail])
+    return Interval(float(low), float(high), reached)
 
 
 @dataclass(frozen=True)

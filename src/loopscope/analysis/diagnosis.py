@@ -16,10 +16,12 @@ from functools import partial
 import numpy as np
 
 from loopscope.analysis.bootstrap import (
+    ENOUGH,
     RESAMPLES,
     SEED,
     Curves,
     Sums,
+    interval,
     resampled_curves,
     resampled_label_aware,
 )
@@ -27,9 +29,6 @@ from loopscope.errors import UserError
 from loopscope.exits.sweep import available_readouts, check_calibration, curve, fine_grid
 from loopscope.trajectory import Trajectory
 
-_LEVEL = 0.95
-_ENOUGH = 0.95
-"""A comparison is made where both sides reach its accuracy in at least this share of the resamples."""
 _FEWEST = 30
 """With fewer test examples than this a bootstrap interval says nothing."""
 
@@ -56,8 +55,8 @@ class Gap:
         """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
         if self.examples < _FEWEST:
             return 0
-        reach = (self.second_reaches_target >= _ENOUGH) - (self.first_reaches_target >= _ENOUGH)
-        missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - _ENOUGH
+        reach = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
+        missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
         if reach and missed:
             return int(reach)
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
@@ -91,6 +90,8 @@ class Subject:
         self._validation = {name: curve(name, self._grids[name], validation) for name in self.readouts}
 
     def curves(self, readout: str) -> Curves:
+        if readout not in self._grids:
+            raise UserError(f"The recordings do not have the readout '{readout}'; they have {', '.join(self._grids)}.")
         if readout not in self._curves:
             thresholds = self._grids[readout]
             self._curves[readout] = resampled_curves(readout, thresholds, self.test, self._resamples, self._seed)
@@ -126,6 +127,14 @@ def diagnose(subject: Subject, reference: Subject | None = None, target: float =
     return Diagnosis(target, subject.best(target), readout, trajectory, room, blamed, verdict, sentence)
 
 
+def depth_gap(target: float, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
+    """D@X of one readout minus that of another, each on its own model, resampled together.
+
+    At the highest accuracy, from the target down, that both reach.
+    """
+    return _gap(target, partial(_curve_depth, *first), partial(_curve_depth, *second), first[0])
+
+
 def _curve_depth(subject: Subject, readout: str, accuracy: float) -> tuple[str, Sums]:
     return readout, subject.curves(readout).depth_at(accuracy)
 
@@ -146,12 +155,12 @@ def _gap(target: float, first: _Side, second: _Side, subject: Subject) -> Gap | 
         at_target = at_target or (_share(a), _share(b))
         size = min(len(a), len(b))
         difference = a[:size] - b[:size]
-        if _share(difference) < _ENOUGH or np.isnan(difference[0]):
+        if _share(difference) < ENOUGH or np.isnan(difference[0]):
             continue
-        tail = 50 * (1 - _LEVEL)
-        low, high = np.nanpercentile(difference[1:], [tail, 100 - tail])
-        numbers = (float(a[0]), float(b[0]), float(difference[0]), float(low), float(high))
-        shares = (_share(difference), *at_target)
+        bounds = interval(difference)
+        assert bounds is not None
+        numbers = (float(a[0]), float(b[0]), float(difference[0]), bounds.low, bounds.high)
+        shares = (bounds.reached, *at_target)
         return Gap(first_name, second_name, accuracy, *numbers, *shares, subject.test.num_examples)
     return None
 

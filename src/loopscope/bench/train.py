@@ -14,7 +14,7 @@ from loopscope.models.packing import shared_beginnings
 from loopscope.progress import Advance
 from loopscope.tasks import Examples
 from loopscope.training import RunSettings, initial_model
-from loopscope.training.loop import batches, deterministic, train_step
+from loopscope.training.loop import AnswerLosses, batches, deterministic, train_step
 from loopscope.training.optimizers import Optimizers
 
 
@@ -45,7 +45,7 @@ def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progr
         plain_optimizers.step(0)
 
     def packed_step(batch: Examples) -> None:
-        train_step(packed, packed_optimizers, batch, 0, settings, device)
+        train_step(AnswerLosses(packed), packed_optimizers, batch, 0, settings, device)
 
     def several(step: Callable[[Examples], None]) -> None:
         for index in range(steps):

@@ -1,12 +1,14 @@
 """The command line: one verb a stage, in the order of the stages, each with its options and examples."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli import benchmarks, running, verbs
+from loopscope.cli import benchmarks, gating, running, studying, verbs
+from loopscope.cli.options import Version, compute_options, count, levels, products, verb
 from loopscope.errors import UserError
 
 _EPILOG = """\
@@ -30,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.verb(options))
     except UserError as error:
+        if _follows():
+            return 0  # the first worker has the same error; failing here could end it before it has said so
         print(f"loopscope: {error}", file=sys.stderr)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -37,9 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         print("loopscope: there is not enough memory for this; ask for fewer examples.", file=sys.stderr)
     except KeyboardInterrupt:
-        print("loopscope: interrupted; run the same command again to go on.", file=sys.stderr)
+        if not _follows():
+            print("loopscope: interrupted; run the same command again to go on.", file=sys.stderr)
         return 130
     return 2
+
+
+def _follows() -> bool:
+    """Whether torchrun started this process, and another one speaks for all that it started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,10 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=_Version())
+    parser.add_argument("--version", action="version", version=Version())
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
-    train = _verb(
+    train = verb(
         subparsers,
         "train",
         "train a looped Transformer",
@@ -61,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
   loopscope train demo --out runs/gate --set objective.name=learned_gate --set model.gate=linear
   loopscope train paper --out runs/paper --set training.seed=1        (on a GPU)
   loopscope train my.toml --out runs/mine --device cuda
+  torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper --device cuda
 
 A killed or interrupted run continues with the same command and ends bit-identical.""",
         verbs.train,
@@ -69,9 +80,9 @@ A killed or interrupted run continues with the same command and ends bit-identic
     train.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder")
     train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting (repeatable)")
     train.add_argument("--force", action="store_true", help="start even a run that is far too big for this machine")
-    _compute_options(train)
+    compute_options(train)
 
-    record = _verb(
+    record = verb(
         subparsers,
         "record",
         "run a split through every loop of a checkpoint",
@@ -84,13 +95,13 @@ A killed or interrupted run continues with the same command and ends bit-identic
     record.add_argument("run", type=Path, help="the folder of a finished run")
     record.add_argument("--split", required=True, help="train, validation, test or extrapolation")
     record.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/recordings/SPLIT")
-    record.add_argument("--examples", type=_count, metavar="N", help="how many examples (default: the task's)")
-    record.add_argument("--levels", type=_levels, metavar="A-B", help="difficulties (default: the task's)")
+    record.add_argument("--examples", type=count, metavar="N", help="how many examples (default: the task's)")
+    record.add_argument("--levels", type=levels, metavar="A-B", help="difficulties (default: the task's)")
     record.add_argument("--hidden", action="store_true", help="keep the pooled hidden states")
     record.add_argument("--no-logits", action="store_true", help="keep signals and predictions in place of the logits")
-    _compute_options(record)
+    compute_options(record)
 
-    evaluate = _verb(
+    evaluate = verb(
         subparsers,
         "evaluate",
         "sweep the readouts of a recording",
@@ -102,10 +113,11 @@ A killed or interrupted run continues with the same command and ends bit-identic
     evaluate.add_argument("calibration", type=Path, help="the recording that thresholds are chosen on")
     evaluate.add_argument("evaluation", type=Path, help="the recording that they are evaluated on")
     evaluate.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
+    evaluate.add_argument("--gate", action="append", type=Path, default=[], metavar="DIR", help="a fitted gate, too")
     evaluate.add_argument("--at", action="append", type=float, metavar="X", help="an accuracy for D@X (repeatable)")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
 
-    diagnose = _verb(
+    diagnose = verb(
         subparsers,
         "diagnose",
         "say which part is to blame, the trajectory or the readout",
@@ -122,7 +134,29 @@ A run needs its validation and test splits recorded; a folder that holds two rec
     diagnose.add_argument("--unseen", action="store_true", help="only examples that training did not have")
     diagnose.add_argument("--json", action="store_true", help="print JSON")
 
-    report = _verb(
+    compare = verb(
+        subparsers,
+        "compare",
+        "compare two readouts on the same examples",
+        """\
+  loopscope compare runs/demo/linear-gate gate margin
+  loopscope compare runs/demo/linear-gate gate margin --with runs/demo/fixed-geometric --unseen
+  loopscope compare runs/mine gate:linear gate --gate gates/linear     (recorded with --hidden)
+
+Both at the threshold that validation chooses, and (--at) at the least depth that reaches an accuracy. With --with, the
+second readout runs on another model's recordings of the same examples.""",
+        verbs.compare,
+    )
+    compare.add_argument("run", type=Path, help="a run whose validation and test splits are recorded")
+    compare.add_argument("first", metavar="READOUT", help="the first readout")
+    compare.add_argument("second", metavar="OTHER", help="the second readout")
+    compare.add_argument("--with", type=Path, metavar="RUN", dest="other", help="the run of the second (default: RUN)")
+    compare.add_argument("--gate", action="append", type=Path, default=[], metavar="DIR", help="a fitted gate of RUN")
+    compare.add_argument("--at", type=float, default=0.95, metavar="X", help="the accuracy of D@X (default: 0.95)")
+    compare.add_argument("--unseen", action="store_true", help="only examples that training did not have")
+    compare.add_argument("--json", action="store_true", help="print JSON")
+
+    report = verb(
         subparsers,
         "report",
         "write tables, figures and a page on some runs",
@@ -137,8 +171,9 @@ A run needs its validation and test splits recorded; a folder that holds two rec
     report.add_argument("--at", action="append", type=float, metavar="X", help="a target accuracy (repeatable)")
     report.add_argument("--unseen", action="store_true", help="only examples that training did not have")
     report.add_argument("--json", action="store_true", help="print the results as JSON")
+    products(report, "overview")
 
-    run = _verb(
+    run = verb(
         subparsers,
         "run",
         "answer a file of examples with adaptive depth",
@@ -146,6 +181,7 @@ A run needs its validation and test splits recorded; a folder that holds two rec
   loopscope run runs/demo/fixed-geometric examples.txt --readout margin
   echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - --readout margin --threshold 4
   loopscope run runs/mine examples.txt --readout fixed --threshold 4 --out answers.jsonl
+  loopscope run runs/mine examples.txt --gate gates/linear
 
 One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
 order of the examples. Without --threshold it is chosen on the run's validation recording.""",
@@ -153,29 +189,19 @@ order of the examples. Without --threshold it is chosen on the run's validation 
     )
     run.add_argument("run", type=Path, help="the folder of a finished run")
     run.add_argument("examples", help="a file with one example a line, or - for standard input")
-    run.add_argument("--readout", default="margin", metavar="NAME", help="the exit rule (default: margin)")
+    rule = run.add_mutually_exclusive_group()
+    rule.add_argument("--readout", default="margin", metavar="NAME", help="the exit rule (default: margin)")
+    rule.add_argument("--gate", type=Path, metavar="DIR", help="a fitted gate as the exit rule")
+    rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit rule and its threshold from a policy file")
     run.add_argument("--threshold", type=float, metavar="X", help="its threshold (default: as validation chooses)")
-    run.add_argument("--batch-size", type=_count, default=256, metavar="N", help="rows at a time (default: 256)")
+    run.add_argument("--batch-size", type=count, default=256, metavar="N", help="rows at a time (default: 256)")
     run.add_argument("--out", type=Path, metavar="FILE", help="where the answers go (default: standard output)")
-    _compute_options(run, json=False)
+    compute_options(run, json=False)
 
     _bench(subparsers)
 
-    demo = _verb(
-        subparsers,
-        "demo",
-        "train, record, diagnose and report four small models",
-        """\
-  loopscope demo --out runs/demo
-  loopscope demo --out runs/quick --set training.steps=300
-
-An interrupted demo continues with the same command; what is finished is used again.""",
-        verbs.demo,
-    )
-    demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
-    demo.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of all models")
-    demo.add_argument("--workers", type=_count, metavar="N", help="models at a time (default: one a core)")
-    demo.add_argument("--json", action="store_true", help="print the results as JSON")
+    gating.define(subparsers)
+    studying.define(subparsers)
     return parser
 
 
@@ -185,7 +211,7 @@ def _bench(subparsers: Any) -> None:
     )
     kinds = bench.add_subparsers(title="what", metavar="WHAT", required=True)
 
-    exits = _verb(
+    exits = verb(
         kinds,
         "exits",
         "adaptive depth against full depth",
@@ -197,14 +223,14 @@ def _bench(subparsers: Any) -> None:
     )
     exits.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="recorded runs (default: random weights)")
     exits.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: several)")
-    exits.add_argument("--batch-size", type=_count, metavar="N", help="rows (default: 64 at random, else the fastest)")
+    exits.add_argument("--batch-size", type=count, metavar="N", help="rows (default: 64 at random, else the fastest)")
     exits.add_argument("--waiting", action="store_true", help="also the batch in which all wait for the slowest")
     exits.add_argument("--settings", default="paper", help="preset or TOML file of the random model (default: paper)")
     exits.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of it")
-    exits.add_argument("--examples", type=_count, default=2048, metavar="N", help="for random weights (default: 2048)")
+    exits.add_argument("--examples", type=count, default=2048, metavar="N", help="for random weights (default: 2048)")
     exits.add_argument("--loops", type=float, default=1.3, metavar="X", help="average loops of it (default: 1.3)")
 
-    train = _verb(
+    train = verb(
         kinds,
         "train",
         "a training step against the plain padded one",
@@ -215,9 +241,9 @@ def _bench(subparsers: Any) -> None:
     )
     train.add_argument("settings", nargs="?", default="demo", help="a preset or a TOML file (default: demo)")
     train.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting (repeatable)")
-    train.add_argument("--steps", type=_count, default=4, metavar="N", help="steps of each way a round (default: 4)")
+    train.add_argument("--steps", type=count, default=4, metavar="N", help="steps of each way a round (default: 4)")
 
-    record = _verb(
+    record = verb(
         kinds,
         "record",
         "a recording against the bare forward pass",
@@ -228,9 +254,9 @@ def _bench(subparsers: Any) -> None:
     )
     record.add_argument("run", type=Path, help="the folder of a finished run")
     record.add_argument("--split", default="test", help="default: test")
-    record.add_argument("--examples", type=_count, metavar="N", help="how many examples (default: the task's)")
+    record.add_argument("--examples", type=count, metavar="N", help="how many examples (default: the task's)")
 
-    sweep = _verb(
+    sweep = verb(
         kinds,
         "sweep",
         "a sweep against its signal, and against a replay of every threshold",
@@ -240,57 +266,10 @@ def _bench(subparsers: Any) -> None:
         benchmarks.sweep,
     )
     for name, default in (("examples", 50_000), ("loops", 6), ("classes", 23), ("width", 64)):
-        sweep.add_argument(f"--{name}", type=_count, default=default, metavar="N", help=f"default: {default:,}")
+        sweep.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"default: {default:,}")
 
     for parser in (exits, train, record, sweep):
-        parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="rounds after warm-up (default: 5)")
-        parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: as PyTorch chooses)")
+        parser.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds after warm-up (default: 5)")
+        parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: as PyTorch chooses)")
         parser.add_argument("--json", action="store_true", help="print JSON")
         parser.set_defaults(device="cpu")
-
-
-class _Version(str):
-    """Looked up when it is printed, not at every start."""
-
-    def __mod__(self, _: Any) -> str:
-        from loopscope.artifacts import loopscope_version
-
-        return f"loopscope {loopscope_version()}"
-
-
-def _verb(subparsers: Any, name: str, purpose: str, examples: str, run: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=purpose,
-        description=purpose.capitalize() + ".",
-        epilog="examples:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(verb=run)
-    return parser
-
-
-def _compute_options(parser: argparse.ArgumentParser, json: bool = True) -> None:
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: as PyTorch chooses)")
-    if json:
-        parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")
-    return int(text)
-
-
-def _levels(text: str) -> range:
-    first, dash, last = text.partition("-")
-    if (
-        not first.isdigit()
-        or (dash and not last.isdigit())
-        or (levels := range(int(first), int(last or first) + 1)).start < 1
-    ):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a range of difficulties such as 11-14")
-    if not levels:
-        raise argparse.ArgumentTypeError(f"'{text}' is an empty range")
-    return levels

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
 from itertools import islice
@@ -85,19 +86,38 @@ def _written(path: Path) -> Iterator[TextIO]:
 
 
 def _policy(options: argparse.Namespace) -> "ExitPolicy":
-    from loopscope.exits import ExitPolicy
+    from loopscope.artifacts import sha256
+    from loopscope.exits import ExitPolicy, FittedGate, attach
+    from loopscope.exits.signals import FITTED
     from loopscope.exits.sweep import choose
+    from loopscope.models.checkpoint import WEIGHTS
     from loopscope.trajectory import Trajectory
 
+    if options.policy is not None and options.threshold is not None:
+        raise UserError("A policy file has its own threshold; leave out --threshold.")
+    if options.policy is not None:
+        policy = ExitPolicy.load(options.policy)
+        if policy.gate is not None:
+            policy.gate.check(sha256(options.run / WEIGHTS))
+        return policy
+    gate = None
+    if options.gate is not None:
+        gate = FittedGate.load(options.gate)
+        gate.check(sha256(options.run / WEIGHTS))
+        options.readout = FITTED + options.gate.absolute().name
     if options.threshold is not None or options.readout == "oracle":
-        return ExitPolicy(options.readout, options.threshold)
+        return ExitPolicy(options.readout, options.threshold, gate)
     recording = options.run / "recordings" / "validation"
     if not recording.is_dir():
         raise UserError(
             f"Without --threshold it is chosen on the validation recording, and {recording} is not there; record it "
             f"with `loopscope record {options.run} --split validation`."
         )
-    return choose(options.readout, Trajectory.load(recording))
+    validation = Trajectory.load(recording)
+    if gate is not None:
+        gate.check_calibration(validation.split)
+        validation = attach(validation, {options.readout.removeprefix(FITTED): gate})
+    return replace(choose(options.readout, validation), gate=gate)
 
 
 def _requests(

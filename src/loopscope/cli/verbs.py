@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from loopscope.errors import UserError
 
 if TYPE_CHECKING:
     from loopscope.report import Results
+    from loopscope.training.parallel import Workers
 
 
 def device_of(options: argparse.Namespace) -> Any:
@@ -32,22 +35,33 @@ def device_of(options: argparse.Namespace) -> Any:
 
 
 def train(options: argparse.Namespace) -> int:
-    from loopscope.training import read_settings
+    from loopscope.training.parallel import joined, leave
 
-    settings = read_settings(options.settings, options.set)
-    device = device_of(options)
-    from loopscope.progress import clock, track
-    from loopscope.training import check_memory, estimate, train
+    with joined(options.device) as workers:
+        code = _train(options, workers)
+    if workers.count > 1:
+        leave(code)
+    return code
+
+
+def _train(options: argparse.Namespace, workers: "Workers") -> int:
+    from loopscope.progress import clock, silent, track
+    from loopscope.training import check_memory, estimate, read_settings, train
     from loopscope.training.loop import steps_done
 
-    start, steps = steps_done(options.out), settings.training.steps
-    if start < steps and not options.force:
-        check_memory(settings, device)
-        expected = estimate(settings, device, start)
-        expected.check()
-        say(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
-    with track("training") as advance:
-        result = train(settings, options.out, device, advance)
+    with workers.together():
+        settings = read_settings(options.settings, options.set)
+        device = device_of(options)
+        start, steps = steps_done(options.out), settings.training.steps
+        if workers.leads and start < steps and not options.force:
+            check_memory(settings, device, workers)
+            expected = estimate(settings, device, start, workers)
+            expected.check()
+            say(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
+    with track("training") if workers.leads else nullcontext(silent) as advance:
+        result = train(settings, options.out, device, advance, workers)
+    if not workers.leads:
+        return 0
     final = result.final
     if options.json:
         print_json({"run": str(result.folder), "resumed_from": result.resumed_from, **final})
@@ -99,16 +113,20 @@ def record(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
+    from loopscope.cli.gating import gates_of
+    from loopscope.exits import attach
     from loopscope.exits.sweep import available_readouts, sweep
     from loopscope.report.results import frontier_result
     from loopscope.trajectory import Trajectory
 
     targets = _targets(options.at or [0.9, 0.95, 0.98, 0.99])
     calibration, evaluation = Trajectory.load(options.calibration), Trajectory.load(options.evaluation)
+    gates = gates_of(options.gate, calibration)
+    calibration, evaluation = attach(calibration, gates), attach(evaluation, gates)
     names = options.readout or available_readouts(calibration, evaluation)
     frontiers = [sweep(name, calibration, evaluation) for name in names]
     if options.json:
-        print_json({"readouts": [frontier_result(frontier, targets) for frontier in frontiers]})
+        print_json({"readouts": [frontier_result(frontier, targets, evaluation) for frontier in frontiers]})
         return 0
     rows = []
     for frontier in frontiers:
@@ -155,46 +173,113 @@ def diagnose(options: argparse.Namespace) -> int:
     return 0
 
 
+def compare(options: argparse.Namespace) -> int:
+    from loopscope.analysis import Side, depth_gap, paired
+    from loopscope.cli.gating import gates_of
+    from loopscope.exits import attach, sweep
+    from loopscope.report import Source, read_source
+
+    (target,) = _targets([options.at])
+    source = read_source(options.run, options.unseen)
+    gates = gates_of(options.gate, source.validation)
+    pair = (attach(source.validation, gates), attach(source.test, gates))
+    source = Source(source.name, *pair)
+    other = source if options.other is None else read_source(options.other, options.unseen)
+
+    def side(readout: str, where: Source) -> Side:
+        name = readout if where is source else f"{readout} on {where.name}"
+        return Side(name, sweep(readout, where.validation, where.test).select().policy, where.test)
+
+    compared = paired(side(options.first, source), side(options.second, other))
+    gap = depth_gap(target, (source.subject, options.first), (other.subject, options.second))
+    if options.json:
+        print_json({"selected": compared, "depth": gap})
+        return 0
+    rows = [
+        [what, f"{100 * each.value:+.2f} %", f"[{100 * each.low:+.2f}, {100 * each.high:+.2f}]"]
+        if what == "accuracy"
+        else [what, f"{each.value:+.3f}", f"[{each.low:+.3f}, {each.high:+.3f}]"]
+        for what, each in (("accuracy", compared.accuracy), ("loops", compared.loops))
+    ]
+    if gap is not None:
+        rows.append([f"D@{100 * gap.accuracy:g}", f"{gap.value:+.3f}", f"[{gap.low:+.3f}, {gap.high:+.3f}]"])
+    title = (
+        f"{compared.first} minus {compared.second} on {compared.examples:,} test examples. Accuracy and loops at the "
+        f"thresholds that validation chose; only {compared.first} is right on {compared.only_first_right:,}, only "
+        f"{compared.second} on {compared.only_second_right:,}."
+    )
+    print_table(title, ["", "difference", "95 % interval"], rows)
+    return 0
+
+
 def report(options: argparse.Namespace) -> int:
     from loopscope.report import collect, read_source
 
     targets = _targets(options.at or [0.95, 0.98, 0.99])
     sources = [read_source(run, options.unseen) for run in options.runs]
-    results = collect(sources, options.reference, targets, options.unseen)
-    return _write_and_show(results, options.out, options.json)
+    results = collect(sources, options.reference, targets)
+    if options.product:
+        return show_products(results, options.out, options.product)
+    words = ["loopscope report", *(str(run) for run in options.runs)]
+    words += [f"--reference {options.reference}"] if options.reference else []
+    words += [f"--at {target:g}" for target in targets] + (["--unseen"] if options.unseen else [])
+    return write_and_show(results, options.out, options.json, ("overview",), " ".join(words))
 
 
-def demo(options: argparse.Namespace) -> int:
-    from loopscope.progress import track
-    from loopscope.report import collect, read_source
-    from loopscope.studies.demo import REFERENCE, TARGETS, demo_jobs
-    from loopscope.studies.local import run_all
-
-    jobs = demo_jobs(options.out, options.set)
-    with track("demo") as advance:
-        run_all(jobs, advance, options.workers)
-    say("Analysing the recordings.")
-    sources = [read_source(job.folder, unseen_only=True) for job in jobs]
-    results = collect(sources, REFERENCE, TARGETS, unseen_only=True)
-    return _write_and_show(results, options.out / "report", options.json, only_headline=True)
-
-
-def _write_and_show(results: "Results", folder: Path, as_json: bool, only_headline: bool = False) -> int:
-    """Writes the report, then prints its tables, the most important last, and its verdicts."""
+def check_products(products: Sequence[str]) -> None:
+    """Says before anything is computed whether these products can be made."""
     try:
-        from loopscope.report.write import write_report
+        from loopscope.report.products import product_names
     except ImportError as error:
         raise UserError(f"The report needs {error.name}; install it with: pip install 'loopscope[report]'.") from None
-    from loopscope.report import tables
+    product_names(products)
 
-    written = write_report(results, folder)
+
+def show_products(results: "Results", folder: Path, names: Sequence[str]) -> int:
+    """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
+    check_products(names)
+    from loopscope.report.charts import write_figure
+    from loopscope.report.products import make_products, product_names
+
+    made = {product.name: product for product in make_products(results, names)}
+    for name in product_names(names):
+        if name not in made:
+            say(f"{name} cannot be made: the models that it shows are not among these.")
+        elif (table := made[name].table) is not None:
+            print_table(table.title, table.columns, table.rows)
+        elif (figure := made[name].figure) is not None:
+            write_figure(figure, folder, name)
+            print(f"{folder / name}.png and .pdf")
+    if not made:
+        raise UserError("None of these products can be made of these models.")
+    return 0
+
+
+def write_and_show(
+    results: "Results",
+    folder: Path,
+    as_json: bool,
+    products: Sequence[str],
+    command: str,
+    only_headline: bool = False,
+) -> int:
+    """Writes the report, then prints its tables, the most important last, and its verdicts."""
+    check_products(products)
+    from loopscope.report.products import make_products
+    from loopscope.report.write import write_report
+
+    made = make_products(results, products)
+    written = write_report(results, made, folder, command)
     if as_json:
         print_json(results)
         return 0
-    for table in reversed(tables(results)[: 1 if only_headline else None]):
+    shown = [product.table for product in made if product.table is not None]
+    for table in reversed(shown[: 1 if only_headline else None]):
         print_table(table.title, table.columns, table.rows)
-    for model in results.models:
-        print(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
+    for group in results.groups:
+        for name in group.names[:1]:
+            model = next(model for model in results.models if model.name == name)
+            print(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
     print(f"\nThe report: {written}")
     return 0
 

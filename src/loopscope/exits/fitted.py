@@ -67,6 +67,11 @@ class FittedGate:
         if own is not None and weights is not None and own != weights:
             raise UserError("This gate was fitted to the states of another model; fit one to this model.")
 
+    def check_calibration(self, split: str | None) -> None:
+        """Refuses to choose a threshold on the data that the gate was fitted to."""
+        if split is not None and split == self.provenance.get("split"):
+            raise UserError(f"This gate was fitted to the {split} split, so its threshold must be chosen on another.")
+
     def save(self, folder: str | Path) -> None:
         with atomic_folder(Path(folder), KIND) as scratch:
             save_tensors(scratch / WEIGHTS, {name: np.asarray(value) for name, value in self.tensors.items()})

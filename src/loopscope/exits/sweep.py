@@ -37,6 +37,11 @@ class OperatingPoint:
     calibration_accuracy: float
     calibration_average_loops: float
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By which calibration data prefer one point to another: the most accurate first, ties to fewer loops."""
+        return -self.calibration_accuracy, self.calibration_average_loops
+
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
@@ -51,8 +56,11 @@ class Frontier:
 
     def depth_at(self, accuracy: float) -> float | None:
         """D@X: the least average depth on the evaluation curve that reaches this accuracy, or None."""
-        reached = self.average_loops[self.accuracy >= accuracy]
-        return float(reached.min()) if len(reached) else None
+        return _depth_at(self.average_loops, self.accuracy, accuracy)
+
+    def calibration_depth_at(self, accuracy: float) -> float | None:
+        """The same on the calibration curve: what a choice may be based on."""
+        return _depth_at(self.calibration_average_loops, self.calibration_accuracy, accuracy)
 
     def select(self) -> OperatingPoint:
         """The point chosen on calibration data: the highest accuracy, ties to fewer loops."""
@@ -64,6 +72,11 @@ class Frontier:
             float(self.calibration_accuracy[best]),
             float(self.calibration_average_loops[best]),
         )
+
+
+def _depth_at(average_loops: Curve, accuracy: Curve, wanted: float) -> float | None:
+    reached = average_loops[accuracy >= wanted]
+    return float(reached.min()) if len(reached) else None
 
 
 def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory) -> Frontier:

@@ -1,182 +1,255 @@
-"""The figures of a report: Vega-Lite charts, written as PNG and PDF for a paper and as SVG for the page.
+"""The figures of a report: those that show every model, and the counterparts of the paper's."""
 
-Colours are safe for colour-blind readers (Okabe-Ito for readouts, viridis for difficulty); every readout has its own
-mark too.
-"""
+from collections.abc import Iterable, Sequence
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Literal
+from loopscope.exits.signals import CONVERGENCE, FITTED
+from loopscope.report.charts import Binning, Line, Panel, Specification, by_difficulty, frontiers, in_rows
+from loopscope.report.chosen import GEOMETRIC, UNIFORM, Chosen, Prior, Trained, prior_words
+from loopscope.report.schema import Binned, ModelResult, Results
 
-import altair as alt
-import vl_convert
-
-from loopscope.artifacts import write_bytes
-from loopscope.exits.signals import CONVERGENCE
-from loopscope.report.results import Binned, ModelResult, Results
-
-_OKABE_ITO = {
-    "fixed": "#000000",
-    "gate": "#D55E00",
-    "entropy": "#0072B2",
-    "top1": "#56B4E9",
-    "margin": "#009E73",
-    "kl": "#CC79A7",
-    "logit_change": "#E69F00",
-    "hidden_change": "#999999",
-    "hidden_cosine": "#8C564B",
-    "oracle": "#7F3C8D",
-}
-_SHAPES = {
-    "fixed": "square",
-    "gate": "diamond",
-    "entropy": "circle",
-    "top1": "triangle-up",
-    "margin": "triangle-down",
-    "kl": "cross",
-    "logit_change": "triangle-right",
-    "hidden_change": "triangle-left",
-    "hidden_cosine": "M-.7,-.7L.7,.7M.7,-.7L-.7,.7",  # an x
-    "oracle": "M0,.5L.6,.8L.5,.1L1,-.3L.3,-.4L0,-1L-.3,-.4L-1,-.3L-.5,.1L-.6,.8L0,.5Z",  # a star
-}
-_SHOWN_SIGNALS = {
+_SIGNALS = {
     "entropy": "entropy",
     "margin": "logit margin",
     "kl": "predictive KL",
     "hidden_change": "hidden-state displacement",
 }
-_PANEL = {"width": 230, "height": 170}
-_PER_ROW = 2
+_HEURISTICS = ("entropy", "top1", "margin")
+_GATES = {"linear": "linear gate", "mlp": "MLP gate"}
+_MANO, _PARITY = "mano", "parity"
 
 
-def figures(results: Results) -> dict[str, dict[str, Any]]:
-    """Every figure by its name, as a Vega-Lite specification."""
-    made = {
-        "frontiers": _grid(_frontiers(model, results) for model in results.models),
-        "forced_exits": _grid(
-            _by_difficulty(model.forced_accuracy_by_difficulty, model.label, "accuracy", percent=True)
-            for model in results.models
-        ),
-        "exit_distributions": _grid(
-            _by_difficulty(model.exit_distribution, model.label, "exit probability", percent=True)
-            for model in results.models
-            if model.exit_distribution is not None
-        ),
-        "signals": _rows(_signals(model) for model in results.models),
-    }
-    return {name: chart.to_dict() for name, chart in made.items() if chart is not None}
+def every_frontier(results: Results) -> Specification | None:
+    return frontiers([_all_readouts(model, model.label) for model in results.models], results.targets[0])
 
 
-def write_figures(specifications: dict[str, dict[str, Any]], folder: Path) -> dict[str, str]:
-    """Writes every figure as PNG and PDF; returns them as SVG."""
-    drawn = {}
-    for name, specification in specifications.items():
-        write_bytes(folder / f"{name}.png", vl_convert.vegalite_to_png(specification, scale=3))
-        write_bytes(folder / f"{name}.pdf", vl_convert.vegalite_to_pdf(specification))
-        drawn[name] = vl_convert.vegalite_to_svg(specification)
-    return drawn
+def every_forced_exit(results: Results) -> Specification | None:
+    return _forced(in_rows([(model.label, model) for model in results.models], 2))
 
 
-def _frontiers(model: ModelResult, results: Results) -> alt.LayerChart:
-    points = [
-        {"loops": loops, "accuracy": accuracy, "readout": frontier.readout, "order": index}
-        for frontier in model.frontiers
-        for index, (loops, accuracy) in enumerate(sorted(zip(frontier.average_loops, frontier.accuracy, strict=True)))
-    ]
-    readouts = [name for name in _OKABE_ITO if any(frontier.readout == name for frontier in _all(results))]
-    colour = alt.Color(
-        "readout:N",
-        scale=alt.Scale(domain=readouts, range=[_OKABE_ITO[name] for name in readouts]),
-        legend=alt.Legend(title="readout", symbolType="circle", symbolOpacity=1),
-    )
-    shape = alt.Shape("readout:N", scale=alt.Scale(domain=readouts, range=[_SHAPES[name] for name in readouts]))
-    floor = min(accuracy for frontier in _all(results) for accuracy in frontier.accuracy)
-    height = alt.Y(
-        "accuracy:Q",
-        title="accuracy",
-        axis=alt.Axis(format="%"),
-        scale=alt.Scale(domain=[max(0.0, floor - 0.01), 1.0]),
-    )
-    base = alt.Chart(_data(points)).encode(
-        x=alt.X("loops:Q", title="average loops", scale=alt.Scale(domain=[1, len(model.forced_accuracy)])),
-        y=height,
-        color=colour,
-        shape=shape,
-    )
-    lines = (
-        base.mark_line(strokeWidth=1.2, opacity=0.8)
-        .encode(order="order:Q")
-        .transform_filter("datum.readout != 'fixed'")  # between two depths there is no fixed depth
-    )
-    marks = base.mark_point(filled=True, opacity=0.9).encode(
-        size=alt.condition("datum.readout == 'fixed' || datum.readout == 'oracle'", alt.value(60), alt.value(14))
-    )
-    target = alt.Chart(_data([{"accuracy": results.targets[0]}])).mark_rule(strokeDash=[4, 4], color="#777777")
-    return (target.encode(y=height) + lines + marks).properties(title=model.label, **_PANEL)
+def every_exit_distribution(results: Results) -> Specification | None:
+    return _exits(in_rows([(model.label, model) for model in results.models if model.exit_distribution], 2))
 
 
-def _all(results: Results) -> Iterable[Any]:
-    return (frontier for model in results.models for frontier in model.frontiers)
+def every_signal(results: Results) -> Specification | None:
+    rows = [_signal_panels(model, _SIGNALS, f"{model.label}: ") for model in results.models]
+    return by_difficulty(rows, shared=False)
 
 
-def _by_difficulty(table: Binned, title: str, quantity: str, percent: bool = False, first: int = 1) -> alt.Chart:
-    values = [
-        {"loop": loop, "value": value, "difficulty": level}
-        for level, row in zip(table.levels, table.values, strict=True)
-        for loop, value in enumerate(row, start=1)
-        if loop >= first and value is not None
-    ]
-    return (
-        alt.Chart(_data(values))
-        .mark_line(point=alt.OverlayMarkDef(filled=True, size=25), strokeWidth=1.5)
-        .encode(
-            x=alt.X("loop:O", title="loop", axis=alt.Axis(labelAngle=0)),
-            y=alt.Y(
-                "value:Q",
-                title=quantity,
-                axis=alt.Axis(format="%") if percent else alt.Axis(),
-                scale=alt.Scale(zero=False),
-            ),
-            color=alt.Color(
-                "difficulty:O", title="difficulty", scale=alt.Scale(scheme="viridis", reverse=True), sort="ascending"
-            ),
-        )
-        .properties(title=title, **_PANEL)
-    )
-
-
-def _data(values: list[dict[str, Any]]) -> Any:
-    return alt.Data(values=values)  # type: ignore[no-untyped-call]
-
-
-def _signals(model: ModelResult) -> alt.HConcatChart | None:
-    panels = [
-        _by_difficulty(model.signals[name], f"{model.label}: {title}", title, first=2 if name in CONVERGENCE else 1)
-        for name, title in _SHOWN_SIGNALS.items()
-        if name in model.signals
-    ]
-    return alt.hconcat(*panels) if panels else None
-
-
-def _grid(panels: Iterable[alt.Chart | alt.LayerChart]) -> alt.VConcatChart | None:
-    """Panels that show the same quantity of different models, on the same scale."""
-    charts = list(panels)
-    rows = [charts[start : start + _PER_ROW] for start in range(0, len(charts), _PER_ROW)]
-    return _rows((alt.hconcat(*row).resolve_scale(y="shared") for row in rows), shared="shared")
-
-
-def _rows(
-    rows: Iterable[alt.HConcatChart | None], shared: Literal["shared", "independent"] = "independent"
-) -> alt.VConcatChart | None:
-    charts = [row for row in rows if row is not None]
-    if not charts:
+def teaser(results: Results) -> Specification | None:
+    mano = Chosen(results, _MANO)
+    fixed, gate = mano.fixed(GEOMETRIC), mano.best("mlp", GEOMETRIC)
+    if fixed is None or gate is None:
         return None
-    return (
-        alt.vconcat(*charts)
-        .resolve_scale(color="shared", y=shared)
-        .configure(font="Helvetica, Arial, sans-serif", background="white")
-        .configure_title(fontSize=12, anchor="start", fontWeight="normal")
-        .configure_axis(labelFontSize=10, titleFontSize=11, grid=True, gridOpacity=0.4, titleFontWeight="normal")
-        .configure_legend(labelFontSize=10, titleFontSize=11, titleFontWeight="normal")
-        .configure_view(stroke="#dddddd")
-    )
+    lines = [*_lines(fixed.first, (*_HEURISTICS, "fixed", "oracle")), *_gate_lines([gate])]
+    return frontiers([_panel("fixed prior, and an MLP gate's own exits", lines, fixed.first)], results.targets[0])
+
+
+def fixed_prior_frontiers(results: Results) -> Specification | None:
+    return _fixed_frontiers(results, [UNIFORM, GEOMETRIC])
+
+
+def lambda_frontiers(results: Results) -> Specification | None:
+    return _fixed_frontiers(results, [prior for prior in Chosen(results, _MANO).priors if prior != UNIFORM])
+
+
+def main_signals(results: Results) -> Specification | None:
+    return _signals(results, _MANO, GEOMETRIC, ("entropy", "hidden_change"))
+
+
+def uniform_signals(results: Results) -> Specification | None:
+    return _signals(results, _MANO, UNIFORM, _SIGNALS)
+
+
+def geometric_signals(results: Results) -> Specification | None:
+    return _signals(results, _MANO, GEOMETRIC, _SIGNALS)
+
+
+def parity_signals(results: Results) -> Specification | None:
+    return _signals(results, _PARITY, GEOMETRIC, ("entropy", "margin", "hidden_change"))
+
+
+def gate_comparison(results: Results) -> Specification | None:
+    return _gate_comparison(results, _MANO, _GATES, [UNIFORM, GEOMETRIC])
+
+
+def linear_gate_comparison(results: Results) -> Specification | None:
+    return _gate_comparison(results, _MANO, ["linear"], Chosen(results, _MANO).priors)
+
+
+def mlp_gate_comparison(results: Results) -> Specification | None:
+    return _gate_comparison(results, _MANO, ["mlp"], Chosen(results, _MANO).priors)
+
+
+def parity_frontiers(results: Results) -> Specification | None:
+    return _gate_comparison(results, _PARITY, _GATES, [UNIFORM, GEOMETRIC])
+
+
+def main_forced_exits(results: Results) -> Specification | None:
+    return _forced(_families(Chosen(results, _MANO), [GEOMETRIC]))
+
+
+def main_exit_distributions(results: Results) -> Specification | None:
+    return _exits(_families(Chosen(results, _MANO), [GEOMETRIC]))
+
+
+def all_forced_exits(results: Results) -> Specification | None:
+    mano = Chosen(results, _MANO)
+    return _forced(_families(mano, mano.priors))
+
+
+def all_exit_distributions(results: Results) -> Specification | None:
+    mano = Chosen(results, _MANO)
+    return _exits(_families(mano, mano.priors))
+
+
+def posthoc_main(results: Results) -> Specification | None:
+    mano = Chosen(results, _MANO)
+    return _posthoc(results, [mano.fixed(GEOMETRIC), mano.at("linear", GEOMETRIC, 0.1)], [("linear", "mlp")])
+
+
+def posthoc_fixed(results: Results) -> Specification | None:
+    return _posthoc_by_prior(results, "none")
+
+
+def posthoc_linear(results: Results) -> Specification | None:
+    return _posthoc_by_prior(results, "linear")
+
+
+def posthoc_mlp(results: Results) -> Specification | None:
+    return _posthoc_by_prior(results, "mlp")
+
+
+def uniform_extrapolation(results: Results) -> Specification | None:
+    return _extrapolation(results, UNIFORM)
+
+
+def geometric_extrapolation(results: Results) -> Specification | None:
+    return _extrapolation(results, GEOMETRIC)
+
+
+def _all_readouts(model: ModelResult, title: str) -> Panel:
+    return _panel(title, _lines(model, [frontier.readout for frontier in model.frontiers]), model)
+
+
+def _panel(title: str, lines: list[Line], model: ModelResult) -> Panel:
+    return Panel(title, lines, len(model.forced_accuracy))
+
+
+def _lines(model: ModelResult, readouts: Iterable[str]) -> list[Line]:
+    return [Line.of(frontier) for name in readouts if (frontier := model.frontier(name)) is not None]
+
+
+def _gate_lines(groups: Sequence[Trained]) -> list[Line]:
+    """The native gate of every beta, on its own trajectory."""
+    named = [(group, group.first.frontier("gate")) for group in groups]
+    return [Line.of(gate, f"{_GATES[group.gate]}, β {group.beta:g}") for group, gate in named if gate is not None]
+
+
+def _fixed_frontiers(results: Results, priors: list[Prior]) -> Specification | None:
+    mano = Chosen(results, _MANO)
+    groups = [(prior, group) for prior in priors if (group := mano.fixed(prior)) is not None]
+    panels = [_all_readouts(group.first, f"fixed prior, {prior_words(prior)}") for prior, group in groups]
+    return frontiers(panels, results.targets[0])
+
+
+def _signal_panels(
+    model: ModelResult, names: Iterable[str], prefix: str, more: dict[str, Binned] | None = None
+) -> list[Binning]:
+    """`more` continues the difficulties of the test split."""
+    panels = []
+    for name in names:
+        if name in model.signals:
+            table = model.signals[name]
+            if more is not None:
+                extra = more[name]
+                table = Binned(table.levels + extra.levels, table.counts + extra.counts, table.values + extra.values)
+            panels.append(Binning(prefix + _SIGNALS[name], _SIGNALS[name], table, 2 if name in CONVERGENCE else 1))
+    return panels
+
+
+def _signals(results: Results, task: str, prior: Prior, names: Iterable[str]) -> Specification | None:
+    group = Chosen(results, task).fixed(prior)
+    if group is None:
+        return None
+    panels = _signal_panels(group.first, names, "")
+    return by_difficulty(in_rows(panels, 3 if len(panels) == 3 else 2), shared=False)
+
+
+def _extrapolation(results: Results, prior: Prior) -> Specification | None:
+    group = Chosen(results, _MANO).fixed(prior)
+    if group is None or group.first.extrapolation is None:
+        return None
+    names = ("entropy", "margin", "hidden_change")
+    panels = _signal_panels(group.first, names, "", group.first.extrapolation.signals)
+    return by_difficulty([panels], shared=False)
+
+
+def _gate_comparison(
+    results: Results, task: str, gates: Iterable[str], priors: Sequence[Prior]
+) -> Specification | None:
+    """The heuristics on the fixed-prior trajectory beside the native gates of every beta."""
+    chosen = Chosen(results, task)
+    panels = []
+    for gate in gates:
+        for prior in priors:
+            fixed, learned = chosen.fixed(prior), chosen.gated(gate, prior)
+            if fixed is not None and learned:
+                lines = [*_lines(fixed.first, (*_HEURISTICS, "fixed", "oracle")), *_gate_lines(learned)]
+                best = chosen.best(gate, prior)
+                choice = f" (validation: β {best.beta:g})" if best is not None and len(learned) > 1 else ""
+                panels.append(_panel(f"{_GATES[gate]}, {prior_words(prior)}{choice}", lines, fixed.first))
+    return frontiers(panels, results.targets[0])
+
+
+_Row = list[tuple[str, ModelResult]]
+
+
+def _families(chosen: Chosen, priors: Sequence[Prior]) -> list[_Row]:
+    """A row a prior: the fixed prior, the linear gate and the MLP gate, with beta 0.1 or else the beta that is best."""
+    rows = []
+    for prior in priors:
+        groups = [chosen.fixed(prior), *(chosen.at(g, prior, 0.1) or chosen.best(g, prior) for g in _GATES)]
+        rows.append([(group.words, group.first) for group in groups if group is not None])
+    return rows
+
+
+def _forced(rows: Iterable[Sequence[tuple[str, ModelResult]]]) -> Specification | None:
+    panels = [[Binning(title, "accuracy", model.forced_accuracy_by_difficulty) for title, model in row] for row in rows]
+    return by_difficulty(panels, percent=True)
+
+
+def _exits(rows: Iterable[Sequence[tuple[str, ModelResult]]]) -> Specification | None:
+    panels = [
+        [
+            Binning(title, "exit probability", model.exit_distribution)
+            for title, model in row
+            if model.exit_distribution is not None
+        ]
+        for row in rows
+    ]
+    return by_difficulty(panels, percent=True)
+
+
+def _posthoc_by_prior(results: Results, gate: str) -> Specification | None:
+    """Both priors, and a panel for each kind of fitted gate."""
+    mano = Chosen(results, _MANO)
+    hosts = [mano.fixed(prior) if gate == "none" else mano.at(gate, prior, 0.1) for prior in (UNIFORM, GEOMETRIC)]
+    return _posthoc(results, hosts, [("linear",), ("mlp",)])
+
+
+def _posthoc(results: Results, hosts: Sequence[Trained | None], kinds: Sequence[Sequence[str]]) -> Specification | None:
+    """On each frozen trajectory: gates fitted to it, its own gate, the heuristics and fixed depth."""
+    panels = []
+    for host in hosts:
+        for shown in kinds:
+            if host is None:
+                continue
+            model = host.first
+            fitted = [frontier for frontier in model.frontiers if frontier.readout.startswith(FITTED)]
+            fitted = [each for each in fitted if each.readout.removeprefix(FITTED).split("-")[0] in shown]
+            if fitted:
+                lines = _lines(model, ("fixed", "gate", *_HEURISTICS, "oracle"))
+                lines += [Line.of(each, f"fitted {each.readout.removeprefix(FITTED)}") for each in fitted]
+                which = f"; {_GATES[shown[0]]} fitted" if len(shown) == 1 else ""
+                panels.append(_panel(host.words + which, lines, model))
+    return frontiers(panels, results.targets[0])

@@ -1,11 +1,9 @@
-"""Everything a report says, as data: recordings of some models -> `results.json`.
+"""From the recordings of some models to everything that a report says, as data."""
 
-The schema is versioned and described in docs/results.md. It holds no times and no host names: the same recordings give
-the same bytes.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,99 +13,58 @@ import numpy as np
 from loopscope.analysis import (
     ORDERED_SIGNALS,
     ByDifficulty,
-    Diagnosis,
-    Ordering,
+    Gap,
     OverSeeds,
+    Paired,
+    Side,
     Subject,
+    depth_gap,
     diagnose,
     difficulty_ordering,
     exit_distribution,
+    exits,
     forced_accuracy,
     forced_cross_entropy,
+    interval,
     over_seeds,
+    paired,
+    resampled_curves,
+    resampled_sums,
     signal_by_difficulty,
 )
 from loopscope.artifacts import loopscope_version
 from loopscope.config import digest
 from loopscope.errors import UserError
-from loopscope.exits import READOUTS, SIGNALS, Frontier, sweep
+from loopscope.exits import READOUTS, SIGNALS, FittedGate, Frontier, attach, sweep
+from loopscope.exits.signals import FITTED
 from loopscope.exits.sweep import available_readouts
+from loopscope.report.schema import (
+    SCHEMA_VERSION,
+    Binned,
+    Extrapolation,
+    FrontierResult,
+    GroupResult,
+    ModelResult,
+    Results,
+    Selected,
+)
 from loopscope.trajectory import Trajectory
-
-SCHEMA_VERSION = 1
-
-
-class Binned(msgspec.Struct, frozen=True):
-    levels: list[float]
-    counts: list[int]
-    values: list[list[float | None]]  # [levels][loops]; null where there is no value
-
-
-class Selected(msgspec.Struct, frozen=True):
-    """The operating point that validation chose."""
-
-    threshold: float | None
-    accuracy: float
-    average_loops: float
-    calibration_accuracy: float
-    calibration_average_loops: float
-
-
-class FrontierResult(msgspec.Struct, frozen=True):
-    readout: str
-    thresholds: list[float]
-    accuracy: list[float]
-    average_loops: list[float]
-    depth_at: dict[str, float | None]  # on the evaluation curve, as in the paper
-    selected: Selected
-
-
-class ModelResult(msgspec.Struct, frozen=True):
-    name: str
-    label: str
-    group: str  # the same for runs that differ in their seed only
-    is_reference: bool
-    provenance: dict[str, Any]
-    validation_examples: int
-    test_examples: int
-    forced_accuracy: list[float]
-    forced_cross_entropy: list[float] | None
-    forced_accuracy_by_difficulty: Binned
-    forced_cross_entropy_by_difficulty: Binned | None
-    exit_distribution: Binned | None
-    signals: dict[str, Binned]
-    ordering: dict[str, Ordering]
-    frontiers: list[FrontierResult]
-    diagnosis: Diagnosis
-
-
-class GroupResult(msgspec.Struct, frozen=True):
-    """Runs that differ in their seed only, together."""
-
-    label: str
-    names: list[str]
-    depth_at: dict[str, dict[str, OverSeeds]]  # readout -> target -> over the runs
-    selected_accuracy: dict[str, OverSeeds]  # readout -> of the operating points chosen on validation
-    selected_loops: dict[str, OverSeeds]
-    ordering: dict[str, OverSeeds]  # signal -> the bin-mean correlation over the runs
-
-
-class Results(msgspec.Struct, frozen=True):
-    schema_version: int
-    loopscope: str
-    targets: list[float]
-    unseen_only: bool
-    models: list[ModelResult]
-    groups: list[GroupResult]
 
 
 @dataclass(frozen=True)
 class Source:
-    """The two recordings of a model."""
+    """The recordings of a model, and what was fitted to it."""
 
     name: str
     validation: Trajectory
     test: Trajectory
+    extrapolation: Trajectory | None = None
+    gates: Mapping[str, FittedGate] = field(default_factory=dict)
+    unseen_only: bool = False  # whether examples that training had are left out of the first two
+
+    @cached_property
+    def subject(self) -> Subject:
+        return Subject(self.validation, self.test)
 
 
 def read_source(run: Path, unseen_only: bool = False) -> Source:
@@ -115,36 +72,102 @@ def read_source(run: Path, unseen_only: bool = False) -> Source:
     folder = run / "recordings" if (run / "recordings").is_dir() else run
     if not folder.is_dir():
         raise UserError(f"There is no folder {run}; give a run whose validation and test splits are recorded.")
-    pair = []
     for split in ("validation", "test"):
         if not (folder / split).is_dir():
             raise UserError(
                 f"{folder} has no recording '{split}'; make it with: loopscope record {run} --split {split}."
             )
-        trajectory = Trajectory.load(folder / split)
-        pair.append(_unseen(trajectory, folder / split) if unseen_only else trajectory)
-    return Source(run.resolve().name, *pair)
+    validation, test = (load_recording(folder / split, unseen_only) for split in ("validation", "test"))
+    return Source(run.resolve().name, validation, test, unseen_only=unseen_only)
 
 
-def collect(sources: Sequence[Source], reference: str | None, targets: Sequence[float], unseen_only: bool) -> Results:
+def load_recording(folder: Path, unseen_only: bool) -> Trajectory:
+    """A recording, or only those of its examples that training did not have."""
+    trajectory = Trajectory.load(folder)
+    if not unseen_only:
+        return trajectory
+    if trajectory.seen is None:
+        raise UserError(f"{folder} does not say which examples training had; leave out --unseen.")
+    if trajectory.seen.all():
+        raise UserError(f"Every example of {folder} occurs in the training data; leave out --unseen.")
+    return trajectory.take(~np.asarray(trajectory.seen))
+
+
+def collect(sources: Sequence[Source], reference: str | None, targets: Sequence[float]) -> Results:
     """Analyses every model, the others against the reference."""
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
         raise UserError("Two of the runs have the same name; give their folders different names.")
     if reference is not None and reference not in names:
         raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(names)}.")
-    subjects = {source.name: Subject(source.validation, source.test) for source in sources}
-    models = []
-    for source in sources:
-        against = None if reference is None else subjects[reference]
-        diagnosis = diagnose(subjects[source.name], against, targets[0])
-        models.append(_model(source, diagnosis, source.name == reference, targets))
-    shared = {model.label for model in models if sum(model.label == other.label for other in models) > 1}
-    models = [
-        msgspec.structs.replace(model, label=f"{model.label} [{model.name}]") if model.label in shared else model
-        for model in models
+    against = None if reference is None else sources[names.index(reference)]
+    return assemble([analyse(source, against, targets) for source in sources], targets)
+
+
+def analyse(source: Source, reference: Source | None, targets: Sequence[float]) -> ModelResult:
+    """Everything that is said of one model, some of it against a reference (which it may be itself)."""
+    test = source.test
+    validation, evaluation = (attach(recording, source.gates) for recording in (source.validation, test))
+    provenance = dict(test.provenance)
+    signals = [name for name in SIGNALS if name in available_readouts(test)]
+    entropy = test.logits is not None or test.label_log_probs is not None
+    frontiers = [sweep(name, validation, evaluation) for name in available_readouts(validation, evaluation)]
+    return ModelResult(
+        name=source.name,
+        label=label_of(provenance, source.name),
+        group=_group(provenance, source.name),
+        is_reference=reference is source,
+        unseen_only=source.unseen_only,
+        provenance=provenance,
+        validation_examples=source.validation.num_examples,
+        test_examples=test.num_examples,
+        forced_accuracy=test.correct.mean(axis=0).tolist(),
+        forced_cross_entropy=test.cross_entropy.mean(axis=0).tolist() if entropy else None,
+        forced_accuracy_by_difficulty=_binned(forced_accuracy(test)),
+        forced_cross_entropy_by_difficulty=_binned(forced_cross_entropy(test)) if entropy else None,
+        exit_distribution=_binned(exit_distribution(test)) if "gate" in signals else None,
+        signals={name: _binned(signal_by_difficulty(name, test)) for name in signals},
+        ordering={
+            name: difficulty_ordering(name, test)
+            for name in ORDERED_SIGNALS
+            if name in signals and test.difficulty is not None
+        },
+        frontiers=[frontier_result(frontier, targets, evaluation) for frontier in frontiers],
+        diagnosis=diagnose(source.subject, None if reference is None else reference.subject, targets[0]),
+        paired=_paired({frontier.readout: frontier for frontier in frontiers}, source, evaluation, reference),
+        fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, targets[0]),
+        extrapolation=None if source.extrapolation is None else _extrapolation(source.extrapolation),
+    )
+
+
+def assemble(models: list[ModelResult], targets: Sequence[float]) -> Results:
+    """The results of several models together, under labels that tell them apart."""
+    labels = _labels(models)
+    models = [msgspec.structs.replace(model, label=label) for model, label in zip(models, labels, strict=True)]
+    return Results(SCHEMA_VERSION, loopscope_version(), list(targets), models, _groups(models, targets))
+
+
+def _labels(models: list[ModelResult]) -> list[str]:
+    """A label says the task where there are several, the seed where there are several, and else the folder's name."""
+    runs = [_run(model.provenance) for model in models]
+    members = Counter(model.group for model in models)
+    labels = _group_labels(models)
+    for place, (model, run) in enumerate(zip(models, runs, strict=True)):
+        if run is not None and members[model.group] > 1:
+            labels[place] += f", seed {run['training']['seed']}"
+    shared = Counter(labels)
+    return [
+        f"{label} [{model.name}]" if shared[label] > 1 else label for label, model in zip(labels, models, strict=True)
     ]
-    return Results(SCHEMA_VERSION, loopscope_version(), list(targets), unseen_only, models, _groups(models, targets))
+
+
+def _group_labels(models: list[ModelResult]) -> list[str]:
+    tasks = [run["task"]["name"] if (run := _run(model.provenance)) else "" for model in models]
+    several = len(set(tasks)) > 1
+    return [
+        f"{task}: {label}" if several and task else label
+        for task, label in zip(tasks, (label_of(model.provenance, model.name) for model in models), strict=True)
+    ]
 
 
 def label_of(provenance: dict[str, Any], name: str) -> str:
@@ -161,58 +184,76 @@ def label_of(provenance: dict[str, Any], name: str) -> str:
     return f"{'linear' if gate == 'linear' else 'MLP'} gate, {prior}, β {objective['beta']:g}"
 
 
+_PARTS = ("task", "model", "objective", "training")
+
+
 def _run(provenance: dict[str, Any]) -> dict[str, Any] | None:
     """The settings of the run that made a recording, if it was one of ours."""
     run = provenance.get("run")
-    ours = isinstance(run, dict) and all(isinstance(run.get(part), dict) for part in ("model", "objective", "training"))
+    ours = isinstance(run, dict) and all(isinstance(run.get(part), dict) for part in _PARTS)
     return run if ours else None
 
 
-def _model(source: Source, diagnosis: Diagnosis, is_reference: bool, targets: Sequence[float]) -> ModelResult:
-    test = source.test
-    provenance = dict(test.provenance)
-    readouts = available_readouts(source.validation, test)
-    signals = [name for name in SIGNALS if name in available_readouts(test)]
-    entropy = test.logits is not None or test.label_log_probs is not None
-    return ModelResult(
-        name=source.name,
-        label=label_of(provenance, source.name),
-        group=_group(provenance, source.name),
-        is_reference=is_reference,
-        provenance=provenance,
-        validation_examples=source.validation.num_examples,
-        test_examples=test.num_examples,
-        forced_accuracy=test.correct.mean(axis=0).tolist(),
-        forced_cross_entropy=test.cross_entropy.mean(axis=0).tolist() if entropy else None,
-        forced_accuracy_by_difficulty=_binned(forced_accuracy(test)),
-        forced_cross_entropy_by_difficulty=_binned(forced_cross_entropy(test)) if entropy else None,
-        exit_distribution=_binned(exit_distribution(test)) if "gate" in signals else None,
-        signals={name: _binned(signal_by_difficulty(name, test)) for name in signals},
-        ordering={
-            name: difficulty_ordering(name, test)
-            for name in ORDERED_SIGNALS
-            if name in signals and test.difficulty is not None
-        },
-        frontiers=[frontier_result(sweep(name, source.validation, test), targets) for name in readouts],
-        diagnosis=diagnosis,
-    )
-
-
-def frontier_result(frontier: Frontier, targets: Sequence[float]) -> FrontierResult:
+def frontier_result(frontier: Frontier, targets: Sequence[float], evaluation: Trajectory) -> FrontierResult:
     point = frontier.select()
+    curves = resampled_curves(frontier.readout, frontier.thresholds, evaluation)
+    means = resampled_sums(exits(point.policy, evaluation)) / evaluation.num_examples
     return FrontierResult(
         frontier.readout,
         [] if frontier.readout == "oracle" else frontier.thresholds.tolist(),
         frontier.accuracy.tolist(),
         frontier.average_loops.tolist(),
         {f"{target:g}": frontier.depth_at(target) for target in targets},
+        {f"{target:g}": interval(curves.depth_at(target)) for target in targets},
+        {f"{target:g}": frontier.calibration_depth_at(target) for target in targets},
         Selected(
             point.policy.threshold,
             point.accuracy,
             point.average_loops,
             point.calibration_accuracy,
             point.calibration_average_loops,
+            interval(means[:, 0]),
+            interval(means[:, 1]),
         ),
+    )
+
+
+def _paired(
+    frontiers: dict[str, Frontier], source: Source, evaluation: Trajectory, reference: Source | None
+) -> list[Paired]:
+    """The model's own gate against the most accurate readout that needs no gate, and against the reference's margin."""
+    if "gate" not in frontiers:
+        return []
+    others = [name for name in READOUTS if name in frontiers and name not in ("gate", "oracle", "fixed")]
+    points = {name: frontiers[name].select() for name in ("gate", *others)}
+    gate = Side("gate", points["gate"].policy, evaluation)
+    found = []
+    if others:
+        best = min(others, key=lambda name: points[name].rank)
+        found.append(paired(gate, Side(best, points[best].policy, evaluation)))
+    if reference is not None and reference is not source and np.array_equal(reference.test.labels, source.test.labels):
+        margin = sweep("margin", reference.validation, reference.test).select().policy
+        found.append(paired(gate, Side("margin on the reference", margin, reference.test)))
+    return found
+
+
+def _fitted_gaps(
+    validation: Trajectory, evaluation: Trajectory, gates: Mapping[str, FittedGate], target: float
+) -> list[Gap]:
+    if not gates:
+        return []
+    subject = Subject(validation, evaluation)
+    other = "gate" if subject.has_gate else "margin"
+    gaps = (depth_gap(target, (subject, FITTED + name), (subject, other)) for name in gates)
+    return [gap for gap in gaps if gap is not None]
+
+
+def _extrapolation(recording: Trajectory) -> Extrapolation:
+    names = [name for name in SIGNALS if name in available_readouts(recording)]
+    return Extrapolation(
+        recording.num_examples,
+        _binned(forced_accuracy(recording)),
+        {name: _binned(signal_by_difficulty(name, recording)) for name in names},
     )
 
 
@@ -220,13 +261,14 @@ def _groups(models: list[ModelResult], targets: Sequence[float]) -> list[GroupRe
     groups: dict[str, list[ModelResult]] = {}
     for model in models:
         groups.setdefault(model.group, []).append(model)
-    return [_group_result(members, targets) for members in groups.values()]
+    labels = _group_labels([members[0] for members in groups.values()])
+    return [_group_result(members, label, targets) for members, label in zip(groups.values(), labels, strict=True)]
 
 
-def _group_result(members: list[ModelResult], targets: Sequence[float]) -> GroupResult:
+def _group_result(members: list[ModelResult], label: str, targets: Sequence[float]) -> GroupResult:
     """Every summary is over all members; one that lacks a readout or a signal counts as not reaching it."""
     frontiers = [{frontier.readout: frontier for frontier in model.frontiers} for model in members]
-    readouts = [name for name in READOUTS if any(name in known for known in frontiers)]
+    readouts = list(dict.fromkeys(name for known in frontiers for name in known))
 
     def over(readout: str, value: Callable[[FrontierResult], float | None]) -> OverSeeds:
         return over_seeds([value(known[readout]) if readout in known else None for known in frontiers])
@@ -236,7 +278,7 @@ def _group_result(members: list[ModelResult], targets: Sequence[float]) -> Group
 
     orderings = [model.ordering for model in members]
     return GroupResult(
-        label=label_of(members[0].provenance, members[0].name),
+        label=label,
         names=[model.name for model in members],
         depth_at={name: {f"{target:g}": over(name, depth(target)) for target in targets} for name in readouts},
         selected_accuracy={name: over(name, lambda frontier: frontier.selected.accuracy) for name in readouts},
@@ -259,12 +301,4 @@ def _group(provenance: dict[str, Any], name: str) -> str:
 
 def _binned(table: ByDifficulty) -> Binned:
     values = [[None if np.isnan(value) else value for value in row] for row in table.values.tolist()]
-    return Binned(table.levels, table.counts, values)
-
-
-def _unseen(trajectory: Trajectory, folder: Path) -> Trajectory:
-    if trajectory.seen is None:
-        raise UserError(f"{folder} does not say which examples training had; leave out --unseen.")
-    if trajectory.seen.all():
-        raise UserError(f"Every example of {folder} occurs in the training data; leave out --unseen.")
-    return trajectory.take(~np.asarray(trajectory.seen))
+    return Binned([float(level) for level in table.levels], table.counts, values)

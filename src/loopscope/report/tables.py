@@ -1,10 +1,10 @@
 """The tables of a report, once, for the terminal and for the page."""
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 
-from loopscope.analysis import Diagnosis, Gap, OverSeeds
-from loopscope.report.results import ModelResult, Results
+from loopscope.analysis import Diagnosis, Gap, OverSeeds, over_seeds
+from loopscope.report.schema import ModelResult, Results
 
 
 @dataclass(frozen=True)
@@ -15,39 +15,43 @@ class Table:
     rows: list[list[str]]
 
 
-def tables(results: Results) -> list[Table]:
-    """All tables of a report, the most important first."""
-    made = [headline(results), gaps(results.models), depths(results), forced(results.models), ordering(results)]
-    return [table for table in made if table.rows]
-
-
 def headline(results: Results) -> Table:
     """What a reader looks for first: the depth each model needs, and the part that is to blame."""
-    target = results.targets[0]
+    target = f"{results.targets[0]:g}"
+    models = {model.name: model for model in results.models}
     rows = []
-    for model in results.models:
-        depth = {frontier.readout: frontier.depth_at[f"{target:g}"] for frontier in model.frontiers}
-        best = model.diagnosis.best_readout
+    for group in results.groups:
+        members = [models[name] for name in group.names]
+        best = [model.diagnosis.best_readout for model in members]
+        depths = [_depth_of(model, readout, target) for model, readout in zip(members, best, strict=True)]
+        verdicts = Counter("the reference" if model.is_reference else model.diagnosis.verdict for model in members)
         rows.append(
             [
-                model.label,
-                f"{max(model.forced_accuracy):.1%}",
-                _depth(depth["fixed"]),
-                _depth(depth["gate"]) if "gate" in depth else "no gate",
-                f"{_depth(depth[best])} ({best})",
-                "the reference" if model.is_reference else model.diagnosis.verdict,
+                group.label if len(members) > 1 else members[0].label,
+                share(over_seeds([max(model.forced_accuracy) for model in members])),
+                str(group.depth_at["fixed"][target]),
+                str(group.depth_at["gate"][target]) if "gate" in group.depth_at else "no gate",
+                f"{over_seeds(depths)}, {'/'.join(dict.fromkeys(best))}",
+                ", ".join(name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()),
             ]
         )
     note = (
-        f"Least average loops on the test curve that reach {_percent(target)} accuracy (N/A: none does) with a fixed "
-        "depth, with the model's own gate, and with the readout that validation data choose."
+        f"Least average loops on the test curve that reach {_percent(results.targets[0])} accuracy (N/A: none does) "
+        "with a fixed depth, with the model's own gate, and with the readout that validation data choose. Over several "
+        "seeds: mean ± sample standard deviation of those that reach it (how many); verdicts are counted."
     )
     columns = ["model", "best loop", "fixed depth", "own gate", "best readout", "to blame"]
-    return Table(f"D@{100 * target:g} and the part to blame", note, columns, rows)
+    return Table(f"D@{100 * results.targets[0]:g} and the part to blame", note, columns, rows)
 
 
-def gaps(models: Sequence[ModelResult]) -> Table:
+def _depth_of(model: ModelResult, readout: str, target: str) -> float | None:
+    frontier = model.frontier(readout)
+    return None if frontier is None else frontier.depth_at[target]
+
+
+def gaps(results: Results) -> Table:
     """The three gaps of every model."""
+    models = results.models
     rows = []
     for model in models:
         diagnosis = model.diagnosis
@@ -80,7 +84,7 @@ def depths(results: Results) -> Table:
     for group in results.groups:
         for readout, values in group.depth_at.items():
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
-            shown = ["", ""] if readout == "oracle" else [_share(accuracy), str(loops)]
+            shown = ["", ""] if readout == "oracle" else [share(accuracy), str(loops)]
             rows.append([group.label, readout, *(str(values[target]) for target in targets), *shown])
     note = (
         "D@X: the least average loops on the test curve that reach X % accuracy, as in the paper; N/A: not reached. "
@@ -97,8 +101,9 @@ def depths(results: Results) -> Table:
     return Table("Depth to accuracy", note, columns, rows)
 
 
-def forced(models: Sequence[ModelResult]) -> Table:
+def forced(results: Results) -> Table:
     """Forced exits: the trajectory itself."""
+    models = results.models
     loops = max(len(model.forced_accuracy) for model in models)
     rows = []
     for model in models:
@@ -158,15 +163,11 @@ def _gap(gap: Gap | None, absent: str) -> str:
     return text
 
 
-def _depth(value: float | None) -> str:
-    return "N/A" if value is None else f"{value:.2f}"
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:g}%"
 
 
-def _share(value: OverSeeds) -> str:
+def share(value: OverSeeds) -> str:
     """An accuracy over seeds, in percent."""
     if value.mean is None:
         return "N/A"

@@ -1,1 +1,6 @@
-"""How do many runs become one study? Jobs on this machine, and the demo."""
+"""How do many runs become one study? A file, its plan, steps addressed by what made them, on one machine or on many."""
+
+from loopscope.studies.plan import Model, Plan, make_plan
+from loopscope.studies.run import run_study
+
+__all__ = ["Model", "Plan", "make_plan", "run_study"]

@@ -9,6 +9,7 @@ import torch
 from loopscope.errors import UserError
 from loopscope.models.transformer import training_bytes, training_flops
 from loopscope.progress import clock
+from loopscope.training.parallel import ALONE, Workers
 from loopscope.training.settings import RunSettings
 
 _LONGEST_HOURS = 24.0
@@ -34,15 +35,16 @@ class Estimate:
             )
 
 
-def check_memory(settings: RunSettings, device: torch.device) -> None:
-    """Refuses a run that cannot fit the memory of the machine."""
-    rows, task = settings.training.batch_size, settings.task
+def check_memory(settings: RunSettings, device: torch.device, workers: Workers = ALONE) -> None:
+    """Refuses a run that cannot fit the memory of the machine, which its workers share unless each has a device."""
+    rows, task = workers.share(settings.training.batch_size), settings.task
     tokens = rows * task.positions
     need = training_bytes(settings.model, task.vocab_size, settings.block_size, tokens, rows)
     need += 8.0 * (task.train_examples + task.validation_examples) * task.positions
     if device.type == "cuda":
         have = float(torch.cuda.mem_get_info(device)[0])
     else:
+        need *= workers.count
         have = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if need > have:
         raise UserError(
@@ -51,12 +53,15 @@ def check_memory(settings: RunSettings, device: torch.device) -> None:
         )
 
 
-def estimate(settings: RunSettings, device: torch.device, done: int = 0) -> Estimate:
-    """Time left from the operation count and the rate at which this machine multiplies matrices of this width."""
+def estimate(settings: RunSettings, device: torch.device, done: int = 0, workers: Workers = ALONE) -> Estimate:
+    """Time left from the operation count and the rate at which this machine multiplies matrices of this width.
+
+    The rate is measured by one worker while the others wait, and taken times their number.
+    """
     rows, task = settings.training.batch_size, settings.task
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
     flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
-    rate = matmul_rate(min(settings.model.width, _WIDEST), device)
+    rate = matmul_rate(min(settings.model.width, _WIDEST), device) * workers.count
     return Estimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
 
 

@@ -3,7 +3,8 @@
 A run folder holds `config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`, and
 `state.safetensors` (weights, optimizer and step) while it runs, `model.safetensors` once it is finished. Every batch
 is a function of (settings, step), so the state file is all that a killed run needs to end bit-identical to one that
-ran through; nothing in the folder depends on the time or on the machine's name.
+ran through; nothing in the folder depends on the time or on the machine's name. Several workers may train one run:
+each takes its share of every batch, and the first alone writes.
 
 Shapes: B rows, M tokens, T loops, V vocabulary.
 """
@@ -11,8 +12,8 @@ Shapes: B rows, M tokens, T loops, V vocabulary.
 import fcntl
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from loopscope.artifacts import atomic_file, is_scratch, remove_scratch, write_bytes, write_json
 from loopscope.config import differences, plain
@@ -32,6 +33,7 @@ from loopscope.models.checkpoint import CONFIG, WEIGHTS
 from loopscope.progress import Advance, silent
 from loopscope.tasks import Draws, Examples, drawn, overlap, training_fingerprints
 from loopscope.training.optimizers import Optimizers
+from loopscope.training.parallel import ALONE, Workers
 from loopscope.training.settings import RunSettings
 
 STATE = "state.safetensors"
@@ -39,6 +41,9 @@ METRICS = "metrics.jsonl"
 DATA = "data.json"
 _ORDER = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
+
+Answers = Callable[[Examples, torch.device], tuple[Tensor, Tensor, Tensor | None]]
+"""A model's `answer_losses` of a batch."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,11 @@ class Outcome:
     gradient_norm: Tensor
     learning_rate: float
 
+    def over(self, workers: Workers) -> "Outcome":
+        """The same of the whole batch; gradients are averaged already."""
+        loss, loop_loss, loop_accuracy = map(workers.mean, (self.loss, self.loop_loss, self.loop_accuracy))
+        return replace(self, loss=loss, loop_loss=loop_loss, loop_accuracy=loop_accuracy)
+
     def numbers(self) -> dict[str, Any]:
         return {
             "loss": self.loss.item(),
@@ -76,50 +86,80 @@ class Outcome:
         }
 
 
-def train(settings: RunSettings, folder: Path, device: torch.device, progress: Advance = silent) -> RunResult:
-    """Trains the run in `folder`, from its beginning or from where it was interrupted."""
-    _claim(folder, settings)
-    if (folder / WEIGHTS).is_file():
-        (folder / STATE).unlink(missing_ok=True)
-        return RunResult(folder, settings.training.steps, _read_metrics(folder, settings.training.steps))
-    with _lock(folder), deterministic():
-        return _train(settings, folder, device, progress)
+def train(
+    settings: RunSettings,
+    folder: Path,
+    device: torch.device,
+    progress: Advance = silent,
+    workers: Workers = ALONE,
+    wait: bool = False,
+) -> RunResult:
+    """Trains the run in `folder`, from its beginning or from where it was interrupted.
+
+    Where another process trains in the folder, `wait` waits until it is done, and takes what it has finished.
+    """
+    workers.share(settings.training.batch_size)
+    with ExitStack() as held:
+        with workers.together():
+            if workers.leads:
+                _claim(folder, settings)
+                if not (folder / WEIGHTS).is_file():
+                    held.enter_context(_lock(folder, wait))
+                if (folder / WEIGHTS).is_file():  # before, or by the one that was waited for
+                    (folder / STATE).unlink(missing_ok=True)
+        if (folder / WEIGHTS).is_file():
+            return RunResult(folder, settings.training.steps, _read_metrics(folder, settings.training.steps))
+        held.enter_context(deterministic())
+        return _train(settings, folder, device, progress, workers)
 
 
-def _train(settings: RunSettings, folder: Path, device: torch.device, progress: Advance) -> RunResult:
-    remove_scratch(folder)
-    if not (folder / DATA).is_file():
-        write_json(folder / DATA, describe_data(settings))
-    model = initial_model(settings).to(device)
-    optimizers = Optimizers(model, settings.training)
-    start = _restore(folder, model, optimizers)
-    entries = _read_metrics(folder, start)
-    write_bytes(folder / METRICS, b"".join(_line(entry) for entry in entries))
-    batch_of = batches(settings)
-    size = min(settings.training.validation_sample, settings.task.validation_examples)
-    sample = drawn(settings.task, "validation").take(np.arange(size))
+def _train(settings: RunSettings, folder: Path, device: torch.device, progress: Advance, workers: Workers) -> RunResult:
     every = settings.training
+    with workers.together():
+        if workers.leads:
+            remove_scratch(folder)
+            if not (folder / DATA).is_file():
+                write_json(folder / DATA, describe_data(settings))
+        model = initial_model(settings).to(device)
+        optimizers = Optimizers(model, every)
+        start = _restore(folder, model, optimizers)
+        if workers.leads:
+            write_bytes(folder / METRICS, b"".join(map(_line, _read_metrics(folder, start))))
+        batch_of = batches(settings)
+        size = min(every.validation_sample, settings.task.validation_examples)
+        sample = drawn(settings.task, "validation").take(np.arange(size))
+    answers = workers.replicated(AnswerLosses(model))
+    mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
+    if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
+        _backward(answers, batch_of(start).take(mine), settings, device)
+        answers.zero_grad(set_to_none=True)
     note = ""
-    with (folder / METRICS).open("ab", buffering=0) as log:
-        for step in range(start, every.steps):
-            done, last = step + 1, step + 1 == every.steps
-            outcome = train_step(model, optimizers, batch_of(step), step, settings, device)
-            saving = done % every.checkpoint_every == 0 or last
-            if (done % every.log_every == 0 or saving) and not torch.isfinite(outcome.loss):
+    for step in range(start, every.steps):
+        done, last = step + 1, step + 1 == every.steps
+        outcome = train_step(answers, optimizers, batch_of(step).take(mine), step, settings, device)
+        logging, validating, saving = (
+            done % often == 0 or last for often in (every.log_every, every.validate_every, every.checkpoint_every)
+        )
+        if logging or saving:
+            outcome = outcome.over(workers)
+            if not torch.isfinite(outcome.loss):
                 raise UserError(f"The loss is no longer finite at step {done}; lower training.learning_rate.")
-            if done % every.log_every == 0 or last:
-                entries.append({"step": done, **outcome.numbers()})
-                log.write(_line(entries[-1]))
-                note = f"loss {entries[-1]['loss']:.3f}"
-            if done % every.validate_every == 0 or last:
-                entries.append({"step": done, **validate(model, sample, device)})
-                log.write(_line(entries[-1]))
-            if saving and not last:
-                _save(folder, model, optimizers, done)
-            progress(done, every.steps, note)
-    _write_tensors(folder / WEIGHTS, model.state_dict())
-    (folder / STATE).unlink(missing_ok=True)
-    return RunResult(folder, start, entries)
+        if logging:
+            note = f"loss {outcome.loss.item():.3f}"
+        if logging or validating or saving:
+            with workers.together():
+                if logging and workers.leads:
+                    _log(folder, {"step": done, **outcome.numbers()})
+                if validating and workers.leads:
+                    _log(folder, {"step": done, **validate(model, sample, device)})
+                if saving and not last and workers.leads:
+                    _save(folder, model, optimizers, done)
+        progress(done, every.steps, note)
+    with workers.together():
+        if workers.leads:
+            _write_tensors(folder / WEIGHTS, model.state_dict())
+            (folder / STATE).unlink(missing_ok=True)
+    return RunResult(folder, start, _read_metrics(folder, every.steps))
 
 
 def steps_done(folder: Path) -> int:
@@ -130,6 +170,14 @@ def steps_done(folder: Path) -> int:
         return 0
     with _open_state(folder) as file:
         return _saved_step(file)
+
+
+def logged_steps(folder: Path) -> int:
+    """How far the run in `folder` has come, as it said last; it may have to repeat some of it."""
+    try:
+        return int(json.loads((folder / METRICS).read_bytes().splitlines()[-1])["step"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return 0
 
 
 def initial_model(settings: RunSettings) -> LoopedTransformer:
@@ -153,6 +201,17 @@ def answer_losses(
     return losses, logits.argmax(-1) == targets, out.gate_logits
 
 
+class AnswerLosses(nn.Module):
+    """`answer_losses` of a model, as a module: only a module's gradients can be averaged over workers."""
+
+    def __init__(self, model: LoopedTransformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Examples, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        return answer_losses(self.model, batch, device)
+
+
 @torch.no_grad()
 def validate(model: LoopedTransformer, examples: Examples, device: torch.device) -> dict[str, Any]:
     """Mean cross-entropy and accuracy of every loop."""
@@ -168,7 +227,7 @@ def validate(model: LoopedTransformer, examples: Examples, device: torch.device)
 
 
 def train_step(
-    model: LoopedTransformer,
+    answers: Answers,
     optimizers: Optimizers,
     batch: Examples,
     step: int,
@@ -176,12 +235,20 @@ def train_step(
     device: torch.device,
 ) -> Outcome:
     """One step of training on this batch."""
-    with _autocast(settings, device):
-        losses, correct, gate_logits = answer_losses(model, batch, device)
-        loss = settings.objective.loss(losses, gate_logits)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss, losses, correct = _backward(answers, batch, settings, device)
     rate, norm = optimizers.step(step)
     return Outcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
+
+
+def _backward(
+    answers: Answers, batch: Examples, settings: RunSettings, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
+    with _autocast(settings, device):
+        losses, correct, gate_logits = answers(batch, device)
+        loss = settings.objective.loss(losses, gate_logits)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss, losses, correct
 
 
 def batches(settings: RunSettings) -> Callable[[int], Examples]:
@@ -281,6 +348,11 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
         raise UserError(f"{path} could not be written ({error}); make room, and the same command continues.") from None
 
 
+def _log(folder: Path, entry: dict[str, Any]) -> None:
+    with (folder / METRICS).open("ab", buffering=0) as file:
+        file.write(_line(entry))
+
+
 def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry).encode() + b"\n"
 
@@ -304,11 +376,11 @@ def _autocast(settings: RunSettings, device: torch.device) -> AbstractContextMan
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def _lock(folder: Path, wait: bool = False) -> Iterator[None]:
     """One process at a time trains in a folder; the lock goes with the process, however it ends."""
     with (folder / CONFIG).open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"Another process is training in {folder}; wait for it, or choose another --out.") from None
         yield

@@ -23,6 +23,7 @@ from loopscope.artifacts import sha256
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
+from loopscope.exits.sweep import EVALUATION_SPLITS
 from loopscope.models.checkpoint import gate_tensors, weight_files
 from loopscope.models.gates import Gate
 from loopscope.objectives import Objective
@@ -45,6 +46,10 @@ class GateSettings(Settings, frozen=True, kw_only=True):
     batch_size: Count = 1_024
     learning_rate: Positive = 1e-2
     seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        if self.pairing != "next" and self.objective != "utility":
+            raise ValueError("pairing is of the objective 'utility'")
 
     @property
     def name(self) -> str:
@@ -73,7 +78,7 @@ def fit_gate(recording: Trajectory, settings: GateSettings, progress: Advance = 
         raise UserError("A gate is fitted on hidden states, and this recording keeps none; record it with --hidden.")
     if recording.num_loops < 2:
         raise UserError("With one loop there is no exit to choose, so no gate to fit.")
-    if (recording.split or "").startswith(("test", "extrapolation")):
+    if (recording.split or "").startswith(EVALUATION_SPLITS):
         raise UserError(f"A gate must not be fitted on the {recording.split} split; record the training split.")
     hidden, count = recording.hidden, recording.num_examples
     with torch.random.fork_rng(devices=[]):
@@ -139,6 +144,8 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
             theirs = {part: name for part, name in names.items() if name in tensors}
             for part, name in theirs.items():
                 value = torch.from_numpy(np.array(gate.tensors[part]))
+                if value.numel() != tensors[name].numel():
+                    raise UserError(f"The gate is {gate.width} wide, and that of {checkpoint} is not.")
                 tensors[name] = value.reshape(tensors[name].shape).to(tensors[name].dtype)
             if theirs:
                 save_file(tensors, file, metadata)

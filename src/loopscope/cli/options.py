@@ -1,0 +1,60 @@
+"""The pieces that the verbs' parsers are made of."""
+
+import argparse
+from typing import Any
+
+
+class Version(str):
+    """Looked up when it is printed, not at every start."""
+
+    def __mod__(self, _: Any) -> str:
+        from loopscope.artifacts import loopscope_version
+
+        return f"loopscope {loopscope_version()}"
+
+
+def verb(subparsers: Any, name: str, purpose: str, examples: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=purpose,
+        description=purpose.capitalize() + ".",
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(verb=run)
+    return parser
+
+
+def compute_options(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: as PyTorch chooses)")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def products(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--product",
+        action="append",
+        metavar="NAME",
+        help=f"a product, or overview or paper for many (repeatable; default: {default})",
+    )
+
+
+def count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")
+    return int(text)
+
+
+def levels(text: str) -> range:
+    first, dash, last = text.partition("-")
+    if (
+        not first.isdigit()
+        or (dash and not last.isdigit())
+        or (found := range(int(first), int(last or first) + 1)).start < 1
+    ):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a range of difficulties such as 11-14")
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}' is an empty range")
+    return found

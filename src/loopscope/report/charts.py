@@ -1,0 +1,196 @@
+"""How is a figure drawn? Vega-Lite charts, written as PNG and PDF for a paper and as SVG for the page.
+
+Colours are safe for colour-blind readers (Okabe-Ito for readouts, viridis for difficulty); every readout has its own
+mark too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import altair as alt
+import vl_convert
+
+from loopscope.artifacts import write_bytes
+from loopscope.report.schema import Binned, FrontierResult
+
+Chart = alt.Chart | alt.LayerChart
+Specification = dict[str, Any]
+T = TypeVar("T")
+
+_STYLES = {
+    "fixed": ("#000000", "square"),
+    "gate": ("#D55E00", "diamond"),
+    "entropy": ("#0072B2", "circle"),
+    "top1": ("#56B4E9", "triangle-up"),
+    "margin": ("#009E73", "triangle-down"),
+    "kl": ("#CC79A7", "cross"),
+    "logit_change": ("#E69F00", "triangle-right"),
+    "hidden_change": ("#999999", "triangle-left"),
+    "hidden_cosine": ("#8C564B", "M-.7,-.7L.7,.7M.7,-.7L-.7,.7"),  # an x
+    "oracle": ("#7F3C8D", "M0,.5L.6,.8L.5,.1L1,-.3L.3,-.4L0,-1L-.3,-.4L-1,-.3L-.5,.1L-.6,.8L0,.5Z"),  # a star
+}
+_COLOURS = ("#882255", "#EE99AA", "#332288", "#DDAA33", "#CC3311", "#AA4499", "#997700", "#663333")
+_SHAPES = ("diamond", "triangle-up", "circle", "triangle-down", "square", "cross", "triangle-left")
+"""For lines that are not a readout by itself: gates of several betas, fitted gates."""
+_POINTS = ("fixed", "oracle")
+"""Between two fixed depths there is no fixed depth, and the oracle is one point: no lines, larger marks."""
+_PANEL = {"width": 230, "height": 170}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of accuracy against average loops; `name` is a readout's, or what the legend should say."""
+
+    name: str
+    average_loops: Sequence[float]
+    accuracy: Sequence[float]
+
+    @classmethod
+    def of(cls, frontier: FrontierResult, name: str | None = None) -> "Line":
+        return cls(name or frontier.readout, frontier.average_loops, frontier.accuracy)
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    lines: list[Line]
+    loops: int
+
+
+def frontiers(panels: Sequence[Panel], target: float, per_row: int = 2) -> Specification | None:
+    """Panels of curves with one legend and one scale."""
+    panels = [panel for panel in panels if panel.lines]
+    if not panels:
+        return None
+    used = {line.name for panel in panels for line in panel.lines}
+    more = sorted({line.name for panel in panels for line in panel.lines if line.name not in _STYLES}, key=_natural)
+    styles = {name: style for name, style in _STYLES.items() if name in used}
+    styles |= {name: (_COLOURS[k % len(_COLOURS)], _SHAPES[k % len(_SHAPES)]) for k, name in enumerate(more)}
+    floor = min(value for panel in panels for line in panel.lines for value in line.accuracy)
+    data = _Data()
+    charts = [_frontier_panel(panel, styles, floor, target, data) for panel in panels]
+    return data.specification(_grid(in_rows(charts, per_row), "shared"))
+
+
+@dataclass(frozen=True)
+class Binning:
+    """A quantity by loop, one line a difficulty; from its first loop on."""
+
+    title: str
+    quantity: str
+    table: Binned
+    first: int = 1
+
+
+def by_difficulty(
+    rows: Sequence[Sequence[Binning]], percent: bool = False, shared: bool = True
+) -> Specification | None:
+    """Panels in rows; with shared heights they show the same quantity on the same scale."""
+    data = _Data()
+    charts = [[_difficulty_panel(panel, percent, data) for panel in row] for row in rows if row]
+    return data.specification(_grid(charts, "shared" if shared else "independent")) if charts else None
+
+
+def in_rows(panels: Sequence[T], per_row: int) -> list[Sequence[T]]:
+    return [panels[start : start + per_row] for start in range(0, len(panels), per_row)]
+
+
+def write_figure(specification: Specification, folder: Path, name: str) -> str:
+    """Writes a figure as PNG and PDF; returns it as SVG."""
+    write_bytes(folder / f"{name}.png", vl_convert.vegalite_to_png(specification, scale=2))
+    write_bytes(folder / f"{name}.pdf", vl_convert.vegalite_to_pdf(specification))
+    return vl_convert.vegalite_to_svg(specification)
+
+
+def _frontier_panel(
+    panel: Panel, styles: dict[str, tuple[str, str]], floor: float, target: float, data: "_Data"
+) -> alt.LayerChart:
+    points = [
+        {"loops": loops, "accuracy": accuracy, "readout": line.name, "order": index}
+        for line in panel.lines
+        for index, (loops, accuracy) in enumerate(sorted(zip(line.average_loops, line.accuracy, strict=True)))
+    ]
+    names = list(styles)
+    colour = alt.Color(
+        "readout:N",
+        scale=alt.Scale(domain=names, range=[styles[name][0] for name in names]),
+        legend=alt.Legend(title="readout", symbolType="circle", symbolOpacity=1, labelLimit=260),
+    )
+    shape = alt.Shape("readout:N", scale=alt.Scale(domain=names, range=[styles[name][1] for name in names]))
+    height = alt.Y(
+        "accuracy:Q",
+        title="accuracy",
+        axis=alt.Axis(format="%"),
+        scale=alt.Scale(domain=[max(0.0, floor - 0.01), 1.0]),
+    )
+    base = alt.Chart(data.named(points)).encode(
+        x=alt.X("loops:Q", title="average loops", scale=alt.Scale(domain=[1, panel.loops])),
+        y=height,
+        color=colour,
+        shape=shape,
+    )
+    alone = " || ".join(f"datum.readout == '{name}'" for name in _POINTS)
+    lines = base.mark_line(strokeWidth=1.2, opacity=0.8).encode(order="order:Q").transform_filter(f"!({alone})")
+    marks = base.mark_point(filled=True, opacity=0.9).encode(size=alt.condition(alone, alt.value(60), alt.value(14)))
+    rule = alt.Chart(data.named([{"accuracy": target}])).mark_rule(strokeDash=[4, 4], color="#777777").encode(y=height)
+    return (rule + lines + marks).properties(title=panel.title, **_PANEL)
+
+
+def _difficulty_panel(panel: Binning, percent: bool, data: "_Data") -> alt.Chart:
+    values = [
+        {"loop": loop, "value": value, "difficulty": level}
+        for level, row in zip(panel.table.levels, panel.table.values, strict=True)
+        for loop, value in enumerate(row, start=1)
+        if loop >= panel.first and value is not None
+    ]
+    axis = alt.Axis(format="%") if percent else alt.Axis()
+    return (
+        alt.Chart(data.named(values))
+        .mark_line(point=alt.OverlayMarkDef(filled=True, size=25), strokeWidth=1.5)
+        .encode(
+            x=alt.X("loop:O", title="loop", axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("value:Q", title=panel.quantity, axis=axis, scale=alt.Scale(zero=False)),
+            color=alt.Color(
+                "difficulty:O", title="difficulty", scale=alt.Scale(scheme="viridis", reverse=True), sort="ascending"
+            ),
+        )
+        .properties(title=panel.title, **_PANEL)
+    )
+
+
+def _natural(name: str) -> tuple[str, float]:
+    """Sorts names that end in a number by that number."""
+    words, _, last = name.rpartition(" ")
+    try:
+        return words, float(last)
+    except ValueError:
+        return name, 0.0
+
+
+def _grid(rows: Sequence[Sequence[Chart]], heights: Literal["shared", "independent"]) -> alt.VConcatChart:
+    joined = [alt.hconcat(*row).resolve_scale(y=heights) for row in rows]
+    return alt.vconcat(*joined).resolve_scale(color="shared", shape="shared", y=heights)
+
+
+class _Data:
+    """The numbers of a figure, kept apart from its charts: Altair copies whatever is in them, again and again."""
+
+    def __init__(self) -> None:
+        self._sets: dict[str, list[dict[str, Any]]] = {}
+
+    def named(self, values: list[dict[str, Any]]) -> alt.NamedData:
+        name = f"panel-{len(self._sets)}"
+        self._sets[name] = values
+        return alt.NamedData(name=name)
+
+    def specification(self, chart: alt.VConcatChart) -> Specification:
+        styled = (
+            chart.configure(font="Helvetica, Arial, sans-serif", background="white")
+            .configure_title(fontSize=12, anchor="start", fontWeight="normal")
+            .configure_axis(labelFontSize=10, titleFontSize=11, grid=True, gridOpacity=0.4, titleFontWeight="normal")
+            .configure_legend(labelFontSize=10, titleFontSize=11, titleFontWeight="normal")
+            .configure_view(stroke="#dddddd")
+        )
+        return {**styled.to_dict(), "datasets": self._sets}

@@ -1,0 +1,62 @@
+"""Running a study: whatever is missing in the store is made, here or on a cluster."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from loopscope.errors import UserError
+from loopscope.progress import Advance
+from loopscope.studies.cluster import run_on_ray
+from loopscope.studies.local import run_locally
+from loopscope.studies.plan import Plan
+from loopscope.studies.steps import Step, Train, all_steps, to_be_done
+from loopscope.studies.work import Watch
+from loopscope.training.estimate import Estimate, estimate
+
+Engine = Literal["local", "ray"]
+
+
+def run_study(
+    plan: Plan,
+    store: Path,
+    advance: Advance,
+    engine: Engine = "local",
+    address: str | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    workers: int | None = None,
+) -> int:
+    """Makes every artifact that is missing; returns how many there were to make."""
+    models = sorted(plan.models, key=lambda model: model.training.settings.training.seed)
+    wanted = [model.analysis for model in models]  # every variant with one seed, before any with the next
+    steps = to_be_done(wanted, store)
+    if not steps:
+        return 0
+    if store.exists() and not store.is_dir():
+        raise UserError(f"{store} is a file; give a folder as the store.")
+    store.mkdir(parents=True, exist_ok=True)
+    watch = Watch(all_steps(wanted), store, advance)
+    if engine == "ray":
+        failures = run_on_ray(steps, store, watch, device, threads, address)
+    else:
+        failures = run_locally(steps, store, watch, device, threads, workers)
+    failures.check()
+    return len(steps)
+
+
+def training_time(steps: Iterable[Step], store: Path, device: str = "cpu") -> list[Estimate]:
+    """About how long each training run that is missing would take on this machine; runs of one shape are timed once."""
+    known: dict[object, Estimate] = {}  # of one step
+    found = []
+    for step in steps:
+        if isinstance(step, Train) and not step.done(store):
+            settings = step.settings
+            shape = (settings.model, settings.task, settings.training.batch_size)
+            if shape not in known:
+                known[shape] = estimate(settings, torch.device(device), settings.training.steps - 1)
+            left = step.units - step.units_done(store)
+            found.append(replace(known[shape], seconds=known[shape].seconds * left))
+    return found

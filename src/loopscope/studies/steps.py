@@ -1,0 +1,203 @@
+"""The steps of a study: train, record, fit, analyse. Each makes one artifact, a folder addressed by what made it.
+
+A step holds the steps that it needs, so its hash covers everything that its artifact depends on: settings, splits, the
+runs below it. The same step is never done twice, a changed setting changes the address of all that depends on it, and
+an artifact that is there is complete, because it appears whole (a run: once its weights are there).
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import torch
+
+from loopscope.artifacts import MANIFEST, atomic_folder, read_manifest, write_json, write_manifest
+from loopscope.config import Settings, digest, plain, read_json
+from loopscope.exits import FittedGate
+from loopscope.models.checkpoint import WEIGHTS
+from loopscope.recording import Keep, record
+from loopscope.report.results import Source, analyse, load_recording
+from loopscope.report.schema import ModelResult
+from loopscope.training import train
+from loopscope.training.loop import logged_steps
+from loopscope.training.posthoc import GateSettings, fit_gate
+from loopscope.training.settings import RunSettings
+from loopscope.trajectory import Trajectory
+
+_SMALL = 50
+"""Recording, fitting or analysing counts as much progress as this many steps of training."""
+ANALYSIS = "analysis"
+
+
+class Step(Settings, frozen=True, kw_only=True, dict=True):
+    kind: ClassVar[str]
+    version: ClassVar[int] = 1
+    """Raised when the same settings would make another artifact."""
+
+    @property
+    def needs(self) -> "tuple[Step, ...]":
+        """The steps that must be done before."""
+        return ()
+
+    @cached_property
+    def key(self) -> str:
+        return f"{self.kind}-{digest(self.content)[:16]}"
+
+    @cached_property
+    def content(self) -> dict[str, object]:
+        """What the artifact depends on; the steps that are needed go in by their keys."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        told = {name: _keys(value) for name, value in fields.items()}
+        return {"kind": self.kind, "version": self.version, **told}
+
+    def folder(self, store: Path) -> Path:
+        return store / self.key
+
+    def done(self, store: Path) -> bool:
+        return (self.folder(store) / MANIFEST).is_file()
+
+    @property
+    def units(self) -> int:
+        """How much work it is, in steps of training."""
+        return _SMALL
+
+    def units_done(self, store: Path) -> int:
+        return self.units if self.done(store) else 0
+
+    @abstractmethod
+    def run(self, store: Path, device: torch.device) -> None:
+        """Makes the artifact."""
+
+
+class Train(Step, frozen=True, kw_only=True):
+    kind: ClassVar[str] = "run"
+    settings: RunSettings
+    arithmetic: str = ""  # what else decides how floats are added: other devices or threads than one of a CPU
+
+    @cached_property
+    def content(self) -> dict[str, object]:
+        told = super().content
+        return told if self.arithmetic else {name: value for name, value in told.items() if name != "arithmetic"}
+
+    def done(self, store: Path) -> bool:
+        return (self.folder(store) / WEIGHTS).is_file()
+
+    @property
+    def units(self) -> int:
+        return self.settings.training.steps
+
+    def units_done(self, store: Path) -> int:
+        return self.units if self.done(store) else min(logged_steps(self.folder(store)), self.units - 1)
+
+    def run(self, store: Path, device: torch.device) -> None:
+        train(self.settings, self.folder(store), device, wait=True)
+
+
+class Record(Step, frozen=True, kw_only=True):
+    kind: ClassVar[str] = "recording"
+    of: Train
+    split: str
+    hidden: bool = False
+    examples: int | None = None
+
+    @property
+    def needs(self) -> tuple[Step, ...]:
+        return (self.of,)
+
+    def run(self, store: Path, device: torch.device) -> None:
+        keep = Keep(hidden=self.hidden)
+        record(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
+
+
+class Fit(Step, frozen=True, kw_only=True):
+    kind: ClassVar[str] = "gate"
+    on: Record
+    gate: GateSettings
+
+    @property
+    def needs(self) -> tuple[Step, ...]:
+        return (self.on,)
+
+    def run(self, store: Path, device: torch.device) -> None:
+        fit_gate(Trajectory.load(self.on.folder(store)), self.gate).save(self.folder(store))
+
+
+class Analyse(Step, frozen=True, kw_only=True):
+    kind: ClassVar[str] = ANALYSIS
+    version: ClassVar[int] = 2
+    validation: Record
+    test: Record
+    reference: tuple[Record, Record] | None  # validation and test of the measure; its own where it is the measure
+    extrapolation: Record | None
+    gates: tuple[Fit, ...]
+    targets: tuple[float, ...]
+    unseen: bool
+
+    @property
+    def needs(self) -> tuple[Step, ...]:
+        more = [step for step in (self.extrapolation, *self.gates) if step is not None]
+        return (self.validation, self.test, *(self.reference or ()), *more)
+
+    @property
+    def is_reference(self) -> bool:
+        return self.reference == (self.validation, self.test)
+
+    def run(self, store: Path, device: torch.device) -> None:
+        def load(step: Record) -> Trajectory:
+            return load_recording(step.folder(store), self.unseen)
+
+        source = Source(
+            "",
+            load(self.validation),
+            load(self.test),
+            None if self.extrapolation is None else Trajectory.load(self.extrapolation.folder(store)),
+            {gate.gate.name: FittedGate.load(gate.folder(store)) for gate in self.gates},
+            self.unseen,
+        )
+        against = source if self.is_reference else None
+        if self.reference is not None and not self.is_reference:
+            against = Source("reference", load(self.reference[0]), load(self.reference[1]))
+        result = analyse(source, against, self.targets)
+        with atomic_folder(self.folder(store), ANALYSIS) as scratch:
+            write_json(scratch / "model.json", result)
+            write_manifest(scratch, ANALYSIS, self.version, {}, {"made_of": plain(self.content)})
+
+    def result(self, store: Path) -> ModelResult:
+        read_manifest(self.folder(store), ANALYSIS, self.version)
+        return read_json(ModelResult, self.folder(store) / "model.json", "analysis")
+
+
+def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
+    """What is still missing for these steps, each once, what is needed before what needs it."""
+    found: dict[str, Step] = {}
+
+    def visit(wanted: Iterable[Step]) -> None:
+        for step in wanted:
+            if step.key not in found and not step.done(store):
+                visit(step.needs)
+                found[step.key] = step
+
+    visit(steps)
+    return list(found.values())
+
+
+def all_steps(steps: Iterable[Step]) -> list[Step]:
+    """These steps and everything below them, each once, what is needed before what needs it."""
+
+    def below(step: Step) -> Iterator[Step]:
+        for needed in step.needs:
+            yield from below(needed)
+        yield step
+
+    return list({each.key: each for step in steps for each in below(step)}.values())
+
+
+def _keys(value: object) -> object:
+    if isinstance(value, Step):
+        return value.key
+    if isinstance(value, tuple):
+        return [_keys(each) for each in value]
+    return msgspec.to_builtins(value)

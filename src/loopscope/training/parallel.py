@@ -1,0 +1,125 @@
+"""How do several processes train one run? As workers that torchrun started, that wait for each other and fail together.
+
+Every worker holds the whole model and takes its share of each batch; PyTorch's DistributedDataParallel averages the
+gradients, so that all of them apply the same update. The first worker alone writes and speaks.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from loopscope.errors import UserError
+
+_PATIENCE = timedelta(days=1)
+"""How long a worker waits for the others: the first may draw data or validate. One that dies is torchrun's matter."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes that train a run, seen by one of them; by default it is alone, and nothing here does anything."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the worker that writes and speaks."""
+        return self.rank == 0
+
+    def share(self, rows: int) -> int:
+        """How many rows of a batch each worker takes; as many as the others, or the mean of means would be another."""
+        if rows % self.count:
+            raise UserError(
+                f"A batch of {rows} rows does not divide among {self.count} workers; change training.batch_size, or "
+                "torchrun's --nproc-per-node."
+            )
+        return rows // self.count
+
+    def replicated(self, module: nn.Module) -> nn.Module:
+        """The module with its gradients averaged over the workers."""
+        if self.count == 1:
+            return module
+        return nn.parallel.DistributedDataParallel(module)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean of every worker's value."""
+        if self.count == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total)
+        return total / self.count
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Waits for all workers at its end. What fails in one of them ends the others too, with the same words."""
+        if self.count == 1:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            self._tell(str(error) or type(error).__name__)
+            raise
+        for words in self._tell(""):
+            if words:
+                raise UserError(words)
+
+    def _tell(self, words: str) -> list[str]:
+        told = [""] * self.count
+        dist.all_gather_object(told, words)
+        return told
+
+
+ALONE = Workers()
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Workers]:
+    """The workers that torchrun started, on `cpu` or each on its own CUDA device; without torchrun, one alone.
+
+    The group is left at the end, and after an error that all workers have. After any other error it is not: leaving it
+    may wait for the others, who wait for this one. The process ends then, and torchrun ends the others.
+    """
+    count = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    if count == 1:
+        yield ALONE
+        return
+    cuda = device == "cuda" and torch.cuda.is_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
+    workers = Workers(int(os.environ["RANK"]), count)
+    try:
+        with workers.together():
+            if device not in ("cpu", "cuda"):
+                raise UserError(f"Several workers take --device cpu or --device cuda, not '{device}'.")
+            if cuda:
+                _take_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        yield workers
+    except UserError:
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a worker whose work is done, at once: threads of its group may outlive the interpreter and abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _take_device(index: int, needed: int) -> None:
+    """Makes a device of its own this worker's `cuda`."""
+    if torch.cuda.device_count() < needed:
+        raise UserError(
+            f"{needed} workers need as many CUDA devices, here are {torch.cuda.device_count()}; lower torchrun's "
+            "--nproc-per-node, or use --device cpu."
+        )
+    torch.cuda.set_device(index)

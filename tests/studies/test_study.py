@@ -1,0 +1,248 @@
+"""Studies: planned by what makes what, run once, continued after any end, and the same whoever runs them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import loopscope as ls
+from loopscope.cli import main
+from loopscope.progress import silent
+from loopscope.studies import Plan, make_plan, run_study
+from loopscope.studies.steps import Analyse, Fit, Record, Step, Train, all_steps, to_be_done
+
+TINY = Path(__file__).parent / "tiny.toml"
+
+
+def changed(tmp_path: Path, old: str, new: str) -> Plan:
+    """The tiny study with something else in its file."""
+    text = TINY.read_text()
+    assert old in text
+    path = tmp_path / "changed.toml"
+    path.write_text(text.replace(old, new))
+    return make_plan(str(path), [])
+
+
+def steps_of(plan: Plan) -> list[Step]:
+    return all_steps(model.analysis for model in plan.models)
+
+
+def keys(plan: Plan, kind: type[Step]) -> set[str]:
+    return {step.key for step in steps_of(plan) if isinstance(step, kind)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny study, run from the command line."""
+    folder = tmp_path_factory.mktemp("study")
+    assert main(["study", "run", str(TINY), "--out", str(folder / "tiny"), "--workers", "2"]) == 0
+    return folder
+
+
+def test_the_plan_has_every_step_once_and_in_order() -> None:
+    steps = steps_of(make_plan(str(TINY), []))
+    assert [sum(isinstance(step, kind) for step in steps) for kind in (Train, Record, Fit, Analyse)] == [6, 16, 4, 6]
+    seen: set[str] = set()
+    for step in steps:
+        assert step.key not in seen
+        assert all(need.key in seen for need in step.needs)
+        seen.add(step.key)
+
+
+def test_a_change_reaches_what_depends_on_it_and_nothing_else(tmp_path: Path) -> None:
+    plan = make_plan(str(TINY), [])
+    targets = changed(tmp_path, "targets = [0.2, 0.9]", "targets = [0.3]")
+    assert keys(targets, Train | Record | Fit) == keys(plan, Train | Record | Fit)
+    assert not keys(targets, Analyse) & keys(plan, Analyse)
+    fits = changed(tmp_path, "steps = 20", "steps = 21")
+    assert keys(fits, Train | Record) == keys(plan, Train | Record)
+    assert not keys(fits, Fit) & keys(plan, Fit)
+    assert len(keys(fits, Analyse) & keys(plan, Analyse)) == 4  # those without fitted gates
+    betas = changed(tmp_path, "beta = [0.1, 0.5]", "beta = [0.1, 0.7]")
+    assert len(keys(betas, Train) & keys(plan, Train)) == 5
+    steps = changed(tmp_path, "training.steps=4", "training.steps=5")
+    assert len(keys(steps, Train) & keys(plan, Train)) == 4
+    assert not keys(make_plan(str(TINY), ["training.batch_size=7"]), Train) & keys(plan, Train)
+    assert not keys(make_plan(str(TINY), [], "cpu, 2 threads"), Train) & keys(plan, Train)
+
+
+def test_it_makes_results_and_products(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = finished / "tiny" / "report"
+    results = json.loads((report / "results.json").read_bytes())
+    names = [model["name"] for model in results["models"]]
+    assert names[:2] == ["mano-geometric0.3-fixed-s0", "mano-geometric0.3-fixed-s1"]
+    assert len(names) == 6
+    assert [model["is_reference"] for model in results["models"]] == [True, True, False, False, False, False]
+    readouts = [frontier["readout"] for frontier in results["models"][0]["frontiers"]]
+    assert readouts[-2:] == ["gate:linear-ponder", "gate:linear-utility"]
+    assert results["models"][0]["extrapolation"]["forced_accuracy_by_difficulty"]["levels"] == [3, 4]
+    assert results["groups"][0]["names"] == names[:2]
+    made = {path.stem for path in report.glob("*.png")}
+    assert {"lambda_frontiers", "posthoc_fixed", "geometric_extrapolation", "main_exit_distributions"} <= made
+    assert "teaser" not in made  # there is no MLP gate
+    tables = (report / "tables.md").read_text()
+    assert "the counterpart of the paper's table 2" in tables
+    assert "1.38 ± 0.16" in tables
+    assert main(["study", "status", str(TINY), "--out", str(finished / "tiny"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["done"] == told["steps"] == 32
+    assert set(told["models"].values()) == {"analysed"}
+
+
+def test_one_product_leaves_the_report_alone(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["study", "report", str(TINY), "--out", str(finished / "tiny"), "--product"]
+    before = {path: path.read_bytes() for path in (finished / "tiny" / "report").glob("*.[hjm]*")}
+    assert main([*words, "gate_summary", "--product", "teaser"]) == 0
+    out, err = capsys.readouterr()
+    assert "3.58" not in out
+    assert "linear gate, geometric 0.3" in out
+    assert "teaser cannot be made" in err
+    assert main([*words, "teaser"]) == 2
+    assert main([*words, "tizer"]) == 2
+    assert "no product 'tizer'" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_runs_have_their_names(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished / "tiny" / "mano-geometric0.3-fixed-s0"
+    assert ls.load_model(run).num_loops == 3
+    assert (
+        main(["compare", str(run.with_name("mano-geometric0.3-linear-b0.1-s0")), "gate", "margin", "--at", "0.1"]) == 0
+    )
+    assert "gate minus margin on 150 test examples" in capsys.readouterr().out
+    validation, test = (str(run / "recordings" / split) for split in ("validation", "test"))
+    gate = ["--gate", str(run / "gates" / "linear-ponder")]
+    assert main(["evaluate", validation, test, *gate, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["readouts"][-1]["readout"] == "gate:linear-ponder"
+
+
+def test_nothing_is_made_twice(finished: Path) -> None:
+    plan, store = make_plan(str(TINY), []), finished / "store"
+    assert to_be_done([model.analysis for model in plan.models], store) == []
+    times = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
+    assert run_study(plan, store, silent) == 0
+    assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == times
+
+
+def test_killed_twice_it_ends_with_the_same_bytes(finished: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loopscope.cli", "study", "run", str(TINY), "--out", str(tmp_path / "tiny")]
+    for last in ("run-*/metrics.jsonl", "analysis-*"):
+        with subprocess.Popen(
+            [*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        ) as process:
+            while not list((tmp_path / "store").glob(last)):
+                assert process.poll() is None, "it ended before it was killed"
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not (tmp_path / "tiny" / "report").exists()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for name in ("results.json", "tables.md"):
+        through, killed = (folder / "tiny" / "report" / name for folder in (finished, tmp_path))
+        assert through.read_bytes() == killed.read_bytes()
+
+
+def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
+    plan, store = make_plan(str(TINY), []), tmp_path / "store"
+    hindered = plan.models[3].training.folder(store)
+    hindered.mkdir(parents=True)
+    (hindered / "thesis.txt").write_text("mine")
+    with pytest.raises(ls.UserError, match="One step of the study failed, and 3 that need.*not a run"):
+        run_study(plan, store, silent, workers=2)
+    assert (hindered / "thesis.txt").read_text() == "mine"
+    assert [model.analysis.done(store) for model in plan.models] == [True, True, True, False, True, True]
+    assert len(plan.results(store).models) == 5
+    (hindered / "thesis.txt").unlink()
+    assert run_study(plan, store, silent, workers=1) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("prior = [0.3]\nseed", "prior = [1.3]\nseed", "runs"),
+        ('gate = ["linear"]', 'gate = ["deep"]', "gate"),
+        ("title =", "titel =", "titel"),
+        ('reference = { gate = "none", prior = 0.3 }', "reference = { prior = 0.2 }", "not among its runs with seed 0"),
+        ("seed = [0, 1]\nfit", "seed = [1]\nfit", "not among its runs with seed 0"),
+        ("beta = [0.1, 0.5]", "beta = []", "beta"),
+        ("beta = [0.1, 0.5]", 'beta = [0.1]\nname = "../x"', "name"),
+        ("beta = [0.1, 0.5]", 'beta = [0.1]\nname = "report"', "cannot be the name"),
+        ('prior = ["uniform"]', 'prior = ["final"]', "needs a prior over all loops"),
+        ('prior = ["uniform"]', 'prior = ["uniform"]\nfit = true', "fits gates"),
+        ("examples = 200, steps", "examples = 2000, steps", "gates.examples asks for 2,000 examples"),
+        ("model.block_size=11", "model.block_size=7", "leaves no room"),
+        ('gate = ["linear"]\nprior = [0.3]', 'gate = ["none"]\nprior = [0.3]', "lists the run"),
+        ('settings = "demo-parity"', 'settings = "nowhere"', "neither a preset"),
+        ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
+        ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "names 2 runs"),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path: Path, old: str, new: str, told: str) -> None:
+    with pytest.raises(ls.UserError, match=told):
+        changed(tmp_path, old, new)
+
+
+def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "x")]
+    assert main(["study", "run", "nowhere.toml", *out]) == 2
+    assert "There is no study 'nowhere.toml'" in capsys.readouterr().err
+    assert main(["study", "report", str(TINY), *out]) == 2
+    assert "Nothing of this study is analysed yet" in capsys.readouterr().err
+    paper = Path(__file__).parents[2] / "studies" / "paper.toml"
+    assert main(["study", "run", str(paper), *out]) == 2
+    assert "start it anyway with --force" in capsys.readouterr().err
+    assert main(["study", "run", str(TINY), *out, "--device", "foo"]) == 2
+    assert "device 'foo' is not available" in capsys.readouterr().err
+    (tmp_path / "file").write_text("mine")
+    assert main(["study", "run", str(TINY), *out, "--store", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+    assert main(["study", "run", str(TINY), *out, "--address", "auto"]) == 2
+    assert "add --engine ray" in capsys.readouterr().err
+
+
+def test_the_lists_decide_what_a_run_is(tmp_path: Path) -> None:
+    gated = '"training.validation_sample=60", "model.gate=linear", "objective.name=learned_gate",'
+    plan = changed(tmp_path, '"training.validation_sample=60",', gated)
+    assert [model.training.settings.model.gate for model in plan.models[:4]] == ["none", "none", "linear", "linear"]
+    with pytest.raises(ls.UserError, match="the lists of its runs decide this"):
+        make_plan(str(TINY), ["training.seed=7"])
+    final = changed(tmp_path, 'gate = ["none", "mlp"]\nprior = ["uniform"]', 'prior = ["final"]')
+    assert final.models[-1].name == "parity-final-fixed-s0"
+    assert final.models[-1].training.settings.objective.name == "final"
+
+
+@pytest.mark.parametrize("name", ["mano.toml", "paper.toml"])
+def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
+    plan = make_plan(str(Path(__file__).parents[2] / "studies" / name), [])
+    runs = [model.training.settings for model in plan.models]
+
+    def settings(task: str, gate: str, prior: str) -> set[tuple[float, float, int]]:
+        return {
+            (run.objective.geometric_lambda if prior == "geometric" else 0, run.objective.beta, run.training.seed)
+            for run in runs
+            if (type(run.task).__name__.lower(), run.model.gate, run.objective.prior) == (task, gate, prior)
+        }
+
+    for task in ("mano", "parity"):
+        for gate in ("none", "linear", "mlp"):
+            for prior, lam in (("uniform", 0), ("geometric", 0.3)):
+                assert {(lam, 0.1, seed) for seed in range(3)} <= settings(task, gate, prior)
+    assert {lam for lam, _, _ in settings("mano", "none", "geometric")} == {0.2, 0.3, 0.5, 0.7}
+    hosts = {
+        (run.model.gate, run.objective.prior) for run, m in zip(runs, plan.models, strict=True) if m.analysis.gates
+    }
+    assert len(hosts) == 6
+    if name == "paper.toml":
+        betas = {beta for _, beta, _ in settings("mano", "linear", "uniform")}
+        assert betas == {0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5}
+        assert {beta for _, beta, _ in settings("mano", "mlp", "uniform")} == {0.001, 0.01, 0.1, 0.2}
+        pairs = {(lam, beta) for lam, beta, _ in settings("mano", "linear", "geometric")}
+        assert pairs == {(lam, beta) for lam in (0.2, 0.3, 0.5, 0.7) for beta in (0.01, 0.05, 0.1)}
+        pairs = {(lam, beta) for lam, beta, _ in settings("mano", "mlp", "geometric")}
+        assert pairs == {(lam, beta) for lam in (0.2, 0.3, 0.5, 0.7) for beta in (0.05, 0.1)}
+        assert {run.model.loops for run in runs} == {6}
