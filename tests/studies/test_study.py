@@ -197,6 +197,12 @@ def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.Captu
     assert "start it anyway with --force" in capsys.readouterr().err
     assert main(["study", "run", str(TINY), *out, "--device", "foo"]) == 2
     assert "device 'foo' is not available" in capsys.readouterr().err
+    own = tmp_path / "x" / "mano-geometric0.3-fixed-s0"
+    own.mkdir(parents=True)
+    (own / "config.json").write_text("{}")
+    assert main(["study", "run", str(TINY), *out]) == 2
+    assert "is a run of its own" in capsys.readouterr().err
+    (own / "config.json").unlink()
     (tmp_path / "file").write_text("mine")
     assert main(["study", "run", str(TINY), *out, "--store", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err

@@ -94,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("--address is of a Ray cluster; add --engine ray.")
     made, store = _planned(options)
     check_products(made.study.products)
+    made.check_names(_out(options))
     if options.engine == "local":
         device_of(options)
     if options.engine == "local" and not options.force:

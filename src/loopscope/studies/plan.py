@@ -8,6 +8,7 @@ import msgspec
 
 from loopscope.config import build
 from loopscope.errors import UserError
+from loopscope.models.checkpoint import CONFIG
 from loopscope.recording import extrapolation_levels
 from loopscope.report.results import assemble
 from loopscope.report.schema import Results
@@ -40,6 +41,13 @@ class Plan:
             raise UserError("Nothing of this study is analysed yet; run it with: loopscope study run.")
         models = [msgspec.structs.replace(model.analysis.result(store), name=model.name) for model in done]
         return assemble(models, self.study.targets)
+
+    def check_names(self, folder: Path) -> None:
+        """Refuses to mix links with a run that is somebody's own."""
+        for model in self.models:
+            config = folder / model.name / CONFIG
+            if config.exists() and not config.is_symlink():
+                raise UserError(f"{config.parent} is a run of its own, not of a study; choose another --out.")
 
     def link(self, store: Path, folder: Path) -> None:
         """Gives every run its name: `folder/NAME` looks like the folder of a run, with its recordings and gates."""
