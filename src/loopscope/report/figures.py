@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from loopscope.exits import READOUTS
 from loopscope.exits.signals import CONVERGENCE, FITTED
 from loopscope.report.charts import Binning, Line, Panel, Specification, by_difficulty, frontiers, in_rows
 from loopscope.report.chosen import GEOMETRIC, UNIFORM, Chosen, Prior, Trained, prior_words
@@ -147,8 +148,8 @@ def _gate_lines(groups: Sequence[Trained]) -> list[Line]:
 
 def _fixed_frontiers(results: Results, priors: list[Prior]) -> Specification | None:
     mano = Chosen(results, _MANO)
-    groups = [(prior, group) for prior in priors if (group := mano.fixed(prior)) is not None]
-    panels = [_all_readouts(group.first, f"fixed prior, {prior_words(prior)}") for prior, group in groups]
+    groups = [group for prior in priors if (group := mano.fixed(prior)) is not None]
+    panels = [_panel(group.words, _lines(group.first, READOUTS), group.first) for group in groups]
     return frontiers(panels, results.targets[0])
 
 
