@@ -1,11 +1,14 @@
 """Studies: planned by what makes what, run once, continued after any end, and the same whoever runs them."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from loopscope.cli import main
 from loopscope.progress import silent
 from loopscope.studies import Plan, make_plan, run_study
 from loopscope.studies.steps import Analyse, Fit, Record, Step, Train, all_steps, to_be_done
+from loopscope.studies.work import work
 
 TINY = Path(__file__).parent / "tiny.toml"
 
@@ -144,6 +148,22 @@ def test_killed_twice_it_ends_with_the_same_bytes(finished: Path, tmp_path: Path
     for name in ("results.json", "tables.md"):
         through, killed = (folder / "tiny" / "report" / name for folder in (finished, tmp_path))
         assert through.read_bytes() == killed.read_bytes()
+
+
+def test_who_makes_a_step_already_is_waited_for(finished: Path, tmp_path: Path) -> None:
+    step = make_plan(str(TINY), []).models[-1].training
+    locks = tmp_path / ".locks"
+    locks.mkdir()
+    with ThreadPoolExecutor() as pool:
+        with (locks / step.key).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            waiting = pool.submit(work, step, tmp_path, "cpu")
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.5)
+            shutil.copytree(step.folder(finished / "store"), step.folder(tmp_path))
+        waiting.result(timeout=60)
+    weights = step.folder(tmp_path) / "model.safetensors"
+    assert weights.read_bytes() == (step.folder(finished / "store") / "model.safetensors").read_bytes()
 
 
 def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Training: does it learn, does everything follow from settings and seed, is nobody's folder overwritten?"""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -225,24 +224,6 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     (tmp_path / "run" / "model.safetensors").unlink()
     with _lock(tmp_path / "run"), pytest.raises(ls.UserError, match="Another process"):
         train(tiny_settings(), tmp_path / "run", CPU)
-
-
-@pytest.mark.parametrize("others_finish", [True, False])
-def test_a_run_may_wait_for_another_process(tmp_path: Path, others_finish: bool) -> None:
-    folder = tmp_path / "run"
-    train(tiny_settings(), folder, CPU)
-    weights = folder / "model.safetensors"
-    bytes_of_weights = weights.read_bytes()
-    weights.unlink()
-    with ThreadPoolExecutor() as pool:
-        with _lock(folder):
-            waiting = pool.submit(train, tiny_settings(), folder, CPU, wait=True)
-            with pytest.raises(TimeoutError):
-                waiting.result(timeout=0.5)
-            if others_finish:
-                weights.write_bytes(bytes_of_weights)
-        assert waiting.result(timeout=60).resumed_from == (12 if others_finish else 0)
-    assert weights.read_bytes() == bytes_of_weights
 
 
 def test_the_run_s_seed_orders_the_batches() -> None:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from loopscope.report.results import label_of, run_of
 from loopscope.report.schema import GroupResult, ModelResult, Results
 
 Prior = Literal["uniform"] | float
 UNIFORM: Prior = "uniform"
 GEOMETRIC: Prior = 0.3
 """The geometric prior of the paper's main text."""
-_GATES = {"none": "fixed prior", "linear": "linear gate", "mlp": "MLP gate"}
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Trained:
     @property
     def words(self) -> str:
         """What it was trained with; the task goes without saying."""
-        prior = prior_words(self.prior)
-        return f"{_GATES[self.gate]}, {prior}" + ("" if self.beta is None else f", β {self.beta:g}")
+        return label_of(self.first.provenance, self.first.name)
 
     @property
     def counted(self) -> str:
@@ -50,8 +49,8 @@ def trained(results: Results) -> list[Trained]:
     models = {model.name: model for model in results.models}
     found = []
     for group in results.groups:
-        run = models[group.names[0]].provenance.get("run")
-        if not isinstance(run, dict) or "task" not in run:
+        run = run_of(models[group.names[0]].provenance)
+        if run is None:
             continue
         objective, gate = run["objective"], run["model"]["gate"]
         if objective["name"] == "final":

@@ -149,7 +149,7 @@ def assemble(models: list[ModelResult], targets: Sequence[float]) -> Results:
 
 def _labels(models: list[ModelResult]) -> list[str]:
     """A label says the task where there are several, the seed where there are several, and else the folder's name."""
-    runs = [_run(model.provenance) for model in models]
+    runs = [run_of(model.provenance) for model in models]
     members = Counter(model.group for model in models)
     labels = _group_labels(models)
     for place, (model, run) in enumerate(zip(models, runs, strict=True)):
@@ -162,7 +162,7 @@ def _labels(models: list[ModelResult]) -> list[str]:
 
 
 def _group_labels(models: list[ModelResult]) -> list[str]:
-    tasks = [run["task"]["name"] if (run := _run(model.provenance)) else "" for model in models]
+    tasks = [run["task"]["name"] if (run := run_of(model.provenance)) else "" for model in models]
     several = len(set(tasks)) > 1
     return [
         f"{task}: {label}" if several and task else label
@@ -172,7 +172,7 @@ def _group_labels(models: list[ModelResult]) -> list[str]:
 
 def label_of(provenance: dict[str, Any], name: str) -> str:
     """A model in the paper's words, from the settings that it was trained with."""
-    run = _run(provenance)
+    run = run_of(provenance)
     if run is None:
         return "".join(letter for letter in name if letter.isprintable())  # a control character breaks a figure
     objective, gate = run["objective"], run["model"]["gate"]
@@ -187,7 +187,7 @@ def label_of(provenance: dict[str, Any], name: str) -> str:
 _PARTS = ("task", "model", "objective", "training")
 
 
-def _run(provenance: dict[str, Any]) -> dict[str, Any] | None:
+def run_of(provenance: dict[str, Any]) -> dict[str, Any] | None:
     """The settings of the run that made a recording, if it was one of ours."""
     run = provenance.get("run")
     ours = isinstance(run, dict) and all(isinstance(run.get(part), dict) for part in _PARTS)
@@ -292,7 +292,7 @@ def _group_result(members: list[ModelResult], label: str, targets: Sequence[floa
 
 
 def _group(provenance: dict[str, Any], name: str) -> str:
-    run = _run(provenance)
+    run = run_of(provenance)
     if run is None:
         return name
     training = {key: value for key, value in run["training"].items() if key != "seed"}

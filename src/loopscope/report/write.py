@@ -9,6 +9,7 @@ from jinja2 import Environment
 from loopscope.artifacts import write_bytes, write_json
 from loopscope.report.charts import write_figure
 from loopscope.report.products import Product
+from loopscope.report.results import run_of
 from loopscope.report.schema import ModelResult, Results
 from loopscope.report.tables import Table
 
@@ -24,8 +25,8 @@ def write_report(results: Results, products: Sequence[Product], folder: Path, co
 
 def page(results: Results, products: Sequence[Product], drawn: dict[str, str], command: str) -> str:
     template = (files("loopscope.report") / "page.html").read_text(encoding="utf-8")
-    runs = [model.provenance.get("run") for model in results.models]
-    seeds = {run["training"]["seed"] for run in runs if isinstance(run, dict) and "training" in run}
+    runs = [run_of(model.provenance) for model in results.models]
+    seeds = {run["training"]["seed"] for run in runs if run is not None}
     return (
         Environment(autoescape=True, trim_blocks=True)
         .from_string(template)

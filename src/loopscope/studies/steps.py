@@ -6,7 +6,7 @@ an artifact that is there is complete, because it appears whole (a run: once its
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -93,7 +93,7 @@ class Train(Step, frozen=True, kw_only=True):
         return self.units if self.done(store) else min(logged_steps(self.folder(store)), self.units - 1)
 
     def run(self, store: Path, device: torch.device) -> None:
-        train(self.settings, self.folder(store), device, wait=True)
+        train(self.settings, self.folder(store), device)
 
 
 class Record(Step, frozen=True, kw_only=True):
@@ -170,13 +170,16 @@ class Analyse(Step, frozen=True, kw_only=True):
         return read_json(ModelResult, self.folder(store) / "model.json", "analysis")
 
 
-def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
-    """What is still missing for these steps, each once, what is needed before what needs it."""
+def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: False) -> list[Step]:
+    """These steps and those below them, each once, what is needed before what needs it.
+
+    `unless` leaves out a step, and with it what only that step needs.
+    """
     found: dict[str, Step] = {}
 
     def visit(wanted: Iterable[Step]) -> None:
         for step in wanted:
-            if step.key not in found and not step.done(store):
+            if step.key not in found and not unless(step):
                 visit(step.needs)
                 found[step.key] = step
 
@@ -184,15 +187,9 @@ def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
     return list(found.values())
 
 
-def all_steps(steps: Iterable[Step]) -> list[Step]:
-    """These steps and everything below them, each once, what is needed before what needs it."""
-
-    def below(step: Step) -> Iterator[Step]:
-        for needed in step.needs:
-            yield from below(needed)
-        yield step
-
-    return list({each.key: each for step in steps for each in below(step)}.values())
+def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
+    """What is still missing for these steps."""
+    return all_steps(steps, lambda step: step.done(store))
 
 
 def _keys(value: object) -> object:

@@ -92,20 +92,16 @@ def train(
     device: torch.device,
     progress: Advance = silent,
     workers: Workers = ALONE,
-    wait: bool = False,
 ) -> RunResult:
-    """Trains the run in `folder`, from its beginning or from where it was interrupted.
-
-    Where another process trains in the folder, `wait` waits until it is done, and takes what it has finished.
-    """
+    """Trains the run in `folder`, from its beginning or from where it was interrupted."""
     workers.share(settings.training.batch_size)
     with ExitStack() as held:
         with workers.together():
             if workers.leads:
                 _claim(folder, settings)
                 if not (folder / WEIGHTS).is_file():
-                    held.enter_context(_lock(folder, wait))
-                if (folder / WEIGHTS).is_file():  # before, or by the one that was waited for
+                    held.enter_context(_lock(folder))
+                else:
                     (folder / STATE).unlink(missing_ok=True)
         if (folder / WEIGHTS).is_file():
             return RunResult(folder, settings.training.steps, _read_metrics(folder, settings.training.steps))
@@ -376,11 +372,11 @@ def _autocast(settings: RunSettings, device: torch.device) -> AbstractContextMan
 
 
 @contextmanager
-def _lock(folder: Path, wait: bool = False) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """One process at a time trains in a folder; the lock goes with the process, however it ends."""
     with (folder / CONFIG).open("rb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"Another process is training in {folder}; wait for it, or choose another --out.") from None
         yield

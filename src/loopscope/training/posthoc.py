@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.artifacts import sha256
+from loopscope.artifacts import SCRATCH, atomic_folder, sha256
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
@@ -133,10 +133,9 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
     files = weight_files(checkpoint)
     gate.check(sha256(files[0]) if len(files) == 1 else None)
-    scratch = out.with_name(f".partial-{out.name}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        shutil.copytree(checkpoint, scratch, ignore=shutil.ignore_patterns("recordings", "gates", ".partial-*"))
+    with atomic_folder(out, "checkpoint") as scratch:
+        beside = shutil.ignore_patterns("recordings", "gates", f"{SCRATCH}*")
+        shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
@@ -149,6 +148,3 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
                 tensors[name] = value.reshape(tensors[name].shape).to(tensors[name].dtype)
             if theirs:
                 save_file(tensors, file, metadata)
-        scratch.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
