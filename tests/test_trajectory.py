@@ -89,11 +89,14 @@ def test_arrays_are_read_only_and_the_source_stays_free() -> None:
         ({"logits": None}, "needs logits"),
         ({"logits": np.zeros((200, 4))}, "shape"),
         ({"logits": np.zeros((200, 4, 1))}, "shape"),
-        ({"logits": np.zeros((100, 4, 5))}, "200 labels"),
+        ({"logits": np.zeros((100, 4, 5))}, r"labels has the shape \[200\], but there are 100"),
         ({"labels": np.zeros(200)}, "whole numbers"),
         ({"labels": np.full(200, 5)}, "label is not one"),
         ({"labels": np.full(200, -1)}, "label is not one"),
-        ({"labels": np.zeros(0, int)}, "at least one example"),
+        ({"labels": np.zeros(0, int)}, "labels has the shape"),
+        ({"logits": np.zeros((0, 4, 5)), "labels": None}, "at least one example"),
+        ({"sequences": np.zeros(200)}, "sequences must be a vector of whole numbers"),
+        ({"sequences": np.zeros(3, int)}, "sequences has the shape"),
         ({"difficulty": np.zeros(3)}, "difficulty has the shape"),
         ({"hidden": np.zeros((200, 3, 6))}, "hidden has the shape"),
         ({"hidden": np.zeros((200, 4))}, "hidden has the shape"),
@@ -141,3 +144,27 @@ def test_a_cut_or_altered_file_is_named(tmp_path: Path, file: str) -> None:
             ls.Trajectory.load(folder)
     (folder / file).write_bytes(content)
     ls.Trajectory.load(folder)
+
+
+def test_labels_may_be_missing_and_sequences_be_there(tmp_path: Path) -> None:
+    trajectory = random_trajectory(labels=None, sequences=np.arange(200) // 4)
+    assert trajectory.num_examples == 200
+    with pytest.raises(ls.UserError, match="has no labels"):
+        trajectory.correct  # noqa: B018
+    with pytest.raises(ls.UserError, match="has no labels"):
+        trajectory.cross_entropy  # noqa: B018
+    trajectory.save(tmp_path / "unlabelled")
+    again = ls.Trajectory.load(tmp_path / "unlabelled")
+    assert again.labels is None
+    assert np.array_equal(again.sequences, trajectory.sequences)
+    assert again.take(np.arange(8)).sequences.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert again.same_data(trajectory)
+
+
+def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
+    trajectory = random_trajectory(seed=1)
+    trajectory.save(tmp_path / "a")
+    assert ls.Trajectory.load(tmp_path / "a").sha256 == trajectory.sha256 == random_trajectory(seed=1).sha256
+    assert trajectory.take(np.arange(200)).sha256 == trajectory.sha256
+    others = [random_trajectory(seed=2), trajectory.take(np.arange(199)), random_trajectory(seed=1, labels=None)]
+    assert trajectory.sha256 not in {other.sha256 for other in others}

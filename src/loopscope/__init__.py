@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from loopscope.exits import FittedGate as FittedGate
     from loopscope.exits import Frontier as Frontier
     from loopscope.exits import attach as attach
+    from loopscope.exits import calibrate as calibrate
+    from loopscope.exits import conformal_risk_control as conformal_risk_control
     from loopscope.exits import signal as signal
     from loopscope.exits import sweep as sweep
     from loopscope.models import load_model as load_model
@@ -33,7 +35,9 @@ _HOMES = {
     "Trajectory": "loopscope.trajectory",
     "UserError": "loopscope.errors",
     "attach": "loopscope.exits",
+    "calibrate": "loopscope.exits",
     "choices": "loopscope.engine",
+    "conformal_risk_control": "loopscope.exits",
     "load_model": "loopscope.models",
     "run": "loopscope.engine",
     "signal": "loopscope.exits",

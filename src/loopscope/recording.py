@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, create_tensors, sha256, write_json
+from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, create_tensors, write_json
 from loopscope.config import plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_softmax
 from loopscope.models import LoopedModel, Loops, load_model
-from loopscope.models.checkpoint import WEIGHTS
+from loopscope.models.checkpoint import weights_sha256
 from loopscope.progress import Advance, silent
 from loopscope.tasks import Examples, drawn, seen, training_fingerprints
 from loopscope.training.settings import RunSettings, settings_of
@@ -58,7 +58,7 @@ def record(
     examples = examples_of(settings, split, size, levels)
     model = load_model(run, device)
     provenance = {
-        "weights_sha256": sha256(run / WEIGHTS),
+        "weights_sha256": weights_sha256(run),
         "run": plain(settings),
         "examples": len(examples),
         "levels": sorted({int(level) for level in examples.difficulty}),

@@ -3,12 +3,14 @@
 A recording is a folder: `manifest.json` (schema version, split, provenance, hashes), `trajectory.safetensors` (all
 arrays but the hidden states), `hidden.safetensors` and `examples.json` where they were kept. Arrays are memory-mapped
 when loaded. Instead of logits a recording may carry precomputed signals, predictions and the log-probability of the
-label, for models whose vocabulary is too large to keep.
+label, for models whose vocabulary is too large to keep. Labels may be missing: what compares a loop with the last one
+needs none. Where one request yields many decisions (the tokens of a text), `sequences` says which belong together.
 
 Shapes: N examples, T loops, V classes, D width. A class that an example does not have (a question with fewer choices)
 is -inf in its logits at every loop.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +36,7 @@ KIND = "recording"
 SCHEMA_VERSION = 1
 Array = NDArray[Any]
 
-_ARRAYS = ("logits", "labels", "difficulty", "gate_logits", "predictions", "label_log_probs", "seen")
+_ARRAYS = ("logits", "labels", "difficulty", "gate_logits", "predictions", "label_log_probs", "seen", "sequences")
 SIGNAL_PREFIX = "signal."
 
 
@@ -51,7 +53,7 @@ class Trajectory:
     """One recording. Arrays are read-only and checked once, here, so that what comes after can rely on them."""
 
     logits: Array | None = None  # [N, T, V]
-    labels: Array  # [N]
+    labels: Array | None = None  # [N]
     difficulty: Array | None = None  # [N]
     hidden: Array | None = None  # [N, T, D] the pooled states r_t
     gate_logits: Array | None = None  # [N, T]
@@ -60,6 +62,7 @@ class Trajectory:
     label_log_probs: Array | None = None  # [N, T], where there are no logits
     signals: Mapping[str, Array] = field(default_factory=dict)  # name -> [N, T], computed when it was recorded
     seen: Array | None = None  # [N] whether the training data held this input
+    sequences: Array | None = None  # [N] the number of the request that a decision belongs to, where it yields many
     examples: Sequence[str] | None = None  # [N] the inputs as text
     provenance: Mapping[str, Any] = field(default_factory=dict)
     computed: dict[str, Array] = field(default_factory=dict, init=False)  # signals that were asked for
@@ -92,7 +95,7 @@ class Trajectory:
 
     @property
     def num_examples(self) -> int:
-        return len(self.labels)
+        return len(self._answers)
 
     @property
     def num_loops(self) -> int:
@@ -118,7 +121,15 @@ class Trajectory:
     @cached_property
     def correct(self) -> Array:
         """[N, T] whether that is the label."""
-        return self.predicted == self.labels[:, None]
+        return self.predicted == self.required_labels[:, None]
+
+    @property
+    def required_labels(self) -> Array:
+        if self.labels is None:
+            raise UserError(
+                "This recording has no labels; without them only its disagreement with full depth can be told."
+            )
+        return self.labels
 
     @cached_property
     def cross_entropy(self) -> Array:
@@ -128,9 +139,19 @@ class Trajectory:
         if self.logits is None:
             raise UserError("This recording keeps no label log-probabilities, so it has no cross-entropy.")
         logits = self.logits.astype(np.float64)
-        label = np.take_along_axis(logits, self.labels[:, None, None], axis=2)[..., 0]
+        label = np.take_along_axis(logits, self.required_labels[:, None, None], axis=2)[..., 0]
         top = logits.max(axis=-1)
         return top + np.log(np.exp(logits - top[..., None]).sum(axis=-1)) - label
+
+    @cached_property
+    def sha256(self) -> str:
+        """A hash of everything but the hidden states, the recorded signals and the texts."""
+        told = hashlib.sha256()
+        for name in _ARRAYS:
+            if (value := getattr(self, name)) is not None:
+                told.update(f"{name} {value.dtype} {value.shape} ".encode())
+                told.update(np.ascontiguousarray(value).data)
+        return told.hexdigest()
 
     def take(self, rows: Array) -> Self:
         """The trajectory of these rows (indices, or where a mask is true) alone."""
@@ -146,6 +167,22 @@ class Trajectory:
             provenance=self.provenance,
         )
 
+    def unseen(self) -> Self:
+        """Only the examples that training did not have."""
+        if self.seen is None:
+            raise UserError(
+                "The recording does not say which examples training had, so that none can be told to be unseen."
+            )
+        if self.seen.all():
+            raise UserError("Every example of the recording occurs in the training data, so that none is unseen.")
+        return self.take(~self.seen)
+
+    def distinct(self) -> Self:
+        """Every input once, where it comes first."""
+        if self.examples is None or self.sequences is not None:
+            raise UserError("Only a recording that keeps its inputs as text, one a decision, can count each once.")
+        return self.take(np.sort(np.unique(np.array(self.examples, dtype=object), return_index=True)[1]))
+
     def same_data(self, other: "Trajectory") -> bool:
         """Whether both hold the same data: the same split of the same model, or the same labels and answers."""
         if self is other:
@@ -153,7 +190,7 @@ class Trajectory:
         weights, same = (trajectory.provenance.get("weights_sha256") for trajectory in (self, other))
         if weights is not None and weights == same and self.split is not None and self.split == other.split:
             return True
-        if not np.array_equal(self.labels, other.labels) or not np.array_equal(self.predicted, other.predicted):
+        if not _equal(self.labels, other.labels) or not np.array_equal(self.predicted, other.predicted):
             return False
         if self.logits is None or other.logits is None or self.logits.shape != other.logits.shape:
             return True
@@ -194,8 +231,10 @@ class Trajectory:
         )
 
     def _check_shapes(self) -> None:
-        if self.labels.ndim != 1 or not np.issubdtype(self.labels.dtype, np.integer):
-            raise UserError("labels must be a vector of whole numbers, one an example.")
+        for name in ("labels", "sequences"):
+            value = getattr(self, name)
+            if value is not None and (value.ndim != 1 or not np.issubdtype(value.dtype, np.integer)):
+                raise UserError(f"{name} must be a vector of whole numbers, one an example.")
         answers = self._answers
         if self.logits is not None and (answers.ndim != 3 or answers.shape[2] < 2):
             raise UserError(f"logits must have the shape [examples, loops, classes], got {list(answers.shape)}.")
@@ -204,20 +243,19 @@ class Trajectory:
         rows, loops = self.num_examples, self.num_loops
         if rows == 0:
             raise UserError("A trajectory needs at least one example.")
-        expected: dict[str, tuple[int, ...]] = {"logits": (rows, loops), "hidden": (rows, loops)}
-        expected |= dict.fromkeys(("gate_logits", "predictions", "label_log_probs"), (rows, loops))
-        expected |= dict.fromkeys(("difficulty", "seen"), (rows,))
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys(("labels", "difficulty", "seen", "sequences"), (rows,))
+        expected |= dict.fromkeys(("logits", "hidden", "gate_logits", "predictions", "label_log_probs"), (rows, loops))
         for name, shape in expected.items():
             value = getattr(self, name)
             if value is not None and (value.shape[: len(shape)] != shape or value.ndim != len(shape) + (name in _WIDE)):
                 raise UserError(
-                    f"{name} has the shape {list(value.shape)}, but there are {rows} labels and {loops} loops."
+                    f"{name} has the shape {list(value.shape)}, but there are {rows} examples and {loops} loops."
                 )
         for name, signal in self.signals.items():
             if np.shape(signal) != (rows, loops):
                 raise UserError(f"signal {name} has the shape {list(np.shape(signal))}, expected {[rows, loops]}.")
         if self.examples is not None and len(self.examples) != rows:
-            raise UserError(f"There are {len(self.examples)} example texts for {rows} labels.")
+            raise UserError(f"There are {len(self.examples)} example texts for {rows} examples.")
 
 
 _WIDE = ("logits", "hidden")
@@ -243,7 +281,13 @@ def _frozen(values: Array) -> Array:
     return array
 
 
-def _check_logits(logits: Array, labels: Array) -> None:
+def _equal(ours: Array | None, theirs: Array | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return np.array_equal(ours, theirs)
+
+
+def _check_logits(logits: Array, labels: Array | None) -> None:
     top = logits.max(axis=-1)
     if not np.isfinite(top).all():  # catches NaN, +inf, and rows without a class
         raise UserError("logits hold a value that is not a number, or +inf, or an example without any class.")
@@ -253,5 +297,7 @@ def _check_logits(logits: Array, labels: Array) -> None:
             raise UserError("A class is missing (-inf) at one loop of an example but not at another.")
         if (logits.shape[2] - missing[:, 0].sum(axis=-1) < 2).any():
             raise UserError("An example has fewer than two classes.")
+    if labels is None:
+        return
     if labels.min() < 0 or labels.max() >= logits.shape[2] or missing[np.arange(len(labels)), 0, labels].any():
         raise UserError(f"A label is not one of its example's classes (0..{logits.shape[2] - 1}).")

@@ -1,13 +1,14 @@
 """The engine: is it the replay, whatever the batch? Does it stay within its batch, and compute only what it needs?"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN
+from conftest import GOLDEN, random_trajectory
 
 import loopscope as ls
 from loopscope.engine import Answer, Request, choices, compare, in_order, requests_of, run
@@ -255,3 +256,36 @@ def test_in_order() -> None:
 
 def test_nothing_asked_nothing_answered(model: LoopedModel) -> None:
     assert list(run(model, ls.ExitPolicy("margin", 1.0), [])) == []
+
+
+def promising(weights: str | None, recorded: ls.Trajectory) -> ls.ExitPolicy:
+    """A policy with a promise, for three loops of the model with these weights; some examples exit early."""
+    data = random_trajectory(loops=3, split="validation", provenance={"weights_sha256": weights})
+    policy = ls.calibrate(data, 0.3, readout="margin")
+    assert policy.model == weights
+    return replace(policy, threshold=policy_of("margin", recorded).threshold)
+
+
+def test_a_promise_holds_for_its_own_model_only(
+    model: LoopedModel, requests: list[Request], recorded: ls.Trajectory
+) -> None:
+    own, foreign = promising(model.weights_sha256, recorded), promising("0" * 64, recorded)
+    assert compare(ls.run(model, own, requests), own, recorded).differing == 0
+    waiting = iter(requests)
+    with pytest.raises(ls.UserError, match="calibrated for another model"):
+        next(ls.run(model, foreign, waiting))
+    assert len(list(waiting)) == len(requests)  # nothing was taken
+    anybody = foreign.for_any_model()
+    assert (anybody.promise, anybody.threshold) == (None, own.threshold)
+    answers = {answer.key: answer.loop for answer in ls.run(model, anybody, requests)}
+    assert answers == {answer.key: answer.loop for answer in ls.run(model, own, requests)}
+
+
+def test_a_promise_holds_for_its_own_depth_only(
+    model: LoopedModel, requests: list[Request], recorded: ls.Trajectory
+) -> None:
+    own = promising(model.weights_sha256, recorded)
+    with pytest.raises(ls.UserError, match="calibrated for 3 loops, and here full depth is 2"):
+        next(ls.run(model, own, requests, num_loops=2))
+    assert {answer.loop for answer in ls.run(model, own, requests, num_loops=3)} == {1, 2, 3}
+    assert {answer.loop for answer in ls.run(model, own.for_any_model(), requests, num_loops=2)} == {1, 2}

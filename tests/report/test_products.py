@@ -53,7 +53,7 @@ def results() -> Results:
 def test_all_products_are_made_of_a_whole_study(results: Results) -> None:
     made = {product.name for product in make_products(results, ["paper", "overview"])}
     fitted = {"posthoc_main", "posthoc_summary", "posthoc_gaps", "posthoc_fixed", "posthoc_linear", "posthoc_mlp"}
-    assert made == set(PRODUCTS) - fitted  # those need fitted gates
+    assert made == set(PRODUCTS) - fitted - {"certified"}  # those need fitted gates and promises
 
 
 def test_the_paper_s_numbers_stand_beside_ours(results: Results) -> None:

@@ -1,6 +1,6 @@
 """What do recordings say? Forced exits, difficulty, bootstrap intervals and the diagnosis; never the network."""
 
-from loopscope.analysis.bootstrap import ENOUGH, Interval, interval, resampled_curves, resampled_sums
+from loopscope.analysis.bootstrap import ENOUGH, Estimate, Interval, interval, resampled_curves, resampled_sums
 from loopscope.analysis.diagnosis import Diagnosis, Gap, Subject, depth_gap, diagnose
 from loopscope.analysis.difficulty import (
     ORDERED_SIGNALS,
@@ -12,7 +12,8 @@ from loopscope.analysis.difficulty import (
     forced_cross_entropy,
     signal_by_difficulty,
 )
-from loopscope.analysis.paired import Difference, Paired, Side, exits, paired
+from loopscope.analysis.held_out import HeldOut, PromiseCheck, hold_out
+from loopscope.analysis.paired import Paired, Side, exits, paired
 from loopscope.analysis.seeds import OverSeeds, over_seeds
 
 __all__ = [
@@ -20,12 +21,14 @@ __all__ = [
     "ORDERED_SIGNALS",
     "ByDifficulty",
     "Diagnosis",
-    "Difference",
+    "Estimate",
     "Gap",
+    "HeldOut",
     "Interval",
     "Ordering",
     "OverSeeds",
     "Paired",
+    "PromiseCheck",
     "Side",
     "Subject",
     "depth_gap",
@@ -35,6 +38,7 @@ __all__ = [
     "exits",
     "forced_accuracy",
     "forced_cross_entropy",
+    "hold_out",
     "interval",
     "over_seeds",
     "paired",

@@ -58,6 +58,22 @@ def interval(values: Sums) -> Interval | None:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """A mean over examples, or a difference of two, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimate(values: Sums) -> Estimate:
+    """Of [1 + R] means, the sample's own first."""
+    bounds = interval(values)
+    assert bounds is not None  # a mean exists in every resample
+    return Estimate(float(values[0]), bounds.low, bounds.high)
+
+
+@dataclass(frozen=True)
 class Curves:
     """A frontier, resampled: how many are right and how many loops they take, at every threshold."""
 

@@ -8,19 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.analysis.bootstrap import RESAMPLES, SEED, Sums, interval, resampled_sums
+from loopscope.analysis.bootstrap import RESAMPLES, SEED, Estimate, estimate, resampled_sums
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.trajectory import Trajectory
-
-
-@dataclass(frozen=True)
-class Difference:
-    """First minus second, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -29,8 +20,8 @@ class Paired:
 
     first: str
     second: str
-    accuracy: Difference
-    loops: Difference
+    accuracy: Estimate  # first minus second
+    loops: Estimate
     only_first_right: int
     only_second_right: int
     examples: int
@@ -47,15 +38,15 @@ class Side:
 
 def paired(first: Side, second: Side, resamples: int = RESAMPLES, seed: int = SEED) -> Paired:
     """Compares two policies; they may run on trajectories of different models, if the examples are the same."""
-    if not np.array_equal(first.trajectory.labels, second.trajectory.labels):
+    if not np.array_equal(first.trajectory.required_labels, second.trajectory.required_labels):
         raise UserError("A paired comparison needs the same examples in both recordings, in the same order.")
     ours, theirs = (exits(side.policy, side.trajectory) for side in (first, second))
     means = resampled_sums(ours - theirs, resamples, seed) / len(ours)
     return Paired(
         first.name,
         second.name,
-        accuracy=_difference(means[:, 0]),
-        loops=_difference(means[:, 1]),
+        accuracy=estimate(means[:, 0]),
+        loops=estimate(means[:, 1]),
         only_first_right=int((ours[:, 0] > theirs[:, 0]).sum()),
         only_second_right=int((ours[:, 0] < theirs[:, 0]).sum()),
         examples=len(ours),
@@ -67,9 +58,3 @@ def exits(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
     loops = policy.exit_loops(trajectory)
     right = np.take_along_axis(trajectory.correct, loops[:, None] - 1, axis=1)[:, 0]
     return np.stack((right, loops), axis=1).astype(np.float32)
-
-
-def _difference(values: Sums) -> Difference:
-    bounds = interval(values)
-    assert bounds is not None  # a mean exists in every resample
-    return Difference(float(values[0]), bounds.low, bounds.high)

@@ -41,6 +41,7 @@ class ExitTiming(msgspec.Struct, frozen=True):
 
     readout: str
     threshold: float | None
+    max_drop: float | None  # promised
     accuracy: float | None  # None: random weights
     average_loops: float
     token_loops: float  # the average over tokens: longer examples take more loops
@@ -77,8 +78,8 @@ class Subject:
     width: int
 
 
-def trained_subject(folder: Path, readouts: Sequence[str] | None) -> Subject:
-    """A finished run whose splits are recorded; thresholds are chosen on validation."""
+def trained_subject(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> Subject:
+    """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation."""
     settings = settings_of(folder)
     paths = {split: folder / "recordings" / split for split in ("validation", "test")}
     for split, path in paths.items():
@@ -86,11 +87,12 @@ def trained_subject(folder: Path, readouts: Sequence[str] | None) -> Subject:
             raise UserError(f"{path} is not there; record it with `loopscope record {folder} --split {split}`.")
     validation, test = (Trajectory.load(path) for path in paths.values())
     examples = settings.task.split("test", test.num_examples)
-    if not np.array_equal(examples.labels, test.labels):
+    if not np.array_equal(examples.labels, test.required_labels):
         raise UserError(f"{paths['test']} is not a recording of the first {test.num_examples:,} test examples.")
-    names = readouts or (["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"])
-    policies = [choose(name, validation) for name in dict.fromkeys(names)]
-    return Subject(folder.name, load_model(folder), examples, test, policies, True, settings.model.width)
+    names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
+    names = list(readouts or ([] if policies else names))
+    chosen = [choose(name, validation) for name in dict.fromkeys(names)]
+    return Subject(folder.name, load_model(folder), examples, test, [*policies, *chosen], True, settings.model.width)
 
 
 def random_subject(source: str, overrides: list[str], count: int, loops: float, readouts: Sequence[str]) -> Subject:
@@ -127,22 +129,23 @@ def bench_exits(subject: Subject, rounds: int, batch_size: int | None, waiting: 
     full_size = fastest(partial(drain, never, some=requests[: max(_SIZES)]), _SIZES)
     sizes = [batch_size or fastest(partial(drain, policy), _SIZES) for policy in subject.policies]
     ways = {"full depth": partial(drain, never, full_size)}
-    for policy, size in zip(subject.policies, sizes, strict=True):
-        ways[policy.readout] = partial(drain, policy, size)
+    for place, (policy, size) in enumerate(zip(subject.policies, sizes, strict=True)):
+        ways[f"policy {place}"] = partial(drain, policy, size)
         if waiting:
-            ways[f"{policy.readout}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
+            ways[f"policy {place}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
     seconds, machine = interleaved(ways, rounds, subject.width, progress)
     full, count = seconds["full depth"], len(requests)
     timings = []
-    for policy, size in zip(subject.policies, sizes, strict=True):
+    for place, (policy, size) in enumerate(zip(subject.policies, sizes, strict=True)):
         loops = policy.exit_loops(subject.recorded)
         ideal = model.num_loops / float(loops.mean())
-        took, waited = seconds[policy.readout], seconds.get(f"{policy.readout}, waiting")
+        took, waited = seconds[f"policy {place}"], seconds.get(f"policy {place}, waiting")
         agreement = compare(run(model, policy, requests, size), policy, subject.recorded)
         timings.append(
             ExitTiming(
                 readout=policy.readout,
                 threshold=policy.threshold,
+                max_drop=None if policy.promise is None else policy.promise.max_drop,
                 accuracy=agreement.accuracy if subject.trained else None,
                 average_loops=float(loops.mean()),
                 token_loops=float(np.average(loops, weights=subject.examples.lengths)),

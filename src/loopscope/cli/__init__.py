@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli import benchmarks, gating, running, studying, verbs
-from loopscope.cli.options import Version, compute_options, count, levels, products, verb
+from loopscope.cli import benchmarks, calibrating, gating, running, studying, verbs
+from loopscope.cli.options import Version, any_model, compute_options, count, levels, products, verb
 from loopscope.errors import UserError
 
 _EPILOG = """\
@@ -25,9 +25,15 @@ Or stage by stage:
   loopscope evaluate runs/mine/recordings/validation runs/mine/recordings/test
   loopscope diagnose runs/mine
   loopscope report runs/mine --out runs/mine/report
-  loopscope run runs/mine examples.txt --readout margin
+  loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 --out policy.json
+  loopscope evaluate runs/mine/recordings/test --policy policy.json
+  loopscope run runs/mine examples.txt --policy policy.json
   loopscope bench exits runs/mine
 """
+
+
+_POLICIES = "a policy of one of the runs, which the hash in it tells (repeatable)"
+_RECORDINGS = "the one that thresholds are chosen on, and the one that they are evaluated on"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,11 +116,15 @@ A killed or interrupted run continues with the same command and ends bit-identic
         "sweep the readouts of a recording",
         """\
   loopscope evaluate runs/demo/recordings/validation runs/demo/recordings/test
-  loopscope evaluate VALIDATION TEST --readout margin --readout gate --at 0.95 --json""",
+  loopscope evaluate VALIDATION TEST --readout margin --readout gate --at 0.95 --json
+  loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.json
+
+With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken.""",
         verbs.evaluate,
     )
-    evaluate.add_argument("calibration", type=Path, help="the recording that thresholds are chosen on")
-    evaluate.add_argument("evaluation", type=Path, help="the recording that they are evaluated on")
+    evaluate.add_argument("recordings", type=Path, nargs="+", metavar="RECORDING", help=_RECORDINGS)
+    evaluate.add_argument("--policy", type=Path, metavar="FILE", help="check this policy on one held-out recording")
+    any_model(evaluate)
     evaluate.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
     evaluate.add_argument("--gate", action="append", type=Path, default=[], metavar="DIR", help="a fitted gate, too")
     evaluate.add_argument("--at", action="append", type=float, metavar="X", help="an accuracy for D@X (repeatable)")
@@ -165,16 +175,21 @@ second readout runs on another model's recordings of the same examples.""",
         "write tables, figures and a page on some runs",
         """\
   loopscope report runs/demo/fixed-geometric runs/demo/linear-gate --reference fixed-geometric --out report
-  loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen""",
+  loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
+  loopscope report runs/mine --policy policy.json --out report""",
         verbs.report,
     )
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs whose splits are recorded")
     report.add_argument("--reference", metavar="NAME", help="the name of the run whose trajectory is the measure")
+    report.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=_POLICIES)
+    any_model(report)
     report.add_argument("--out", type=Path, required=True, metavar="DIR", help="the report's folder")
     report.add_argument("--at", action="append", type=float, metavar="X", help="a target accuracy (repeatable)")
     report.add_argument("--unseen", action="store_true", help="only examples that training did not have")
     report.add_argument("--json", action="store_true", help="print the results as JSON")
     products(report, "overview")
+
+    calibrating.define(subparsers)
 
     run = verb(
         subparsers,
@@ -185,6 +200,7 @@ second readout runs on another model's recordings of the same examples.""",
   echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - --readout margin --threshold 4
   loopscope run runs/mine examples.txt --readout fixed --threshold 4 --out answers.jsonl
   loopscope run runs/mine examples.txt --gate gates/linear
+  loopscope run runs/mine examples.txt --policy policy.json           (as `loopscope calibrate` wrote it)
 
 One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
 order of the examples. Without --threshold it is chosen on the run's validation recording.""",
@@ -196,6 +212,7 @@ order of the examples. Without --threshold it is chosen on the run's validation 
     rule.add_argument("--readout", default="margin", metavar="NAME", help="the exit rule (default: margin)")
     rule.add_argument("--gate", type=Path, metavar="DIR", help="a fitted gate as the exit rule")
     rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit rule and its threshold from a policy file")
+    any_model(run)
     run.add_argument("--threshold", type=float, metavar="X", help="its threshold (default: as validation chooses)")
     run.add_argument("--batch-size", type=count, default=256, metavar="N", help="rows at a time (default: 256)")
     run.add_argument("--out", type=Path, metavar="FILE", help="where the answers go (default: standard output)")
@@ -221,11 +238,14 @@ def _bench(subparsers: Any) -> None:
         """\
   loopscope bench exits --waiting                          (the paper's model, random weights, about 1.3 loops)
   loopscope bench exits runs/demo/fixed-geometric runs/demo/linear-gate
-  loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json""",
+  loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json
+  loopscope bench exits runs/demo/fixed-geometric --policy runs/demo/fixed-geometric/policy.json""",
         benchmarks.exits,
     )
     exits.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="recorded runs (default: random weights)")
     exits.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: several)")
+    exits.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=_POLICIES)
+    any_model(exits)
     exits.add_argument("--batch-size", type=count, metavar="N", help="rows (default: 64 at random, else the fastest)")
     exits.add_argument("--waiting", action="store_true", help="also the batch in which all wait for the slowest")
     exits.add_argument("--settings", default="paper", help="preset or TOML file of the random model (default: paper)")
@@ -270,6 +290,25 @@ def _bench(subparsers: Any) -> None:
     )
     for name, default in (("examples", 50_000), ("loops", 6), ("classes", 23), ("width", 64)):
         sweep.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"default: {default:,}")
+
+    promises = verb(
+        kinds,
+        "promises",
+        "are promises kept, and what do they cost, where the truth is known",
+        """\
+  loopscope bench promises
+  loopscope bench promises runs/demo/fixed-geometric/recordings/test --figure promises.png
+  loopscope bench promises --calibrations 100 --examples 500 --json
+
+Calibrations on data drawn from populations whose risk is known, beside the usual way: the laxest threshold whose
+loss on the same data is within the limit. Recordings serve as populations for the price.""",
+        benchmarks.promises,
+    )
+    promises.add_argument("recordings", type=Path, nargs="*", metavar="RECORDING", help="populations for the price")
+    promises.add_argument("--calibrations", type=count, default=1000, metavar="N", help="of each (default: 1,000)")
+    promises.add_argument("--examples", type=count, default=2000, metavar="N", help="in each (default: 2,000)")
+    promises.add_argument("--figure", type=Path, metavar="FILE", help="draw it, as PNG and PDF")
+    promises.add_argument("--json", action="store_true", help="print JSON")
 
     for parser in (exits, train, record, sweep):
         parser.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds after warm-up (default: 5)")

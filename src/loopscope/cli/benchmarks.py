@@ -1,10 +1,12 @@
 """`loopscope bench`: what each benchmark prints."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loopscope.cli.calibrating import check_any_model, policies_by_model
 from loopscope.cli.show import percent, print_json, print_table
-from loopscope.cli.verbs import device_of
+from loopscope.cli.verbs import check_products, device_of
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,11 +16,18 @@ if TYPE_CHECKING:
 
 def exits(options: argparse.Namespace) -> int:
     from loopscope.bench.exits import bench_exits, random_subject, trained_subject
+    from loopscope.models.checkpoint import weights_sha256
     from loopscope.progress import track
 
     device_of(options)
+    check_any_model(options)
+    if options.policy and not options.runs:
+        raise UserError("A policy needs the run that it was calibrated for; give its folder, too.")
     if options.runs:
-        subjects = [trained_subject(run, options.readout) for run in options.runs]
+        own = policies_by_model(options.policy, [weights_sha256(run) for run in options.runs], options.any_model)
+        subjects = [
+            trained_subject(run, options.readout, policies) for run, policies in zip(options.runs, own, strict=True)
+        ]
     else:
         readouts = options.readout or ["margin"]
         subjects = [random_subject(options.settings, options.set, options.examples, options.loops, readouts)]
@@ -45,7 +54,7 @@ def _print_exits(result: "ExitBench") -> None:
     for timing in result.policies:
         rows.append(
             [
-                timing.readout,
+                timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %",
                 "" if timing.accuracy is None else percent(timing.accuracy),
                 f"{timing.average_loops:.2f}",
                 f"{timing.token_loops:.2f}",
@@ -134,6 +143,60 @@ def sweep(options: argparse.Namespace) -> int:
     )
     print_table(title, ["readout", "signal, ms", "sweep / signal", "one by one / sweep"], rows)
     return 0
+
+
+def promises(options: argparse.Namespace) -> int:
+    from loopscope.bench.promises import bench_promises
+    from loopscope.progress import track
+    from loopscope.trajectory import Trajectory
+
+    if options.figure is not None:
+        check_products(())
+    recordings = {_run_name(path): Trajectory.load(path) for path in options.recordings}
+    with track("calibrating") as advance:
+        result = bench_promises(recordings, options.examples, options.calibrations, advance)
+    if options.figure is not None:
+        from loopscope.report.charts import promise_panels, write_figure
+
+        write_figure(promise_panels(result), options.figure.parent, options.figure.stem)
+    if options.json:
+        print_json(result)
+        return 0
+    title = (
+        f"{options.calibrations:,} calibrations each, on {options.examples:,} examples: a risk of at most "
+        f"{percent(result.max_drop)}, with probability {percent(result.confidence)}"
+    )
+    columns = ["population", "method", "broken, %", "risk, %", "loops", "hindsight", "ratio", "refused"]
+    rows = [
+        [
+            each.population,
+            each.method,
+            f"{100 * each.broken:.1f} ± {100 * each.broken_error:.1f}",
+            f"{100 * each.risk:.3f} ± {100 * each.risk_error:.3f}",
+            f"{each.loops:.2f}",
+            f"{each.hindsight_loops:.2f}",
+            f"{each.loops / each.hindsight_loops:.3f}",
+            f"{each.refused:,}",
+        ]
+        for each in result.coverage
+    ]
+    print_table(title, columns, rows)
+    sizes = sorted({each.examples for each in result.price})
+    priced: dict[str, list[str]] = {}
+    for each in result.price:
+        priced.setdefault(each.population, [f"{each.hindsight_loops:.2f}"]).append(f"{each.loops:.2f}")
+    title = (
+        f"The price: loops of the promise, by the number of examples ({result.price[0].calibrations:,} calibrations)"
+    )
+    columns = ["population", "hindsight", *(f"{size:,}" for size in sizes)]
+    print_table(title, columns, [[name, *cells] for name, cells in priced.items()])
+    return 0
+
+
+def _run_name(recording: Path) -> str:
+    """The name of the run that a recording is of, as folders usually are; else its own."""
+    path = recording.absolute()
+    return path.parent.parent.name if path.parent.name == "recordings" else path.name
 
 
 def _machine(machine: "Machine") -> str:

@@ -41,6 +41,10 @@ def products(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def any_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--any-model", action="store_true", help="use a policy without its promise, on any model")
+
+
 def count(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")

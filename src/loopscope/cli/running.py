@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
+from loopscope.cli.calibrating import check_any_model, load_policy
 from loopscope.cli.show import percent, say
 from loopscope.cli.verbs import device_of
 from loopscope.errors import UserError
@@ -66,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     if count:
         rule = policy.readout + ("" if policy.threshold is None else f" at {policy.threshold:.6g}")
         say(f"{count:,} examples under {rule}: {percent(right / count)} right, {loops / count:.2f} loops on average.")
+        if policy.promise is not None:
+            say(policy.promise.sentence)
     if bad:
         raise bad[0]
     return 0
@@ -86,24 +89,19 @@ def _written(path: Path) -> Iterator[TextIO]:
 
 
 def _policy(options: argparse.Namespace) -> "ExitPolicy":
-    from loopscope.artifacts import sha256
     from loopscope.exits import ExitPolicy, FittedGate, attach
     from loopscope.exits.signals import FITTED
     from loopscope.exits.sweep import choose
-    from loopscope.models.checkpoint import WEIGHTS
     from loopscope.trajectory import Trajectory
 
+    check_any_model(options)
     if options.policy is not None and options.threshold is not None:
         raise UserError("A policy file has its own threshold; leave out --threshold.")
     if options.policy is not None:
-        policy = ExitPolicy.load(options.policy)
-        if policy.gate is not None:
-            policy.gate.check(sha256(options.run / WEIGHTS))
-        return policy
+        return load_policy(options.policy, options.any_model)
     gate = None
     if options.gate is not None:
         gate = FittedGate.load(options.gate)
-        gate.check(sha256(options.run / WEIGHTS))
         options.readout = FITTED + options.gate.absolute().name
     if options.threshold is not None or options.readout == "oracle":
         return ExitPolicy(options.readout, options.threshold, gate)

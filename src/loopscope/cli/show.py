@@ -4,8 +4,8 @@ import os
 import sys
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
 
 
 def say(text: str) -> None:

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from loopscope.errors import UserError
 if TYPE_CHECKING:
     from loopscope.report import Results
     from loopscope.training.parallel import Workers
+
+
+_HEADLINES = ("headline", "certified")
 
 
 def device_of(options: argparse.Namespace) -> Any:
@@ -113,14 +117,22 @@ def record(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
+    from loopscope.cli.calibrating import check_any_model
     from loopscope.cli.gating import gates_of
     from loopscope.exits import attach
     from loopscope.exits.sweep import available_readouts, sweep
     from loopscope.report.results import frontier_result
     from loopscope.trajectory import Trajectory
 
+    check_any_model(options)
+    if options.policy is not None:
+        return _held_out(options)
+    if len(options.recordings) != 2:
+        raise UserError(
+            "Give two recordings: the one that thresholds are chosen on, and the one that they are evaluated on."
+        )
     targets = _targets(options.at or [0.9, 0.95, 0.98, 0.99])
-    calibration, evaluation = Trajectory.load(options.calibration), Trajectory.load(options.evaluation)
+    calibration, evaluation = (Trajectory.load(path) for path in options.recordings)
     gates = gates_of(options.gate, calibration)
     calibration, evaluation = attach(calibration, gates), attach(evaluation, gates)
     names = options.readout or available_readouts(calibration, evaluation)
@@ -148,6 +160,22 @@ def evaluate(options: argparse.Namespace) -> int:
     columns = ["readout", *(f"D@{100 * target:g}" for target in targets), "selected", "accuracy", "loops"]
     print_table(title, columns, rows)
     return 0
+
+
+def _held_out(options: argparse.Namespace) -> int:
+    from loopscope.analysis import hold_out
+    from loopscope.cli.calibrating import load_policy, show_held_out
+    from loopscope.trajectory import Trajectory
+
+    if len(options.recordings) != 1 or options.readout or options.gate or options.at:
+        raise UserError("With --policy, give one recording, of held-out examples, and no readouts, gates or targets.")
+    policy = load_policy(options.policy, options.any_model)
+    held = hold_out(policy, Trajectory.load(options.recordings[0]))
+    if options.json:
+        print_json(held)
+    else:
+        show_held_out(held, policy, options.policy)
+    return 1 if held.promise is not None and held.promise.verdict == "broken" else 0
 
 
 def diagnose(options: argparse.Namespace) -> int:
@@ -213,15 +241,21 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
+    from loopscope.cli.calibrating import check_any_model, policies_by_model
     from loopscope.report import collect, read_source
 
     targets = _targets(options.at or [0.95, 0.98, 0.99])
+    check_any_model(options)
     sources = [read_source(run, options.unseen) for run in options.runs]
+    models = [source.test.provenance.get("weights_sha256") for source in sources]
+    policies = policies_by_model(options.policy, models, options.any_model)
+    sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
     results = collect(sources, options.reference, targets)
     if options.product:
         return show_products(results, options.out, options.product)
     words = ["loopscope report", *(str(run) for run in options.runs)]
     words += [f"--reference {options.reference}"] if options.reference else []
+    words += [f"--policy {path}" for path in options.policy] + (["--any-model"] if options.any_model else [])
     words += [f"--at {target:g}" for target in targets] + (["--unseen"] if options.unseen else [])
     return write_and_show(results, options.out, options.json, ("overview",), " ".join(words))
 
@@ -263,7 +297,7 @@ def write_and_show(
     command: str,
     only_headline: bool = False,
 ) -> int:
-    """Writes the report, then prints its tables, the most important last, and its verdicts."""
+    """Writes the report, then prints its tables (or only those that matter most), the first last, and its verdicts."""
     check_products(products)
     from loopscope.report.products import make_products
     from loopscope.report.write import write_report
@@ -273,8 +307,8 @@ def write_and_show(
     if as_json:
         print_json(results)
         return 0
-    shown = [product.table for product in made if product.table is not None]
-    for table in reversed(shown[: 1 if only_headline else None]):
+    shown = [each.table for each in made if each.table is not None and (not only_headline or each.name in _HEADLINES)]
+    for table in reversed(shown):
         print_table(table.title, table.columns, table.rows)
     for group in results.groups:
         for name in group.names[:1]:

@@ -55,6 +55,8 @@ def run(
     for name, value in (("batch_size", batch_size), ("num_loops", model.num_loops if num_loops is None else num_loops)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}.")
+    tied = policy.model is not None or policy.gate is not None
+    policy.check(model.weights_sha256 if tied else None, num_loops or model.num_loops)
     batch = _Batch(model, Follower(policy, num_loops or model.num_loops))
     waiting = iter(requests)
     held: Request | None = None  # did not fit any more

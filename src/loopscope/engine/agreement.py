@@ -47,7 +47,7 @@ def compare(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajector
         close=int(close.sum()),
         close_differing=int((differing & close).sum()),
         differing=int((differing & ~close).sum()),
-        accuracy=float((predicted == trajectory.labels).mean()),
+        accuracy=float((predicted == trajectory.required_labels).mean()),
         replayed_accuracy=float(trajectory.correct[rows, replayed - 1].mean()),
         average_loops=float(loops.mean()),
         replayed_average_loops=float(replayed.mean()),

@@ -1,5 +1,6 @@
 """When to exit? Signals, readouts, exit policies and their frontiers, all on recordings."""
 
+from loopscope.exits.calibration import calibrate, conformal_risk_control
 from loopscope.exits.fitted import FittedGate, attach
 from loopscope.exits.readouts import READOUTS, ExitPolicy
 from loopscope.exits.signals import SIGNALS, signal
@@ -13,6 +14,8 @@ __all__ = [
     "Frontier",
     "OperatingPoint",
     "attach",
+    "calibrate",
+    "conformal_risk_control",
     "signal",
     "sweep",
 ]

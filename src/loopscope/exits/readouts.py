@@ -4,17 +4,19 @@ The policy is the same object in replay (on a recording, here) and in live runni
 fitted gate lie beside it as safetensors, and the file holds their hash.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.artifacts import atomic_file, map_tensors, save_tensors, sha256, write_json
-from loopscope.config import Settings, plain, read_json
+from loopscope.config import Settings, digest, plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.fitted import FittedGate, attach
+from loopscope.exits.promise import Promise
 from loopscope.exits.signals import FITTED, signal
 from loopscope.trajectory import Trajectory
 
@@ -47,10 +49,16 @@ class GateFile(Settings, frozen=True, kw_only=True):
 class PolicyFile(Settings, frozen=True, kw_only=True):
     """What the file of a policy says."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2  # the first had neither model nor promise
     readout: str
     threshold: float | None = None
     gate: GateFile | None = None
+    model: str | None = None
+    promise: Promise | None = None
+    digest: str = ""  # of all of the above, where there is a promise: it is void for another threshold
+
+    def seal(self) -> str:
+        return digest(msgspec.structs.replace(self, digest=""))
 
 
 @dataclass(frozen=True)
@@ -58,12 +66,14 @@ class ExitPolicy:
     """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
 
     With the readout `gate:NAME` it carries that fitted gate, unless it is only replayed on recordings that have its
-    signal.
+    signal. A calibrated one carries its promise, and the hash of the weights for which it was made.
     """
 
     readout: str
     threshold: float | None = None
     gate: FittedGate | None = None
+    model: str | None = None
+    promise: Promise | None = None
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
@@ -81,6 +91,8 @@ class ExitPolicy:
 
     def save(self, path: str | Path) -> None:
         """Writes the policy as JSON, and the weights of its fitted gate beside it."""
+        if self.threshold is not None and np.isinf(self.threshold):
+            raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
         path, gate = Path(path), None
         if self.gate is not None:
             weights = path.with_name(f"{path.stem}.gate.safetensors")
@@ -88,22 +100,50 @@ class ExitPolicy:
                 save_tensors(scratch, self.gate.tensors)
             gate = GateFile(file=weights.name, sha256=sha256(weights), provenance=plain(dict(self.gate.provenance)))
         threshold = None if self.threshold is None else float(self.threshold)
-        write_json(path, PolicyFile(readout=self.readout, threshold=threshold, gate=gate))
+        told = PolicyFile(readout=self.readout, threshold=threshold, gate=gate, model=self.model, promise=self.promise)
+        write_json(path, told if self.promise is None else msgspec.structs.replace(told, digest=told.seal()))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The policy in a file, after the weights of its gate were checked against their hash."""
         path = Path(path)
         told = read_json(PolicyFile, path, "policy")
+        if told.promise is not None and told.digest != told.seal():
+            raise UserError(
+                f"{path} was altered since it was calibrated, so its promise is void; calibrate it again, or set its "
+                "promise to null."
+            )
         if told.gate is None:
-            return cls(told.readout, told.threshold)
+            return cls(told.readout, told.threshold, None, told.model, told.promise)
         weights = path.with_name(Path(told.gate.file).name)  # beside it, whatever the file says
         if not weights.is_file() or sha256(weights) != told.gate.sha256:
             raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
-        return cls(told.readout, told.threshold, FittedGate.of_tensors(map_tensors(weights), told.gate.provenance))
+        gate = FittedGate.of_tensors(map_tensors(weights), told.gate.provenance)
+        return cls(told.readout, told.threshold, gate, told.model, told.promise)
+
+    def check(self, weights: str | None, num_loops: int) -> None:
+        """Refuses another model than the one it was made for (where both are known), or another full depth."""
+        if self.gate is not None:
+            self.gate.check(weights)
+        if self.model is not None and weights is not None and self.model != weights:
+            raise UserError(
+                f"This policy was calibrated for another model (weights {self.model[:12]}, here {weights[:12]}), and "
+                "promises nothing for this one; calibrate it for this model, or use it without its promise "
+                "(--any-model, or policy.for_any_model())."
+            )
+        if self.promise is not None and self.promise.loops != num_loops:
+            raise UserError(
+                f"This policy was calibrated for {self.promise.loops} loops, and here full depth is {num_loops}; "
+                "calibrate it for this depth, or use it without its promise (--any-model, or policy.for_any_model())."
+            )
+
+    def for_any_model(self) -> Self:
+        """The same rule without its promise, for whatever model."""
+        return replace(self, model=None, promise=None)
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""
+        self.check(trajectory.provenance.get("weights_sha256"), trajectory.num_loops)
         if readout_kind(self.readout) == "depth":
             assert self.threshold is not None
             if self.threshold > trajectory.num_loops:

@@ -8,7 +8,7 @@ Shapes: N examples, T loops, G thresholds.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -124,23 +124,29 @@ def _policy(readout: str, threshold: float) -> ExitPolicy:
 
 def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
     """Refuses what would make a result look better than it is."""
-    if (calibration.split or "").strip().lower().startswith(EVALUATION_SPLITS):
-        raise UserError(
-            f"The calibration recording is of the {calibration.split} split; thresholds must not be chosen on data "
-            "that is for evaluation: record the validation split and calibrate on that."
-        )
+    check_split(calibration, "calibration")
     if calibration.same_data(evaluation):
         raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
+    check_same_model(calibration, evaluation, "The calibration and the evaluation recording")
+
+
+def check_split(recording: Trajectory, role: str) -> None:
+    """Refuses to choose anything on data that is for evaluation."""
+    if (recording.split or "").strip().lower().startswith(EVALUATION_SPLITS):
+        raise UserError(
+            f"The {role} recording is of the {recording.split} split; thresholds must not be chosen on data "
+            "that is for evaluation: record the validation split and calibrate on that."
+        )
+
+
+def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
     for what, ours, theirs in (
-        ("loops", calibration.num_loops, evaluation.num_loops),
-        ("classes", calibration.num_classes, evaluation.num_classes),
-        ("weights", calibration.provenance.get("weights_sha256"), evaluation.provenance.get("weights_sha256")),
+        ("loops", first.num_loops, second.num_loops),
+        ("classes", first.num_classes, second.num_classes),
+        ("weights", first.provenance.get("weights_sha256"), second.provenance.get("weights_sha256")),
     ):
         if ours is not None and theirs is not None and ours != theirs:
-            raise UserError(
-                f"The calibration and the evaluation recording differ in their {what} ({ours} and {theirs}); both must "
-                "come from the same model."
-            )
+            raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")
 
 
 def grid(readout: str, calibration: Trajectory) -> Curve:
@@ -170,6 +176,29 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
     return np.append(np.quantile(np.sort(values), np.linspace(0, 1, points)), never)
 
 
+def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
+    """Thresholds, laxest first, in the gaps between the values at which an example's exit moves to another loop.
+
+    No example lies on a threshold, so that rounding decides about none. The strictest lets one of them exit early, the
+    laxest all of them at the first loop that has a signal.
+    """
+    kind = readout_kind(readout)
+    if kind == "oracle":
+        raise UserError("The oracle needs the labels, so it cannot be calibrated; choose another readout.")
+    if kind == "depth":
+        return np.arange(1.0, proposing.num_loops)
+    values = eagerness(readout, proposing)
+    values = np.unique(values[~np.isnan(values)])
+    scale = np.maximum(np.abs(values), np.finfo(np.float64).tiny)
+    wide = np.flatnonzero(np.diff(values) > _GAP * scale[1:])
+    middles = (values[wide] + values[wide + 1]) / 2
+    all_of_them = values[:1] - 1e-3 * scale[:1]
+    thresholds = np.concatenate((all_of_them, middles))
+    if len(thresholds) > points:
+        thresholds = thresholds[np.linspace(0, len(thresholds) - 1, points).round().astype(int)]
+    return thresholds if kind == "above" else -thresholds
+
+
 def available_readouts(*trajectories: Trajectory) -> list[str]:
     """The readouts for which every one of these recordings holds what is needed."""
     fitted = sorted({name for trajectory in trajectories for name in trajectory.signals if name.startswith(FITTED)})
@@ -188,36 +217,33 @@ def _available(readout: str, trajectory: Trajectory) -> bool:
 
 def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[Curve, Curve]:
     """Accuracy [G] and average loops [G] of a readout at every threshold, exactly as the policy would exit."""
-    kind, points = readout_kind(readout), np.asarray(thresholds, dtype=np.float64)
-    if kind == "oracle":
+    points = np.asarray(thresholds, dtype=np.float64)
+    if readout_kind(readout) == "oracle":
         point = accuracy_and_loops(ExitPolicy("oracle"), trajectory)
         return np.array(point[:1]), np.array(point[1:])
-    if kind == "depth":
-        return trajectory.correct.mean(axis=0)[points.astype(int) - 1], points.copy()
-    order = np.argsort(points if kind == "above" else -points)
-    crossed = crossings(readout, points[order], trajectory)
-    right = trajectory.correct.astype(np.int8)
-    size = len(points) + 1
-    later = np.bincount(crossed.ravel(), minlength=size)[:-1].cumsum()
-    gained = np.bincount(crossed.ravel(), np.diff(right, axis=1).ravel(), minlength=size)[:-1].cumsum()
+    order = laxest_first(readout, points)
+    crossed, rows = crossings(readout, points[order], trajectory), trajectory.num_examples
     accuracy, loops = np.empty_like(points), np.empty_like(points)
-    accuracy[order] = (right[:, 0].sum(dtype=np.int64) + gained) / len(right)
-    loops[order] = (len(right) + later) / len(right)
+    accuracy[order] = totals(crossed, trajectory.correct, len(points)) / rows
+    loops[order] = (rows + _crossed_by(crossed, None, len(points))) / rows
     return accuracy, loops
 
 
 def replay(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> NDArray[np.int64]:
     """[N, G] the exit loop of every example at every threshold."""
-    kind, points = readout_kind(readout), np.asarray(thresholds, dtype=np.float64)
-    if kind == "oracle":
+    points = np.asarray(thresholds, dtype=np.float64)
+    if readout_kind(readout) == "oracle":
         return ExitPolicy("oracle").exit_loops(trajectory)[:, None]
-    if kind == "depth":
-        return np.tile(points.astype(np.int64), (trajectory.num_examples, 1))
-    order = np.argsort(points if kind == "above" else -points)
+    order = laxest_first(readout, points)
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
     crossed = crossings(readout, points[order], trajectory)
     return 1 + (crossed[:, :, None] <= rank).sum(axis=1)
+
+
+def laxest_first(readout: str, thresholds: Curve) -> NDArray[np.int64]:
+    """[G] the order in which thresholds let ever fewer examples exit."""
+    return np.argsort(-thresholds if readout_kind(readout) == "below" else thresholds)
 
 
 def crossings(readout: str, thresholds: Curve, trajectory: Trajectory) -> NDArray[np.int64]:
@@ -225,8 +251,34 @@ def crossings(readout: str, thresholds: Curve, trajectory: Trajectory) -> NDArra
 
     Threshold g sends it past loop t exactly if this number is at most g.
     """
-    values, points = signal(readout, trajectory)[:, :-1], thresholds
-    if readout_kind(readout) == "below":
-        values, points = -values, -points
-    reached = np.fmax.accumulate(values, axis=1)
+    if readout_kind(readout) == "depth":
+        by_loop = np.searchsorted(thresholds, np.arange(1, trajectory.num_loops), side="right")
+        return np.broadcast_to(by_loop, (trajectory.num_examples, trajectory.num_loops - 1))
+    points = thresholds if readout_kind(readout) == "above" else -thresholds
+    reached = eagerness(readout, trajectory)
     return np.searchsorted(points, np.where(np.isnan(reached), -np.inf, reached), side="right")
+
+
+def eagerness(readout: str, trajectory: Trajectory) -> Curve:
+    """[N, T-1] the most that the signal has said for an exit by each loop before the last: its running maximum.
+
+    Of the signal itself, or of minus the signal where a low one means exit; NaN where it has said nothing yet.
+    """
+    values = signal(readout, trajectory)[:, :-1]
+    return np.fmax.accumulate(values if readout_kind(readout) == "above" else -values, axis=1)
+
+
+def totals(crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Curve:
+    """[G] the sum over examples of what they are worth [N, T] at the loop where each of `size` thresholds stops them.
+
+    `crossed` [N, T-1] is of these thresholds, laxest first.
+    """
+    values = values.astype(np.int8) if values.dtype == np.bool_ else values
+    first = values[:, 0].sum(dtype=np.int64 if values.dtype.kind == "i" else np.float64)
+    return first + _crossed_by(crossed, np.diff(values, axis=1), size)
+
+
+def _crossed_by(crossed: NDArray[np.int64], steps: NDArray[Any] | None, size: int) -> Curve:
+    """[G] how many steps to a later loop (or the sum of their worth) each threshold asks for."""
+    weights = None if steps is None else steps.ravel()
+    return np.bincount(crossed.ravel(), weights, minlength=size + 1)[:-1].cumsum()

@@ -4,6 +4,7 @@ LoopScope's own checkpoints say `"model_type": "loopscope"` and keep the setting
 run's folder is its checkpoint. Ouro checkpoints are read in the layout in which they are published.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from loopscope.config import read_json
+from loopscope.artifacts import sha256
+from loopscope.config import digest, read_json
 from loopscope.errors import UserError
 from loopscope.models.gates import Gate
 from loopscope.models.ouro import Ouro, read_ouro_config
@@ -56,6 +58,7 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Looped
     with torch.device("meta"):
         model = _BUILDERS[kind](path)
     _fill(model, path, device)
+    model.identify = partial(weights_sha256, path)
     return model.eval().requires_grad_(False)
 
 
@@ -114,6 +117,14 @@ def gate_tensors(folder: Path) -> dict[str, str]:
     if read_json(ModelType, folder / CONFIG, "model configuration").model_type == "ouro":
         return {"weight": "model.early_exit_gate.weight", "bias": "model.early_exit_gate.bias"}
     return Gate.tensors(read_checkpoint_config(folder).model.gate, "gate.")
+
+
+def weights_sha256(folder: Path) -> str:
+    """What tells this model from any other: the hash of its weights' file, or of the hashes of several."""
+    files = weight_files(folder)
+    if len(files) == 1:
+        return sha256(files[0])
+    return digest({file.name: sha256(file) for file in files})
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -8,8 +8,9 @@ Shapes: B rows, M tokens of the longest row, P tokens of all rows, T loops, D wi
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -82,6 +83,13 @@ class LoopedModel(nn.Module):
     block_size: int
     """The longest row that the model takes."""
     vocab_size: int
+    identify: Callable[[], str] | None = None
+    """Hashes the weights, of a model that was loaded from a checkpoint; large ones take a while."""
+
+    @cached_property
+    def weights_sha256(self) -> str | None:
+        """What tells this model from any other, if it was loaded."""
+        return None if self.identify is None else self.identify()
 
     @abstractmethod
     def first(self, tokens: Tensor, layout: Layout) -> LoopState:

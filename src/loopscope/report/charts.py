@@ -13,6 +13,7 @@ import altair as alt
 import vl_convert
 
 from loopscope.artifacts import write_bytes
+from loopscope.bench.promises import PromiseBench
 from loopscope.report.schema import Binned, FrontierResult
 
 Chart = alt.Chart | alt.LayerChart
@@ -91,6 +92,61 @@ def by_difficulty(
     data = _Data()
     charts = [[_difficulty_panel(panel, percent, data) for panel in row] for row in rows if row]
     return data.specification(_grid(charts, "shared" if shared else "independent")) if charts else None
+
+
+def promise_panels(bench: PromiseBench) -> Specification:
+    """How often promises are broken, and what they cost against hindsight, by the number of examples."""
+    data = _Data()
+    methods = {"promise": "with a promise", "usual": "laxest within the limit"}
+    broken = [
+        {"population": each.population, "method": methods[each.method], "broken": each.broken}
+        for each in bench.coverage
+        if each.method in methods
+    ]
+    share = alt.X("broken:Q", title="share of calibrations that break the limit", axis=alt.Axis(format="%"))
+    names = list(dict.fromkeys(each.population for each in bench.coverage))
+    bars = (
+        alt.Chart(data.named(broken))
+        .mark_bar()
+        .encode(
+            x=share,
+            y=alt.Y("population:N", title=None, sort=names, axis=alt.Axis(labelLimit=200)),
+            yOffset=alt.YOffset("method:N", sort=list(methods.values())),
+            color=alt.Color(
+                "method:N",
+                title="threshold",
+                scale=alt.Scale(domain=list(methods.values()), range=["#0072B2", "#E69F00"]),
+                legend=alt.Legend(orient="bottom"),
+            ),
+        )
+    )
+    allowed = alt.Chart(data.named([{"broken": 1 - bench.confidence}])).mark_rule(strokeDash=[4, 4]).encode(x=share)
+    price = [
+        {"examples": each.examples, "ratio": each.loops / each.hindsight_loops, "population": each.population}
+        for each in bench.price
+    ]
+    priced = list(dict.fromkeys(each.population for each in bench.price))
+    lines = (
+        alt.Chart(data.named(price))
+        .mark_line(point=alt.OverlayMarkDef(filled=True, size=30), strokeWidth=1.5)
+        .encode(
+            x=alt.X(
+                "examples:Q",
+                title="calibration examples",
+                axis=alt.Axis(values=sorted({each.examples for each in bench.price}), format=","),
+                scale=alt.Scale(type="log", nice=False),
+            ),
+            y=alt.Y("ratio:Q", title="average loops / hindsight's", scale=alt.Scale(zero=False)),
+            color=alt.Color("population:N", sort=priced, scale=alt.Scale(domain=priced, range=list(_COLOURS))),
+            shape=alt.Shape("population:N", sort=priced, scale=alt.Scale(domain=priced, range=list(_SHAPES))),
+        )
+    )
+    size = {"width": 300, "height": 220}
+    panels = alt.hconcat(
+        (bars + allowed).properties(title="Is the promise kept? (dashed: allowed)", **size),
+        lines.properties(title="What does it cost?", **size),
+    ).resolve_scale(color="independent", shape="independent")
+    return data.specification(alt.vconcat(panels))
 
 
 def in_rows(panels: Sequence[T], per_row: int) -> list[Sequence[T]]:

@@ -50,6 +50,7 @@ _GATED = "Readouts without a gate run on the fixed-prior trajectory, gates on th
 OVERVIEW: dict[str, _Figure | _Table] = {
     "headline": _Table(tell.headline),
     "diagnosis": _Table(tell.gaps),
+    "certified": _Table(tell.certified),
     "frontiers": _Figure(draw.every_frontier, "Frontiers", _CURVES),
     "forced_exits": _Figure(
         draw.every_forced_exit,
@@ -180,7 +181,7 @@ PAPER: dict[str, _Figure | _Table] = {
 PRODUCTS = OVERVIEW | PAPER
 _GROUPS = {
     "overview": tuple(OVERVIEW),
-    "paper": ("headline", "diagnosis", *PAPER, "paired", "depths", "forced"),
+    "paper": ("headline", "diagnosis", "certified", *PAPER, "paired", "depths", "forced"),
 }
 
 

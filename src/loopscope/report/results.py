@@ -25,6 +25,7 @@ from loopscope.analysis import (
     exits,
     forced_accuracy,
     forced_cross_entropy,
+    hold_out,
     interval,
     over_seeds,
     paired,
@@ -35,12 +36,13 @@ from loopscope.analysis import (
 from loopscope.artifacts import loopscope_version
 from loopscope.config import digest
 from loopscope.errors import UserError
-from loopscope.exits import READOUTS, SIGNALS, FittedGate, Frontier, attach, sweep
+from loopscope.exits import READOUTS, SIGNALS, ExitPolicy, FittedGate, Frontier, attach, sweep
 from loopscope.exits.signals import FITTED
 from loopscope.exits.sweep import available_readouts
 from loopscope.report.schema import (
     SCHEMA_VERSION,
     Binned,
+    Certified,
     Extrapolation,
     FrontierResult,
     GroupResult,
@@ -61,6 +63,9 @@ class Source:
     extrapolation: Trajectory | None = None
     gates: Mapping[str, FittedGate] = field(default_factory=dict)
     unseen_only: bool = False  # whether examples that training had are left out of the first two
+    everybody: Trajectory | None = None  # the test recording before any were left out: a promise says whom it counts
+    policies: Sequence[ExitPolicy] = ()  # calibrated ones
+    refused: Sequence[str] = ()  # promises that could not be made
 
     @cached_property
     def subject(self) -> Subject:
@@ -78,7 +83,8 @@ def read_source(run: Path, unseen_only: bool = False) -> Source:
                 f"{folder} has no recording '{split}'; make it with: loopscope record {run} --split {split}."
             )
     validation, test = (load_recording(folder / split, unseen_only) for split in ("validation", "test"))
-    return Source(run.resolve().name, validation, test, unseen_only=unseen_only)
+    everybody = Trajectory.load(folder / "test") if unseen_only else test
+    return Source(run.resolve().name, validation, test, unseen_only=unseen_only, everybody=everybody)
 
 
 def load_recording(folder: Path, unseen_only: bool) -> Trajectory:
@@ -86,11 +92,10 @@ def load_recording(folder: Path, unseen_only: bool) -> Trajectory:
     trajectory = Trajectory.load(folder)
     if not unseen_only:
         return trajectory
-    if trajectory.seen is None:
-        raise UserError(f"{folder} does not say which examples training had; leave out --unseen.")
-    if trajectory.seen.all():
-        raise UserError(f"Every example of {folder} occurs in the training data; leave out --unseen.")
-    return trajectory.take(~np.asarray(trajectory.seen))
+    try:
+        return trajectory.unseen()
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
 
 
 def collect(sources: Sequence[Source], reference: str | None, targets: Sequence[float]) -> Results:
@@ -137,6 +142,11 @@ def analyse(source: Source, reference: Source | None, targets: Sequence[float]) 
         paired=_paired({frontier.readout: frontier for frontier in frontiers}, source, evaluation, reference),
         fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, targets[0]),
         extrapolation=None if source.extrapolation is None else _extrapolation(source.extrapolation),
+        certified=[
+            Certified(policy.readout, policy.threshold, policy.promise, hold_out(policy, source.everybody or test))
+            for policy in source.policies
+        ],
+        refused=list(source.refused),
     )
 
 
@@ -231,7 +241,11 @@ def _paired(
     if others:
         best = min(others, key=lambda name: points[name].rank)
         found.append(paired(gate, Side(best, points[best].policy, evaluation)))
-    if reference is not None and reference is not source and np.array_equal(reference.test.labels, source.test.labels):
+    if (
+        reference is not None
+        and reference is not source
+        and np.array_equal(reference.test.required_labels, source.test.required_labels)
+    ):
         margin = sweep("margin", reference.validation, reference.test).select().policy
         found.append(paired(gate, Side("margin on the reference", margin, reference.test)))
     return found

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from loopscope.analysis import Diagnosis, Gap, Interval, Ordering, OverSeeds, Paired
+from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired
+from loopscope.exits.promise import Promise
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class Binned(msgspec.Struct, frozen=True):
@@ -49,6 +50,15 @@ class Extrapolation(msgspec.Struct, frozen=True):
     signals: dict[str, Binned]
 
 
+class Certified(msgspec.Struct, frozen=True):
+    """A calibrated policy, and how it did on test data."""
+
+    readout: str
+    threshold: float | None
+    promise: Promise | None  # None: used without it
+    held_out: HeldOut
+
+
 class ModelResult(msgspec.Struct, frozen=True):
     name: str
     label: str
@@ -70,6 +80,8 @@ class ModelResult(msgspec.Struct, frozen=True):
     paired: list[Paired]  # at the operating points that validation chose
     fitted_gaps: list[Gap]  # D@X of every fitted gate minus that of the model's own gate, or of margin without one
     extrapolation: Extrapolation | None
+    certified: list[Certified]
+    refused: list[str]  # why a promise that was asked for could not be made
 
     def frontier(self, readout: str) -> FrontierResult | None:
         return next((frontier for frontier in self.frontiers if frontier.readout == readout), None)

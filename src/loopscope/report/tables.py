@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from loopscope.analysis import Diagnosis, Gap, OverSeeds, over_seeds
+from loopscope.analysis import Diagnosis, Gap, OverSeeds, PromiseCheck, over_seeds
+from loopscope.exits.promise import Promise
 from loopscope.report.schema import ModelResult, Results
 
 
@@ -129,6 +130,49 @@ def ordering(results: Results) -> Table:
         "harder examples always look harder: of the bin means, as in the paper, and of single examples."
     )
     return Table("Difficulty ordering", note, ["model", "signal", "bin means", "examples"], rows)
+
+
+def certified(results: Results) -> Table:
+    """Calibrated policies: what they promise, and how they did on test data."""
+    rows = []
+    for model in results.models:
+        for each in model.certified:
+            promise, held = each.promise, each.held_out
+            check = held.promise
+            rows.append(
+                [
+                    model.label,
+                    each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}"),
+                    "none" if promise is None else _promised(promise),
+                    f"{held.average_loops.value:.2f}"
+                    + ("" if promise is None else f" ({promise.average_loops:.2f} expected)"),
+                    "" if held.accuracy is None else f"{held.accuracy.value:.2%} ({held.full_depth_accuracy:.2%})",
+                    "" if check is None else _worst(check),
+                    "" if check is None else check.verdict + (" (other difficulties)" if check.warnings else ""),
+                ]
+            )
+        rows += [[model.label, "none", f"refused: {sentence}", *[""] * 4] for sentence in model.refused]
+    note = (
+        "Thresholds that come with a promise: with this probability over the draw of the calibration data, exiting "
+        "early loses at most so much against full depth (gap: wrong where full depth is right; disagreement: another "
+        "answer). Loops on test data, and as calibration expects them. Accuracy on test data, and at full depth. Loss: "
+        "observed on test data with its 95 % interval; where the promise is for every difficulty, of the worst one. "
+        "Kept: it is within the limit; not refuted: it is above, but by no more than chance would explain; broken: the "
+        "interval lies above."
+    )
+    columns = ["model", "rule", "promise", "loops", "accuracy", "loss", "promise was"]
+    return Table("Certified policies", note, columns, rows)
+
+
+def _promised(promise: Promise) -> str:
+    sure = "on average" if promise.confidence is None else f"{100 * promise.confidence:g} % sure"
+    where = ", at every difficulty" if promise.per_difficulty else ""
+    return f"{promise.loss} ≤ {_percent(promise.max_drop)}, {sure}{where}"
+
+
+def _worst(check: PromiseCheck) -> str:
+    risk = max(check.risks, key=lambda risk: risk.loss, default=None)
+    return "" if risk is None else f"{risk.loss:.2%} [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
 
 
 def gap_rows(diagnosis: Diagnosis) -> list[list[str]]:

@@ -13,6 +13,7 @@ import msgspec
 
 from loopscope.config import Count, NonNegative, Seed, Settings, build, read_toml
 from loopscope.errors import UserError
+from loopscope.exits.wanted import Wanted
 from loopscope.models.gates import GateKind
 from loopscope.training.settings import RunSettings, read_settings
 
@@ -68,6 +69,7 @@ class Part(Settings, frozen=True, kw_only=True):
     runs: Some[Runs]
     gates: Gates = Gates()
     extrapolation_examples: Count | None = None
+    promises: tuple[Wanted, ...] = ()  # sought for every run; for unseen inputs where the part is
 
 
 class Study(Settings, frozen=True, kw_only=True):

@@ -8,6 +8,8 @@ import msgspec
 
 from loopscope.config import build
 from loopscope.errors import UserError
+from loopscope.exits.readouts import readout_kind
+from loopscope.exits.wanted import AUTO
 from loopscope.models.checkpoint import CONFIG
 from loopscope.recording import extrapolation_levels
 from loopscope.report.results import assemble
@@ -60,6 +62,11 @@ class Plan:
             recordings = [analysis.validation, analysis.test, *filter(None, [analysis.extrapolation])]
             for step in recordings:
                 _link(folder / model.name / "recordings" / step.split, step.folder(store))
+            for place in (folder / model.name).glob("policy*"):
+                if place.is_symlink():  # of an earlier analysis, whose promise may not be made any more
+                    place.unlink()
+            for file in sorted(analysis.folder(store).glob("policy*")):
+                _link(folder / model.name / file.name, file)
             for gate in analysis.gates:
                 _link(folder / model.name / "gates" / gate.gate.name, gate.folder(store))
 
@@ -101,6 +108,7 @@ def _models(part: Part, study: Study, beside: Path, overrides: list[str], arithm
             gates=tuple(_fits(run, part, of)) if run.of.fit else (),
             targets=study.targets,
             unseen=part.unseen,
+            promises=part.promises,
         )
         models.append(Model(run.name, analysis))
     return models
@@ -120,6 +128,9 @@ def _check(run: Run, part: Part) -> None:
             raise UserError(f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}.")
     if run.of.extrapolate:
         extrapolation_levels(run.settings)
+    for promise in part.promises:
+        if promise.readout != AUTO and readout_kind(promise.readout) == "oracle":
+            raise UserError("The oracle needs the labels, so it cannot be promised; choose another readout.")
 
 
 def _references(runs: list[Run], part: Part, trained: dict[str, Train]) -> dict[int, Train]:

@@ -6,7 +6,7 @@ an artifact that is there is complete, because it appears whole (a run: once its
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +16,10 @@ import torch
 
 from loopscope.artifacts import MANIFEST, atomic_folder, read_manifest, write_json, write_manifest
 from loopscope.config import Settings, digest, plain, read_json
-from loopscope.exits import FittedGate
+from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy, FittedGate
+from loopscope.exits.calibration import certify
+from loopscope.exits.wanted import Wanted
 from loopscope.models.checkpoint import WEIGHTS
 from loopscope.recording import Keep, record
 from loopscope.report.results import Source, analyse, load_recording
@@ -127,7 +130,7 @@ class Fit(Step, frozen=True, kw_only=True):
 
 class Analyse(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = ANALYSIS
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     validation: Record
     test: Record
     reference: tuple[Record, Record] | None  # validation and test of the measure; its own where it is the measure
@@ -135,6 +138,7 @@ class Analyse(Step, frozen=True, kw_only=True):
     gates: tuple[Fit, ...]
     targets: tuple[float, ...]
     unseen: bool
+    promises: tuple[Wanted, ...]
 
     @property
     def needs(self) -> tuple[Step, ...]:
@@ -149,13 +153,18 @@ class Analyse(Step, frozen=True, kw_only=True):
         def load(step: Record) -> Trajectory:
             return load_recording(step.folder(store), self.unseen)
 
+        gates = {gate.gate.name: FittedGate.load(gate.folder(store)) for gate in self.gates}
+        policies, refused = self._certify(Trajectory.load(self.validation.folder(store)), gates)
         source = Source(
             "",
             load(self.validation),
             load(self.test),
             None if self.extrapolation is None else Trajectory.load(self.extrapolation.folder(store)),
-            {gate.gate.name: FittedGate.load(gate.folder(store)) for gate in self.gates},
+            gates,
             self.unseen,
+            Trajectory.load(self.test.folder(store)),
+            policies,
+            refused,
         )
         against = source if self.is_reference else None
         if self.reference is not None and not self.is_reference:
@@ -163,7 +172,20 @@ class Analyse(Step, frozen=True, kw_only=True):
         result = analyse(source, against, self.targets)
         with atomic_folder(self.folder(store), ANALYSIS) as scratch:
             write_json(scratch / "model.json", result)
+            for number, policy in enumerate(policies, start=1):
+                policy.save(scratch / ("policy.json" if number == 1 else f"policy-{number}.json"))
             write_manifest(scratch, ANALYSIS, self.version, {}, {"made_of": plain(self.content)})
+
+    def _certify(self, validation: Trajectory, gates: Mapping[str, FittedGate]) -> tuple[list[ExitPolicy], list[str]]:
+        """The policies that keep the promises which are sought, and why some cannot be made."""
+        policies, refused = [], []
+        for wanted in self.promises:
+            whom = msgspec.structs.replace(wanted, unseen=wanted.unseen or self.unseen)
+            try:
+                policies.append(certify(validation, whom, gates=gates))
+            except UserError as error:  # not proven, or a model without this readout
+                refused.append(str(error))
+        return policies, refused
 
     def result(self, store: Path) -> ModelResult:
         read_manifest(self.folder(store), ANALYSIS, self.version)

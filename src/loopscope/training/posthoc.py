@@ -19,12 +19,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.artifacts import SCRATCH, atomic_folder, sha256
+from loopscope.artifacts import SCRATCH, atomic_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
 from loopscope.exits.sweep import EVALUATION_SPLITS
-from loopscope.models.checkpoint import gate_tensors, weight_files
+from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256
 from loopscope.models.gates import Gate
 from loopscope.objectives import Objective
 from loopscope.progress import Advance, silent
@@ -131,10 +131,9 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         raise UserError(f"{checkpoint} has {own}, so a fitted {gate.kind} gate cannot take its place.")
     if out.exists():
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
-    files = weight_files(checkpoint)
-    gate.check(sha256(files[0]) if len(files) == 1 else None)
+    gate.check(weights_sha256(checkpoint))
     with atomic_folder(out, "checkpoint") as scratch:
-        beside = shutil.ignore_patterns("recordings", "gates", f"{SCRATCH}*")
+        beside = shutil.ignore_patterns("recordings", "gates", "policy*", f"{SCRATCH}*")
         shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:

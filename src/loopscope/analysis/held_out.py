@@ -1,0 +1,155 @@
+"""Was a promise kept? A policy on examples that had no part in its calibration, beside full depth."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import chi2_contingency
+
+from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_sums
+from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy
+from loopscope.exits.losses import data_of, groups, losses, population
+from loopscope.exits.promise import Promise
+from loopscope.exits.risk import risk_interval
+from loopscope.trajectory import Trajectory
+
+Verdict = Literal["kept", "not refuted", "broken"]
+_OTHER_MIX = 0.001
+"""The mixes of difficulties differ if chance alone would do it less often than this."""
+
+
+@dataclass(frozen=True)
+class Risk:
+    """What was lost against full depth, in all or at one difficulty."""
+
+    difficulty: float | None
+    units: int
+    loss: float
+    low: float  # of the interval for the risk: 95 % for all difficulties together
+    high: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class PromiseCheck:
+    verdict: Verdict
+    sentence: str
+    risks: list[Risk]
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A policy on examples that it was not made on."""
+
+    examples: int
+    sequences: int | None
+    average_loops: Estimate
+    accuracy: Estimate | None  # None without labels, as the next two
+    full_depth_accuracy: float | None
+    drop: Estimate | None  # of accuracy, against full depth
+    promise: PromiseCheck | None  # None without a promise
+
+
+def hold_out(policy: ExitPolicy, trajectory: Trajectory) -> HeldOut:
+    """A policy on held-out examples: those for which its promise was made, if it has one."""
+    promise = policy.promise
+    if promise is not None:
+        _check(policy, promise, trajectory)
+        trajectory = population(trajectory, promise.unseen, promise.distinct)
+    loops = policy.exit_loops(trajectory)
+    (everybody,) = groups(trajectory, per_difficulty=False)
+    columns: list[NDArray[Any]] = [loops]
+    if trajectory.labels is not None:
+        early, last = trajectory.correct[np.arange(len(loops)), loops - 1], trajectory.correct[:, -1]
+        columns += [early, last, last.astype(np.int8) - early]
+    told = np.stack([everybody.means(values) for values in columns], axis=1).astype(np.float32)
+    means = resampled_sums(told) / everybody.units
+    measured = [estimate(means[:, place]) for place in range(len(columns))]
+    labelled = trajectory.labels is not None
+    return HeldOut(
+        examples=trajectory.num_examples,
+        sequences=None if trajectory.sequences is None else everybody.units,
+        average_loops=measured[0],
+        accuracy=measured[1] if labelled else None,
+        full_depth_accuracy=measured[2].value if labelled else None,
+        drop=measured[3] if labelled else None,
+        promise=None if promise is None else _check_promise(policy, promise, trajectory),
+    )
+
+
+def _check(policy: ExitPolicy, promise: Promise, trajectory: Trajectory) -> None:
+    """Refuses the data that the promise rests on."""
+    if (promise.tested.sequences is None) != (trajectory.sequences is None):
+        counted, here = ("examples", "sequences") if promise.tested.sequences is None else ("sequences", "examples")
+        raise UserError(f"The promise counts {counted}, and this recording is of {here}; record it as the other was.")
+    known = {promise.recording, promise.tested.sha256, promise.grid.sha256}
+    same_model = policy.model is not None and policy.model == trajectory.provenance.get("weights_sha256")
+    splits = {promise.tested.split, promise.grid.split} - {None}
+    if trajectory.sha256 in known or (same_model and trajectory.split in splits):
+        raise UserError("The promise rests on this data, which cannot say whether it is kept; give another split.")
+
+
+def _check_promise(policy: ExitPolicy, promise: Promise, trajectory: Trajectory) -> PromiseCheck:
+    loops = policy.exit_loops(trajectory)
+    lost = losses(promise.loss, trajectory)[np.arange(len(loops)), loops - 1]
+    parts = groups(trajectory, promise.per_difficulty)
+    promised = {each.difficulty for each in promise.evidence}
+    parts = [part for part in parts if part.difficulty in promised]
+    level = 1 - (1 - LEVEL) / max(1, len(parts))
+    risks = []
+    for part in parts:
+        total = float(part.means(lost).sum())
+        low, high = risk_interval(total, part.units, part.binary, level)
+        loss = total / part.units
+        risks.append(Risk(part.difficulty, part.units, loss, low, high, _verdict(promise, loss, low)))
+    order: tuple[Verdict, ...] = ("broken", "not refuted", "kept")
+    found = {risk.verdict for risk in risks} or {"not refuted"}
+    verdict = next(each for each in order if each in found)
+    return PromiseCheck(verdict, _sentence(promise, verdict, risks), risks, _warnings(promise, trajectory))
+
+
+def _verdict(promise: Promise, loss: float, low: float) -> Verdict:
+    if loss <= promise.max_drop:
+        return "kept"
+    return "broken" if low > promise.max_drop and promise.confidence is not None else "not refuted"
+
+
+_LOST = {"gap": "are wrong where full depth is right", "disagreement": "differ from full depth"}
+
+
+def _sentence(promise: Promise, verdict: Verdict, risks: list[Risk]) -> str:
+    if not risks:
+        return "Not refuted: none of the difficulties of the promise is here."
+    worst = max(risks, key=lambda risk: risk.loss)
+    where = "" if worst.difficulty is None else f" of difficulty {worst.difficulty:g}, the worst,"
+    what = "examples" if promise.tested.sequences is None else "sequences' answers"
+    why = (
+        " That much can be chance." if worst.low <= promise.max_drop else " One draw cannot break a promise on average."
+    )
+    why = why if verdict == "not refuted" else ""
+    return (
+        f"{verdict.capitalize()}: {100 * worst.loss:.2f} % of {worst.units:,} held-out {what}{where} "
+        f"{_LOST[promise.loss]} ({100 * worst.low:.2f} to {100 * worst.high:.2f}); promised: at most "
+        f"{100 * promise.max_drop:g} %.{why}"
+    )
+
+
+def _warnings(promise: Promise, trajectory: Trajectory) -> list[str]:
+    found = []
+    ours, theirs = promise.tested, data_of(trajectory)
+    if ours.difficulty and theirs.difficulty and not promise.per_difficulty:
+        levels = sorted({*ours.difficulty, *theirs.difficulty}, key=float)
+        counts = [[data.get(level, 0) for level in levels] for data in (ours.difficulty, theirs.difficulty)]
+        if len(levels) > 1 and chi2_contingency(counts).pvalue < _OTHER_MIX:
+            found.append(
+                "The mix of difficulties is not that of the calibration data, for which the promise was made; "
+                "--per-difficulty makes one that does not depend on the mix."
+            )
+    new = {*(theirs.difficulty or {})} - {*(ours.difficulty or {})}
+    if promise.per_difficulty and new:
+        listed = ", ".join(sorted(new, key=float))
+        found.append(f"Difficulties that the promise does not cover are here and not counted: {listed}.")
+    return found

@@ -1,0 +1,319 @@
+"""How does a threshold come with a promise? Tested on examples that had no part in proposing it.
+
+One part of the data proposes: it gives the grid of thresholds, their order from the safest on (the strictest first,
+unless a laxer one looks safer) and, with `auto`, two readouts. The other part tests: thresholds are proven in that
+order up to the first that is not (`exits.risk`), and the one of them that takes the fewest loops is the policy's; with
+two readouts, each at half of delta.
+
+The unit that is counted is the example, or, where one request yields many decisions, the sequence, whose loss is the
+share of its decisions that lose. The promise can be made for every difficulty: then a threshold is proven if it is at
+each of them. No correction is due for that, because for a bad threshold to be proven, the test must err at the very
+difficulty where it is bad (an intersection-union test).
+
+Shapes: N examples, T loops, G thresholds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import sem
+
+from loopscope.errors import UserError
+from loopscope.exits.fitted import FittedGate, attach
+from loopscope.exits.losses import Group, data_of, groups, losses, population
+from loopscope.exits.promise import Evidence, Loss, Promise
+from loopscope.exits.readouts import ExitPolicy
+from loopscope.exits.refusals import GRID_SHARE, NotProven, not_safe, too_few
+from loopscope.exits.risk import conformal, fewest, fixed_sequence, leading, most, p_values
+from loopscope.exits.signals import FITTED
+from loopscope.exits.sweep import (
+    Curve,
+    available_readouts,
+    check_same_model,
+    check_split,
+    crossings,
+    gap_grid,
+    totals,
+)
+from loopscope.exits.wanted import AUTO, Wanted
+from loopscope.trajectory import Trajectory
+
+_NORMAL_95 = 1.959964
+
+
+def calibrate(
+    recording: Trajectory,
+    max_drop: float = 0.01,
+    confidence: float = 0.95,
+    loss: Loss = "gap",
+    readout: str = AUTO,
+    grid: Trajectory | None = None,
+    per_difficulty: bool = False,
+    unseen: bool = False,
+    distinct: bool = False,
+    gates: Mapping[str, FittedGate] | None = None,
+    seed: int = 0,
+) -> ExitPolicy:
+    """A policy whose risk is at most `max_drop`, with probability `confidence` over the draw of the recording.
+
+    gap: the early answer is wrong and the one at full depth right. disagreement: they differ, which needs no labels.
+    The thresholds come from `grid` (another recording of the model), or from a fifth of the recording, not tested then.
+    With `unseen` the promise is for inputs that training did not have, with `distinct` every input counts once: copies
+    are no evidence about inputs that are new.
+    """
+    for_whom = {"per_difficulty": per_difficulty, "unseen": unseen, "distinct": distinct}
+    wanted = Wanted(max_drop=max_drop, confidence=confidence, loss=loss, readout=readout, **for_whom)
+    return certify(recording, wanted, grid, gates, seed)
+
+
+def conformal_risk_control(
+    recording: Trajectory,
+    max_drop: float = 0.01,
+    loss: Loss = "gap",
+    readout: str = AUTO,
+    grid: Trajectory | None = None,
+    per_difficulty: bool = False,
+    unseen: bool = False,
+    distinct: bool = False,
+    gates: Mapping[str, FittedGate] | None = None,
+    seed: int = 0,
+) -> ExitPolicy:
+    """A policy whose risk is at most `max_drop` on average over draws of the recording: weaker, and mostly cheaper.
+
+    An example counts as lost from the strictest threshold on that loses it: losses must not fall towards laxer ones,
+    and a model can think itself out of a right answer.
+    """
+    for_whom = {"per_difficulty": per_difficulty, "unseen": unseen, "distinct": distinct}
+    wanted = Wanted(max_drop=max_drop, in_expectation=True, loss=loss, readout=readout, **for_whom)
+    return certify(recording, wanted, grid, gates, seed)
+
+
+def certify(
+    recording: Trajectory,
+    wanted: Wanted,
+    grid: Trajectory | None = None,
+    gates: Mapping[str, FittedGate] | None = None,
+    seed: int = 0,
+) -> ExitPolicy:
+    """The policy that keeps the promise which is asked for, or `NotProven`."""
+    named = {FITTED + name: gate for name, gate in (gates or {}).items()}
+    _check(recording, grid, gates or {})
+    if seed < 0:
+        raise UserError(f"A seed is a whole number from 0 on, got {seed}.")
+    counted = population(recording, wanted.unseen, wanted.distinct)
+    proposing, tested = _split(counted, wanted, seed) if grid is None else (grid, counted)
+    _check_size(recording, tested, wanted)
+    proposing, tested = attach(proposing, gates or {}), attach(tested, gates or {})
+    candidates = [wanted.readout]
+    if wanted.readout == AUTO:
+        candidates = [name for name in available_readouts(proposing, tested) if name != "oracle"]
+    walks = _finalists(candidates, proposing, tested, wanted)
+    level = None if wanted.delta is None else wanted.delta / len(walks)
+    ends = [(walk, walk.proven(wanted.max_drop, level)) for walk in walks]
+    walk, passed = min(ends, key=lambda end: end[0].fewest_loops(end[1]))
+    if walk.fewest_loops(passed) == tested.num_loops:
+        raise _refusal(walks[0], recording, wanted)
+    place = int(walk.loops[:passed].argmin())
+    policy = ExitPolicy(walk.readout, float(walk.thresholds[place]), named.get(walk.readout))
+    lists = {"candidates": candidates, "finalists": [each.readout for each in walks]}
+    promise = _promise(policy, walk, place, passed, level, wanted, lists, recording, proposing)
+    return replace(policy, model=recording.provenance.get("weights_sha256"), promise=promise)
+
+
+def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, FittedGate]) -> None:
+    check_split(recording, "calibration")
+    if recording.num_loops == 1:
+        raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
+    for gate in gates.values():
+        gate.check_calibration(recording.split)
+    if grid is not None:
+        check_split(grid, "grid's")
+        check_same_model(recording, grid, "The recording and that of the grid")
+        if recording.same_data(grid):
+            raise UserError(
+                "The thresholds come from the data that is tested; give a recording of another split, or none: then a "
+                "fifth of the recording is set aside."
+            )
+
+
+def _split(recording: Trajectory, wanted: Wanted, seed: int) -> tuple[Trajectory, Trajectory]:
+    """A fifth of the units, drawn at random, for the grid; and the others."""
+    number = np.arange(recording.num_examples)
+    if recording.sequences is not None:
+        number = np.unique(recording.sequences, return_inverse=True)[1]
+    units = int(number.max()) + 1
+    if units < 2:
+        raise too_few(Group(None, np.arange(0), np.arange(0), 0), recording, wanted)
+    proposing = np.zeros(units, dtype=bool)
+    proposing[np.random.default_rng(seed).permutation(units)[: max(1, round(GRID_SHARE * units))]] = True
+    return recording.take(proposing[number]), recording.take(~proposing[number])
+
+
+def _check_size(recording: Trajectory, tested: Trajectory, wanted: Wanted) -> None:
+    smallest = min(groups(tested, wanted.per_difficulty), key=lambda group: group.units)
+    needed = fewest(wanted.max_drop, wanted.delta)
+    if needed is not None and smallest.units < needed:
+        raise too_few(smallest, recording, wanted)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A readout's thresholds on some examples, in the order in which they are tested."""
+
+    readout: str
+    trajectory: Trajectory
+    groups: list[Group]
+    thresholds: Curve  # [G]
+    loss: Curve  # [groups, G] summed over units
+    loops: Curve  # [G] averaged over units
+
+    @property
+    def units(self) -> Curve:
+        """[groups, 1]"""
+        return np.array([[group.units] for group in self.groups], dtype=np.float64)
+
+    def fewest_loops(self, passed: int) -> float:
+        """Of these first thresholds."""
+        return float(self.loops[:passed].min(initial=self.trajectory.num_loops))
+
+    def proven(self, alpha: float, level: float | None) -> int:
+        """How many thresholds, from the first on, keep the promise in every group; without a level, on average."""
+        if level is None:
+            told = zip(self.groups, self.loss, strict=True)
+            return min(conformal(loss, group.units, alpha) for group, loss in told)
+        return fixed_sequence(self.p_values(alpha).max(axis=0), level)
+
+    def p_values(self, alpha: float) -> Curve:
+        """[groups, G]"""
+        told = zip(self.groups, self.loss, strict=True)
+        return np.stack([p_values(loss, group.units, alpha, group.binary) for group, loss in told])
+
+    def worst(self, allowed: float | Curve) -> Curve:
+        """[G] the loss of the group that is worst off, by what is allowed to it, [groups, 1] or one number."""
+        return np.asarray((self.loss / self.units / allowed).max(axis=0))
+
+
+def _walk(
+    readout: str, thresholds: Curve, trajectory: Trajectory, wanted: Wanted, order: NDArray[np.int64] | None = None
+) -> _Walk:
+    """Along thresholds that come laxest first: in this order, or from the strictest on."""
+    crossed, size = crossings(readout, thresholds, trajectory), len(thresholds)
+    order = np.arange(size)[::-1] if order is None else order
+    lost = losses(wanted.loss, trajectory)
+    if wanted.in_expectation:
+        lost = _never_falling(lost, crossed, size)
+    depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
+    parts = groups(trajectory, wanted.per_difficulty)
+
+    def summed(values: NDArray[Any], group: Group) -> Curve:
+        return totals(crossed[group.rows], values[group.rows] * group.weights[:, None], size)[order]
+
+    (everybody,) = groups(trajectory, per_difficulty=False)
+    loss = np.stack([summed(lost, group) for group in parts])
+    loops = summed(depth, everybody) / everybody.units
+    return _Walk(readout, trajectory, parts, thresholds[order], loss, loops)
+
+
+def _never_falling(lost: NDArray[np.bool_], crossed: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    """[N, T] the losses as they count for conformal risk control: whatever a stricter threshold has lost stays lost.
+
+    Towards laxer thresholds an example exits at ever earlier loops, and only at those where some threshold stops it.
+    """
+    edges = np.zeros((len(lost), 1), dtype=np.int64)
+    stopped = np.diff(np.concatenate((edges, crossed, edges + size), axis=1), axis=1) > 0
+    return np.logical_or.accumulate((lost & stopped)[:, ::-1], axis=1)[:, ::-1]
+
+
+def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory, wanted: Wanted) -> list[_Walk]:
+    """The walks, on the tested data, of the readouts that take the fewest loops as far as the proposing data can tell.
+
+    Of many candidates two are tested, at half of delta each; one, where the promise is on average (a choice by the
+    tested data would bias it) or the data are too few for more.
+    """
+    parts = groups(tested, wanted.per_difficulty)
+    rooms = {group.difficulty: _room(group, wanted) for group in parts}
+    proposals = {name: _propose(name, proposing, rooms, wanted) for name in candidates}
+    halved = wanted.delta is not None and all(
+        most(part.units, wanted.max_drop, wanted.delta / 2) >= 0 for part in parts
+    )
+    best = sorted(proposals.values(), key=lambda each: each.loops)[: 2 if halved else 1]
+    return [_walk(each.readout, each.thresholds, tested, wanted, each.order) for each in best]
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    readout: str
+    thresholds: Curve  # laxest first
+    order: NDArray[np.int64] | None
+    loops: float  # where the walk ends if the tested data have the rates of the proposing data
+
+
+def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], wanted: Wanted) -> _Proposal:
+    thresholds = gap_grid(readout, proposing)
+    walk = _walk(readout, thresholds, proposing, wanted)
+    loss = walk.worst(np.array([[rooms.get(group.difficulty, 1.0)] for group in walk.groups]))
+    loops = float(walk.loops[loss <= 1].min(initial=proposing.num_loops))
+    safest_first = len(thresholds) - 1 - np.argsort(loss, kind="stable")  # conformal risk control must walk laxer
+    return _Proposal(readout, thresholds, None if wanted.delta is None else safest_first, loops)
+
+
+def _room(group: Group, wanted: Wanted) -> float:
+    """The largest observed loss with which so many units still prove a threshold (a hundredth of one, if none does)."""
+    return max(most(group.units, wanted.max_drop, wanted.delta), 0.01) / group.units
+
+
+def _promise(
+    policy: ExitPolicy,
+    walk: _Walk,
+    place: int,
+    passed: int,
+    level: float | None,
+    wanted: Wanted,
+    lists: dict[str, list[str]],
+    recording: Trajectory,
+    proposing: Trajectory,
+) -> Promise:
+    tested = walk.trajectory
+    loops = policy.exit_loops(tested)
+    lost = losses(wanted.loss, tested)[np.arange(len(loops)), loops - 1]
+    p = [None] * len(walk.groups) if level is None else walk.p_values(wanted.max_drop)[:, place].tolist()
+    (everybody,) = groups(tested, per_difficulty=False)
+    depths = everybody.means(loops)
+    average, half = float(depths.mean()), _NORMAL_95 * float(sem(depths))
+    return Promise(
+        sentence=wanted.sentence(tested),
+        loss=wanted.loss,
+        max_drop=wanted.max_drop,
+        confidence=None if wanted.in_expectation else wanted.confidence,
+        per_difficulty=wanted.per_difficulty,
+        unseen=wanted.unseen,
+        distinct=wanted.distinct,
+        loops=tested.num_loops,
+        **lists,
+        recording=recording.sha256,
+        tested=data_of(tested),
+        grid=data_of(proposing),
+        thresholds=passed,
+        grid_size=len(walk.thresholds),
+        level=level,
+        evidence=[
+            Evidence(difficulty=group.difficulty, units=group.units, loss=group.mean(lost), p_value=each)
+            for group, each in zip(walk.groups, p, strict=True)
+        ],
+        full_depth_accuracy=None if tested.labels is None else everybody.mean(tested.correct[:, -1]),
+        average_loops=average,
+        average_loops_interval=(max(1.0, average - half), min(float(tested.num_loops), average + half)),
+        average_loops_at_limit=float(walk.loops[walk.worst(wanted.max_drop) <= 1].min(initial=average)),
+    )
+
+
+def _refusal(walk: _Walk, recording: Trajectory, wanted: Wanted) -> NotProven:
+    first = leading(walk.loops >= walk.trajectory.num_loops)
+    if first == len(walk.thresholds):
+        return NotProven(f"No threshold of '{walk.readout}' lets an example exit early; try another readout.", None)
+    rates = (walk.loss / walk.units)[:, first]
+    worst = int(rates.argmax())
+    return not_safe(walk.readout, walk.groups[worst], float(rates[worst]), recording, wanted)

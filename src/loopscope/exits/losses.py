@@ -1,0 +1,97 @@
+"""What does an early exit lose, and who is counted? Losses against full depth, of examples or of sequences.
+
+Shapes: N examples, T loops, n examples of a group.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.errors import UserError
+from loopscope.exits.promise import Data, Loss
+from loopscope.trajectory import Trajectory
+
+Values = NDArray[np.float64]
+
+_LEVELS = 50
+"""Difficulties of more levels than this have no mix that could be listed."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The examples for which a promise is made: all, or those of one difficulty."""
+
+    difficulty: float | None
+    rows: NDArray[np.int64]  # [n]
+    unit: NDArray[np.int64]  # [n] the number of the unit that each of these rows belongs to
+    units: int
+
+    @cached_property
+    def weights(self) -> Values:
+        """[n] 1, or 1 / the decisions of their sequence."""
+        return 1 / np.bincount(self.unit)[self.unit]
+
+    @property
+    def binary(self) -> bool:
+        return self.units == len(self.rows)
+
+    def means(self, values: NDArray[Any]) -> Values:
+        """[units] the average over its examples of what each of [N] is worth."""
+        return np.bincount(self.unit, values[self.rows] * self.weights, self.units).astype(np.float64)
+
+    def mean(self, values: NDArray[Any]) -> float:
+        """The average of that over units."""
+        return float(self.means(values).mean())
+
+
+def groups(trajectory: Trajectory, per_difficulty: bool) -> list[Group]:
+    if not per_difficulty:
+        return [_group(trajectory, None, np.arange(trajectory.num_examples))]
+    if trajectory.difficulty is None:
+        raise UserError("The recording has no difficulties, so nothing can be promised or checked for each of them.")
+    levels = np.unique(trajectory.difficulty)
+    return [_group(trajectory, float(level), np.flatnonzero(trajectory.difficulty == level)) for level in levels]
+
+
+def _group(trajectory: Trajectory, difficulty: float | None, rows: NDArray[np.int64]) -> Group:
+    if trajectory.sequences is None:
+        return Group(difficulty, rows, np.arange(len(rows)), len(rows))
+    numbers, unit = np.unique(trajectory.sequences[rows], return_inverse=True)
+    return Group(difficulty, rows, unit, len(numbers))
+
+
+def losses(loss: Loss, trajectory: Trajectory) -> NDArray[np.bool_]:
+    """[N, T] what an exit at each loop would lose against full depth."""
+    if loss == "gap":
+        return trajectory.correct[:, -1:] & ~trajectory.correct
+    return np.asarray(trajectory.predicted != trajectory.predicted[:, -1:])
+
+
+def population(trajectory: Trajectory, unseen: bool, distinct: bool) -> Trajectory:
+    """The examples for which a promise is made: all, only those that training did not have, every input once."""
+    if unseen:
+        trajectory = trajectory.unseen()
+    return trajectory.distinct() if distinct else trajectory
+
+
+def data_of(trajectory: Trajectory) -> Data:
+    levels = None
+    if trajectory.difficulty is not None:
+        found = zip(*np.unique(trajectory.difficulty, return_counts=True), strict=True)
+        levels = {str(level): int(count) for level, count in found}
+        levels = levels if len(levels) <= _LEVELS else None
+    return Data(
+        sha256=trajectory.sha256,
+        split=trajectory.split,
+        examples=trajectory.num_examples,
+        sequences=None if trajectory.sequences is None else unit_count(trajectory),
+        seen=None if trajectory.seen is None else int(trajectory.seen.sum()),
+        difficulty=levels,
+    )
+
+
+def unit_count(trajectory: Trajectory) -> int:
+    return groups(trajectory, per_difficulty=False)[0].units

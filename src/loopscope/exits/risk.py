@@ -1,0 +1,96 @@
+"""When is a threshold proven safe? P-values, the walk along a grid that they decide, and conformal risk control.
+
+Losses lie between 0 and 1, one a unit (an example, or a sequence of decisions); the risk of a threshold is its expected
+loss, alpha the risk that is allowed, delta the probability with which a promise may be broken. Thresholds are tested in
+an order that other data gave, and no monotonicity of the risk is needed: the walk ends at the first threshold that is
+not proven, so that all errors together have the probability delta.
+
+References: Learn-then-Test (Angelopoulos et al., 2021), with its fixed-sequence testing and Hoeffding-Bentkus p-values;
+conformal risk control (Angelopoulos et al., 2022).
+"""
+
+from math import ceil, e, log, log1p
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import rel_entr
+from scipy.stats import binom, binomtest
+
+Values = NDArray[np.float64]
+
+_ROUNDING = 1e-9
+"""Sums of fractions are exact to this."""
+_RISKS = 10_001
+"""Among which the ends of an interval are sought."""
+
+
+def p_values(total_loss: ArrayLike, units: int, alpha: float | Values, binary: bool) -> Values:
+    """Of "the risk is above alpha", from the sum of the losses of independent units.
+
+    Exact (binomial) for losses that are 0 or 1; Hoeffding-Bentkus for all others.
+    """
+    total = np.clip(np.asarray(total_loss, dtype=np.float64), 0, units)  # sums of fractions may miss an end
+    if binary:
+        return np.asarray(binom.cdf(np.rint(total), units, alpha))
+    mean = np.minimum(total / units, alpha)
+    hoeffding = np.exp(-units * (rel_entr(mean, alpha) + rel_entr(1 - mean, 1 - alpha)))
+    bentkus = e * binom.cdf(np.ceil(total - _ROUNDING), units, alpha)
+    return np.minimum(np.minimum(hoeffding, bentkus), 1.0)
+
+
+def fixed_sequence(p: ArrayLike, delta: float) -> int:
+    """How many thresholds, from the first on, are proven: all up to the first that is not."""
+    return leading(np.asarray(p) <= delta)
+
+
+def leading(holds: NDArray[np.bool_]) -> int:
+    """How many, from the first on, hold."""
+    return len(holds) if holds.all() else int(holds.argmin())
+
+
+def conformal(total_loss: ArrayLike, units: int, alpha: float) -> int:
+    """How many thresholds, from the strictest on, keep the expected risk: n / (n + 1) R + 1 / (n + 1) <= alpha.
+
+    The losses of every unit must not fall from a threshold to a laxer one; take their running maximum first.
+    """
+    return leading((np.asarray(total_loss) + 1) / (units + 1) <= alpha + _ROUNDING)
+
+
+def fewest(alpha: float, delta: float | None, rate: float = 0.0) -> int | None:
+    """About the fewest units that prove a threshold whose observed loss is `rate`; none do if that is not below alpha.
+
+    Without a delta: those that conformal risk control needs.
+    """
+    if rate >= alpha:
+        return None
+    if delta is None:
+        return ceil((1 - alpha) / (alpha - rate) - _ROUNDING)
+    units = ceil(log(delta) / log1p(-alpha) - _ROUNDING)
+    while binom.cdf(ceil(rate * units), units, alpha) > delta:
+        units = ceil(1.01 * units)
+    return units
+
+
+def most(units: int, alpha: float, delta: float | None) -> int:
+    """The largest number of losses of 1 among so many units that is still proven; -1 if none is."""
+    if delta is None:
+        return int(np.floor((units + 1) * alpha - 1 + _ROUNDING))
+    number = int(binom.ppf(delta, units, alpha))
+    return number if binom.cdf(number, units, alpha) <= delta else number - 1
+
+
+def risk_interval(total_loss: float, units: int, binary: bool, level: float) -> tuple[float, float]:
+    """Where the risk lies, with this confidence: Clopper-Pearson, or what Hoeffding-Bentkus does not reject."""
+    tail = (1 - level) / 2
+    total_loss = min(max(total_loss, 0.0), float(units))
+    if binary:
+        exact = binomtest(round(total_loss), units).proportion_ci(level, "exact")
+        return float(exact.low), float(exact.high)
+
+    def highest(total: float) -> float:
+        """The largest risk that these losses do not reject."""
+        risks = np.linspace(total / units, 1, _RISKS)[1:-1]
+        kept = risks[p_values(total, units, risks, False) > tail]
+        return float(kept.max(initial=total / units)) + 1 / _RISKS
+
+    return max(0.0, 1 - highest(units - total_loss)), min(1.0, highest(total_loss))

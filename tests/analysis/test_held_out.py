@@ -1,0 +1,129 @@
+"""Held-out checks: a promise that is kept, one that is broken, and data that cannot tell."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import loopscope as ls
+from loopscope.analysis import hold_out
+
+
+def recording(lost: float, rows: int = 4_000, seed: int = 0, **more: object) -> ls.Trajectory:
+    """Two loops; so large a share of the answers is wrong at the first only."""
+    rng = np.random.default_rng(seed)
+    right = np.ones((rows, 2), bool)
+    right[rng.permutation(rows)[: round(lost * rows)], 0] = False
+    return ls.Trajectory(
+        predictions=(~right).astype(int),
+        labels=np.zeros(rows, int),
+        signals={"margin": rng.random((rows, 2))},
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def policy() -> ls.ExitPolicy:
+    """Promises 1 %, 95 % sure, of exits at loop 1."""
+    made = ls.calibrate(recording(0.002, difficulty=np.arange(4_000) % 4, split="validation"), readout="fixed")
+    assert made.threshold == 1
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lost", "verdict"), [(0.004, "kept"), (0.01, "kept"), (0.0125, "not refuted"), (0.02, "broken")]
+)
+def test_the_verdict(policy: ls.ExitPolicy, lost: float, verdict: str) -> None:
+    held = hold_out(policy, recording(lost, seed=1))
+    assert held.promise.verdict == verdict
+    assert held.promise.sentence.startswith(verdict.capitalize())
+    assert f"{100 * lost:.2f} % of 4,000 held-out examples" in held.promise.sentence
+    (risk,) = held.promise.risks
+    assert risk.loss == pytest.approx(lost)
+    assert risk.low < lost < risk.high
+    assert held.average_loops.value == 1.0
+    assert held.drop.value == pytest.approx(lost)
+    assert held.drop.low < lost < held.drop.high
+    assert held.accuracy.value == pytest.approx(1 - lost)
+    assert held.full_depth_accuracy == 1.0
+
+
+def test_a_promise_for_every_difficulty_is_checked_at_every_one() -> None:
+    levels = np.arange(8_000) % 4
+    policy = ls.calibrate(recording(0.001, 8_000, difficulty=levels), readout="fixed", per_difficulty=True)
+    held_out = recording(0.0, 8_000, seed=1, difficulty=levels)
+    predictions = held_out.predictions.copy()
+    predictions[np.arange(8_000) % 200 == 2, 0] = 1  # 2 % of difficulty 2, and no others
+    bad = replace(held_out, predictions=predictions)
+    check = hold_out(policy, bad).promise
+    assert [risk.verdict for risk in check.risks] == ["kept", "kept", "broken", "kept"]
+    assert check.verdict == "broken"
+    assert "of difficulty 2, the worst," in check.sentence
+    assert (
+        hold_out(replace(policy, promise=replace_promise(policy, per_difficulty=False)), bad).promise.verdict == "kept"
+    )
+    new = hold_out(policy, replace(held_out, difficulty=levels + 1)).promise
+    assert [risk.difficulty for risk in new.risks] == [1, 2, 3]
+    assert "not counted: 4" in new.warnings[0]
+
+
+def replace_promise(policy: ls.ExitPolicy, **changes: object) -> object:
+    import msgspec
+
+    evidence = [msgspec.structs.replace(policy.promise.evidence[0], difficulty=None)]
+    return msgspec.structs.replace(policy.promise, evidence=evidence, **changes)
+
+
+def test_the_data_that_the_promise_rests_on_cannot_check_it() -> None:
+    calibration = recording(0.002, split="validation", provenance={"weights_sha256": "abc"})
+    policy = ls.calibrate(calibration, readout="fixed")
+    other = {"split": "validation", "provenance": {"weights_sha256": "abc"}}
+    for same in (calibration, replace(calibration, split=None), recording(0.002, seed=9, **other)):
+        with pytest.raises(ls.UserError, match="rests on this data"):
+            hold_out(policy, same)
+    assert hold_out(policy, recording(0.002, seed=9, split="test", provenance={"weights_sha256": "abc"})).promise
+
+
+def test_another_mix_of_difficulties_is_said(policy: ls.ExitPolicy) -> None:
+    same = hold_out(policy, recording(0.004, seed=1, difficulty=np.arange(4_000) % 4))
+    other = hold_out(policy, recording(0.004, seed=1, difficulty=np.arange(4_000) % 2))
+    assert same.promise.warnings == []
+    assert "mix of difficulties" in other.promise.warnings[0]
+
+
+def test_it_counts_whom_the_promise_counts() -> None:
+    texts = [str(row // 2) for row in range(4_000)]
+    seen = np.arange(4_000) < 1_000
+    policy = ls.calibrate(recording(0.002, examples=texts, seen=seen), readout="fixed", unseen=True, distinct=True)
+    held = hold_out(policy, recording(0.004, seed=1, examples=texts, seen=seen))
+    assert held.examples == 1_500
+
+
+def test_one_draw_does_not_break_a_promise_on_average() -> None:
+    policy = ls.conformal_risk_control(recording(0.002), readout="fixed")
+    check = hold_out(policy, recording(0.02, seed=1)).promise
+    assert check.verdict == "not refuted"
+    assert "cannot break a promise on average" in check.sentence
+
+
+def test_sequences_and_examples_do_not_mix(policy: ls.ExitPolicy) -> None:
+    numbers = np.repeat(np.arange(400), 10)
+    with pytest.raises(ls.UserError, match="counts examples, and this recording is of sequences"):
+        hold_out(policy, recording(0.002, seed=1, sequences=numbers))
+
+
+def test_sequences_and_missing_labels() -> None:
+    numbers = np.repeat(np.arange(400), 10)
+    policy = ls.calibrate(recording(0.0, sequences=numbers), readout="fixed", loss="disagreement")
+    held = hold_out(policy, replace(recording(0.005, seed=1, sequences=numbers), labels=None))
+    assert (held.examples, held.sequences) == (4_000, 400)
+    assert held.accuracy is held.drop is held.full_depth_accuracy is None
+    assert held.promise.verdict == "kept"
+    assert held.promise.risks[0].units == 400
+    assert held.promise.risks[0].high > 0.01  # 20 of 4,000 decisions would say less than 0.8 %
+
+
+def test_without_a_promise_it_is_only_replayed(policy: ls.ExitPolicy) -> None:
+    held = hold_out(policy.for_any_model(), recording(0.02, seed=1))
+    assert held.promise is None
+    assert held.drop.value == pytest.approx(0.02)

@@ -1,0 +1,332 @@
+"""Calibration: what is tested had no part in proposing, a promise says what it rests on, too little is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from conftest import random_trajectory
+from hypothesis import given, settings
+
+import loopscope as ls
+from loopscope.exits import calibration
+from loopscope.exits.losses import groups, losses
+from loopscope.exits.refusals import NotProven
+from loopscope.exits.sweep import crossings, gap_grid, laxest_first, totals
+
+
+def made(right: np.ndarray, margin: np.ndarray, **more: object) -> ls.Trajectory:
+    return ls.Trajectory(
+        predictions=(~right).astype(int), labels=np.zeros(len(right), int), signals={"margin": margin}, **more
+    )
+
+
+def settling(rows: int = 3_000, seed: int = 0, **more: object) -> ls.Trajectory:
+    """Right from a random loop on; the margin grows from about there."""
+    rng = np.random.default_rng(seed)
+    settled = np.minimum(rng.geometric(0.5, (rows, 1)), 4)
+    margin = np.arange(1, 5) - settled + rng.normal(0, 0.5, (rows, 4))
+    return made(np.arange(1, 5) >= settled, margin, **more)
+
+
+def lost_by(policy: ls.ExitPolicy, trajectory: ls.Trajectory, loss: str = "gap") -> np.ndarray:
+    loops = policy.exit_loops(trajectory)
+    return losses(loss, trajectory)[np.arange(len(loops)), loops - 1]
+
+
+def test_the_losses() -> None:
+    right = np.array([[1, 0, 1], [0, 1, 0], [0, 0, 1], [1, 1, 1]], bool)
+    trajectory = made(right, np.zeros((4, 3)))
+    assert losses("gap", trajectory).tolist() == [[0, 1, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert losses("disagreement", trajectory).tolist() == [[0, 1, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(["margin", "entropy", "fixed"]),
+    st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=12),
+    st.integers(0, 100),
+)
+def test_totals_and_what_stays_lost_are_those_of_every_threshold_by_itself(
+    name: str, values: list[list[int]], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    trajectory = replace(
+        made(rng.random((len(values), 4)) < 0.5, np.zeros((len(values), 4))), signals={name: np.array(values, float)}
+    )
+    thresholds = np.array([1.0, 2, 3]) if name == "fixed" else np.array([0.5, 1.0, 2.5, 3.5, 9.0])
+    thresholds = thresholds[laxest_first(name, thresholds)]
+    crossed, lost = crossings(name, thresholds, trajectory), losses("gap", trajectory)
+    at_exit = np.stack([lost_by(ls.ExitPolicy(name, float(each)), trajectory) for each in thresholds], axis=1)
+    assert totals(crossed, lost, len(thresholds)).tolist() == at_exit.sum(axis=0).tolist()
+    kept = calibration._never_falling(lost, crossed, len(thresholds))
+    running = np.maximum.accumulate(at_exit[:, ::-1], axis=1)[:, ::-1]  # over stricter thresholds, which come later
+    assert totals(crossed, kept, len(thresholds)).tolist() == running.sum(axis=0).tolist()
+
+
+def test_the_grid_lies_between_the_examples_and_reaches_from_one_exit_to_all() -> None:
+    trajectory = random_trajectory(rows=500)
+    for name in ("margin", "entropy", "gate", "kl"):
+        thresholds = gap_grid(name, trajectory)
+        values = ls.signal(name, trajectory)
+        assert not np.isin(thresholds, values).any()
+        strictest, laxest = (ls.ExitPolicy(name, float(thresholds[place])) for place in (-1, 0))
+        assert (strictest.exit_loops(trajectory) < 4).sum() >= 1
+        assert (laxest.exit_loops(trajectory) == (2 if name == "kl" else 1)).all()
+    assert gap_grid("fixed", trajectory).tolist() == [1, 2, 3]
+    equal = made(np.ones((9, 3), bool), np.full((9, 3), 2.0))
+    assert len(gap_grid("margin", equal)) == 1
+    assert (ls.ExitPolicy("margin", float(gap_grid("margin", equal)[0])).exit_loops(equal) == 1).all()
+
+
+def test_the_promise_says_what_was_promised_and_on_what_it_rests() -> None:
+    recording = settling(difficulty=np.arange(3_000) % 3, split="validation", provenance={"weights_sha256": "abc"})
+    policy = ls.calibrate(recording, max_drop=0.02, confidence=0.9, readout="margin")
+    promise = policy.promise
+    assert promise is not None
+    assert (policy.readout, policy.model) == ("margin", "abc")
+    assert "With probability 90 %" in promise.sentence
+    assert "at most 2 % accuracy" in promise.sentence
+    assert (promise.tested.examples, promise.grid.examples) == (2_400, 600)
+    assert promise.recording == recording.sha256
+    assert sum(promise.tested.difficulty.values()) == 2_400
+    (evidence,) = promise.evidence
+    assert 0 < evidence.loss < 0.02
+    assert evidence.p_value <= promise.level == 0.1
+    low, high = promise.average_loops_interval
+    assert low < promise.average_loops < high
+    assert high - low < 0.2
+    assert promise.average_loops_at_limit <= promise.average_loops
+    everywhere = policy.exit_loops(recording).mean()
+    assert promise.average_loops == pytest.approx(everywhere, abs=0.05)
+
+
+def test_the_same_recording_and_seed_give_the_same_policy(tmp_path: Path) -> None:
+    first, again, other = (ls.calibrate(settling(), seed=seed) for seed in (0, 0, 1))
+    assert first == again
+    assert first.promise != other.promise
+    first.save(tmp_path / "policy.json")
+    assert ls.ExitPolicy.load(tmp_path / "policy.json") == first
+
+
+def test_the_last_threshold_that_is_proven_is_taken_and_the_next_one_is_not() -> None:
+    recording, grid = settling(seed=1), settling(seed=2)
+    policy = ls.calibrate(recording, readout="margin", grid=grid)
+    thresholds = gap_grid("margin", grid)
+    place = int(np.flatnonzero(thresholds == policy.threshold)[0])
+    assert lost_by(policy, recording).sum() <= 20  # of 3,000 at 1 %: 20 prove, 21 do not
+    assert policy.promise.thresholds < policy.promise.grid_size
+    laxer = [lost_by(ls.ExitPolicy("margin", float(each)), recording).sum() for each in thresholds[:place]]
+    assert min(laxer) >= 20
+
+
+def test_a_change_of_the_tested_losses_does_not_change_the_grid() -> None:
+    recording, grid = settling(seed=1), settling(seed=2)
+    worse = replace(
+        recording, predictions=np.where(np.arange(3_000)[:, None] % 5, recording.predictions, [[1, 1, 1, 0]])
+    )
+    policies = [ls.calibrate(each, 0.3, readout="margin", grid=grid) for each in (recording, worse)]
+    assert np.isin([policy.threshold for policy in policies], gap_grid("margin", grid)).all()
+    assert policies[0].threshold < policies[1].threshold
+
+
+def test_where_the_risk_falls_again_the_walk_goes_past_the_bump() -> None:
+    """A tenth is wrong at loop 2, where it is most confident, and right at loop 1 with a confidence in the middle."""
+    rng = np.random.default_rng(3)
+    margin = np.sort(rng.normal(2, 1, (6_000, 3)), axis=1)
+    right = np.ones((6_000, 3), bool)
+    fooled = np.arange(6_000) % 10 == 0
+    margin[fooled] = np.stack([np.full(600, 1.0), np.full(600, 9.0), np.full(600, 9.0)], axis=1)
+    right[fooled, 1] = False
+    policy = ls.calibrate(made(right, margin), readout="margin")
+    assert policy.threshold < 1.0
+    assert not lost_by(policy, made(right, margin)).any()
+
+
+def test_auto_halves_delta_and_takes_the_better_of_two() -> None:
+    base = settling(6_000)
+    rng = np.random.default_rng(0)
+    signals = {"margin": base.signals["margin"], "top1": base.signals["margin"] + rng.normal(0, 2, (6_000, 4))}
+    signals["entropy"] = rng.normal(size=(6_000, 4))
+    policy = ls.calibrate(replace(base, signals=signals))
+    assert policy.readout == "margin"
+    assert set(policy.promise.candidates) == {"fixed", "margin", "top1", "entropy"}
+    assert len(policy.promise.finalists) == 2
+    assert policy.promise.level == 0.025
+    few = replace(settling(400), signals={"margin": settling(400).signals["margin"]})
+    assert ls.calibrate(few).promise.level == 0.05  # 320 tested are enough for one readout, not for two
+    assert len(ls.conformal_risk_control(replace(base, signals=signals)).promise.finalists) == 1
+
+
+def test_labels_are_not_needed_for_disagreement() -> None:
+    labelled = settling()
+    bare = replace(labelled, labels=None)
+    policy = ls.calibrate(bare, loss="disagreement")
+    assert policy.threshold == ls.calibrate(labelled, loss="disagreement").threshold
+    assert policy.promise.full_depth_accuracy is None
+    assert "changes at most 1 % of the answers" in policy.promise.sentence
+    with pytest.raises(ls.UserError, match="no labels"):
+        ls.calibrate(bare)
+
+
+def test_sequences_are_counted_not_their_decisions() -> None:
+    """Twenty decisions each, all of a sequence lost or none: as much evidence as one decision each."""
+    rng = np.random.default_rng(0)
+    sequences = np.repeat(np.arange(600), 20)
+    settled = np.repeat(np.minimum(rng.geometric(0.5, 600), 4), 20)[:, None]
+    margin = np.repeat(np.arange(1, 5) - settled[::20] + rng.normal(0, 0.5, (600, 4)), 20, axis=0)
+    right = np.arange(1, 5) >= settled
+    tokens = made(right, margin, sequences=sequences)
+    singles = made(right[::20], margin[::20], sequences=np.arange(600))
+    policy = ls.calibrate(tokens, readout="margin")
+    promise = policy.promise
+    assert (promise.tested.sequences, promise.tested.examples) == (480, 9_600)
+    assert promise.evidence[0].units == 480
+    assert "on average over sequences" in promise.sentence
+    alone = ls.calibrate(singles, readout="margin").promise
+    assert alone.evidence[0].units == 480
+    counted = ls.calibrate(replace(tokens, sequences=None), readout="margin").promise
+    assert counted.evidence[0].units == 9_600
+    assert promise.average_loops > counted.average_loops
+    assert promise.average_loops == pytest.approx(alone.average_loops, abs=0.2)
+    with pytest.raises(NotProven, match="sequences, and there are"):
+        ls.calibrate(tokens.take(sequences < 200), readout="margin")
+
+
+def test_the_loss_of_a_sequence_is_the_share_of_its_decisions() -> None:
+    trajectory = made(np.ones((5, 2), bool), np.zeros((5, 2)), sequences=[7, 7, 7, 3, 3])
+    (everybody,) = groups(trajectory, per_difficulty=False)
+    assert not everybody.binary
+    assert everybody.means(np.array([1, 0, 0, 1, 0])).tolist() == pytest.approx([0.5, 1 / 3])
+    assert everybody.mean(np.array([1, 0, 0, 1, 0])) == pytest.approx(5 / 12)
+
+
+def test_every_difficulty_gets_its_promise() -> None:
+    rows = 8_000
+    difficulty = np.arange(rows) % 4
+    base = settling(rows)
+    right, margin = base.correct.copy(), base.signals["margin"] + 0.7 * (difficulty == 3)[:, None]  # overconfident
+    recording = made(right, margin, difficulty=difficulty)
+    on_average, everywhere = (ls.calibrate(recording, readout="margin", per_difficulty=each) for each in (False, True))
+    assert [each.difficulty for each in everywhere.promise.evidence] == [0, 1, 2, 3]
+    assert all(each.loss <= 0.01 and each.p_value <= 0.05 for each in everywhere.promise.evidence)
+    hard = recording.take(difficulty == 3)
+    assert lost_by(on_average, hard).mean() > 0.01 > lost_by(everywhere, hard).mean()
+    assert "at every difficulty" in everywhere.promise.sentence
+    with pytest.raises(NotProven, match="difficulty 0") as few:
+        ls.calibrate(recording.take((difficulty > 0) | (np.arange(rows) < 800)), per_difficulty=True)
+    assert few.value.needed > 6_200
+    with pytest.raises(ls.UserError, match="no difficulties"):
+        ls.calibrate(base, per_difficulty=True)
+
+
+def test_too_few_examples_are_refused_with_the_number_needed() -> None:
+    with pytest.raises(NotProven, match="takes 299 tested examples, and there are 80; record 374 in all") as few:
+        ls.calibrate(settling(100))
+    assert few.value.needed == 374
+    assert ls.calibrate(settling(374), readout="margin").promise.tested.examples == 299
+    with pytest.raises(NotProven, match="99 tested examples"):
+        ls.conformal_risk_control(settling(100))
+    with pytest.raises(NotProven, match="takes 299 tested examples, and there are 0"):
+        ls.calibrate(settling(1))
+    assert few.value.args[0].count(".") == 1  # one sentence
+
+
+def test_a_rate_too_close_to_the_limit_is_refused_with_the_number_needed() -> None:
+    """At the only earlier exit 0.7 % are lost: too many for 1,000 examples, few enough for 4,000."""
+    right = np.ones((5_000, 2), bool)
+    right[::143, 0] = False
+    recording, grid = made(right, np.zeros((5_000, 2))), made(np.ones((300, 2), bool), np.zeros((300, 2)))
+    with pytest.raises(NotProven, match="loses 0.70 % of the 1,000 tested examples; at that rate") as near:
+        ls.calibrate(recording.take(np.arange(1_000)), readout="fixed", grid=grid)
+    assert 2_000 < near.value.needed < 4_500
+    assert ls.calibrate(recording.take(np.arange(near.value.needed)), readout="fixed", grid=grid).threshold == 1
+    with pytest.raises(NotProven, match="no number of them") as never:
+        ls.calibrate(
+            made(~right, np.zeros((5_000, 2))), loss="disagreement", readout="fixed", max_drop=0.001, grid=grid
+        )
+    assert never.value.needed is None
+
+
+def test_all_wrong_and_all_right_recordings_exit_at_once() -> None:
+    margin = settling().signals["margin"]
+    for right in (np.zeros((3_000, 4), bool), np.ones((3_000, 4), bool)):
+        policy = ls.calibrate(made(right, margin))
+        assert policy.promise.average_loops == pytest.approx(1.0, abs=0.01)
+        assert policy.promise.full_depth_accuracy == right.mean()
+
+
+def test_what_cannot_be_calibrated_is_refused() -> None:
+    with pytest.raises(ls.UserError, match="test split"):
+        ls.calibrate(settling(split="test"))
+    with pytest.raises(ls.UserError, match="one loop only"):
+        ls.calibrate(made(np.ones((900, 1), bool), np.ones((900, 1))))
+    with pytest.raises(ls.UserError, match="at least one example"):
+        made(np.ones((0, 4), bool), np.ones((0, 4)))
+    with pytest.raises(ls.UserError, match="the data that is tested"):
+        ls.calibrate(settling(), grid=settling())
+    with pytest.raises(ls.UserError, match="test split"):
+        ls.calibrate(settling(), grid=settling(seed=1, split="test"))
+    with pytest.raises(ls.UserError, match="differ in their weights"):
+        models = (settling(seed=seed, provenance={"weights_sha256": str(seed)}) for seed in (0, 1))
+        ls.calibrate(next(models), grid=next(models))
+    for wrong in ({"max_drop": 0.0}, {"max_drop": 1.0}, {"max_drop": float("nan")}, {"confidence": 1.0}):
+        with pytest.raises(ls.UserError, match="between 0 and 1"):
+            ls.calibrate(settling(), **wrong)
+    with pytest.raises(ls.UserError, match="no loss 'regret'"):
+        ls.calibrate(settling(), loss="regret")
+    with pytest.raises(ls.UserError, match="no readout 'guess'"):
+        ls.calibrate(settling(), readout="guess")
+    with pytest.raises(ls.UserError, match="oracle needs the labels"):
+        ls.calibrate(settling(), readout="oracle")
+
+
+def test_new_inputs_are_counted_once_and_without_those_of_training() -> None:
+    base = settling()
+    texts, seen = [str(row // 2) for row in range(3_000)], np.arange(3_000) < 1_000
+    recording = replace(base, examples=texts, seen=seen)
+    promise = ls.calibrate(recording, 0.02, unseen=True, distinct=True).promise
+    assert promise.tested.examples + promise.grid.examples == 1_000
+    assert promise.tested.seen == 0
+    assert (promise.unseen, promise.distinct) == (True, True)
+    assert "inputs that training did not have, every input counted once" in promise.sentence
+    with pytest.raises(NotProven, match="takes 2,995 tested examples, and there are 800; record 11,232 in all"):
+        ls.calibrate(
+            recording, 0.001, unseen=True, distinct=True
+        )  # a third of a recording counts, four fifths of it tested
+    with pytest.raises(ls.UserError, match="which examples training had"):
+        ls.calibrate(base, unseen=True)
+    with pytest.raises(ls.UserError, match="inputs as text"):
+        ls.calibrate(base, distinct=True)
+
+
+def test_a_policy_stays_with_its_model() -> None:
+    ours, theirs = (settling(seed=1, provenance={"weights_sha256": name}) for name in ("ours", "theirs"))
+    policy = ls.calibrate(ours)
+    policy.exit_loops(ours)
+    policy.exit_loops(settling(seed=2))  # who knows
+    with pytest.raises(ls.UserError, match="another model"):
+        policy.exit_loops(theirs)
+    freed = policy.for_any_model()
+    assert freed.promise is None
+    assert freed.exit_loops(theirs).tolist() == policy.exit_loops(ours).tolist()
+    deeper = made(np.ones((9, 6), bool), np.ones((9, 6)))
+    with pytest.raises(ls.UserError, match="calibrated for 4 loops"):
+        policy.exit_loops(deeper)
+
+
+def test_a_fitted_gate_is_calibrated_and_carried(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    base = settling()
+    hidden = np.concatenate((base.signals["margin"][:, :, None], rng.normal(size=(3_000, 4, 2))), axis=2)
+    gate = ls.FittedGate(np.array([2.0, 0.0, 0.0]), np.array(0.0), provenance={"split": "train"})
+    recording = replace(base, hidden=hidden, signals={}, split="validation")
+    policy = ls.calibrate(recording, readout="gate:mine", gates={"mine": gate})
+    assert policy.gate is gate
+    policy.save(tmp_path / "policy.json")
+    again = ls.ExitPolicy.load(tmp_path / "policy.json")
+    assert again.promise == policy.promise
+    assert again.exit_loops(recording).tolist() == policy.exit_loops(recording).tolist()
+    with pytest.raises(ls.UserError, match="fitted to the train split"):
+        ls.calibrate(replace(recording, split="train"), gates={"mine": gate})
