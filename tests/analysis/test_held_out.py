@@ -7,6 +7,7 @@ import pytest
 
 import loopscope as ls
 from loopscope.analysis import hold_out
+from loopscope.exits.risk import risk_interval
 
 
 def recording(lost: float, rows: int = 4_000, seed: int = 0, **more: object) -> ls.Trajectory:
@@ -97,6 +98,31 @@ def test_it_counts_whom_the_promise_counts() -> None:
     policy = ls.calibrate(recording(0.002, examples=texts, seen=seen), readout="fixed", unseen=True, distinct=True)
     held = hold_out(policy, recording(0.004, seed=1, examples=texts, seen=seen))
     assert held.examples == 1_500
+
+
+def test_of_many_difficulties_one_may_look_bad_by_chance() -> None:
+    """Ten difficulties of 400; at one 10 are lost, which would refute 1 % if it were the only one."""
+    levels = np.arange(4_000) % 10
+    policy = ls.calibrate(recording(0.0, difficulty=levels), readout="fixed", per_difficulty=True)
+    held_out = recording(0.0, seed=1, difficulty=levels)
+    predictions = held_out.predictions.copy()
+    predictions[np.flatnonzero(levels == 3)[:10], 0] = 1
+    check = hold_out(policy, replace(held_out, predictions=predictions)).promise
+    assert risk_interval(10, 400, True, 0.95)[0] > 0.01
+    assert check.verdict == "not refuted"
+    assert check.worst.difficulty == 3
+
+
+def test_the_sentence_is_about_what_decides_the_verdict() -> None:
+    levels = np.r_[np.zeros(4_000), np.ones(400)]
+    policy = ls.calibrate(recording(0.0, 4_400, difficulty=levels), readout="fixed", per_difficulty=True)
+    few = recording(0.0, 4_002, seed=1, difficulty=levels[:4_002])
+    predictions = few.predictions.copy()
+    predictions[:120, 0] = predictions[4_000, 0] = 1  # 3 % of 4,000, and one of two
+    check = hold_out(policy, replace(few, predictions=predictions)).promise
+    assert check.sentence.startswith("Broken: 3.00 % of 4,000 held-out examples of difficulty 0")
+    gone = hold_out(policy, few.take(np.arange(4_000))).promise
+    assert "covers are not here: 1" in gone.warnings[0]
 
 
 def test_one_draw_does_not_break_a_promise_on_average() -> None:

@@ -77,6 +77,8 @@ def test_the_number_that_is_needed() -> None:
     assert fewest(0.005, 0.05) == 598
     assert fewest(0.01, None) == 99
     assert fewest(0.01, 0.05, rate=0.01) is None
+    assert fewest(0.06, 0.05, rate=3 / 50) is None  # but for rounding
+    assert fewest(0.3, 1 - 1e-12) == 1
     needed = fewest(0.01, 0.05, rate=0.005)
     assert needed is not None
     assert p_values(0.005 * needed, needed, 0.01, binary=True) <= 0.05
@@ -90,5 +92,6 @@ def test_the_interval_covers_the_risk() -> None:
         assert np.mean([low <= 0.02 <= high for low, high in bounds]) >= 0.94
     low, high = risk_interval(8, 400, True, 0.95)
     assert (low, high) == pytest.approx((0.00867, 0.03903), abs=1e-5)  # Clopper and Pearson
+    assert risk_interval(0, 100, False, 0.95)[1] == pytest.approx(1 - 0.025**0.01, abs=2e-4)  # (1 - risk)^100 = 2.5 %
     assert risk_interval(0, 100, True, 0.95)[0] == 0.0
     assert risk_interval(100, 100, False, 0.95)[1] == 1.0

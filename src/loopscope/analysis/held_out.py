@@ -10,7 +10,7 @@ from scipy.stats import chi2_contingency
 from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_sums
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
-from loopscope.exits.losses import data_of, groups, losses, population
+from loopscope.exits.losses import data_of, groups, lost_at, population
 from loopscope.exits.promise import Promise
 from loopscope.exits.risk import risk_interval
 from loopscope.trajectory import Trajectory
@@ -38,6 +38,10 @@ class PromiseCheck:
     sentence: str
     risks: list[Risk]
     warnings: list[str]
+
+    @property
+    def worst(self) -> Risk | None:
+        return _worst(self.risks, self.verdict)
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,13 @@ def hold_out(policy: ExitPolicy, trajectory: Trajectory) -> HeldOut:
         accuracy=measured[1] if labelled else None,
         full_depth_accuracy=measured[2].value if labelled else None,
         drop=measured[3] if labelled else None,
-        promise=None if promise is None else _check_promise(policy, promise, trajectory),
+        promise=None if promise is None else _check_promise(promise, trajectory, loops),
     )
+
+
+def _worst(risks: list[Risk], verdict: Verdict) -> Risk | None:
+    """The largest loss of those that decide the verdict."""
+    return max((risk for risk in risks if risk.verdict == verdict), key=lambda risk: risk.loss, default=None)
 
 
 def _check(policy: ExitPolicy, promise: Promise, trajectory: Trajectory) -> None:
@@ -92,9 +101,8 @@ def _check(policy: ExitPolicy, promise: Promise, trajectory: Trajectory) -> None
         raise UserError("The promise rests on this data, which cannot say whether it is kept; give another split.")
 
 
-def _check_promise(policy: ExitPolicy, promise: Promise, trajectory: Trajectory) -> PromiseCheck:
-    loops = policy.exit_loops(trajectory)
-    lost = losses(promise.loss, trajectory)[np.arange(len(loops)), loops - 1]
+def _check_promise(promise: Promise, trajectory: Trajectory, loops: NDArray[np.int64]) -> PromiseCheck:
+    lost = lost_at(promise.loss, trajectory, loops)
     parts = groups(trajectory, promise.per_difficulty)
     promised = {each.difficulty for each in promise.evidence}
     parts = [part for part in parts if part.difficulty in promised]
@@ -121,9 +129,9 @@ _LOST = {"gap": "are wrong where full depth is right", "disagreement": "differ f
 
 
 def _sentence(promise: Promise, verdict: Verdict, risks: list[Risk]) -> str:
-    if not risks:
+    worst = _worst(risks, verdict)
+    if worst is None:
         return "Not refuted: none of the difficulties of the promise is here."
-    worst = max(risks, key=lambda risk: risk.loss)
     where = "" if worst.difficulty is None else f" of difficulty {worst.difficulty:g}, the worst,"
     what = "examples" if promise.tested.sequences is None else "sequences' answers"
     why = (
@@ -148,8 +156,11 @@ def _warnings(promise: Promise, trajectory: Trajectory) -> list[str]:
                 "The mix of difficulties is not that of the calibration data, for which the promise was made; "
                 "--per-difficulty makes one that does not depend on the mix."
             )
-    new = {*(theirs.difficulty or {})} - {*(ours.difficulty or {})}
-    if promise.per_difficulty and new:
-        listed = ", ".join(sorted(new, key=float))
-        found.append(f"Difficulties that the promise does not cover are here and not counted: {listed}.")
+    if promise.per_difficulty and ours.difficulty and theirs.difficulty:
+        for missing, what in (
+            ({*theirs.difficulty} - {*ours.difficulty}, "that the promise does not cover are here and not counted"),
+            ({*ours.difficulty} - {*theirs.difficulty}, "that the promise covers are not here"),
+        ):
+            if missing:
+                found.append(f"Difficulties {what}: {', '.join(sorted(missing, key=float))}.")
     return found

@@ -130,16 +130,16 @@ def bench_exits(subject: Subject, rounds: int, batch_size: int | None, waiting: 
     sizes = [batch_size or fastest(partial(drain, policy), _SIZES) for policy in subject.policies]
     ways = {"full depth": partial(drain, never, full_size)}
     for place, (policy, size) in enumerate(zip(subject.policies, sizes, strict=True)):
-        ways[f"policy {place}"] = partial(drain, policy, size)
+        ways[f"{place + 1}: {policy}"] = partial(drain, policy, size)
         if waiting:
-            ways[f"policy {place}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
+            ways[f"{place + 1}: {policy}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
     seconds, machine = interleaved(ways, rounds, subject.width, progress)
     full, count = seconds["full depth"], len(requests)
     timings = []
     for place, (policy, size) in enumerate(zip(subject.policies, sizes, strict=True)):
         loops = policy.exit_loops(subject.recorded)
         ideal = model.num_loops / float(loops.mean())
-        took, waited = seconds[f"policy {place}"], seconds.get(f"policy {place}, waiting")
+        took, waited = seconds[f"{place + 1}: {policy}"], seconds.get(f"{place + 1}: {policy}, waiting")
         agreement = compare(run(model, policy, requests, size), policy, subject.recorded)
         timings.append(
             ExitTiming(

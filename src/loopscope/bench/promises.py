@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy, calibrate, conformal_risk_control, signal
-from loopscope.exits.losses import groups, losses
+from loopscope.exits.losses import groups, losses, lost_at
 from loopscope.exits.refusals import NotProven
 from loopscope.exits.sweep import available_readouts, crossings, gap_grid, totals
 from loopscope.progress import Advance, silent
@@ -99,6 +99,8 @@ def recorded(name: str, trajectory: Trajectory) -> Population:
     if trajectory.sequences is not None:
         raise UserError("A recording of sequences cannot be drawn from here; give one with an example a decision.")
     names = [each for each in available_readouts(trajectory) if each not in ("fixed", "oracle")]
+    if not names or trajectory.num_loops == 1:
+        raise UserError(f"The recording of {name} has one loop, or no signals; give one with logits at every loop.")
     signals = {each: signal(each, trajectory) for each in names}
     return Population(name, _recorded(signals, trajectory.correct, trajectory.difficulty), {"readout": "auto"})
 
@@ -241,7 +243,7 @@ def truth(population: Population, policy: ExitPolicy) -> tuple[float, float]:
     """The risk and the average loops of a policy."""
     trajectory = population.trajectory
     loops = ExitPolicy(policy.readout, policy.threshold).exit_loops(trajectory)
-    lost = losses(population.loss, trajectory)[np.arange(len(loops)), loops - 1]
+    lost = lost_at(population.loss, trajectory, loops)
     parts = groups(trajectory, population.wanted.get("per_difficulty", False))
     return max(part.mean(lost) for part in parts), float(loops.mean())
 

@@ -33,7 +33,7 @@ Or stage by stage:
 
 
 _POLICIES = "a policy of one of the runs, which the hash in it tells (repeatable)"
-_RECORDINGS = "the one that thresholds are chosen on, and the one that they are evaluated on"
+_RECORDINGS = "the one that thresholds are chosen on and the one they are evaluated on; with --policy a held-out one"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

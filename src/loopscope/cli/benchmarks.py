@@ -12,6 +12,7 @@ from loopscope.errors import UserError
 if TYPE_CHECKING:
     from loopscope.bench.exits import ExitBench
     from loopscope.bench.measure import Machine
+    from loopscope.bench.promises import PromiseBench
 
 
 def exits(options: argparse.Namespace) -> int:
@@ -152,16 +153,26 @@ def promises(options: argparse.Namespace) -> int:
 
     if options.figure is not None:
         check_products(())
-    recordings = {_run_name(path): Trajectory.load(path) for path in options.recordings}
+        if options.figure.suffix != ".png":
+            raise UserError("The figure is written as PNG, and as PDF beside it; give a file that ends in .png.")
+    names = [_run_name(path) for path in options.recordings]
+    if len(set(names)) < len(names):
+        raise UserError("Two of the recordings are of one run; give one of each.")
+    recordings = {name: Trajectory.load(path) for name, path in zip(names, options.recordings, strict=True)}
     with track("calibrating") as advance:
         result = bench_promises(recordings, options.examples, options.calibrations, advance)
+    if options.json:
+        print_json(result)
+    else:
+        _print_promises(result, options)
     if options.figure is not None:
         from loopscope.report.charts import promise_panels, write_figure
 
         write_figure(promise_panels(result), options.figure.parent, options.figure.stem)
-    if options.json:
-        print_json(result)
-        return 0
+    return 0
+
+
+def _print_promises(result: "PromiseBench", options: argparse.Namespace) -> None:
     title = (
         f"{options.calibrations:,} calibrations each, on {options.examples:,} examples: a risk of at most "
         f"{percent(result.max_drop)}, with probability {percent(result.confidence)}"
@@ -190,7 +201,6 @@ def promises(options: argparse.Namespace) -> int:
     )
     columns = ["population", "hindsight", *(f"{size:,}" for size in sizes)]
     print_table(title, columns, [[name, *cells] for name, cells in priced.items()])
-    return 0
 
 
 def _run_name(recording: Path) -> str:

@@ -69,10 +69,10 @@ def calibrate(options: argparse.Namespace) -> int:
     grid = None if options.grid is None else Trajectory.load(options.grid)
     policy = certify(recording, wanted, grid, gates_of(options.gate, recording), options.seed)
     policy.save(options.out)
+    _caution(recording, options.unseen, options.distinct)
     if options.json:
         print(options.out.read_text(encoding="utf-8"), end="")
         return 0
-    _caution(recording, options.unseen, options.distinct)
     _show(policy, options.out)
     return 0
 
@@ -95,7 +95,7 @@ def _show(policy: "ExitPolicy", path: Path) -> None:
     assert promise is not None
     low, high = promise.average_loops_interval
     rows = [
-        ["exits by", f"{policy.readout} at {policy.threshold:.6g}"],
+        ["exits by", str(policy)],
         ["chosen among", ", ".join(promise.candidates)],
         ["loops to expect", f"{promise.average_loops:.3f} [{low:.3f}, {high:.3f}] of {promise.loops}"],
         ["loops where the observed loss meets the limit", f"{promise.average_loops_at_limit:.3f}"],
@@ -150,9 +150,8 @@ def show_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
             bounds = f"[{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
             told = f"{percent(risk.loss, 2)} {bounds} of {risk.units:,}: {risk.verdict}"
             rows.append([f"loss at difficulty {risk.difficulty:g}", told])
-    rule = policy.readout + ("" if policy.threshold is None else f" at {policy.threshold:.6g}")
     what = "examples" if held.sequences is None else f"decisions of {held.sequences:,} sequences"
-    title = f"{path}: {rule} on {held.examples:,} held-out {what}; [ ]: 95 % intervals"
+    title = f"{path}: {policy} on {held.examples:,} held-out {what}; [ ]: 95 % intervals"
     print_table(title, ["held out", ""], rows)
     if check is None:
         print("The policy promises nothing here.")

@@ -65,8 +65,7 @@ def run(options: argparse.Namespace) -> int:
             print(json.dumps(entry | {"right": answer.prediction == label}), file=out)
             count, right, loops = count + 1, right + (answer.prediction == label), loops + answer.loop
     if count:
-        rule = policy.readout + ("" if policy.threshold is None else f" at {policy.threshold:.6g}")
-        say(f"{count:,} examples under {rule}: {percent(right / count)} right, {loops / count:.2f} loops on average.")
+        say(f"{count:,} examples under {policy}: {percent(right / count)} right, {loops / count:.2f} loops on average.")
         if policy.promise is not None:
             say(policy.promise.sentence)
     if bad:

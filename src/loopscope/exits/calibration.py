@@ -23,10 +23,10 @@ from scipy.stats import sem
 
 from loopscope.errors import UserError
 from loopscope.exits.fitted import FittedGate, attach
-from loopscope.exits.losses import Group, data_of, groups, losses, population
+from loopscope.exits.losses import Group, data_of, groups, losses, lost_at, population, unit_count
 from loopscope.exits.promise import Evidence, Loss, Promise
 from loopscope.exits.readouts import ExitPolicy
-from loopscope.exits.refusals import GRID_SHARE, NotProven, not_safe, too_few
+from loopscope.exits.refusals import NotProven, not_safe, set_aside, too_few
 from loopscope.exits.risk import conformal, fewest, fixed_sequence, leading, most, p_values
 from loopscope.exits.signals import FITTED
 from loopscope.exits.sweep import (
@@ -42,6 +42,8 @@ from loopscope.exits.wanted import AUTO, Wanted
 from loopscope.trajectory import Trajectory
 
 _NORMAL_95 = 1.959964
+_ROUNDING = 1e-9
+"""Averages of loops are exact to this."""
 
 
 def calibrate(
@@ -104,8 +106,10 @@ def certify(
     if seed < 0:
         raise UserError(f"A seed is a whole number from 0 on, got {seed}.")
     counted = population(recording, wanted.unseen, wanted.distinct)
-    proposing, tested = _split(counted, wanted, seed) if grid is None else (grid, counted)
-    _check_size(recording, tested, wanted)
+    if grid is None and unit_count(counted) < 2:
+        raise too_few(0, None, counted, wanted, split=True)
+    proposing, tested = _split(counted, seed) if grid is None else (grid, counted)
+    _check_size(counted, tested, wanted, split=grid is None)
     proposing, tested = attach(proposing, gates or {}), attach(tested, gates or {})
     candidates = [wanted.readout]
     if wanted.readout == AUTO:
@@ -114,8 +118,8 @@ def certify(
     level = None if wanted.delta is None else wanted.delta / len(walks)
     ends = [(walk, walk.proven(wanted.max_drop, level)) for walk in walks]
     walk, passed = min(ends, key=lambda end: end[0].fewest_loops(end[1]))
-    if walk.fewest_loops(passed) == tested.num_loops:
-        raise _refusal(walks[0], recording, wanted)
+    if walk.fewest_loops(passed) > tested.num_loops - _ROUNDING:
+        raise _refusal(walks[0], counted, wanted, split=grid is None)
     place = int(walk.loops[:passed].argmin())
     policy = ExitPolicy(walk.readout, float(walk.thresholds[place]), named.get(walk.readout))
     lists = {"candidates": candidates, "finalists": [each.readout for each in walks]}
@@ -139,24 +143,22 @@ def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, F
             )
 
 
-def _split(recording: Trajectory, wanted: Wanted, seed: int) -> tuple[Trajectory, Trajectory]:
+def _split(counted: Trajectory, seed: int) -> tuple[Trajectory, Trajectory]:
     """A fifth of the units, drawn at random, for the grid; and the others."""
-    number = np.arange(recording.num_examples)
-    if recording.sequences is not None:
-        number = np.unique(recording.sequences, return_inverse=True)[1]
-    units = int(number.max()) + 1
-    if units < 2:
-        raise too_few(Group(None, np.arange(0), np.arange(0), 0), recording, wanted)
-    proposing = np.zeros(units, dtype=bool)
-    proposing[np.random.default_rng(seed).permutation(units)[: max(1, round(GRID_SHARE * units))]] = True
-    return recording.take(proposing[number]), recording.take(~proposing[number])
+    (everybody,) = groups(counted, per_difficulty=False)
+    proposing = np.zeros(everybody.units, dtype=bool)
+    proposing[np.random.default_rng(seed).permutation(everybody.units)[: set_aside(everybody.units)]] = True
+    return counted.take(proposing[everybody.unit]), counted.take(~proposing[everybody.unit])
 
 
-def _check_size(recording: Trajectory, tested: Trajectory, wanted: Wanted) -> None:
-    smallest = min(groups(tested, wanted.per_difficulty), key=lambda group: group.units)
+def _check_size(counted: Trajectory, tested: Trajectory, wanted: Wanted, split: bool) -> None:
+    """Refuses difficulties (also those that are not among the tested at all) with too few tested units."""
+    units = {group.difficulty: 0 for group in groups(counted, wanted.per_difficulty)}
+    units |= {group.difficulty: group.units for group in groups(tested, wanted.per_difficulty)}
+    smallest = min(units, key=units.__getitem__)
     needed = fewest(wanted.max_drop, wanted.delta)
-    if needed is not None and smallest.units < needed:
-        raise too_few(smallest, recording, wanted)
+    if needed is not None and units[smallest] < needed:
+        raise too_few(units[smallest], smallest, counted, wanted, split)
 
 
 @dataclass(frozen=True)
@@ -278,11 +280,11 @@ def _promise(
 ) -> Promise:
     tested = walk.trajectory
     loops = policy.exit_loops(tested)
-    lost = losses(wanted.loss, tested)[np.arange(len(loops)), loops - 1]
+    lost = lost_at(wanted.loss, tested, loops)
     p = [None] * len(walk.groups) if level is None else walk.p_values(wanted.max_drop)[:, place].tolist()
     (everybody,) = groups(tested, per_difficulty=False)
     depths = everybody.means(loops)
-    average, half = float(depths.mean()), _NORMAL_95 * float(sem(depths))
+    average, half = min(float(depths.mean()), float(tested.num_loops)), _NORMAL_95 * float(sem(depths))
     return Promise(
         sentence=wanted.sentence(tested),
         loss=wanted.loss,
@@ -310,10 +312,10 @@ def _promise(
     )
 
 
-def _refusal(walk: _Walk, recording: Trajectory, wanted: Wanted) -> NotProven:
-    first = leading(walk.loops >= walk.trajectory.num_loops)
+def _refusal(walk: _Walk, counted: Trajectory, wanted: Wanted, split: bool) -> NotProven:
+    first = leading(walk.loops > walk.trajectory.num_loops - _ROUNDING)
     if first == len(walk.thresholds):
         return NotProven(f"No threshold of '{walk.readout}' lets an example exit early; try another readout.", None)
     rates = (walk.loss / walk.units)[:, first]
     worst = int(rates.argmax())
-    return not_safe(walk.readout, walk.groups[worst], float(rates[worst]), recording, wanted)
+    return not_safe(walk.readout, walk.groups[worst], float(rates[worst]), counted, wanted, split)

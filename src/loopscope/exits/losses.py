@@ -70,6 +70,11 @@ def losses(loss: Loss, trajectory: Trajectory) -> NDArray[np.bool_]:
     return np.asarray(trajectory.predicted != trajectory.predicted[:, -1:])
 
 
+def lost_at(loss: Loss, trajectory: Trajectory, loops: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] what exits at these loops [N] lose."""
+    return losses(loss, trajectory)[np.arange(len(loops)), loops - 1]
+
+
 def population(trajectory: Trajectory, unseen: bool, distinct: bool) -> Trajectory:
     """The examples for which a promise is made: all, only those that training did not have, every input once."""
     if unseen:
@@ -81,7 +86,7 @@ def data_of(trajectory: Trajectory) -> Data:
     levels = None
     if trajectory.difficulty is not None:
         found = zip(*np.unique(trajectory.difficulty, return_counts=True), strict=True)
-        levels = {str(level): int(count) for level, count in found}
+        levels = {repr(float(level)).removesuffix(".0"): int(count) for level, count in found}
         levels = levels if len(levels) <= _LEVELS else None
     return Data(
         sha256=trajectory.sha256,

@@ -89,13 +89,16 @@ class ExitPolicy:
         if self.gate is not None and not self.readout.startswith(FITTED):
             raise UserError(f"The readout '{self.readout}' takes no fitted gate; its name would begin with '{FITTED}'.")
 
+    def __str__(self) -> str:
+        return self.readout + ("" if self.threshold is None else f" at {self.threshold:.6g}")
+
     def save(self, path: str | Path) -> None:
         """Writes the policy as JSON, and the weights of its fitted gate beside it."""
         if self.threshold is not None and np.isinf(self.threshold):
             raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
         path, gate = Path(path), None
         if self.gate is not None:
-            weights = path.with_name(f"{path.stem}.gate.safetensors")
+            weights = path.with_name(f"{path.name.removesuffix('.json')}.gate.safetensors")
             with atomic_file(weights) as scratch:
                 save_tensors(scratch, self.gate.tensors)
             gate = GateFile(file=weights.name, sha256=sha256(weights), provenance=plain(dict(self.gate.provenance)))
@@ -139,7 +142,10 @@ class ExitPolicy:
 
     def for_any_model(self) -> Self:
         """The same rule without its promise, for whatever model."""
-        return replace(self, model=None, promise=None)
+        gate = self.gate and replace(
+            self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
+        )
+        return replace(self, gate=gate, model=None, promise=None)
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""

@@ -20,6 +20,8 @@ Values = NDArray[np.float64]
 
 _ROUNDING = 1e-9
 """Sums of fractions are exact to this."""
+_MANY = 10**9
+"""Nobody has so many examples."""
 _RISKS = 10_001
 """Among which the ends of an interval are sought."""
 
@@ -56,18 +58,20 @@ def conformal(total_loss: ArrayLike, units: int, alpha: float) -> int:
     return leading((np.asarray(total_loss) + 1) / (units + 1) <= alpha + _ROUNDING)
 
 
-def fewest(alpha: float, delta: float | None, rate: float = 0.0) -> int | None:
-    """About the fewest units that prove a threshold whose observed loss is `rate`; none do if that is not below alpha.
+def fewest(alpha: float, delta: float | None, rate: float = 0.0, binary: bool = True) -> int | None:
+    """About the fewest units that prove a threshold whose observed loss is `rate`; None if it is too near to alpha.
 
     Without a delta: those that conformal risk control needs.
     """
-    if rate >= alpha:
+    if rate >= alpha * (1 - 1e-6):
         return None
     if delta is None:
         return ceil((1 - alpha) / (alpha - rate) - _ROUNDING)
-    units = ceil(log(delta) / log1p(-alpha) - _ROUNDING)
-    while binom.cdf(ceil(rate * units), units, alpha) > delta:
+    units = max(1, ceil(log(delta) / log1p(-alpha) - _ROUNDING))
+    while p_values(ceil(rate * units) if binary else rate * units, units, alpha, binary) > delta:
         units = ceil(1.01 * units)
+        if units > _MANY:
+            return None
     return units
 
 

@@ -26,8 +26,10 @@ class Wanted(Settings, frozen=True, kw_only=True):
     distinct: bool = False  # every input counts once
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_drop < 1:
-            raise UserError(f"The largest drop lies between 0 and 1, such as 0.01; got {self.max_drop}.")
+        if not 1e-6 <= self.max_drop < 1:
+            raise UserError(
+                f"The largest drop lies between 0 and 1, such as 0.01 (at least 1e-6); got {self.max_drop}."
+            )
         if not 0 < self.confidence < 1:
             raise UserError(f"The confidence lies between 0 and 1, such as 0.95; got {self.confidence}.")
         if self.loss not in _WORDS:
@@ -39,7 +41,7 @@ class Wanted(Settings, frozen=True, kw_only=True):
         return None if self.in_expectation else round(1 - self.confidence, 15) or 1 - self.confidence
 
     def sentence(self, tested: Trajectory) -> str:
-        how = f"With probability {100 * self.confidence:g} % over the calibration draw"
+        how = f"With probability {100 * self.confidence:.12g} % over the calibration draw"
         if self.in_expectation:
             how = "On average over calibration draws"
         where = " at every difficulty" if self.per_difficulty else ""
@@ -50,5 +52,5 @@ class Wanted(Settings, frozen=True, kw_only=True):
         return f"{how}, exiting early {words}{new}{once}."
 
     def __str__(self) -> str:
-        sure = "on average" if self.in_expectation else f"with {100 * self.confidence:g} % confidence"
+        sure = "on average" if self.in_expectation else f"with {100 * self.confidence:.12g} % confidence"
         return f"a promise of at most {100 * self.max_drop:g} % {sure}"

@@ -58,7 +58,7 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Looped
     with torch.device("meta"):
         model = _BUILDERS[kind](path)
     _fill(model, path, device)
-    model.identify = partial(weights_sha256, path)
+    model.identify = partial(weights_sha256, path.resolve())
     return model.eval().requires_grad_(False)
 
 

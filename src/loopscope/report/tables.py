@@ -171,7 +171,7 @@ def _promised(promise: Promise) -> str:
 
 
 def _worst(check: PromiseCheck) -> str:
-    risk = max(check.risks, key=lambda risk: risk.loss, default=None)
+    risk = check.worst
     return "" if risk is None else f"{risk.loss:.2%} [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
 
 
