@@ -107,6 +107,8 @@ def _show(policy: "ExitPolicy", path: Path) -> None:
         where = "" if each.difficulty is None else f", difficulty {each.difficulty:g}"
         p = "" if each.p_value is None else f", p = {each.p_value:.2g} (at most {promise.level:.2g})"
         rows.append([f"observed loss{where}", f"{percent(each.loss, 2)} of {each.units:,} {what}{p}"])
+    if promise.full_depth_accuracy == 0 and promise.loss == "gap":
+        say("Full depth is right on none of the tested examples, so that nothing can be lost; try --loss disagreement.")
     print_table(f"{path}: {promise.sentence}", ["calibration", ""], rows)
 
 
