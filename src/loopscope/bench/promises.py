@@ -119,13 +119,14 @@ def populations(seed: int = 0) -> list[Population]:
     ]
 
 
-def _settling(rng: np.random.Generator, size: int = _UNIVERSE, later: Array | float = 0.0) -> Trajectory:
+def _settling(rng: np.random.Generator) -> Trajectory:
     """Right from a random loop on (3 % never), by chance before; confidence grows from about that loop."""
-    confidence, right = _confidence(rng, size, later)
+    confidence, right = _confidence(rng)
     return _recorded({"margin": confidence}, right)
 
 
-def _confidence(rng: np.random.Generator, size: int, later: Array | float = 0.0) -> tuple[Array, Array]:
+def _confidence(rng: np.random.Generator, later: Array | float = 0.0) -> tuple[Array, Array]:
+    size = _UNIVERSE
     settled = np.minimum(rng.geometric(0.55, size) + later, LOOPS)[:, None]
     loop = np.arange(1, LOOPS + 1)
     confidence = 1.2 * (loop - settled) + rng.normal(size=(size, 1)) + rng.normal(0, 0.7, (size, LOOPS))
@@ -136,7 +137,7 @@ def _confidence(rng: np.random.Generator, size: int, later: Array | float = 0.0)
 
 def _overthinking(rng: np.random.Generator) -> Trajectory:
     """A tenth of the examples are right up to loop 3 and wrong after it; a twentieth waver at loops 3 and 4."""
-    confidence, right = _confidence(rng, _UNIVERSE)
+    confidence, right = _confidence(rng)
     kind = rng.random(_UNIVERSE)
     right[kind < 0.10] = np.arange(1, LOOPS + 1) <= 3
     wavering = (kind >= 0.10) & (kind < 0.15)
@@ -146,7 +147,7 @@ def _overthinking(rng: np.random.Generator) -> Trajectory:
 
 def _bump(rng: np.random.Generator) -> Trajectory:
     """Some are most confident where they are wrong, at loop 2, and right before: the risk rises, falls, and rises."""
-    confidence, right = _confidence(rng, _UNIVERSE)
+    confidence, right = _confidence(rng)
     confidence[:, 0] += 1.5 * right[:, 0]
     fooled = rng.random(_UNIVERSE) < 0.012
     count = int(fooled.sum())
@@ -158,7 +159,7 @@ def _bump(rng: np.random.Generator) -> Trajectory:
 
 def _many(rng: np.random.Generator) -> Trajectory:
     """Eight readouts that see the same confidence, each through noise of its own."""
-    confidence, right = _confidence(rng, _UNIVERSE)
+    confidence, right = _confidence(rng)
     names = ("margin", "top1", "entropy", "kl", "logit_change", "hidden_change", "hidden_cosine", "gate")
     signals = {}
     for name in names:
@@ -171,14 +172,14 @@ def _many(rng: np.random.Generator) -> Trajectory:
 def _levels(rng: np.random.Generator) -> Trajectory:
     """Harder ones settle later, and the hardest are the most overconfident."""
     difficulty = rng.integers(1, 6, _UNIVERSE)
-    confidence, right = _confidence(rng, _UNIVERSE, (difficulty - 1) // 2)
+    confidence, right = _confidence(rng, (difficulty - 1) // 2)
     confidence[difficulty == 5] += 1.0
     return _recorded({"margin": confidence}, right, difficulty=difficulty)
 
 
 def _sequences(rng: np.random.Generator) -> Trajectory:
     """Twenty decisions each; some sequences are overconfident throughout, so that their losses come together."""
-    confidence, right = _confidence(rng, _UNIVERSE)
+    confidence, right = _confidence(rng)
     number = np.arange(_UNIVERSE) // _SEQUENCE
     confidence += 2.5 * (rng.random(number.max() + 1) < 0.1)[number, None]
     return _recorded({"margin": confidence}, right, sequences=number)
@@ -229,7 +230,7 @@ def _risks(population: Population, readout: str, thresholds: Array, trajectory: 
     crossed, size = crossings(readout, thresholds, trajectory), len(thresholds)
     lost = losses(population.loss, trajectory)
     parts = groups(trajectory, population.wanted.get("per_difficulty", False))
-    risks = [totals(crossed[part.rows], lost[part.rows] * part.weights[:, None], size) / part.units for part in parts]
+    risks = [part.totals(crossed, lost, size) / part.units for part in parts]
     depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
     return np.max(risks, axis=0), totals(crossed, depth, size) / trajectory.num_examples
 

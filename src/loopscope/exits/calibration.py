@@ -15,7 +15,6 @@ Shapes: N examples, T loops, G thresholds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,6 @@ from loopscope.exits.sweep import (
     check_split,
     crossings,
     gap_grid,
-    totals,
 )
 from loopscope.exits.wanted import AUTO, Wanted
 from loopscope.trajectory import Trajectory
@@ -209,13 +207,9 @@ def _walk(
         lost = _never_falling(lost, crossed, size)
     depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
     parts = groups(trajectory, wanted.per_difficulty)
-
-    def summed(values: NDArray[Any], group: Group) -> Curve:
-        return totals(crossed[group.rows], values[group.rows] * group.weights[:, None], size)[order]
-
     (everybody,) = groups(trajectory, per_difficulty=False)
-    loss = np.stack([summed(lost, group) for group in parts])
-    loops = summed(depth, everybody) / everybody.units
+    loss = np.stack([group.totals(crossed, lost, size)[order] for group in parts])
+    loops = everybody.totals(crossed, depth, size)[order] / everybody.units
     return _Walk(readout, trajectory, parts, thresholds[order], loss, loops)
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from loopscope.errors import UserError
 from loopscope.exits.promise import Data, Loss
+from loopscope.exits.sweep import totals
 from loopscope.trajectory import Trajectory
 
 Values = NDArray[np.float64]
@@ -41,6 +42,10 @@ class Group:
     def means(self, values: NDArray[Any]) -> Values:
         """[units] the average over its examples of what each of [N] is worth."""
         return np.bincount(self.unit, values[self.rows] * self.weights, self.units).astype(np.float64)
+
+    def totals(self, crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Values:
+        """[G] the sum over units of what the examples [N, T] are worth where each threshold stops them; see `sweep`."""
+        return totals(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
 
     def mean(self, values: NDArray[Any]) -> float:
         """The average of that over units."""

@@ -82,18 +82,15 @@ def read_source(run: Path, unseen_only: bool = False) -> Source:
             raise UserError(
                 f"{folder} has no recording '{split}'; make it with: loopscope record {run} --split {split}."
             )
-    validation, test = (load_recording(folder / split, unseen_only) for split in ("validation", "test"))
-    everybody = Trajectory.load(folder / "test") if unseen_only else test
-    return Source(run.resolve().name, validation, test, unseen_only=unseen_only, everybody=everybody)
+    whole = {split: Trajectory.load(folder / split) for split in ("validation", "test")}
+    validation, test = (narrowed(each, unseen_only, folder / split) for split, each in whole.items())
+    return Source(run.resolve().name, validation, test, unseen_only=unseen_only, everybody=whole["test"])
 
 
-def load_recording(folder: Path, unseen_only: bool) -> Trajectory:
-    """A recording, or only those of its examples that training did not have."""
-    trajectory = Trajectory.load(folder)
-    if not unseen_only:
-        return trajectory
+def narrowed(trajectory: Trajectory, unseen_only: bool, folder: Path) -> Trajectory:
+    """The recording in `folder`, or only those of its examples that training did not have."""
     try:
-        return trajectory.unseen()
+        return trajectory.unseen() if unseen_only else trajectory
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
 

@@ -22,7 +22,7 @@ from loopscope.exits.calibration import certify
 from loopscope.exits.wanted import Wanted
 from loopscope.models.checkpoint import WEIGHTS
 from loopscope.recording import Keep, record
-from loopscope.report.results import Source, analyse, load_recording
+from loopscope.report.results import Source, analyse, narrowed
 from loopscope.report.schema import ModelResult
 from loopscope.training import train
 from loopscope.training.loop import logged_steps
@@ -150,25 +150,27 @@ class Analyse(Step, frozen=True, kw_only=True):
         return self.reference == (self.validation, self.test)
 
     def run(self, store: Path, device: torch.device) -> None:
-        def load(step: Record) -> Trajectory:
-            return load_recording(step.folder(store), self.unseen)
+        def counted(step: Record, whole: Trajectory) -> Trajectory:
+            return narrowed(whole, self.unseen, step.folder(store))
 
         gates = {gate.gate.name: FittedGate.load(gate.folder(store)) for gate in self.gates}
-        policies, refused = self._certify(Trajectory.load(self.validation.folder(store)), gates)
+        validation, test = (Trajectory.load(step.folder(store)) for step in (self.validation, self.test))
+        policies, refused = self._certify(validation, gates)
         source = Source(
             "",
-            load(self.validation),
-            load(self.test),
+            counted(self.validation, validation),
+            counted(self.test, test),
             None if self.extrapolation is None else Trajectory.load(self.extrapolation.folder(store)),
             gates,
             self.unseen,
-            Trajectory.load(self.test.folder(store)),
+            test,
             policies,
             refused,
         )
         against = source if self.is_reference else None
         if self.reference is not None and not self.is_reference:
-            against = Source("reference", load(self.reference[0]), load(self.reference[1]))
+            theirs, tested = (counted(step, Trajectory.load(step.folder(store))) for step in self.reference)
+            against = Source("reference", theirs, tested)
         result = analyse(source, against, self.targets)
         with atomic_folder(self.folder(store), ANALYSIS) as scratch:
             write_json(scratch / "model.json", result)
