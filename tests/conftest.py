@@ -1,4 +1,4 @@
-"""Fixtures that several tests share: a random trajectory, and a tiny trained run."""
+"""Fixtures that several tests share: random trajectories, one of a benchmark too, and a tiny trained run."""
 
 from pathlib import Path
 
@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import loopscope as ls
+from loopscope.questions import BENCHMARKS
 from loopscope.training import RunSettings, read_settings, train
+from loopscope.training.language import LanguageRun, PretrainSettings, read_pretrain_settings
+from loopscope.training.loop import train_run
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -57,9 +60,95 @@ def random_trajectory(
     return ls.Trajectory(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def answers(
+    benchmark: str, split: str, seed: int = 0, rows: int = 300, skill: float = 1.0, subjects: int = 1, **changes: object
+) -> ls.Trajectory:
+    """A recording of a benchmark as a looped checkpoint of four loops could make it: answers settle with depth."""
+    rng = np.random.default_rng([seed, len(benchmark), len(split)])
+    loops, choices, width = 4, 5 if benchmark == "commonsense_qa" else 4, 8
+    metric = BENCHMARKS[benchmark].metric
+    labels, norms = rng.integers(0, choices, rows), rng.integers(5, 60, (rows, choices))
+    ease = rng.normal(skill, 1.5, (rows, 1, 1)) * np.array([0.2, 0.75, 1.0, 1.02])[:, None]
+    noise = rng.normal(size=(rows, 1, choices)) + 0.6 * rng.normal(size=(rows, loops, choices)) * [
+        [0.9],
+        [0.5],
+        [0.2],
+        [0.1],
+    ]
+    scores = noise + ease * (np.arange(choices) == labels[:, None])[:, None, :]
+    logits = scores - 4.0 if metric == "acc_norm" else 3 * scores - 60.0
+    settled = np.cumsum(rng.normal(size=(rows, loops, width)) * np.array([1, 0.5, 0.25, 0.12])[:, None], axis=1)
+    top = np.sort(scores, axis=-1)
+    gate_logits = top[..., -1] - top[..., -2] - 1.5 + rng.normal(0, 0.5, (rows, loops))
+    keys = [f"{benchmark}/s{row % subjects}/{row}" if subjects > 1 else f"{benchmark}/{row}" for row in range(rows)]
+    fields: dict[str, object] = {
+        "logits": logits,
+        "labels": labels,
+        "norms": norms,
+        "hidden": settled,
+        "gate_logits": gate_logits,
+        "split": split,
+        "examples": [f"{key}\nQuestion: {key}?" for key in keys],
+        "provenance": {"benchmark": benchmark, "metric": metric, "weights_sha256": f"{seed}", "model": "Ouro-1.4B"},
+    }
+    return ls.Trajectory(**{**fields, **changes})  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="session")
 def gated_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with a linear gate."""
     folder = tmp_path_factory.mktemp("runs") / "gated"
     train(tiny_settings(*GATED), folder, torch.device("cpu"))
     return folder
+
+
+TINY_OURO = """
+vocab_size = 300
+context = 16
+
+[model]
+hidden_size = 16
+intermediate_size = 24
+num_hidden_layers = 2
+num_attention_heads = 2
+total_ut_steps = 3
+max_position_embeddings = 64
+
+[training]
+steps = 12
+batch_size = 4
+warmup_steps = 3
+learning_rate = 1e-2
+muon_learning_rate = 0.02
+log_every = 3
+checkpoint_every = 4
+validate_every = 6
+validation_sample = 10
+"""
+
+
+def tiny_text(folder: Path) -> tuple[Path, Path]:
+    """Files of documents to train on and to validate with; they are of many lengths."""
+    documents = [f"{a} and {b} make {a + b}. " * (1 + b % 4) for a in range(30) for b in range(10)]
+    paths = folder / "train.txt", folder / "validation.txt"
+    for path, part in zip(paths, (documents[::2], documents[1::2]), strict=True):
+        path.write_text("<|endoftext|>".join(part))
+    return paths
+
+
+def tiny_ouro_settings(folder: Path, *overrides: str) -> PretrainSettings:
+    (folder / "tiny.toml").write_text(TINY_OURO)
+    return read_pretrain_settings(folder / "tiny.toml", overrides)
+
+
+def tiny_language_run(folder: Path, *overrides: str) -> LanguageRun:
+    train, validation = tiny_text(folder)
+    return LanguageRun(tiny_ouro_settings(folder, *overrides), (train,), (validation,), folder / "run")
+
+
+@pytest.fixture(scope="session")
+def tiny_ouro(tmp_path_factory: pytest.TempPathFactory) -> LanguageRun:
+    """A small language model, trained for some steps."""
+    run = tiny_language_run(tmp_path_factory.mktemp("language"))
+    train_run(run, torch.device("cpu"))
+    return run

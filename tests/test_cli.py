@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -150,7 +151,7 @@ def test_the_readme_s_commands_are_real(capsys: pytest.CaptureFixture[str]) -> N
     from loopscope.cli import _parser
 
     for command in commands:
-        _parser().parse_args(command.split())
+        _parser().parse_args(shlex.split(command))
 
 
 def test_progress_in_a_log_has_the_time_left(

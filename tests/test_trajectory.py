@@ -1,5 +1,6 @@
 """Trajectories: saved and loaded they are the same, and what cannot be one is refused with a sentence."""
 
+from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from conftest import random_trajectory
 from safetensors.numpy import load_file
 
 import loopscope as ls
+from loopscope.trajectory import concatenate
 
 
 def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
@@ -168,3 +170,57 @@ def test_the_hash_is_that_of_the_content(tmp_path: Path) -> None:
     assert trajectory.take(np.arange(200)).sha256 == trajectory.sha256
     others = [random_trajectory(seed=2), trajectory.take(np.arange(199)), random_trajectory(seed=1, labels=None)]
     assert trajectory.sha256 not in {other.sha256 for other in others}
+
+
+def test_parts_that_are_joined_are_the_whole() -> None:
+    norms = np.random.default_rng(0).integers(1, 20, (200, 5))
+    texts = [str(number) for number in range(200)]
+    signals = {"kl": np.ones((200, 4))}
+    provenance = {"weights_sha256": "a", "examples": 200, "shard": 0}
+    whole = random_trajectory(norms=norms, examples=texts, signals=signals, split="test", provenance=provenance)
+    parts = [whole.take(np.arange(0, 60)), whole.take(np.arange(60, 200))]
+    parts[1] = replace(parts[1], provenance={**provenance, "shard": 1})
+    joined = concatenate(parts)
+    assert joined.sha256 == whole.sha256
+    assert np.array_equal(joined.hidden, whole.hidden)
+    assert (joined.examples, joined.split) == (texts, "test")
+    assert joined.provenance == {"weights_sha256": "a", "examples": 200}
+    for changes, told in (
+        ({"provenance": {"weights_sha256": "b"}}, "weights"),
+        ({"split": "validation"}, "split"),
+        ({"hidden": None}, "arrays"),
+        ({"signals": {}}, "signals"),
+    ):
+        with pytest.raises(ls.UserError, match=f"differ in their {told}"):
+            concatenate([parts[0], replace(parts[1], **changes)])
+    with pytest.raises(ls.UserError, match="norms has the shape"):
+        random_trajectory(norms=norms[:, :3])
+
+
+def test_norms_belong_to_the_choices(tmp_path: Path) -> None:
+    norms = np.arange(200 * 5).reshape(200, 5) + 1
+    trajectory = random_trajectory(norms=norms, split="test", provenance={"metric": "acc_norm"})
+    trajectory.save(tmp_path / "questions")
+    after = ls.Trajectory.load(tmp_path / "questions")
+    assert np.array_equal(after.norms, norms)
+    assert after.take(np.array([7, 3])).norms.tolist() == norms[[7, 3]].tolist()
+    assert "norms" in repr(after)
+    assert after.sha256 == trajectory.sha256 != random_trajectory().sha256
+    for wrong in (norms[:, :4], norms[:-1], norms[..., None], norms[:, 0]):
+        with pytest.raises(ls.UserError, match="norms has the shape"):
+            random_trajectory(norms=wrong)
+
+
+def test_the_same_split_of_another_benchmark_is_other_data() -> None:
+    def of(seed: int, split: str = "test", **provenance: str) -> ls.Trajectory:
+        return random_trajectory(seed=seed, split=split, provenance={"weights_sha256": "0" * 64, **provenance})
+
+    ours = of(0, benchmark="mmlu")
+    assert ours.same_data(of(1, benchmark="mmlu"))  # part of the same split, perhaps: never to be told apart
+    assert not ours.same_data(of(1, benchmark="arc_easy"))
+    assert not ours.same_data(of(1, "validation", benchmark="mmlu"))
+    assert not ours.same_data(of(1))
+    assert not ours.same_data(of(1, benchmark="mmlu", weights_sha256="1" * 64))
+    assert ours.same_data(of(0, "validation", benchmark="arc_easy"))  # the numbers say so
+    assert of(0, text_sha256="a").same_data(of(1, text_sha256="a"))
+    assert not of(0, text_sha256="a").same_data(of(1, text_sha256="b"))

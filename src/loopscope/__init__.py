@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loopscope.engine import Answer as Answer
+    from loopscope.engine import Prompt as Prompt
     from loopscope.engine import Request as Request
+    from loopscope.engine import check_model as check_model
     from loopscope.engine import choices as choices
+    from loopscope.engine import generate as generate
     from loopscope.engine import run as run
+    from loopscope.engine import stream as stream
     from loopscope.errors import UserError as UserError
     from loopscope.exits import READOUTS as READOUTS
     from loopscope.exits import ExitPolicy as ExitPolicy
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from loopscope.exits import signal as signal
     from loopscope.exits import sweep as sweep
     from loopscope.models import load_model as load_model
+    from loopscope.recording import record_model as record_model
+    from loopscope.scoring import record_benchmark as record_benchmark
     from loopscope.trajectory import Trajectory as Trajectory
 
 _HOMES = {
@@ -30,17 +36,23 @@ _HOMES = {
     "ExitPolicy": "loopscope.exits",
     "FittedGate": "loopscope.exits",
     "Frontier": "loopscope.exits",
+    "Prompt": "loopscope.engine",
     "READOUTS": "loopscope.exits",
     "Request": "loopscope.engine",
     "Trajectory": "loopscope.trajectory",
     "UserError": "loopscope.errors",
     "attach": "loopscope.exits",
     "calibrate": "loopscope.exits",
+    "check_model": "loopscope.engine",
     "choices": "loopscope.engine",
     "conformal_risk_control": "loopscope.exits",
+    "generate": "loopscope.engine",
     "load_model": "loopscope.models",
+    "record_benchmark": "loopscope.scoring",
+    "record_model": "loopscope.recording",
     "run": "loopscope.engine",
     "signal": "loopscope.exits",
+    "stream": "loopscope.engine",
     "sweep": "loopscope.exits",
 }
 

@@ -102,8 +102,7 @@ def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
     old = path.with_name(f"{path.name}.replaced")
     if old.is_dir() and not path.exists():
         old.rename(path)  # a writer was killed between its two renames
-    if path.exists() and not _replaceable(path, kind):
-        raise UserError(f"{path} exists and is not a {kind}; choose another folder.")
+    check_replaceable(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_scratch(path.parent, f"{path.name}-")
     scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{path.name}-", dir=path.parent))
@@ -120,6 +119,12 @@ def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_replaceable(path: Path, kind: str) -> None:
+    """Refuses what exists and is no artifact of this kind; long work asks before it begins."""
+    if path.exists() and not _replaceable(path, kind):
+        raise UserError(f"{path} exists and is not a {kind}; choose another folder.")
 
 
 def is_scratch(path: Path) -> bool:

@@ -22,3 +22,8 @@ def keep_memory() -> None:
         return
     mallopt(_MMAP_THRESHOLD, _LARGE)
     mallopt(_TRIM_THRESHOLD, _LARGE)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this is how PyTorch says so, of a GPU or of the CPU; it need not be imported to be asked."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)

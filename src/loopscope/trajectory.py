@@ -36,7 +36,17 @@ KIND = "recording"
 SCHEMA_VERSION = 1
 Array = NDArray[Any]
 
-_ARRAYS = ("logits", "labels", "difficulty", "gate_logits", "predictions", "label_log_probs", "seen", "sequences")
+_ARRAYS = (
+    "logits",
+    "labels",
+    "difficulty",
+    "gate_logits",
+    "predictions",
+    "label_log_probs",
+    "seen",
+    "sequences",
+    "norms",
+)
 SIGNAL_PREFIX = "signal."
 
 
@@ -63,6 +73,7 @@ class Trajectory:
     signals: Mapping[str, Array] = field(default_factory=dict)  # name -> [N, T], computed when it was recorded
     seen: Array | None = None  # [N] whether the training data held this input
     sequences: Array | None = None  # [N] the number of the request that a decision belongs to, where it yields many
+    norms: Array | None = None  # [N, V] the characters of every choice of a question
     examples: Sequence[str] | None = None  # [N] the inputs as text
     provenance: Mapping[str, Any] = field(default_factory=dict)
     computed: dict[str, Array] = field(default_factory=dict, init=False)  # signals that were asked for
@@ -187,8 +198,9 @@ class Trajectory:
         """Whether both hold the same data: the same split of the same model, or the same labels and answers."""
         if self is other:
             return True
-        weights, same = (trajectory.provenance.get("weights_sha256") for trajectory in (self, other))
-        if weights is not None and weights == same and self.split is not None and self.split == other.split:
+        names = ("weights_sha256", "benchmark", "text_sha256")
+        ours, theirs = ([trajectory.provenance.get(name) for name in names] for trajectory in (self, other))
+        if ours[0] is not None and ours == theirs and self.split is not None and self.split == other.split:
             return True
         if not _equal(self.labels, other.labels) or not np.array_equal(self.predicted, other.predicted):
             return False
@@ -245,6 +257,8 @@ class Trajectory:
             raise UserError("A trajectory needs at least one example.")
         expected: dict[str, tuple[int, ...]] = dict.fromkeys(("labels", "difficulty", "seen", "sequences"), (rows,))
         expected |= dict.fromkeys(("logits", "hidden", "gate_logits", "predictions", "label_log_probs"), (rows, loops))
+        if self.norms is not None:
+            expected["norms"] = (rows, self.num_classes or 0)
         for name, shape in expected.items():
             value = getattr(self, name)
             if value is not None and (value.shape[: len(shape)] != shape or value.ndim != len(shape) + (name in _WIDE)):
@@ -259,6 +273,34 @@ class Trajectory:
 
 
 _WIDE = ("logits", "hidden")
+
+
+def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
+    """The parts of one recording, one after the other; of their provenance what all of them say."""
+    first = parts[0]
+    kept = [name for name in (*_ARRAYS, "hidden") if getattr(first, name) is not None]
+    for other in parts[1:]:
+        for what, ours, theirs in (
+            ("weights", first.provenance.get("weights_sha256"), other.provenance.get("weights_sha256")),
+            ("split", first.split, other.split),
+            ("loops", first.num_loops, other.num_loops),
+            ("classes", first.num_classes, other.num_classes),
+            ("arrays", kept, [name for name in (*_ARRAYS, "hidden") if getattr(other, name) is not None]),
+            ("signals", set(first.signals), set(other.signals)),
+            ("texts", first.examples is None, other.examples is None),
+        ):
+            if ours != theirs:
+                raise UserError(f"Recordings that differ in their {what} are not parts of one; record them alike.")
+    said = {key: value for key, value in first.provenance.items() if all(p.provenance.get(key) == value for p in parts)}
+    if "examples" in first.provenance:
+        said["examples"] = sum(part.num_examples for part in parts)
+    return Trajectory(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in kept},
+        split=first.split,
+        signals={name: np.concatenate([part.signals[name] for part in parts]) for name in first.signals},
+        examples=None if first.examples is None else [text for part in parts for text in part.examples or ()],
+        provenance=said,
+    )
 
 
 def seal(folder: Path, split: str | None, examples: int, loops: int, provenance: Mapping[str, Any]) -> None:

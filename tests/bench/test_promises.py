@@ -10,7 +10,7 @@ from loopscope.bench.promises import CONFIDENCE, MAX_DROP, Coverage, bench_promi
 
 DELTA = 1 - CONFIDENCE
 NAMES = [population.name for population in populations()]
-QUICK = ("calm", "overthinking", "not monotone")
+QUICK = ("not monotone",)
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 
 

@@ -9,7 +9,7 @@ from loopscope.bench.plain import plain_losses
 from loopscope.models import LoopedTransformer
 from loopscope.models.packing import Layout, shared_beginnings
 from loopscope.training import RunSettings, initial_model
-from loopscope.training.loop import answer_losses, batches
+from loopscope.training.answers import answer_losses, batches
 
 
 def gradients(settings: RunSettings, model: LoopedTransformer, losses: Tensor, gates: Tensor | None) -> list[Tensor]:

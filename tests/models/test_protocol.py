@@ -7,14 +7,14 @@ import torch
 from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
-from loopscope.models import LoopedModel, LoopState
+from loopscope.models import LoopedModel
 from loopscope.training import initial_model
 
 
-@pytest.fixture(params=["transformer", "learned positions", "ouro"])
+@pytest.fixture(params=["transformer", "learned positions", "ouro", "huginn"])
 def model(request: pytest.FixtureRequest) -> LoopedModel:
-    if request.param == "ouro":
-        return ls.load_model(GOLDEN / "ouro-tiny")
+    if request.param in ("ouro", "huginn"):
+        return ls.load_model(GOLDEN / f"{request.param}-tiny")
     positions = "learned" if "positions" in request.param else "rotary"
     return initial_model(tiny_settings(f"model.positions={positions}")).eval()
 
@@ -38,16 +38,16 @@ def test_rows_at_different_loops_share_a_batch(model: LoopedModel) -> None:
     """A row that joins late goes through the same states as it would alone."""
     first, second = random_tokens(2, 8), random_tokens(5, 5)[3:]
     state = model.step(model.step(model.begin(first)))
-    joined = LoopState.join([state.take(torch.tensor([1])), model.begin(second)])
+    joined = type(state).join([state.take(torch.tensor([1])), model.begin(second)])
     assert joined.loop.tolist() == [2, 0, 0]
     assert joined.lengths.tolist() == [8, 5, 5]
     joined = model.step(joined)
     assert joined.loop.tolist() == [3, 1, 1]
     last = joined.lengths - 1
     expected = model.loops(first[1:], num_loops=3).logits[2, :, -1], model.loops(second, num_loops=1).logits[0, :, -1]
-    assert torch.allclose(model.predict(model.pooled(joined, last)), torch.cat(expected), atol=1e-5)
+    assert torch.allclose(model.predict(model.readable(joined, last)), torch.cat(expected), atol=1e-5)
     kept = joined.take(joined.loop == 1)
-    assert torch.allclose(model.predict(model.pooled(kept, kept.lengths - 1)), expected[1], atol=1e-5)
+    assert torch.allclose(model.predict(model.readable(kept, kept.lengths - 1)), expected[1], atol=1e-5)
 
 
 @torch.no_grad()
@@ -60,9 +60,10 @@ def test_rows_that_begin_alike_share_their_states(model: LoopedModel) -> None:
     for _ in range(2):
         shared, alone = model.step(shared), model.step(alone)
     rows = torch.tensor([3, 1])
-    for ours, theirs in ((shared, alone), (shared.take(rows), alone.take(rows)), (LoopState.join([shared]), alone)):
+    for ours, theirs in ((shared, alone), (shared.take(rows), alone.take(rows)), (type(shared).join([shared]), alone)):
         for positions in (ours.lengths - 1, torch.zeros_like(ours.lengths)):
             assert torch.allclose(model.pooled(ours, positions), model.pooled(theirs, positions), atol=1e-5)
+            assert torch.allclose(model.readable(ours, positions), model.readable(theirs, positions), atol=1e-5)
     assert torch.allclose(shared.layout.unpack(shared.hidden, 9), alone.layout.unpack(alone.hidden, 9), atol=1e-5)
 
 
@@ -95,7 +96,7 @@ def test_impossible_calls_are_refused_and_no_rows_are_no_problem(model: LoopedMo
         model.loops(tokens, torch.tensor([5, 5, 5]))
     nobody = model.step(model.begin(tokens).take(torch.tensor([], dtype=torch.long)))
     assert nobody.hidden.shape[0] == 0
-    assert model.predict(model.pooled(nobody, nobody.lengths - 1)).shape[0] == 0
+    assert model.predict(model.readable(nobody, nobody.lengths - 1)).shape[0] == 0
 
 
 def test_attention_is_causal(model: LoopedModel) -> None:

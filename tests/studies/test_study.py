@@ -182,6 +182,7 @@ def test_nothing_is_made_twice(finished: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == times
 
 
+@pytest.mark.long
 def test_killed_twice_it_ends_with_the_same_bytes(finished: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "loopscope.cli", "study", "run", str(TINY), "--out", str(tmp_path / "tiny")]
     for last in ("run-*/metrics.jsonl", "analysis-*"):

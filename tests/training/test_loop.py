@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 import loopscope as ls
 from loopscope.training import Training, check_memory, describe_data, estimate, initial_model, read_settings, train
-from loopscope.training.loop import _lock, batches
+from loopscope.training.answers import batches
+from loopscope.training.loop import _lock
 from loopscope.training.optimizers import Optimizers, schedule
 
 CPU = torch.device("cpu")

@@ -10,11 +10,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from loopscope.progress import Advance
-from loopscope.training.estimate import matmul_rate
 
 Seconds = NDArray[np.float64]
 
@@ -49,6 +47,10 @@ def interleaved(
     ways: Mapping[str, Callable[[], Any]], rounds: int, width: int, progress: Advance
 ) -> tuple[dict[str, Seconds], Machine]:
     """The seconds of every way in every round, and what the machine did in the same rounds."""
+    import torch  # a report shows what was measured, and measures nothing
+
+    from loopscope.training.estimate import matmul_rate
+
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     rates = []
     device = torch.device("cpu")

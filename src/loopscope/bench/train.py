@@ -14,7 +14,8 @@ from loopscope.models.packing import shared_beginnings
 from loopscope.progress import Advance
 from loopscope.tasks import Examples
 from loopscope.training import RunSettings, initial_model
-from loopscope.training.loop import AnswerLosses, batches, deterministic, train_step
+from loopscope.training.answers import AnswerLosses, batches
+from loopscope.training.loop import deterministic, train_step
 from loopscope.training.optimizers import Optimizers
 
 

@@ -7,9 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli import benchmarks, calibrating, gating, running, studying, verbs
+from loopscope.cli import (
+    answering,
+    benchmarks,
+    calibrating,
+    checking,
+    gating,
+    generating,
+    harness,
+    language,
+    running,
+    studying,
+    verbs,
+)
 from loopscope.cli.options import Version, any_model, compute_options, count, levels, products, verb
 from loopscope.errors import UserError
+from loopscope.machine import out_of_memory
 
 _EPILOG = """\
 All of it at once, on a small task (some minutes on two CPU cores):
@@ -36,6 +49,10 @@ _POLICIES = "a policy of one of the runs, which the hash in it tells (repeatable
 _RECORDINGS = "the one that thresholds are chosen on and the one they are evaluated on; with --policy a held-out one"
 
 
+_GOING_ON = (verbs.train, verbs.record, language.pretrain, studying.run)
+"""What finds, when it is done again, whatever was finished before."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
@@ -49,9 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"loopscope: {where}{error.strerror or error}.", file=sys.stderr)
     except MemoryError:
         print("loopscope: there is not enough memory for this; ask for fewer examples.", file=sys.stderr)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        print(
+            "loopscope: there is not enough memory for this; ask for less at a time (a smaller --batch-tokens or "
+            "--batch-size, where there is one), or take a lower precision (--dtype bfloat16).",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         if not _follows():
-            print("loopscope: interrupted; run the same command again to go on.", file=sys.stderr)
+            more = "; run the same command again to go on" if options.verb in _GOING_ON else ""
+            print(f"loopscope: interrupted{more}.", file=sys.stderr)
         return 130
     return 2
 
@@ -94,16 +120,32 @@ A killed or interrupted run continues with the same command and ends bit-identic
     record = verb(
         subparsers,
         "record",
-        "run a split through every loop of a checkpoint",
+        "run a split, a text or a benchmark through every loop of a checkpoint",
         """\
   loopscope record runs/demo --split validation
   loopscope record runs/demo --split test --hidden
-  loopscope record runs/paper --split extrapolation --levels 11-14 --examples 10000""",
+  loopscope record runs/paper --split extrapolation --levels 11-14 --examples 10000
+  loopscope record Ouro-1.4B --text mine.txt --out recordings/mine                     (every token of a text)
+  loopscope record small-ouro --text train.txt --split train --limit 100000 --hidden --out recordings/train
+  loopscope record Ouro-1.4B --benchmark arc_easy --split test --data DIR              (all questions, in one pass)
+
+A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} a line. Promises count
+documents, so give many. --split says what the text is to the model: calibrating on test is refused, for instance.""",
         verbs.record,
     )
-    record.add_argument("run", type=Path, help="the folder of a finished run")
-    record.add_argument("--split", required=True, help="train, validation, test or extrapolation")
+    record.add_argument(
+        "run", type=Path, help="the folder of a finished run, or with --text or --benchmark any checkpoint"
+    )
+    record.add_argument("--split", help="train, validation, test or extrapolation (default of a text: validation)")
     record.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/recordings/SPLIT")
+    record.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="record the next tokens of a text")
+    record.add_argument("--context", type=count, metavar="N", help="tokens of a text at a time (default: up to 512)")
+    record.add_argument("--benchmark", metavar="NAME", help="record its questions (docs/benchmarks.md has the six)")
+    record.add_argument("--data", type=Path, metavar="DIR", help="local files of a benchmark (default: the Hub)")
+    record.add_argument("--mean-state", action="store_true", help="gate and state averaged over the choices' tokens")
+    record.add_argument("--batch-tokens", type=count, metavar="N", help="of questions (default: 8192)")
+    record.add_argument("--limit", type=count, metavar="N", help="at most so many tokens of a text, or questions")
+    record.add_argument("--dtype", metavar="NAME", help="precision of a language model: float32, bfloat16, float16")
     record.add_argument("--examples", type=count, metavar="N", help="how many examples (default: the task's)")
     record.add_argument("--levels", type=levels, metavar="A-B", help="difficulties (default: the task's)")
     record.add_argument("--hidden", action="store_true", help="keep the pooled hidden states")
@@ -218,9 +260,13 @@ order of the examples. Without --threshold it is chosen on the run's validation 
     run.add_argument("--out", type=Path, metavar="FILE", help="where the answers go (default: standard output)")
     compute_options(run, json=False)
 
+    generating.define(subparsers)
     _bench(subparsers)
 
+    harness.define(subparsers)
+    checking.define(subparsers)
     gating.define(subparsers)
+    language.define(subparsers)
     studying.define(subparsers)
     return parser
 
@@ -252,6 +298,8 @@ def _bench(subparsers: Any) -> None:
     exits.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of it")
     exits.add_argument("--examples", type=count, default=2048, metavar="N", help="for random weights (default: 2048)")
     exits.add_argument("--loops", type=float, default=1.3, metavar="X", help="average loops of it (default: 1.3)")
+
+    language_models = answering.define_benches(kinds)
 
     train = verb(
         kinds,
@@ -310,8 +358,9 @@ loss on the same data is within the limit. Recordings serve as populations for t
     promises.add_argument("--figure", type=Path, metavar="FILE", help="draw it, as PNG and PDF")
     promises.add_argument("--json", action="store_true", help="print JSON")
 
-    for parser in (exits, train, record, sweep):
+    for parser in (exits, train, record, sweep, *language_models):
         parser.add_argument("--rounds", type=count, default=5, metavar="N", help="rounds after warm-up (default: 5)")
         parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: as PyTorch chooses)")
         parser.add_argument("--json", action="store_true", help="print JSON")
-        parser.set_defaults(device="cpu")
+        if parser not in language_models:
+            parser.set_defaults(device="cpu")

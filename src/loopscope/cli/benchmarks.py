@@ -71,7 +71,7 @@ def _print_exits(result: "ExitBench") -> None:
     title = (
         f"{result.model}: {result.examples:,} examples. ms: of an example. realised: share of the ideal speed-up (the "
         f"paper's: {result.paper_realised}). close: within 1e-5 of the threshold. differ: unlike the replay. "
-        f"{_machine(result.machine)}"
+        f"{machine_line(result.machine)}"
     )
     print_table(title, columns, rows)
 
@@ -97,7 +97,7 @@ def train(options: argparse.Namespace) -> int:
         ["useful GFLOP/s", str(result.useful_gigaflops)],
         ["share of the matrix-product rate", str(result.share_of_machine)],
     ]
-    title = f"{result.settings}: width {result.width}, batch {result.batch_size}. {_machine(result.machine)}"
+    title = f"{result.settings}: width {result.width}, batch {result.batch_size}. {machine_line(result.machine)}"
     print_table(title, ["", "median [quartiles]"], rows)
     return 0
 
@@ -117,7 +117,7 @@ def record(options: argparse.Namespace) -> int:
         ["all signals, against it", str(result.signals_ratio)],
         ["logits and signals of the states, against it", str(result.logits_ratio)],
     ]
-    title = f"{result.model}: {result.examples:,} examples. {_machine(result.machine)}"
+    title = f"{result.model}: {result.examples:,} examples. {machine_line(result.machine)}"
     print_table(title, ["", "median [quartiles]"], rows)
     return 0
 
@@ -140,7 +140,7 @@ def sweep(options: argparse.Namespace) -> int:
     ]
     title = (
         f"{result.examples:,} examples, {result.loops} loops, {result.classes} classes; calibration and evaluation. "
-        f"{_machine(result.machine)}"
+        f"{machine_line(result.machine)}"
     )
     print_table(title, ["readout", "signal, ms", "sweep / signal", "one by one / sweep"], rows)
     return 0
@@ -209,6 +209,6 @@ def _run_name(recording: Path) -> str:
     return path.parent.parent.name if path.parent.name == "recordings" else path.name
 
 
-def _machine(machine: "Machine") -> str:
+def machine_line(machine: "Machine") -> str:
     threads = f"{machine.threads} thread{'s' * (machine.threads > 1)}"
     return f"{threads}, {machine.rounds} rounds; matrix products of this width: {machine.gigaflops} GFLOP/s."

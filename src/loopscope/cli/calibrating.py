@@ -124,6 +124,11 @@ def load_policy(path: Path, any_model: bool) -> "ExitPolicy":
     return policy.for_any_model() if any_model else policy
 
 
+def promises_answers(policy: "ExitPolicy") -> bool:
+    """Whether what it promises is about whole answers, which says nothing about the tokens of a text."""
+    return policy.promise is not None and policy.promise.tested.sequences is None
+
+
 def policies_by_model(
     paths: Sequence[Path], models: Sequence[str | None], any_model: bool = False
 ) -> list[list["ExitPolicy"]]:

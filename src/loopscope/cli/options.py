@@ -51,6 +51,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 on")
+    return int(text)
+
+
 def levels(text: str) -> range:
     first, dash, last = text.partition("-")
     if (

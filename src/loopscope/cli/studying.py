@@ -13,7 +13,15 @@ from loopscope.errors import UserError
 if TYPE_CHECKING:
     from loopscope.studies import Plan
 
-_KINDS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates", "analysis": "analyses"}
+_KINDS = {
+    "run": "training runs",
+    "recording": "recordings",
+    "gate": "fitted gates",
+    "analysis": "analyses",
+    "timing": "timings",
+}
+_CHECKPOINTS = ("models", "benchmarks", "data", "limit", "dtype")
+"""What of a study's checkpoints the command line can change."""
 
 
 def define(subparsers: Any) -> None:
@@ -27,6 +35,8 @@ def define(subparsers: Any) -> None:
   loopscope study run studies/mano.toml
   loopscope study run studies/mano.toml --workers 4 --threads 2
   loopscope study run studies/paper.toml --engine ray --address auto --device cuda --out /shared/paper
+  loopscope study run studies/ouro.toml --device cuda
+  loopscope study run studies/ouro.toml --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
 
 An interrupted study continues with the same command. Whatever another study made already is used again.""",
         "status": "  loopscope study status studies/mano.toml",
@@ -47,6 +57,7 @@ An interrupted study continues with the same command. Whatever another study mad
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/NAME-OF-THE-FILE")
         parser.add_argument("--store", type=Path, metavar="DIR", help="of all artifacts (default: store beside OUT)")
         parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of all runs")
+        _checkpoints(parser)
         parser.add_argument("--json", action="store_true", help="print JSON")
         if name == "report":
             products(parser, "the study's")
@@ -54,7 +65,7 @@ An interrupted study continues with the same command. Whatever another study mad
             _execution(parser)
         parser.add_argument("--threads", type=count, default=1, metavar="N", help="of every task (default: 1)")
         parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-        parser.set_defaults(product=None)
+        parser.set_defaults(product=None)  # of all but `report`
 
     demo = verb(
         subparsers,
@@ -74,7 +85,17 @@ again.""",
     demo.add_argument("--json", action="store_true", help="print the results as JSON")
     _execution(demo)
     demo.add_argument("--threads", type=count, default=1, metavar="N", help="of every task (default: 1)")
-    demo.set_defaults(study="demo", product=None, device="cpu")
+    demo.set_defaults(study="demo", product=None, device="cpu", **dict.fromkeys(_CHECKPOINTS))
+
+
+def _checkpoints(parser: argparse.ArgumentParser) -> None:
+    """The same study on other checkpoints or data."""
+    group = parser.add_argument_group("in place of what the study says of its checkpoints")
+    group.add_argument("--model", action="append", dest="models", metavar="DIR|ID", help="a checkpoint (repeatable)")
+    group.add_argument("--benchmark", action="append", dest="benchmarks", metavar="NAME", help="(repeatable)")
+    group.add_argument("--data", metavar="DIR", help="the benchmarks' files (default: from the Hub)")
+    group.add_argument("--limit", type=count, metavar="N", help="questions of every split")
+    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
 
 
 def _execution(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +109,6 @@ def run(options: argparse.Namespace) -> int:
     from loopscope.progress import track
     from loopscope.studies import run_study
     from loopscope.studies.run import training_time
-    from loopscope.studies.steps import all_steps
 
     if options.address is not None and options.engine != "ray":
         raise UserError("--address is of a Ray cluster; add --engine ray.")
@@ -98,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     if options.engine == "local":
         device_of(options)
     if options.engine == "local" and not options.force:
-        for expected in training_time(all_steps(model.analysis for model in made.models), store, options.device):
+        for expected in training_time(made.steps, store, options.device):
             expected.check()
     with track(made.study.title) as advance:
         try:
@@ -131,7 +151,11 @@ def _planned(options: argparse.Namespace) -> tuple["Plan", Path]:
 
     usual = (options.device, options.threads) == ("cpu", 1)
     arithmetic = "" if usual else f"{options.device.partition(':')[0]}, {options.threads} threads"
-    return make_plan(options.study, options.set, arithmetic), _store(options)
+    return make_plan(options.study, options.set, arithmetic, _changes(options)), _store(options)
+
+
+def _changes(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in _CHECKPOINTS if (value := getattr(options, name)) is not None}
 
 
 def _report(options: argparse.Namespace, made: "Plan", store: Path) -> int:
@@ -140,22 +164,26 @@ def _report(options: argparse.Namespace, made: "Plan", store: Path) -> int:
     if options.product:
         return show_products(results, folder, options.product)
     words = ["loopscope study run", options.study, *(f"--set {text}" for text in options.set)]
+    for name, value in _changes(options).items():
+        words += [f"--{name.rstrip('s')} {each}" for each in (value if isinstance(value, list) else [value])]
     return write_and_show(results, folder, options.json, made.study.products, " ".join(words), only_headline=True)
 
 
 def plan(options: argparse.Namespace) -> int:
     from loopscope.progress import clock
     from loopscope.studies.run import training_time
-    from loopscope.studies.steps import Train, all_steps
+    from loopscope.studies.steps import Train
 
     made, store = _planned(options)
-    steps = all_steps(model.analysis for model in made.models)
+    steps = made.steps
     if options.json:
         print_json(
             {
                 "title": made.study.title,
                 "store": str(store),
-                "models": [{"name": model.name, "run": model.training.key} for model in made.models],
+                "models": [
+                    {"name": model.name, "run": (model.training or model.analysis).key} for model in made.models
+                ],
                 "steps": [
                     {"key": step.key, "needs": [need.key for need in step.needs], "done": step.done(store)}
                     for step in steps
@@ -173,8 +201,17 @@ def plan(options: argparse.Namespace) -> int:
             "yes" if model.analysis.is_reference else "",
         ]
         for model in made.models
+        if model.training is not None
     ]
-    print_table(made.study.title, ["run", "artifact", "steps", "fitted gates", "extrapolates", "reference"], rows)
+    if rows:
+        print_table(made.study.title, ["run", "artifact", "steps", "fitted gates", "extrapolates", "reference"], rows)
+    scored = [
+        [model.name, model.checkpoint.source, f"{len(model.analysis.gates) or ''}", "yes" if model.timing else ""]
+        for model in made.models
+        if model.checkpoint is not None
+    ]
+    if scored:
+        print_table(made.study.title, ["checkpoint on benchmark", "from", "fitted gates", "timed"], scored)
     print_table("", ["what", "in all", "there", "to be made"], _counts(steps, store))
     left = sum(step.units - step.units_done(store) for step in steps if isinstance(step, Train))
     if left:
@@ -185,10 +222,8 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    from loopscope.studies.steps import all_steps
-
     made, store = _planned(options)
-    steps = all_steps(model.analysis for model in made.models)
+    steps = made.steps
     states = [_state(model, store) for model in made.models]
     if options.json:
         print_json(
@@ -208,10 +243,12 @@ def status(options: argparse.Namespace) -> int:
 def _state(model: Any, store: Path) -> str:
     training, analysis = model.training, model.analysis
     if analysis.done(store):
-        return "analysed"
+        return "analysed" + ("; not timed yet" if model.timing and not model.timing.done(store) else "")
+    below = [analysis.validation, analysis.test, *analysis.gates]
+    made = sum(step.done(store) for step in below)
+    if training is None:
+        return f"{made} of {len(below)} recordings and gates are made"
     if training.done(store):
-        below = [analysis.validation, analysis.test, *analysis.gates]
-        made = sum(step.done(store) for step in below)
         return f"trained; {made} of {len(below)} recordings and gates are made"
     done = training.units_done(store)
     return f"training, step {done:,} of {training.units:,}" if done else "not begun"

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,33 +16,32 @@ if TYPE_CHECKING:
     from loopscope.training.parallel import Workers
 
 
-_HEADLINES = ("headline", "certified")
+_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
 
 
 def device_of(options: argparse.Namespace) -> Any:
     import torch
 
     from loopscope.machine import keep_memory
+    from loopscope.models.device import check_device
 
     keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA
-    try:
-        device = torch.device(options.device)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise UserError(f"The device '{options.device}' is not available here; use --device cpu.") from None
-    return device
+    return check_device(options.device)
 
 
 def train(options: argparse.Namespace) -> int:
+    return with_workers(options, _train)
+
+
+def with_workers(options: argparse.Namespace, do: "Callable[[argparse.Namespace, Workers], int]") -> int:
+    """Does it with the workers that torchrun started, or alone."""
     from loopscope.training.parallel import joined, leave
 
     with joined(options.device) as workers:
-        code = _train(options, workers)
+        code = do(options, workers)
     if workers.count > 1:
         leave(code)
     return code
@@ -70,21 +69,33 @@ def _train(options: argparse.Namespace, workers: "Workers") -> int:
     if options.json:
         print_json({"run": str(result.folder), "resumed_from": result.resumed_from, **final})
         return 0
-    rows = [
-        [str(loop), f"{loss:.4f}", percent(accuracy)]
-        for loop, (loss, accuracy) in enumerate(
-            zip(final["validation_loss"], final["validation_accuracy"], strict=True), start=1
-        )
-    ]
     state = "was finished already" if start == steps else f"went on from step {start:,}" if start else "is finished"
-    print_table(f"{result.folder} {state}. Validation sample, forced exits:", ["loop", "loss", "accuracy"], rows)
+    print_validation(f"{result.folder} {state}. Validation sample, forced exits:", final)
     return 0
 
 
+def print_validation(title: str, final: Mapping[str, Any]) -> None:
+    each = zip(final["validation_loss"], final["validation_accuracy"], strict=True)
+    rows = [[str(loop), f"{loss:.4f}", percent(accuracy)] for loop, (loss, accuracy) in enumerate(each, start=1)]
+    print_table(title, ["loop", "loss", "accuracy"], rows)
+
+
 def record(options: argparse.Namespace) -> int:
+    from loopscope.cli.answering import record_benchmark
+    from loopscope.cli.language import record_text
     from loopscope.progress import track
     from loopscope.recording import Keep, record
 
+    if options.text and options.benchmark:
+        raise UserError("Record a text or a benchmark, not both at once.")
+    kind = "text" if options.text else "benchmark" if options.benchmark else "task"
+    _check_options(options, kind)
+    if options.text:
+        return record_text(options)
+    if options.benchmark:
+        return record_benchmark(options)
+    if options.split is None:
+        raise UserError("Say which split is to be recorded, for instance with --split validation.")
     out = options.out or options.run / "recordings" / options.split
     with track(f"recording {options.split}") as advance:
         trajectory = record(
@@ -114,6 +125,21 @@ def record(options: argparse.Namespace) -> int:
     )
     print_table(title, ["loop", "accuracy"], rows)
     return 0
+
+
+_RECORDED = {
+    "text": ("data", "mean_state", "batch_tokens", "examples", "levels", "no_logits"),
+    "benchmark": ("context", "examples", "levels", "no_logits"),
+    "task": ("context", "data", "mean_state", "batch_tokens", "limit", "dtype"),
+}
+"""The options of `record` that mean nothing for a text, a benchmark or a task."""
+
+
+def _check_options(options: argparse.Namespace, kind: str) -> None:
+    for name in _RECORDED[kind]:
+        if getattr(options, name):
+            instead = {"examples": "take --limit", "limit": "take --examples"}.get(name, "leave it out")
+            raise UserError(f"--{name.replace('_', '-')} is not for the recording of a {kind}; {instead}.")
 
 
 def evaluate(options: argparse.Namespace) -> int:

@@ -2,16 +2,16 @@
 
 A request that exits is answered at once, and its slots go to the next in the queue. The block is the same at every
 depth, so rows at different loops share a batch; rows of different lengths are packed. Only what the policy's signal
-needs is computed at every loop; logits beyond that only for who exits. Nothing of a request's computation depends on
-its neighbours, so a decision is the one that the policy's replay on a recording makes.
+needs is computed at every loop; logits beyond that only for who exits. The choices of a question branch off from its
+context, which runs once, and only as deep as the question goes. Nothing of a request's computation depends on its
+neighbours, so a decision is the one that the policy's replay on a recording makes.
 
-Shapes: N active requests, B their rows, D width, V vocabulary, C choices.
+Shapes: N active requests, D width, V vocabulary, C choices.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.engine.batches import Beginnings, begin, decision_states, ends, scores, scores_and_greedy
 from loopscope.engine.requests import Request
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.live import Follower
 from loopscope.models import LoopedModel, LoopState
-from loopscope.models.packing import Layout
 
 Array = NDArray[Any]
 
@@ -34,6 +34,7 @@ class Answer:
     key: Any
     loop: int  # the loop at which the request stopped
     logits: NDArray[np.float32]  # [V], or [C] for a question with choices
+    greedy: NDArray[np.bool_] | None = None  # [C] where it was asked for: the choice is what greedy decoding would say
 
     @property
     def prediction(self) -> int:
@@ -46,36 +47,42 @@ def run(
     requests: Iterable[Request],
     batch_size: int = 64,
     num_loops: int | None = None,
+    batch_tokens: int | None = None,
+    mean: bool = False,
+    greedy: bool = False,
 ) -> Iterator[Answer]:
-    """Answers requests as they exit. Takes from `requests` only what there is room for: `batch_size` rows at a time.
+    """Answers requests as they exit. Takes from `requests` only what there is room for: `batch_size` at a time.
 
-    A question with more rows than that runs alone. A request that the model cannot take is an error, raised when all
-    before it are answered.
+    With `batch_tokens` a batch has no more tokens than that, too; a longer request runs alone. With `mean`, gate and
+    state of a question are averaged over its choices' tokens, as in a recording that was made so. With `greedy`, the
+    answers to questions say which choices are what the model itself would say. A request that the model cannot take is
+    an error, raised when all before it are answered.
     """
     for name, value in (("batch_size", batch_size), ("num_loops", model.num_loops if num_loops is None else num_loops)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}.")
     tied = policy.model is not None or policy.gate is not None
     policy.check(model.weights_sha256 if tied else None, num_loops or model.num_loops)
-    batch = _Batch(model, Follower(policy, num_loops or model.num_loops))
+    batch = _Batch(model, Follower(policy, num_loops or model.num_loops), mean, greedy)
     waiting = iter(requests)
     held: Request | None = None  # did not fit any more
     bad: UserError | None = None
     while True:
-        new, rows = [], batch.rows
-        for request in chain([held] if held else [], waiting):
+        new, count, tokens = [], batch.count, 0 if batch_tokens is None else batch.tokens
+        while count < batch_size:
+            request = held or next(waiting, None)
             held = None
-            if rows and rows + len(request.rows) > batch_size:
+            if request is None:
+                break
+            if count and batch_tokens is not None and tokens + len(request.tokens) > batch_tokens:
                 held = request
                 break
             new.append(request)
-            rows += len(request.rows)
-            if rows >= batch_size:
-                break
+            count, tokens = count + 1, tokens + len(request.tokens)
         bad = bad or batch.refuse(new)
         if bad is not None:
             waiting, held = iter(()), None
-        if not new and not batch.rows:
+        if not new and not batch.count:
             break
         yield from batch.advance(new)
     if bad is not None:
@@ -96,18 +103,23 @@ def in_order(answers: Iterable[Answer]) -> Iterator[Answer]:
 class _Batch:
     """The requests that are running."""
 
-    def __init__(self, model: LoopedModel, follower: Follower) -> None:
-        self._model, self._follower = model, follower
+    def __init__(self, model: LoopedModel, follower: Follower, mean: bool, greedy: bool) -> None:
+        self._model, self._follower, self._mean, self._greedy = model, follower, mean, greedy
         self._device = next(model.parameters()).device
+        self._beginnings = Beginnings(model, self._device)
         self._requests: Array = np.empty(0, dtype=object)  # [N]
-        self._owner = self._choice = torch.empty(0, dtype=torch.long)  # [B] whose row it is, and which of its rows
-        self._state: LoopState | None = None  # of these rows and of those that have just left
-        self._rows = torch.empty(0, dtype=torch.long)  # [B] where they lie in it
+        self._state: LoopState | None = None  # of these requests and of those that have just left
+        self._rows: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # [N] where they lie in it
         self._questions: bool | None = None
+        self._shares = False  # whether some begin alike
 
     @property
-    def rows(self) -> int:
-        return len(self._owner)
+    def count(self) -> int:
+        return len(self._requests)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(request.tokens) for request in self._requests)
 
     def refuse(self, new: list[Request]) -> UserError | None:
         """Takes from `new` the first request that the model cannot take and all after it; says what is wrong."""
@@ -115,15 +127,26 @@ class _Batch:
             return None
         if self._questions is None:
             self._questions = bool(new[0].scored)
-        lengths = [max(map(len, request.rows)) for request in new]
+        lengths = [max(request.ran) for request in new]
         tokens = np.concatenate([row for request in new for row in request.rows])
         mixed = any(bool(request.scored) != self._questions for request in new)
-        if not mixed and max(lengths) <= self._model.block_size and self._known(tokens):
+        sees = self._questions and not self._model.causal
+        choiceless = self._questions and self._follower.source == "logits" and any(len(r.rows) < 2 for r in new)
+        if not (mixed or sees or choiceless) and max(lengths) <= self._model.block_size and self._known(tokens):
             return None
         for place, request in enumerate(new):
             try:
                 if bool(request.scored) != self._questions:
                     raise UserError("Requests with choices and requests without cannot run together.")
+                if sees:
+                    raise UserError(
+                        "A model that looks ahead sees a choice before it scores it; ask it without choices."
+                    )
+                if choiceless and len(request.rows) < 2:
+                    raise UserError(
+                        f"The readout '{self._follower.policy.readout}' compares the choices of a question, and this "
+                        "one has a single continuation; run it with a gate, hidden_change or a fixed depth."
+                    )
                 self._model.check_length(lengths[place])
                 if not all(map(self._known, request.rows)):
                     size = self._model.vocab_size
@@ -139,74 +162,70 @@ class _Batch:
     @torch.inference_mode()
     def advance(self, new: list[Request]) -> list[Answer]:
         """One loop of everybody, with these requests added; answers who exits."""
-        state = self._state = self._model.step(self._gather(new))
-        self._rows = torch.arange(len(self._owner))
-        reading = _Reading(self._model, state, self._requests, self._owner, self._choice)
-        loop, source = reading.loop, self._follower.source
+        before = self._gather(new)
+        loop = before.loop.cpu().numpy() + 1
+        if self._shares:
+            self._beginnings.keep(self._requests)
+            before = before.after(self._beginnings.before(self._requests, loop))
+        state = self._state = self._model.step(before)
+        self._rows = np.arange(self.count)
+        reading = _Reading(self._model, state, self._requests, self._mean)
+        source = self._follower.source
         stops = self._follower.stops(loop, None if source is None else reading.of(source))
         if not stops.any():
             return []
         leaving = np.flatnonzero(stops)
-        told = zip(self._requests[leaving], loop[leaving].tolist(), reading.logits(leaving), strict=True)
-        answers = [
-            Answer(request.key, at, logits[: len(request.rows)] if request.scored else logits)
-            for request, at, logits in told
-        ]
-        self._drop(~stops)
+        if self._greedy and self._questions:
+            logits, greedy = reading.logits_and_greedy(leaving)
+        else:
+            logits, greedy = reading.logits(leaving), None
+        answers = []
+        for place, (request, at) in enumerate(zip(self._requests[leaving], loop[leaving].tolist(), strict=True)):
+            wide = len(request.rows) if request.scored else None
+            same = None if greedy is None else greedy[place, :wide]
+            answers.append(Answer(request.key, at, logits[place, :wide], same))
+        self._requests, self._rows = self._requests[~stops], self._rows[~stops]
+        self._follower.keep(~stops)
         return answers
 
     def _gather(self, new: list[Request]) -> LoopState:
-        """The state of who stays and who is new, by length: that leaves the fewest empty slots in attention."""
-        if not len(self._rows):
-            self._state = None
-        states = [] if self._state is None else [self._state]
+        """The state of who stays and who is new, by length: that leaves the fewest empty slots in attention.
+
+        Requests with a common beginning stand together, and among them those at one loop.
+        """
+        states = [] if self._state is None or not self.count else [self._state]
         if new:
-            states.append(self._admit(new))
-        elif len(self._rows) == len(states[0].loop):
+            before = len(states[0].loop) if states else 0
+            states.append(begin(self._model, new, self._device, self._beginnings))
+            self._rows = np.concatenate((self._rows, np.arange(before, before + len(new))))
+            self._requests = np.concatenate((self._requests, np.fromiter(new, dtype=object, count=len(new))))
+            self._follower.admit(len(new))
+            self._shares = self._shares or any(request.shared for request in new)
+        elif self.count == len(states[0].loop):
             return states[0]  # nobody came, nobody left
         state = states[0] if len(states) == 1 else type(states[0]).join(states)
-        order = torch.argsort(state.lengths.cpu()[self._rows], stable=True)
-        self._owner, self._choice = self._owner[order], self._choice[order]
-        return state.take(self._rows[order].to(self._device))
+        return state.take(torch.from_numpy(self._sorted(state)).to(self._device))
 
-    def _admit(self, new: list[Request]) -> LoopState:
-        rows = [row for request in new for row in request.rows]
-        tokens = np.concatenate(rows)
-        counts = torch.tensor([len(request.rows) for request in new])
-        owner = torch.repeat_interleave(torch.arange(len(new)), counts)
-        self._choice = torch.cat((self._choice, Layout(counts).positions))
-        self._owner = torch.cat((self._owner, owner + len(self._requests)))
-        before = 0 if self._state is None else len(self._state.loop)
-        self._rows = torch.cat((self._rows, torch.arange(before, before + len(rows))))
-        self._requests = np.concatenate((self._requests, np.fromiter(new, dtype=object, count=len(new))))
-        self._follower.admit(len(new))
-        lengths = torch.tensor([len(row) for row in rows], device=self._device)
-        return self._model.begin_packed(torch.from_numpy(tokens).to(self._device), Layout(lengths))
-
-    def _drop(self, keep: NDArray[np.bool_]) -> None:
-        self._requests = self._requests[keep]
-        self._follower.keep(keep)
-        staying = torch.from_numpy(keep)[self._owner]
-        self._owner = torch.from_numpy(keep.cumsum() - 1)[self._owner[staying]]
-        self._choice, self._rows = self._choice[staying], self._rows[staying]
+    def _sorted(self, state: LoopState) -> NDArray[np.int64]:
+        """[N] their rows in the order in which they run together; all that goes by request is brought into it."""
+        lengths, loops = (values.cpu().numpy()[self._rows] for values in (state.lengths, state.loop))
+        keys = [lengths]
+        if self._shares:
+            texts = [request.rows[0][: request.shared].tobytes() for request in self._requests]
+            keys += [loops, np.unique(np.array(texts, dtype=object), return_inverse=True)[1]]
+        order = np.lexsort(keys)
+        self._requests = self._requests[order]
+        self._follower.reorder(order)
+        rows: NDArray[np.int64] = self._rows[order]
+        return rows
 
 
 class _Reading:
     """What the active requests say after a loop; each part is computed when it is asked for."""
 
-    def __init__(self, model: LoopedModel, state: LoopState, requests: Array, owner: Tensor, choice: Tensor) -> None:
-        self._model, self._state, self._requests = model, state, requests
-        self._owner, self._choice = owner, choice
+    def __init__(self, model: LoopedModel, state: LoopState, requests: Array, mean: bool) -> None:
+        self._model, self._state, self._requests, self._mean = model, state, requests, mean
         self._questions = bool(requests[0].scored)
-        first = torch.empty(len(requests), dtype=torch.long)
-        leads = torch.nonzero(choice == 0)[:, 0]
-        first[owner[leads]] = leads
-        self._first = first.to(state.loop.device)  # [N] the first row of every request
-
-    @cached_property
-    def loop(self) -> NDArray[np.int64]:
-        """[N]"""
-        return self._state.loop[self._first].cpu().numpy()
 
     def of(self, source: str) -> Array:
         """[N, ...] logits, pooled states or halt logits."""
@@ -221,52 +240,41 @@ class _Reading:
 
     def logits(self, chosen: NDArray[np.int64]) -> Array:
         """[n, V], or [n, C], of these requests."""
-        if "_all_logits" in self.__dict__:
+        if "_all_logits" in self.__dict__ or len(chosen) == len(self._requests):
             return self._all_logits[chosen]
+        rows = torch.from_numpy(chosen).to(self._state.loop.device)
         if self._questions:
-            return self._scores(chosen)
-        return _numpy(self._model.predict(self._pooled[torch.from_numpy(chosen).to(self._first.device)]))
+            return _single(scores(self._model, self._state.take(rows), self._requests[chosen]))
+        if self._model.head_attends:
+            theirs = self._state.take(rows)
+            return _numpy(self._model.predict(self._model.readable(theirs, ends(theirs))))
+        return _numpy(self._model.predict(self._pooled[rows]))
+
+    def logits_and_greedy(self, chosen: NDArray[np.int64]) -> tuple[Array, Array | None]:
+        """[n, C] of these questions."""
+        rows = torch.from_numpy(chosen).to(self._state.loop.device)
+        state = self._state if len(chosen) == len(self._requests) else self._state.take(rows)
+        values, same = scores_and_greedy(self._model, state, self._requests[chosen])
+        return _single(values), same
 
     @cached_property
     def _all_logits(self) -> Array:
-        everybody = np.arange(len(self._requests))
-        return self._scores(everybody) if self._questions else _numpy(self._model.predict(self._pooled))
+        if self._questions:
+            return _single(scores(self._model, self._state, self._requests))
+        if self._model.head_attends:
+            return _numpy(self._model.predict(self._model.readable(self._state, ends(self._state))))
+        return _numpy(self._model.predict(self._pooled))
 
     @cached_property
     def _pooled(self) -> Tensor:
         """[N, D]"""
-        positions = self._state.lengths - 1
-        if self._questions:
-            positions = positions - torch.as_tensor(self._scored, device=positions.device)
-        return self._model.pooled(self._state, positions)[self._first]
+        mean = self._mean and self._questions
+        return decision_states(self._model, self._state, self._requests, mean)
 
-    @cached_property
-    def _scored(self) -> list[int]:
-        """[B] how many tokens at the end of every row are its choice."""
-        owners = self._requests[self._owner.numpy()]
-        return [request.scored[choice] for request, choice in zip(owners, self._choice.tolist(), strict=True)]
 
-    def _scores(self, chosen: NDArray[np.int64]) -> Array:
-        """[n, C] the log-probability of every choice by its norm; -inf where a question has fewer choices."""
-        number = np.full(len(self._requests), -1)
-        number[chosen] = np.arange(len(chosen))
-        theirs = number[self._owner.numpy()] >= 0
-        owner, choice = number[self._owner.numpy()[theirs]], self._choice.numpy()[theirs]
-        told = list(zip(self._requests[chosen][owner], choice.tolist(), strict=True))
-        device = self._state.hidden.device
-        state = self._state.take(torch.from_numpy(theirs).to(device))
-        counts = torch.tensor([request.scored[choice] for request, choice in told], device=device)
-        ends = state.layout.starts + state.lengths
-        places = Layout(counts).counting(ends - counts - 1)  # a token is predicted where the one before it stands
-        targets = np.concatenate([request.rows[choice][-request.scored[choice] :] for request, choice in told])
-        logits = self._model.predict(self._model.pooled(state)[places])
-        log_probs = logits.double().log_softmax(-1).gather(1, torch.from_numpy(targets).to(device)[:, None])[:, 0]
-        rows = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
-        sums = log_probs.new_zeros(len(counts)).index_add_(0, rows, log_probs).cpu().numpy()
-        norms = np.array([request.norms[choice] for request, choice in told])
-        scores = np.full((len(chosen), int(choice.max()) + 1), -np.inf, dtype=np.float32)
-        scores[owner, choice] = sums / norms
-        return scores
+def _single(values: Array) -> Array:
+    """As a recording has them."""
+    return values.astype(np.float32)
 
 
 def _numpy(values: Tensor) -> Array:

@@ -1,8 +1,9 @@
-"""What is asked of the engine? A request: one row of tokens, or several that stop together."""
+"""What is asked of the engine? A request: one row of tokens, or a question whose choices all continue one context."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,19 +14,37 @@ from loopscope.tasks import Examples
 Tokens = NDArray[np.int64]
 
 
+class Scored(NamedTuple):
+    """The tokens of a question that are scored, in the order of its choices."""
+
+    places: Tokens  # where in the question's row each is predicted
+    ends: Tokens  # where it stands, if choices are whole
+    tokens: Tokens
+    choices: Tokens  # whose they are
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """Rows that stop together. One row is answered with the class logits at its last token.
 
     With `scored`, the rows are the choices of a question: the last scored[i] tokens of row i are choice i, and the
-    answer's logits are the log-probabilities of the choices, each divided by its norm. Gate and pooled state are read
-    where the first choice begins: at the last token of what all choices continue.
+    answer's logits are the log-probabilities of the choices, each divided by its norm. What all rows begin with is run
+    once, and gate and pooled state are read at its last token.
+
+    `shared` says how many tokens a request begins with that others begin with, too (the examples of a few-shot prompt):
+    these run once for all of them.
+
+    The last token of a choice predicts nothing that is scored, so it does not run, unless the choices are `whole`: a
+    mean over the states of their tokens needs it.
     """
 
     key: Any  # comes back with the answer
     rows: Sequence[Tokens]
     scored: Sequence[int] = ()
     norms: Sequence[float] = ()
+    shared: int = 0
+    whole: bool = False
+    trunk: int = field(init=False)  # how many tokens all rows begin with, before what is scored
 
     def __post_init__(self) -> None:
         rows = [np.asarray(row) for row in self.rows]
@@ -34,24 +53,77 @@ class Request:
         if any(row.dtype.kind not in "iu" for row in rows):
             raise UserError("Tokens are whole numbers.")
         object.__setattr__(self, "rows", [row.astype(np.int64, copy=False) for row in rows])
-        if not len(self.scored):
-            if len(self.rows) != 1:
-                raise UserError("A request of several rows must say how many tokens of each row are its choice.")
-            return
+        object.__setattr__(self, "trunk", len(rows[0]))
+        object.__setattr__(self, "scored", tuple(self.scored))
+        if len(self.scored):
+            self._check_question()
+        elif len(self.rows) != 1:
+            raise UserError("A request of several rows must say how many tokens of each row are its choice.")
+        if not 0 <= self.shared < self.trunk:
+            raise UserError("What a request shares with others is less than what it reads before it is answered.")
+
+    def _check_question(self) -> None:
         norms = tuple(self.norms) if len(self.norms) else (1.0,) * len(self.rows)
-        if not len(self.rows) == len(self.scored) == len(norms) or len(self.rows) < 2:
-            raise UserError("A question needs two choices or more, each with its number of tokens and its norm.")
+        if not len(self.rows) == len(self.scored) == len(norms):
+            raise UserError("Every choice of a question needs its number of tokens and its norm.")
         if any(not 0 < count < len(row) for row, count in zip(self.rows, self.scored, strict=True)):
             raise UserError("A choice needs at least one token, and a token before it.")
         if not all(norm > 0 for norm in norms):
             raise UserError("The norm of a choice is a number above 0.")
         object.__setattr__(self, "norms", norms)
+        trunk = min(len(row) - count for row, count in zip(self.rows, self.scored, strict=True))
+        first = self.rows[0][:trunk]
+        for row in self.rows[1:]:
+            differing = np.flatnonzero(first[:trunk] != row[:trunk])
+            trunk = int(differing[0]) if len(differing) else trunk
+        if trunk == 0:
+            raise UserError("The choices of a question continue one context, and these rows begin with nothing alike.")
+        object.__setattr__(self, "trunk", trunk)
+
+    @cached_property
+    def ran(self) -> list[int]:
+        """The tokens of every row that run, those that are shared included."""
+        return [len(row) - (len(self.scored) > 0 and not self.whole) for row in self.rows]
+
+    @cached_property
+    def branches(self) -> list[int]:
+        """The tokens of every choice that run after the trunk."""
+        return [end - self.trunk for end in self.ran] if len(self.scored) else []
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The trunk after what is shared, and all branches, one after the other."""
+        if not len(self.scored):
+            return self.rows[0][self.shared :]
+        tails = (row[self.trunk : end] for row, end in zip(self.rows, self.ran, strict=True))
+        return np.concatenate((self.rows[0][self.shared : self.trunk], *tails))
+
+    @cached_property
+    def prediction(self) -> Scored:
+        """A token is predicted where the one before it stands: in its branch, or at the end of the trunk."""
+        start = self.trunk - self.shared
+        last, places, ends, tokens, owners = start - 1, [], [], [], []
+        for choice, (row, count, length) in enumerate(zip(self.rows, self.scored, self.branches, strict=True)):
+            there = np.arange(len(row) - count, len(row)) - self.trunk + start
+            ends.append(there)
+            places.append(np.where(there == start, last, there - 1))
+            tokens.append(row[len(row) - count :])
+            owners.append(np.full(count, choice))
+            start += length
+        return Scored(*map(np.concatenate, (places, ends, tokens, owners)))
 
 
-def choices(key: Any, context: Tokens, continuations: Sequence[Tokens], norms: Sequence[float] = ()) -> Request:
+def choices(
+    key: Any,
+    context: Tokens,
+    continuations: Sequence[Tokens],
+    norms: Sequence[float] = (),
+    shared: int = 0,
+    whole: bool = False,
+) -> Request:
     """A question: which of these continues the context?"""
     rows = [np.concatenate((context, continuation)) for continuation in continuations]
-    return Request(key, rows, [len(continuation) for continuation in continuations], norms)
+    return Request(key, rows, [len(continuation) for continuation in continuations], norms, shared, whole)
 
 
 def requests_of(examples: Examples) -> Iterator[Request]:

@@ -44,13 +44,27 @@ class Follower:
         if self._before is not None:
             self._before = self._before[rows]
 
-    def stops(self, loop: NDArray[np.int64], now: Array | None = None) -> NDArray[np.bool_]:
-        """[N] who exits after this loop [N] of theirs, in which they said `now` [N, ...]."""
+    def reorder(self, order: Array) -> None:
+        """They stand in another order from now on, those that were just admitted included."""
+        if self._before is None:
+            return
+        new = np.full((self._new, self._before.shape[1]), 0.0 if is_gate(self.policy.readout) else np.nan)
+        self._before, self._new = np.concatenate((self._before, new.astype(self._before.dtype)))[order], 0
+
+    def stops(
+        self, loop: NDArray[np.int64], now: Array | None = None, values: NDArray[np.float64] | None = None
+    ) -> NDArray[np.bool_]:
+        """[N] who exits after this loop [N] of theirs, in which they said `now` [N, ...].
+
+        Where the policy's signal is computed elsewhere, `values` [N] of it are all that is needed.
+        """
         last = loop >= self.num_loops
         if self.source is None:
             return last | (loop >= int(self.policy.threshold or 0))
-        assert now is not None
-        return last | self.policy.decide(self.values(loop, now))
+        if values is None:
+            assert now is not None
+            values = self.values(loop, now)
+        return last | self.policy.decide(values)
 
     def values(self, loop: NDArray[np.int64], now: Array) -> NDArray[np.float64]:
         """[N] the policy's signal at this loop."""

@@ -36,6 +36,8 @@ READOUTS: dict[str, Kind] = {
 }
 """Every readout, and when it exits: at the first loop whose signal is above or below its threshold (or meets it), at a
 fixed depth, or (the oracle) at the first correct loop. One that never comes exits at loop T."""
+POST_HOC = tuple(name for name in READOUTS if name not in ("fixed", "gate", "oracle"))
+"""Those that any trajectory has, without a gate and without labels."""
 
 
 class GateFile(Settings, frozen=True, kw_only=True):

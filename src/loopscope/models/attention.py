@@ -16,29 +16,46 @@ _SHORT = 64
 
 
 class Rotary(NamedTuple):
-    """Rotary positions in the rotate-half convention."""
+    """Rotary positions: pairs are halves of the head apart (rotate-half), or neighbours (interleaved)."""
 
     head_width: int
     theta: float
+    interleaved: bool = False
 
     def turn(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x [B, H, M, K] turned by its positions [B, M] (default: 0, 1, ..)."""
-        longest = x.shape[2] if positions is None else int(positions.max()) + 1
-        cos, sin = _angles(self, longest, x.dtype, x.device)
-        if positions is not None:
-            cos, sin = cos[positions][:, None], sin[positions][:, None]
-        return (x * cos).addcmul_(x.roll(self.head_width // 2, -1), sin)
+        if positions is None:
+            return self.turned(x, _angles(self, x.shape[2], x.dtype, x.device))
+        cos, sin = self.angles(positions, x.dtype)
+        return self.turned(x, (cos[:, None], sin[:, None]))
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., K] of these positions [...]."""
+        longest = 1 << int(positions.max()).bit_length()  # a power of two: growing rows do not make a new table a token
+        cos, sin = _angles(self, longest, dtype, positions.device)
+        return cos[positions], sin[positions]
+
+    def turned(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """x [..., K] turned by cos and sin."""
+        cos, sin = angles
+        if self.interleaved:
+            other = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        else:
+            other = x.roll(self.head_width // 2, -1)
+        return (x * cos).addcmul_(other, sin)
 
 
 @lru_cache(maxsize=64)
 def _angles(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [M, K], the first half of sin negative; angles are float32 whatever the precision."""
-    width, theta = rotary
+    """cos and sin [M, K], sin negative for the first of each pair; angles are float32 whatever the precision."""
+    width, theta, interleaved = rotary
     with torch.inference_mode(False):  # a tensor born in inference mode could not be used in training
         frequencies = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
         angles = torch.arange(longest, device=device, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat((cos, cos), 1).to(dtype), torch.cat((-sin, sin), 1).to(dtype)
+        pairs = ((cos, cos), (-sin, sin))
+        both = [torch.stack(pair, 2).flatten(1) if interleaved else torch.cat(pair, 1) for pair in pairs]
+        return both[0].to(dtype), both[1].to(dtype)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -48,6 +65,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         grouped = key.shape[1] != query.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
     return _attention(query, key, value, _future(length, query.dtype))
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+    """[B, H, M, K]; every token attends to what it has `seen` [B or 1, 1, M, N] (None: to all N)."""
+    grouped = key.shape[1] != query.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=grouped)
 
 
 def attention_at(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:

@@ -1,22 +1,28 @@
 """How is a model saved and loaded? `config.json` and safetensors in a folder, one file or sharded, no code from it.
 
 LoopScope's own checkpoints say `"model_type": "loopscope"` and keep the settings of the run that made them, so that a
-run's folder is its checkpoint. Ouro checkpoints are read in the layout in which they are published.
+run's folder is its checkpoint. Ouro and Huginn checkpoints are read in the layout in which they are published.
 """
 
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.artifacts import sha256
+from loopscope.artifacts import atomic_file, sha256, write_json
 from loopscope.config import digest, read_json
 from loopscope.errors import UserError
+from loopscope.models.device import check_device
 from loopscope.models.gates import Gate
+from loopscope.models.hub import find_checkpoint
+from loopscope.models.huginn import Huginn, read_huginn_config
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.protocol import LoopedModel
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings
@@ -45,19 +51,31 @@ class ShardIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
-def load_model(folder: str | Path, device: str | torch.device = "cpu") -> LoopedModel:
-    """The model in `folder`, LoopScope's own or Ouro's, ready to be evaluated."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise UserError(f"There is no folder {path}; give the folder of a checkpoint.")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    source: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: str | None = None,
+    revision: str | None = None,
+) -> LoopedModel:
+    """The model in a folder, or of this name on the Hub, ready to be evaluated; in its file's precision, or in `dtype`.
+
+    Every tensor is read once and straight to its place, so the weights are never in memory twice.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"There is no precision '{dtype}'; choose one of {', '.join(DTYPES)}.")
+    device = check_device(device)
+    path = find_checkpoint(source, revision)
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} is not a checkpoint: it has no {CONFIG}.")
     kind = read_json(ModelType, path / CONFIG, "model configuration").model_type
     if kind not in _BUILDERS:
-        raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {' and '.join(_BUILDERS)}.")
+        raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {', '.join(_BUILDERS)}.")
     with torch.device("meta"):
         model = _BUILDERS[kind](path)
-    _fill(model, path, device)
+    _fill(model, path, device, None if dtype is None else DTYPES[dtype])
     model.identify = partial(weights_sha256, path.resolve())
     return model.eval().requires_grad_(False)
 
@@ -79,42 +97,115 @@ def _ouro(folder: Path) -> LoopedModel:
     return Ouro(read_ouro_config(folder))
 
 
-_BUILDERS = {"loopscope": _own, "ouro": _ouro}
+def _huginn(folder: Path) -> LoopedModel:
+    return Huginn(read_huginn_config(folder))
 
 
-def _fill(model: LoopedModel, folder: Path, device: str | torch.device) -> None:
-    """Gives `model` the tensors of `folder`, each read once and straight to its place."""
+_BUILDERS = {"loopscope": _own, "ouro": _ouro, "huginn_raven": _huginn}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: torch.dtype | None) -> None:
+    """Gives `model` the tensors of `folder`, after all of them were looked at."""
     wanted = model.state_dict()
-    found: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt", device=str(device)) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                    found[name] = tensors.get_tensor(name)
-        except (SafetensorError, FileNotFoundError) as error:
-            raise UserError(f"{file} cannot be read ({error}); fetch or make it again.") from None
-    if "lm_head.weight" in wanted and getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        found["lm_head.weight"] = found.get("model.embed_tokens.weight", torch.empty(0))
-    for name, tensor in wanted.items():
-        if name not in found:
+    files = {name: file for file in weight_files(folder) for name in _check_file(file, wanted, model.unneeded)}
+    tied = {name: other for name, other in model.tied.items() if name not in files}
+    for name in wanted:
+        if name not in files and name not in tied:
             raise UserError(f"The checkpoint in {folder} has no tensor '{name}'.")
-        if not found[name].is_floating_point():
-            raise UserError(f"In {folder} the tensor '{name}' holds {found[name].dtype}, not floating-point numbers.")
-        if found[name].shape != tensor.shape:
-            have, need = list(found[name].shape), list(tensor.shape)
-            raise UserError(f"In {folder} the tensor '{name}' has shape {have}, the configuration asks for {need}.")
-    if surplus := sorted(set(found) - set(wanted)):
-        raise UserError(
-            f"The checkpoint in {folder} has a tensor that its configuration does not know: '{surplus[0]}'."
-        )
+    found: dict[str, Tensor] = {}
+    dtype = dtype or _precision(files, wanted)
+    for file in dict.fromkeys(files.values()):
+        with _opened(file, str(device)) as tensors:
+            for name in (name for name, where in files.items() if where == file and name not in model.tied):
+                found[name] = tensors.get_tensor(name).to(dtype)
+    found |= {name: found[other] for name, other in model.tied.items()}
     model.load_state_dict(found, assign=True)
+
+
+def _precision(files: Mapping[str, Path], wanted: Mapping[str, Tensor]) -> torch.dtype:
+    """That of the largest tensor: one for all, where a file keeps its norms more precise than its matrices."""
+    name = max(files, key=lambda name: wanted[name].numel())
+    with _opened(files[name]) as tensors:
+        kind: torch.dtype = _FLOATS[tensors.get_slice(name).get_dtype()]
+        return kind
+
+
+def _check_file(file: Path, wanted: dict[str, Tensor], unneeded: Sequence[str]) -> list[str]:
+    """The names of its tensors, all of which the configuration knows; nothing is read but the header."""
+    with _opened(file) as tensors:
+        names = [name for name in tensors.keys() if name not in unneeded]  # noqa: SIM118 - safe_open is no mapping
+        for name in names:
+            if name not in wanted:
+                raise UserError(
+                    f"The checkpoint in {file.parent} has a tensor that its configuration does not know: '{name}'."
+                )
+            there = tensors.get_slice(name)
+            if (kind := there.get_dtype()) not in _FLOATS:
+                raise UserError(f"In {file.parent} the tensor '{name}' holds {kind}, not floating-point numbers.")
+            if (have := list(there.get_shape())) != (need := list(wanted[name].shape)):
+                raise UserError(
+                    f"In {file.parent} the tensor '{name}' has shape {have}, the configuration asks for {need}."
+                )
+    return names
+
+
+@contextmanager
+def _opened(file: Path, device: str = "cpu") -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device=device) as tensors:
+            yield tensors
+    except (SafetensorError, FileNotFoundError) as error:
+        raise UserError(f"{file} cannot be read ({error}); fetch or make it again.") from None
+
+
+def save_model(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = 5 << 30) -> None:
+    """Writes weights in the layout of the Hub: one file, or shards of at most so many bytes and their index."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        with atomic_file(folder / WEIGHTS) as scratch:
+            save_file(shards[0], scratch, {"format": "pt"})
+        return
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with atomic_file(folder / file) as scratch:
+            save_file(shard, scratch, {"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": index})
+    (folder / WEIGHTS).unlink(missing_ok=True)  # of an earlier save: it would be read first
+
+
+class _Ends(msgspec.Struct, frozen=True):
+    eos_token_id: int | list[int] | None = None
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """The tokens that end a text, by the configurations of the model and of its generation."""
+    found: set[int] = set()
+    for name in (CONFIG, "generation_config.json"):
+        if (folder / name).is_file():
+            ends = read_json(_Ends, folder / name, "model configuration").eos_token_id
+            found |= set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
+    return found
 
 
 def gate_tensors(folder: Path) -> dict[str, str]:
     """Where a checkpoint keeps the parts of its own gate: part -> tensor; nothing without a gate."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}.")
-    if read_json(ModelType, folder / CONFIG, "model configuration").model_type == "ouro":
+    kind = read_json(ModelType, folder / CONFIG, "model configuration").model_type
+    if kind == "huginn_raven":
+        return {}
+    if kind == "ouro":
         return {"weight": "model.early_exit_gate.weight", "bias": "model.early_exit_gate.bias"}
     return Gate.tensors(read_checkpoint_config(folder).model.gate, "gate.")
 
@@ -123,8 +214,14 @@ def weights_sha256(folder: Path) -> str:
     """What tells this model from any other: the hash of its weights' file, or of the hashes of several."""
     files = weight_files(folder)
     if len(files) == 1:
-        return sha256(files[0])
-    return digest({file.name: sha256(file) for file in files})
+        return _hash(files[0], files[0].stat().st_mtime_ns)
+    return digest({file.name: _hash(file, file.stat().st_mtime_ns) for file in files})
+
+
+@lru_cache(maxsize=64)
+def _hash(file: Path, _: int) -> str:
+    """Once in a process, for a file as it was then: the parts of a study are many, and checkpoints are large."""
+    return sha256(file)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 GateKind = Literal["none", "linear", "mlp"]
 
@@ -26,5 +28,9 @@ class Gate(nn.Module):
         return {part: prefix + name for part, name in parts.items()}
 
     def forward(self, pooled: Tensor) -> Tensor:
-        logit: Tensor = self.net(pooled).squeeze(-1)
+        """In float32 at least: in bf16 the exit distribution would round to 1 too early."""
+        wide = torch.promote_types(pooled.dtype, torch.float32)
+        parameters = {name: value.to(wide) for name, value in self.net.named_parameters()}
+        with torch.autocast(pooled.device.type, enabled=False):
+            logit: Tensor = functional_call(self.net, parameters, pooled.to(wide)).squeeze(-1)
         return logit

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, NonNegative, Positive, read_json
+from loopscope.models.attending import attend
 from loopscope.models.attention import Rotary
-from loopscope.models.packing import Layout, packed_attention
+from loopscope.models.packing import Layout
 from loopscope.models.protocol import LoopedModel, LoopState, first_state
 
 
@@ -30,7 +31,7 @@ class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_attention_heads: Count
     num_key_value_heads: Count
     max_position_embeddings: Count
-    rope_theta: Positive
+    rope_theta: Positive | None = None  # here, or in rope_parameters
     rms_norm_eps: NonNegative
     total_ut_steps: Count
     tie_word_embeddings: bool
@@ -48,10 +49,18 @@ class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
             rope = getattr(self, name) or {}
             if rope.get("rope_type", rope.get("type", "default")) != "default":
                 raise ValueError(f"{name} of another type than 'default' is not supported")
+        given = {self.rope_theta, (self.rope_parameters or {}).get("rope_theta")} - {None}
+        if len(given) != 1:
+            what = "is missing" if not given else "is given twice, and differs"
+            raise ValueError(f"rope_theta {what}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         if self.head_width % 2:
             raise ValueError(f"heads must have an even width for rotary positions, got {self.head_width}")
+
+    @property
+    def theta(self) -> float:
+        return float(self.rope_theta or (self.rope_parameters or {})["rope_theta"])
 
     @property
     def head_width(self) -> int:
@@ -73,6 +82,12 @@ class Ouro(LoopedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+            self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @property
+    def block(self) -> nn.Module:
+        """What every loop applies; only its matrices are large."""
+        return self.model.layers
 
     def first(self, tokens: Tensor, layout: Layout) -> LoopState:
         return first_state(self.model.embed_tokens(tokens), layout)
@@ -86,29 +101,30 @@ class Ouro(LoopedModel):
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         return state.at(positions)
 
-    def predict(self, pooled: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(pooled)
+    def predict(self, readable: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(readable)
         return logits
 
     def halt(self, pooled: Tensor) -> Tensor | None:
         """In float32 whatever the model's precision: in bf16 the exit CDF would round to 1 too early."""
         gate = self.model.early_exit_gate
-        return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
+        with torch.autocast(pooled.device.type, enabled=False):
+            return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
 
 
 class Backbone(nn.Module):
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, str(number)) for number in range(config.num_hidden_layers))
         self.norm = RMSNorm(config)
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)
 
 
 class Layer(nn.Module):
-    def __init__(self, config: OuroConfig) -> None:
+    def __init__(self, config: OuroConfig, slot: str) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, slot)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config)
         self.input_layernorm_2 = RMSNorm(config)
@@ -122,10 +138,11 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: OuroConfig) -> None:
+    def __init__(self, config: OuroConfig, slot: str) -> None:
         super().__init__()
+        self.slot = slot  # which layer this is, where keys and values are kept
         self.head_width = config.head_width
-        self.rotary = Rotary(config.head_width, config.rope_theta)
+        self.rotary = Rotary(config.head_width, config.theta)
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
         inner, shared = (heads * self.head_width for heads in self.heads[:2])
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
@@ -137,7 +154,7 @@ class Attention(nn.Module):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = torch.cat([projection(hidden) for projection in projections], dim=1)
         projected = projected.view(-1, sum(self.heads), self.head_width)
-        out: Tensor = self.o_proj(packed_attention(projected, self.heads, layout, self.rotary))
+        out: Tensor = self.o_proj(attend(projected, self.heads, layout, self.rotary, self.slot))
         return out
 
 

@@ -5,20 +5,25 @@ padding. Attention is causal, so rows that begin with the same tokens have the s
 them once. Only attention looks at rows. It takes neighbouring rows of about the same length as one dense batch, which
 may leave a few slots empty: its own arithmetic is a small part, and many small batches would cost more.
 
+A row may end in branches, which continue its trunk each for itself (the choices of a question), and a row may come
+after tokens whose keys and values are remembered (memory.py); attending.py serves both.
+
 Shapes: B rows, P tokens of all rows, S states (P, or fewer where beginnings are shared), M tokens of the longest row,
-R rows of a group, H heads, K head width.
+R rows of a group, C branches, H heads, K head width.
 """
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from loopscope.models.attention import Rotary, attention_at, causal_attention
+from loopscope.models.memory import GoingOn, Prefixed
 
 _Made = TypeVar("_Made")
 _PADDING = 1.3
@@ -45,6 +50,8 @@ class Layout:
 
     lengths: Tensor  # [B]
     sharing: Sharing | None = None  # None: every token has its own state, in order
+    branches: Tensor | None = None  # [B, C] tokens of each branch at the row's end; 0: there is none
+    past: GoingOn | Prefixed | None = None  # the tokens before the rows' own
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def once(self, name: Hashable, make: Callable[[], _Made]) -> _Made:
@@ -61,12 +68,55 @@ class Layout:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[S] the place in its row of every state."""
-        return self._of_states(self.counting(torch.zeros_like(self.lengths)))
+        """[S] how many tokens come before every state's own."""
+        counted = self.counting(torch.zeros_like(self.lengths))
+        if self.branches is not None:
+            counted = counted - self.of_tokens(self._apart)
+        if self.past is not None:
+            counted = counted + self.spread(torch.from_numpy(self.past.before).to(counted.device))
+        return self._of_states(counted)
+
+    @cached_property
+    def trunks(self) -> Tensor:
+        """[B] the tokens of every row before its branches."""
+        return self.lengths if self.branches is None else self.lengths - self.branches.sum(1)
+
+    @cached_property
+    def branch(self) -> Tensor:
+        """[P] the branch of every token, from 1; 0: the trunk."""
+        return self.of_tokens(torch.arange(self._parts.shape[1], device=self.lengths.device).expand_as(self._parts))
+
+    @property
+    def _parts(self) -> Tensor:
+        """[B, 1 + C] the tokens of trunk and branches."""
+        assert self.branches is not None
+        return torch.cat((self.trunks[:, None], self.branches), 1)
+
+    @property
+    def _apart(self) -> Tensor:
+        """[B, 1 + C] how many tokens of other branches stand between the trunk and each part."""
+        parts = self._parts
+        return (parts.cumsum(1) - parts - self.trunks[:, None]).clamp(min=0)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """[B, 1 + C] of trunks and branches -> [P] of their tokens."""
+        return torch.repeat_interleave(values.flatten(), self._parts.flatten(), output_size=self.tokens)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[B, ...] of rows -> [P, ...] of their tokens."""
+        return torch.repeat_interleave(values, self.lengths, dim=0, output_size=self.tokens)
 
     @cached_property
     def longest(self) -> int:
+        """The tokens of the longest row."""
         return int(self.lengths.max()) if len(self.lengths) else 0
+
+    @cached_property
+    def reach(self) -> int:
+        """How many tokens the last one of the longest row sees, itself included."""
+        if not len(self.lengths) or (self.branches is None and self.past is None):
+            return self.longest
+        return int(self.positions.max()) + 1
 
     @cached_property
     def tokens(self) -> int:
@@ -78,8 +128,25 @@ class Layout:
 
     def take(self, rows: Tensor) -> tuple[Self, Tensor]:
         """The layout of these rows alone, sharing nothing, and where its states lie in this one."""
-        taken = type(self)(self.lengths[rows])
+        past = self.past
+        if past is not None:
+            past = past.take(np.arange(len(self.lengths))[rows.cpu().numpy()])
+        branches = None if self.branches is None else self.branches[rows]
+        taken = type(self)(self.lengths[rows], branches=branches, past=past)
         return taken, self.states(taken.counting(self.starts[rows]))
+
+    @classmethod
+    def join(cls, layouts: Sequence[Self]) -> Self:
+        """The rows of all, in that order; what was before them must be said again."""
+        branches = None
+        if any(layout.branches is not None for layout in layouts):
+            each = [layout.lengths[:, None] * 0 if layout.branches is None else layout.branches for layout in layouts]
+            branches = pad_sequence([counts for many in each for counts in many], batch_first=True)
+        return cls(torch.cat([layout.lengths for layout in layouts]), branches=branches)
+
+    def after(self, past: GoingOn | Prefixed | None) -> Self:
+        """The same rows, after these tokens."""
+        return self if past is None and self.past is None else replace(self, past=past)
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, M, ...] -> [S, ...]"""
@@ -93,14 +160,16 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        lengths, counts = torch.unique_consecutive(self.lengths.cpu(), return_counts=True)
-        edges, first, row, tokens, longest = [], 0, 0, 0, 0
-        for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
+        kinds = np.zeros(len(self.lengths), dtype=np.int64) if self.past is None else self.past.kinds
+        each = torch.stack((self.lengths.cpu(), torch.from_numpy(kinds)), 1)
+        alike, counts = torch.unique_consecutive(each, return_counts=True, dim=0)
+        edges, first, row, tokens, longest, before = [], 0, 0, 0, 0, -1
+        for (length, kind), count in zip(alike.tolist(), counts.tolist(), strict=True):
             wider = max(longest, length)
-            if tokens and (row - first + count) * wider > _PADDING * (tokens + count * length):
+            if tokens and (kind != before or (row - first + count) * wider > _PADDING * (tokens + count * length)):
                 edges.append((slice(first, row), longest))
                 first, tokens, wider = row, 0, length
-            row, tokens, longest = row + count, tokens + count * length, wider
+            row, tokens, longest, before = row + count, tokens + count * length, wider, kind
         edges.append((slice(first, row), longest))
         return tuple(self._group(*edge) for edge in edges if row)
 

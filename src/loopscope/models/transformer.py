@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, Settings
+from loopscope.models.attending import attend
 from loopscope.models.attention import Rotary
 from loopscope.models.gates import Gate, GateKind
-from loopscope.models.packing import Layout, packed_attention, packed_attention_at
+from loopscope.models.packing import Layout, packed_attention_at
 from loopscope.models.protocol import LoopedModel, LoopState, first_state
 
 _ROTARY_BASE = 10_000.0
@@ -46,7 +47,7 @@ class LoopedTransformer(LoopedModel):
         self.vocab_size = vocab_size
         self.embedding = nn.Embedding(vocab_size, settings.width)
         self.position = nn.Embedding(block_size, settings.width) if settings.positions == "learned" else None
-        self.block = nn.ModuleList(Layer(settings) for _ in range(settings.layers))
+        self.block = nn.ModuleList(Layer(settings, str(number)) for number in range(settings.layers))
         self.norm = nn.LayerNorm(settings.width, bias=settings.bias)
         self.gate = None if settings.gate == "none" else Gate(settings.gate, settings.width)
         self._initialise(settings.layers)
@@ -91,8 +92,8 @@ class LoopedTransformer(LoopedModel):
         normed: Tensor = self.norm(state.at(positions))
         return normed
 
-    def predict(self, pooled: Tensor) -> Tensor:
-        return F.linear(pooled, self.embedding.weight)
+    def predict(self, readable: Tensor) -> Tensor:
+        return F.linear(readable, self.embedding.weight)
 
     def halt(self, pooled: Tensor) -> Tensor | None:
         return None if self.gate is None else self.gate(pooled)
@@ -101,8 +102,9 @@ class LoopedTransformer(LoopedModel):
 class Layer(nn.Module):
     """z = h + attention(LN(h)); h = z + MLP(LN(z))."""
 
-    def __init__(self, settings: TransformerSettings) -> None:
+    def __init__(self, settings: TransformerSettings, slot: str) -> None:
         super().__init__()
+        self.slot = slot  # which layer this is, where keys and values are kept
         width, bias = settings.width, settings.bias
         self.heads, self.head_width = settings.heads, width // settings.heads
         self.rotary = Rotary(self.head_width, _ROTARY_BASE) if settings.positions == "rotary" else None
@@ -115,7 +117,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projected = self.attention_in(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_width)
-        return self._after(hidden, packed_attention(projected, (self.heads,) * 3, layout, self.rotary))
+        return self._after(hidden, attend(projected, (self.heads,) * 3, layout, self.rotary, self.slot))
 
     def at(self, positions: Tensor, hidden: Tensor, layout: Layout) -> Tensor:
         """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""

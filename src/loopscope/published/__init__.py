@@ -103,6 +103,7 @@ class Claim(Settings, frozen=True, kw_only=True):
     about: str
     low: float
     high: float
+    of: int | None = None  # where it counts
     borne_out: bool
 
 

@@ -59,9 +59,16 @@ class Panel:
     lines: list[Line]
     loops: int
 
+    @property
+    def heights(self) -> tuple[float, float]:
+        """From the least to the greatest accuracy, with a little room."""
+        values = [value for line in self.lines for value in line.accuracy]
+        room = 0.05 * (max(values) - min(values)) + 1e-3
+        return max(0.0, min(values) - room), min(1.0, max(values) + room)
 
-def frontiers(panels: Sequence[Panel], target: float, per_row: int = 2) -> Specification | None:
-    """Panels of curves with one legend and one scale."""
+
+def frontiers(panels: Sequence[Panel], target: float | None, per_row: int = 2) -> Specification | None:
+    """Panels of curves with one legend and one scale; without a target accuracy every panel has a scale of its own."""
     panels = [panel for panel in panels if panel.lines]
     if not panels:
         return None
@@ -71,7 +78,11 @@ def frontiers(panels: Sequence[Panel], target: float, per_row: int = 2) -> Speci
     styles |= {name: (_COLOURS[k % len(_COLOURS)], _SHAPES[k % len(_SHAPES)]) for k, name in enumerate(more)}
     floor = min(value for panel in panels for line in panel.lines for value in line.accuracy)
     data = _Data()
-    charts = [_frontier_panel(panel, styles, floor, target, data) for panel in panels]
+    if target is None:
+        charts = [_frontier_panel(panel, styles, panel.heights, None, data) for panel in panels]
+        return data.specification(_grid(in_rows(charts, per_row), "independent"))
+    heights = (max(0.0, floor - 0.01), 1.0)
+    charts = [_frontier_panel(panel, styles, heights, target, data) for panel in panels]
     return data.specification(_grid(in_rows(charts, per_row), "shared"))
 
 
@@ -161,7 +172,11 @@ def write_figure(specification: Specification, folder: Path, name: str) -> str:
 
 
 def _frontier_panel(
-    panel: Panel, styles: dict[str, tuple[str, str]], floor: float, target: float, data: "_Data"
+    panel: Panel,
+    styles: dict[str, tuple[str, str]],
+    heights: tuple[float, float],
+    target: float | None,
+    data: "_Data",
 ) -> alt.LayerChart:
     points = [
         {"loops": loops, "accuracy": accuracy, "readout": line.name, "order": index}
@@ -179,7 +194,7 @@ def _frontier_panel(
         "accuracy:Q",
         title="accuracy",
         axis=alt.Axis(format="%"),
-        scale=alt.Scale(domain=[max(0.0, floor - 0.01), 1.0]),
+        scale=alt.Scale(domain=list(heights)),
     )
     base = alt.Chart(data.named(points)).encode(
         x=alt.X("loops:Q", title="average loops", scale=alt.Scale(domain=[1, panel.loops])),
@@ -190,6 +205,8 @@ def _frontier_panel(
     alone = " || ".join(f"datum.readout == '{name}'" for name in _POINTS)
     lines = base.mark_line(strokeWidth=1.2, opacity=0.8).encode(order="order:Q").transform_filter(f"!({alone})")
     marks = base.mark_point(filled=True, opacity=0.9).encode(size=alt.condition(alone, alt.value(60), alt.value(14)))
+    if target is None:
+        return (lines + marks).properties(title=panel.title, **_PANEL)
     rule = alt.Chart(data.named([{"accuracy": target}])).mark_rule(strokeDash=[4, 4], color="#777777").encode(y=height)
     return (rule + lines + marks).properties(title=panel.title, **_PANEL)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from loopscope.exits import READOUTS
 from loopscope.exits.signals import CONVERGENCE, FITTED
+from loopscope.report.benchmark_tables import Answered, answered
 from loopscope.report.charts import Binning, Line, Panel, Specification, by_difficulty, frontiers, in_rows
 from loopscope.report.chosen import GEOMETRIC, UNIFORM, Chosen, Prior, Trained, prior_words
 from loopscope.report.schema import Binned, ModelResult, Results
@@ -17,6 +18,8 @@ _SIGNALS = {
 _HEURISTICS = ("entropy", "top1", "margin")
 _GATES = {"linear": "linear gate", "mlp": "MLP gate"}
 _MANO, _PARITY = "mano", "parity"
+_OURO = ("Ouro-1.4B", "Ouro-2.6B")
+"""The models with a figure of their own."""
 
 
 def every_frontier(results: Results) -> Specification | None:
@@ -120,12 +123,49 @@ def posthoc_mlp(results: Results) -> Specification | None:
     return _posthoc_by_prior(results, "mlp")
 
 
+def ouro_frontiers(results: Results) -> Specification | None:
+    shown = (("Ouro-1.4B", "hellaswag"), ("Ouro-2.6B", "mmlu"))
+    return _benchmarks(
+        [each for each in answered(results) if (each.benchmark.model, each.benchmark.name) in shown], per_row=2
+    )
+
+
+def ouro_14b_frontiers(results: Results) -> Specification | None:
+    return _benchmarks([each for each in answered(results) if each.benchmark.model == _OURO[0]], named=False)
+
+
+def ouro_26b_frontiers(results: Results) -> Specification | None:
+    return _benchmarks([each for each in answered(results) if each.benchmark.model == _OURO[1]], named=False)
+
+
+def benchmark_frontiers(results: Results) -> Specification | None:
+    """Every model that has no figure of its own."""
+    return _benchmarks([each for each in answered(results) if each.benchmark.model not in _OURO])
+
+
+def refitted_frontiers(results: Results) -> Specification | None:
+    return _benchmarks([each for each in answered(results) if each.fitted], fitted=True)
+
+
 def uniform_extrapolation(results: Results) -> Specification | None:
     return _extrapolation(results, UNIFORM)
 
 
 def geometric_extrapolation(results: Results) -> Specification | None:
     return _extrapolation(results, GEOMETRIC)
+
+
+def _benchmarks(
+    every: Iterable[Answered], named: bool = True, fitted: bool = False, per_row: int = 3
+) -> Specification | None:
+    """A panel a benchmark: the gate, every readout without one (or gates fitted to the trajectory), static depth."""
+    panels = []
+    for each in every:
+        title = f"{each.benchmark.model}, {each.benchmark.title}" if named else each.benchmark.title
+        lines = _lines(each.result, ("fixed", "gate") if fitted else READOUTS)
+        lines += [Line.of(gate, f"fitted {gate.readout.removeprefix(FITTED)}") for gate in each.fitted if fitted]
+        panels.append(_panel(title, lines, each.result))
+    return frontiers(panels, None, per_row)
 
 
 def _all_readouts(model: ModelResult, title: str) -> Panel:

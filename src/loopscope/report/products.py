@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from loopscope.errors import UserError
 from loopscope.published import published
+from loopscope.report import benchmark_tables as asked
 from loopscope.report import figures as draw
 from loopscope.report import paper_tables as compare
 from loopscope.report import tables as tell
@@ -178,10 +179,38 @@ PAPER: dict[str, _Figure | _Table] = {
         ("fig:posthoc_gate_mlp_learned_appendix",),
     ),
 }
-PRODUCTS = OVERVIEW | PAPER
+_READOUTS = "Test accuracy against average loops on a benchmark; every panel has its own scale. "
+OURO: dict[str, _Figure | _Table] = {
+    "ouro_summary": _Table(asked.ouro_summary, ("tab:ouro_readout_summary",)),
+    "ouro_claims": _Table(asked.ouro_claims),
+    "ouro_frontiers": _Figure(
+        draw.ouro_frontiers,
+        "Ouro frontiers",
+        _READOUTS + "The oracle exits at the first correct loop.",
+        ("fig:ouro_pareto_main",),
+    ),
+    "ouro_latency": _Table(asked.ouro_latency, ("tab:ouro_latency",)),
+    "ouro_14b_frontiers": _Figure(
+        draw.ouro_14b_frontiers, "Ouro-1.4B on every benchmark", _READOUTS, ("fig:app_ouro_14b_all",)
+    ),
+    "ouro_26b_frontiers": _Figure(
+        draw.ouro_26b_frontiers, "Ouro-2.6B on every benchmark", _READOUTS, ("fig:app_ouro_26b_all",)
+    ),
+    "ouro_thinking": _Table(asked.ouro_thinking, ("tab:ouro_thinking_diagnostic",)),
+    "benchmark_frontiers": _Figure(draw.benchmark_frontiers, "Every other model on every benchmark", _READOUTS),
+    "ouro_refitted": _Table(asked.ouro_refitted),
+    "refitted_frontiers": _Figure(
+        draw.refitted_frontiers, "The released gate and gates fitted to the same trajectory", _READOUTS
+    ),
+    "ouro_readouts": _Table(asked.ouro_readouts),
+    "ouro_metrics": _Table(asked.ouro_metrics),
+    "mmlu_subjects": _Table(asked.mmlu_subjects),
+}
+PRODUCTS = OVERVIEW | PAPER | OURO
 _GROUPS = {
     "overview": tuple(OVERVIEW),
     "paper": ("headline", "diagnosis", "certified", *PAPER, "paired", "depths", "forced"),
+    "ouro": (*OURO, "diagnosis", "certified", "paired"),
 }
 
 

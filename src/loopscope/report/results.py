@@ -34,11 +34,14 @@ from loopscope.analysis import (
     signal_by_difficulty,
 )
 from loopscope.artifacts import loopscope_version
+from loopscope.bench.timings import QuestionBench
 from loopscope.config import digest
 from loopscope.errors import UserError
-from loopscope.exits import READOUTS, SIGNALS, ExitPolicy, FittedGate, Frontier, attach, sweep
+from loopscope.exits import SIGNALS, ExitPolicy, FittedGate, Frontier, attach, sweep
+from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.signals import FITTED
 from loopscope.exits.sweep import available_readouts
+from loopscope.report.benchmarks import benchmark_result
 from loopscope.report.schema import (
     SCHEMA_VERSION,
     Binned,
@@ -144,14 +147,15 @@ def analyse(source: Source, reference: Source | None, targets: Sequence[float]) 
             for policy in source.policies
         ],
         refused=list(source.refused),
+        benchmark=benchmark_result(source.name, test),
     )
 
 
-def assemble(models: list[ModelResult], targets: Sequence[float]) -> Results:
+def assemble(models: list[ModelResult], targets: Sequence[float], latency: Sequence[QuestionBench] = ()) -> Results:
     """The results of several models together, under labels that tell them apart."""
     labels = _labels(models)
     models = [msgspec.structs.replace(model, label=label) for model, label in zip(models, labels, strict=True)]
-    return Results(SCHEMA_VERSION, loopscope_version(), list(targets), models, _groups(models, targets))
+    return Results(SCHEMA_VERSION, loopscope_version(), list(targets), models, _groups(models, targets), list(latency))
 
 
 def _labels(models: list[ModelResult]) -> list[str]:
@@ -173,8 +177,14 @@ def _group_labels(models: list[ModelResult]) -> list[str]:
     several = len(set(tasks)) > 1
     return [
         f"{task}: {label}" if several and task else label
-        for task, label in zip(tasks, (label_of(model.provenance, model.name) for model in models), strict=True)
+        for task, label in zip(tasks, (_words(model) for model in models), strict=True)
     ]
+
+
+def _words(model: ModelResult) -> str:
+    if model.benchmark is None:
+        return label_of(model.provenance, model.name)
+    return label_of({}, f"{model.benchmark.model}, {model.benchmark.title}")
 
 
 def label_of(provenance: dict[str, Any], name: str) -> str:
@@ -231,7 +241,7 @@ def _paired(
     """The model's own gate against the most accurate readout that needs no gate, and against the reference's margin."""
     if "gate" not in frontiers:
         return []
-    others = [name for name in READOUTS if name in frontiers and name not in ("gate", "oracle", "fixed")]
+    others = [name for name in POST_HOC if name in frontiers]
     points = {name: frontiers[name].select() for name in ("gate", *others)}
     gate = Side("gate", points["gate"].policy, evaluation)
     found = []

@@ -1,13 +1,15 @@
 """What `results.json` holds. The schema is versioned and described in docs/results.md.
 
-It holds no times and no host names: the same recordings give the same bytes.
+It holds no dates and no host names: the same artifacts give the same bytes.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired
+from loopscope.bench.timings import QuestionBench
 from loopscope.exits.promise import Promise
 
 SCHEMA_VERSION = 3
@@ -29,6 +31,11 @@ class Selected(msgspec.Struct, frozen=True):
     calibration_average_loops: float
     accuracy_interval: Interval | None
     loops_interval: Interval | None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By which validation prefers one point to another: the most accurate first, ties to fewer loops."""
+        return -self.calibration_accuracy, self.calibration_average_loops
 
 
 class FrontierResult(msgspec.Struct, frozen=True):
@@ -59,7 +66,26 @@ class Certified(msgspec.Struct, frozen=True):
     held_out: HeldOut
 
 
-class ModelResult(msgspec.Struct, frozen=True):
+class SubjectResult(msgspec.Struct, frozen=True):
+    """The questions of a benchmark that are of one subject."""
+
+    name: str
+    questions: int
+    accuracy: list[float]  # of every loop, by the metric that is scored
+
+
+class BenchmarkResult(msgspec.Struct, frozen=True):
+    """Which checkpoint answered which benchmark, and what else its answers say."""
+
+    model: str
+    name: str
+    title: str
+    metric: str  # that is scored
+    accuracy: dict[str, list[float]]  # metric -> of every loop
+    subjects: list[SubjectResult]
+
+
+class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str
     label: str
     group: str  # the same for runs that differ in their seed only
@@ -82,9 +108,15 @@ class ModelResult(msgspec.Struct, frozen=True):
     extrapolation: Extrapolation | None
     certified: list[Certified]
     refused: list[str]  # why a promise that was asked for could not be made
+    benchmark: BenchmarkResult | None = None  # where the examples are a benchmark's questions
 
     def frontier(self, readout: str) -> FrontierResult | None:
         return next((frontier for frontier in self.frontiers if frontier.readout == readout), None)
+
+    def best(self, readouts: Iterable[str]) -> FrontierResult | None:
+        """Of these readouts the one that validation prefers."""
+        found = [frontier for name in readouts if (frontier := self.frontier(name)) is not None]
+        return min(found, key=lambda frontier: frontier.selected.rank, default=None)
 
 
 class GroupResult(msgspec.Struct, frozen=True):
@@ -98,9 +130,10 @@ class GroupResult(msgspec.Struct, frozen=True):
     ordering: dict[str, OverSeeds]  # signal -> the bin-mean correlation over the runs
 
 
-class Results(msgspec.Struct, frozen=True):
+class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     schema_version: int
     loopscope: str
     targets: list[float]
     models: list[ModelResult]
     groups: list[GroupResult]
+    latency: list[QuestionBench] = []  # of checkpoints whose exits were timed

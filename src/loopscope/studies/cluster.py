@@ -10,6 +10,7 @@ from typing import Any
 
 from loopscope.errors import UserError
 from loopscope.machine import cores
+from loopscope.studies.scores import Score, Time
 from loopscope.studies.steps import Record, Step, Train
 from loopscope.studies.work import HELD_UP, Failures, Outcome, Watch, pin, work
 
@@ -62,7 +63,7 @@ def _run(ray: Any, steps: list[Step], store: Path, watch: Watch, device: str, th
     task = ray.remote(num_cpus=threads, max_retries=_RETRIES)(_task)
     refs: dict[str, Any] = {}
     for step in steps:
-        gpus = 1 if device.startswith("cuda") and isinstance(step, Train | Record) else 0
+        gpus = 1 if device.startswith("cuda") and isinstance(step, Train | Record | Score | Time) else 0
         needed = [refs[need.key] for need in step.needs if need.key in refs]
         refs[step.key] = task.options(num_gpus=gpus).remote(step, store, device if gpus else "cpu", threads, *needed)
     step_of = dict(zip(refs.values(), steps, strict=True))

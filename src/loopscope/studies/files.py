@@ -1,20 +1,22 @@
-"""What is a study? A file that lists training runs, what is recorded of them and fitted to them, and the products.
+"""What is a study? A file that lists runs or checkpoints, what is recorded of and fitted to them, and the products.
 
 A study has parts, one a task or scale. Every `[[parts.runs]]` is the product of its lists: gates x priors x betas x
-seeds. docs/studies.md describes the format.
+seeds. Or it has `[[checkpoints]]`: models that are there already x benchmarks. docs/studies.md describes the format.
 """
 
+from collections.abc import Mapping
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from loopscope.config import Count, NonNegative, Seed, Settings, build, read_toml
+from loopscope.config import Count, NonNegative, Seed, Settings, build, plain, read_toml
 from loopscope.errors import UserError
 from loopscope.exits.wanted import Wanted
 from loopscope.models.gates import GateKind
+from loopscope.questions import BENCHMARKS
 from loopscope.training.settings import RunSettings, read_settings
 
 Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
@@ -72,11 +74,38 @@ class Part(Settings, frozen=True, kw_only=True):
     promises: tuple[Wanted, ...] = ()  # sought for every run; for unseen inputs where the part is
 
 
+class Checkpoints(Settings, frozen=True, kw_only=True):
+    """Checkpoints that are there already, on benchmarks: every model on every benchmark."""
+
+    models: Some[str]  # folders (seen from where the command is run), or ids of the Hub
+    benchmarks: Some[str]
+    data: str | None = None  # a folder with the benchmarks' files (default: they come from the Hub)
+    limit: Count | None = None  # questions of every split (default: all)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # default: as the checkpoint is stored
+    shards: Count = 1  # parts in which the test split is scored
+    gates: Gates | None = None  # fitted to every trajectory, on the benchmark's own train split
+    promises: tuple[Wanted, ...] = ()  # sought for every model on every benchmark
+    latency: tuple[str, ...] = ()  # the benchmarks on which exits are timed
+    timed: Count = 100  # questions of each
+
+    def __post_init__(self) -> None:
+        for name in (*self.benchmarks, *self.latency):
+            if name not in BENCHMARKS:
+                raise ValueError(f"there is no benchmark '{name}'; choose of {', '.join(BENCHMARKS)}")
+        if missing := [name for name in self.latency if name not in self.benchmarks]:
+            raise ValueError(f"latency has '{missing[0]}', which is not among the benchmarks")
+
+
 class Study(Settings, frozen=True, kw_only=True):
     title: str
     targets: Some[Target] = (0.95, 0.98, 0.99)
     products: tuple[str, ...] = ("paper",)  # names of products, or of groups of them
-    parts: Some[Part]
+    parts: tuple[Part, ...] = ()
+    checkpoints: tuple[Checkpoints, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.parts and not self.checkpoints:
+            raise ValueError("a study needs [[parts]] with training runs, or [[checkpoints]]")
 
 
 class Run(Settings, frozen=True, kw_only=True):
@@ -99,6 +128,18 @@ def read_study(source: str) -> tuple[Study, Path]:
     if not path.is_file():
         raise UserError(f"There is no study '{source}'; give a TOML file, or one of: {', '.join(shipped)}.")
     return build(Study, read_toml(path), source), path.parent
+
+
+def checkpoints_of(study: Study, changes: Mapping[str, Any]) -> list[Checkpoints]:
+    """The checkpoints of a study, with what the command line says in place of what the file says."""
+    if changes and not study.checkpoints:
+        raise UserError(f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none.")
+    made = []
+    for entry in study.checkpoints:
+        values = {**plain(entry), **changes}
+        timed = [name for name in entry.latency if name in values["benchmarks"]]
+        made.append(build(Checkpoints, {**values, "latency": timed}, "the checkpoints"))
+    return made
 
 
 def runs_of(part: Part, beside: Path, overrides: list[str]) -> list[Run]:

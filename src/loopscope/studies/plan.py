@@ -1,34 +1,57 @@
 """From a study's file to its steps, and from its finished steps to results."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from loopscope.bench.timings import QuestionBench
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readout_kind
-from loopscope.exits.wanted import AUTO
+from loopscope.exits.wanted import AUTO, Wanted
 from loopscope.models.checkpoint import CONFIG
+from loopscope.objectives import Objective
+from loopscope.questions import BENCHMARKS, Split
 from loopscope.recording import extrapolation_levels
 from loopscope.report.results import assemble
-from loopscope.report.schema import Results
-from loopscope.studies.files import Part, Run, Study, read_study, runs_of
-from loopscope.studies.steps import Analyse, Fit, Record, Train
+from loopscope.report.schema import ModelResult, Results
+from loopscope.studies.checkpoints import Outside, checkpoint_of, data_of
+from loopscope.studies.files import Checkpoints, Gates, Part, Run, Study, checkpoints_of, read_study, runs_of
+from loopscope.studies.scores import Join, Score, Time
+from loopscope.studies.steps import Analyse, Fit, Record, Recording, Step, Train, all_steps
 from loopscope.training.posthoc import GateSettings, host_defaults
 
 
 @dataclass(frozen=True)
 class Model:
-    """A run of the study, with the step that gives its result."""
+    """A run of the study, or a checkpoint on a benchmark, with the step that gives its result."""
 
     name: str
     analysis: Analyse
+    training: Train | None = None  # of a run
+    checkpoint: Outside | None = None
+    timing: Time | None = None
 
     @property
-    def training(self) -> Train:
-        return self.analysis.test.of
+    def wanted(self) -> list[Step]:
+        return [self.analysis, *filter(None, [self.timing])]
+
+    def result(self, store: Path) -> ModelResult:
+        """Its result under its name; what is on disk knows neither names nor places."""
+        made = msgspec.structs.replace(self.analysis.result(store), name=self.name)
+        if self.checkpoint is None or made.benchmark is None:
+            return made
+        benchmark = msgspec.structs.replace(made.benchmark, model=self.checkpoint.name)
+        return msgspec.structs.replace(made, group=self.name, benchmark=benchmark)
+
+    def timed(self, store: Path) -> QuestionBench | None:
+        if self.checkpoint is None or self.timing is None or not self.timing.done(store):
+            return None
+        return msgspec.structs.replace(self.timing.result(store), model=self.checkpoint.name)
 
 
 @dataclass(frozen=True)
@@ -41,8 +64,13 @@ class Plan:
         done = [model for model in self.models if model.analysis.done(store)]
         if not done:
             raise UserError("Nothing of this study is analysed yet; run it with: loopscope study run.")
-        models = [msgspec.structs.replace(model.analysis.result(store), name=model.name) for model in done]
-        return assemble(models, self.study.targets)
+        timed = [bench for model in done if (bench := model.timed(store)) is not None]
+        return assemble([model.result(store) for model in done], self.study.targets, timed)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Every step, what is needed before what needs it."""
+        return all_steps(step for model in self.models for step in model.wanted)
 
     def check_names(self, folder: Path) -> None:
         """Refuses to mix links with a run that is somebody's own."""
@@ -54,11 +82,12 @@ class Plan:
     def link(self, store: Path, folder: Path) -> None:
         """Gives every run its name: `folder/NAME` looks like the folder of a run, with its recordings and gates."""
         for model in self.models:
-            training, analysis = model.training.folder(store), model.analysis
-            if not model.training.done(store):
-                continue
-            for file in training.iterdir():
-                _link(folder / model.name / file.name, file)
+            analysis = model.analysis
+            if model.training is not None:
+                if not model.training.done(store):
+                    continue
+                for file in model.training.folder(store).iterdir():
+                    _link(folder / model.name / file.name, file)
             recordings = [analysis.validation, analysis.test, *filter(None, [analysis.extrapolation])]
             for step in recordings:
                 _link(folder / model.name / "recordings" / step.split, step.folder(store))
@@ -71,16 +100,26 @@ class Plan:
                 _link(folder / model.name / "gates" / gate.gate.name, gate.folder(store))
 
 
-def make_plan(source: str, overrides: list[str], arithmetic: str = "") -> Plan:
-    """The plan of a study, shipped or in a file; `a.b=c` overrides change every run of it."""
+def make_plan(
+    source: str, overrides: list[str], arithmetic: str = "", changes: Mapping[str, Any] | None = None
+) -> Plan:
+    """The plan of a study, shipped or in a file.
+
+    `a.b=c` overrides change every run of it, `changes` (models, benchmarks, data, limit, dtype) its checkpoints.
+    """
     study, beside = read_study(source)
+    if overrides and not study.parts:
+        raise UserError(f"'--set {overrides[0]}' changes training runs, and {source} has none.")
     models = [model for part in study.parts for model in _models(part, study, beside, overrides, arithmetic)]
+    for entry in checkpoints_of(study, changes or {}):
+        models += _scored(entry, study, arithmetic)
     known: dict[str, str] = {}
     names = [model.name for model in models]
     for model in models:
         if names.count(model.name) > 1:
             raise UserError(f"{source} lists the run '{model.name}' twice; list every run once.")
-        same = known.setdefault(model.training.key, model.name)
+        made_by = model.training or model.analysis
+        same = known.setdefault(made_by.key, model.name)
         if same != model.name:
             raise UserError(f"In {source} the runs '{same}' and '{model.name}' are the same; list every run once.")
     return Plan(study, tuple(models))
@@ -110,8 +149,50 @@ def _models(part: Part, study: Study, beside: Path, overrides: list[str], arithm
             unseen=part.unseen,
             promises=part.promises,
         )
-        models.append(Model(run.name, analysis))
+        models.append(Model(run.name, analysis, of))
     return models
+
+
+def _scored(entry: Checkpoints, study: Study, arithmetic: str) -> list[Model]:
+    """Every checkpoint on every benchmark."""
+    _check_promises(entry.promises)
+    models = []
+    for source, benchmark in product(entry.models, entry.benchmarks):
+        checkpoint = checkpoint_of(source)
+        data = None if entry.data is None else data_of(entry.data, benchmark)
+        what: dict[str, Any] = {"checkpoint": checkpoint, "benchmark": benchmark, "data": data, "dtype": entry.dtype}
+        what |= {"arithmetic": arithmetic, "limit": entry.limit}
+        gates = entry.gates if BENCHMARKS[benchmark].has_training else None
+        whole = Score(**what, split="test", hidden=gates is not None)  # fitted gates read hidden states
+        analysis = Analyse(
+            validation=_recorded(whole, "validation"),
+            test=_recorded(whole, "test", entry.shards),
+            reference=None,
+            extrapolation=None,
+            gates=() if gates is None else tuple(_refitted(gates, whole)),
+            targets=study.targets,
+            unseen=False,
+            promises=entry.promises,
+        )
+        timing = Time(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
+        models.append(Model(f"{checkpoint.name}-{benchmark}", analysis, None, checkpoint, timing))
+    return models
+
+
+def _recorded(score: Score, split: Split, shards: int = 1) -> Recording:
+    """A split, in one go or in parts."""
+    whole = msgspec.structs.replace(score, split=split)
+    count = min(shards, whole.limit or shards)
+    if count == 1:
+        return whole
+    parts = [msgspec.structs.replace(whole, shard=(number, count)) for number in range(count)]
+    return Join(split=split, parts=tuple(parts))
+
+
+def _refitted(gates: Gates, score: Score) -> list[Fit]:
+    """Gates for a checkpoint that has one: on the train split, because validation chooses their thresholds."""
+    sizes = [size for size in (gates.examples, score.limit) if size is not None]
+    return _fitted(gates, msgspec.structs.replace(score, split="train", limit=min(sizes, default=None)), None)
 
 
 def _check(run: Run, part: Part) -> None:
@@ -128,7 +209,11 @@ def _check(run: Run, part: Part) -> None:
             raise UserError(f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}.")
     if run.of.extrapolate:
         extrapolation_levels(run.settings)
-    for promise in part.promises:
+    _check_promises(part.promises)
+
+
+def _check_promises(promises: Iterable[Wanted]) -> None:
+    for promise in promises:
         if promise.readout != AUTO and readout_kind(promise.readout) == "oracle":
             raise UserError("The oracle needs the labels, so it cannot be promised; choose another readout.")
 
@@ -152,11 +237,14 @@ def _references(runs: list[Run], part: Part, trained: dict[str, Train]) -> dict[
 
 def _fits(run: Run, part: Part, of: Train) -> list[Fit]:
     on = Record(of=of, split="train", hidden=True, examples=part.gates.examples)
-    host = {**host_defaults(run.settings.objective), "steps": part.gates.steps}
+    return _fitted(part.gates, on, run.settings.objective)
+
+
+def _fitted(gates: Gates, on: Recording, objective: Objective | None) -> list[Fit]:
+    host = {**host_defaults(objective), "steps": gates.steps}
     settings = [
-        {**host, "kind": kind, "objective": objective}
-        | ({"pairing": part.gates.pairing} if objective == "utility" else {})
-        for objective, kind in product(part.gates.objective, part.gates.kind)
+        {**host, "kind": kind, "objective": objective} | ({"pairing": gates.pairing} if objective == "utility" else {})
+        for objective, kind in product(gates.objective, gates.kind)
     ]
     return [Fit(on=on, gate=build(GateSettings, each, "the post-hoc gates")) for each in settings]
 

@@ -11,9 +11,10 @@ from loopscope.errors import UserError
 from loopscope.progress import Advance
 from loopscope.studies.cluster import run_on_ray
 from loopscope.studies.local import run_locally
-from loopscope.studies.plan import Plan
+from loopscope.studies.plan import Model, Plan
+from loopscope.studies.scores import Time
 from loopscope.studies.steps import Step, Train, all_steps, to_be_done
-from loopscope.studies.work import Watch
+from loopscope.studies.work import Failures, Watch
 from loopscope.training.estimate import Estimate, estimate
 
 Engine = Literal["local", "ray"]
@@ -30,8 +31,8 @@ def run_study(
     workers: int | None = None,
 ) -> int:
     """Makes every artifact that is missing; returns how many there were to make."""
-    models = sorted(plan.models, key=lambda model: model.training.settings.training.seed)
-    wanted = [model.analysis for model in models]  # every variant with one seed, before any with the next
+    models = sorted(plan.models, key=_seed)  # every variant with one seed, before any with the next
+    wanted = [step for model in models for step in model.wanted]
     steps = to_be_done(wanted, store)
     if not steps:
         return 0
@@ -39,12 +40,20 @@ def run_study(
         raise UserError(f"{store} is a file; give a folder as the store.")
     store.mkdir(parents=True, exist_ok=True)
     watch = Watch(all_steps(wanted), store, advance)
-    if engine == "ray":
-        failures = run_on_ray(steps, store, watch, device, threads, address)
-    else:
-        failures = run_locally(steps, store, watch, device, threads, workers)
+    failures = Failures()
+    for timing, at_a_time in ((False, workers), (True, 1)):  # what is timed runs last, and locally by itself
+        some = [step for step in steps if isinstance(step, Time) is timing]
+        ready = [step for step in some if not failures.hold_up(step)]
+        if ready and engine == "ray":
+            failures.join(run_on_ray(ready, store, watch, device, threads, address))
+        elif ready:
+            failures.join(run_locally(ready, store, watch, device, threads, at_a_time))
     failures.check()
     return len(steps)
+
+
+def _seed(model: Model) -> int:
+    return 0 if model.training is None else model.training.settings.training.seed
 
 
 def training_time(steps: Iterable[Step], store: Path, device: str = "cpu") -> list[Estimate]:

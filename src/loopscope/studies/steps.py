@@ -24,13 +24,14 @@ from loopscope.models.checkpoint import WEIGHTS
 from loopscope.recording import Keep, record
 from loopscope.report.results import Source, analyse, narrowed
 from loopscope.report.schema import ModelResult
+from loopscope.studies.checkpoints import Outside
 from loopscope.training import train
 from loopscope.training.loop import logged_steps
 from loopscope.training.posthoc import GateSettings, fit_gate
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import Trajectory
 
-_SMALL = 50
+SMALL = 50
 """Recording, fitting or analysing counts as much progress as this many steps of training."""
 ANALYSIS = "analysis"
 
@@ -65,7 +66,7 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
     @property
     def units(self) -> int:
         """How much work it is, in steps of training."""
-        return _SMALL
+        return SMALL
 
     def units_done(self, store: Path) -> int:
         return self.units if self.done(store) else 0
@@ -99,10 +100,15 @@ class Train(Step, frozen=True, kw_only=True):
         train(self.settings, self.folder(store), device)
 
 
-class Record(Step, frozen=True, kw_only=True):
+class Recording(Step, frozen=True, kw_only=True):
+    """Whatever makes a recording."""
+
     kind: ClassVar[str] = "recording"
-    of: Train
     split: str
+
+
+class Record(Recording, frozen=True, kw_only=True):
+    of: Train
     hidden: bool = False
     examples: int | None = None
 
@@ -117,7 +123,7 @@ class Record(Step, frozen=True, kw_only=True):
 
 class Fit(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = "gate"
-    on: Record
+    on: Recording
     gate: GateSettings
 
     @property
@@ -131,10 +137,10 @@ class Fit(Step, frozen=True, kw_only=True):
 class Analyse(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = ANALYSIS
     version: ClassVar[int] = 3
-    validation: Record
-    test: Record
-    reference: tuple[Record, Record] | None  # validation and test of the measure; its own where it is the measure
-    extrapolation: Record | None
+    validation: Recording
+    test: Recording
+    reference: tuple[Recording, Recording] | None  # validation and test of the measure; its own where it is the measure
+    extrapolation: Recording | None
     gates: tuple[Fit, ...]
     targets: tuple[float, ...]
     unseen: bool
@@ -150,7 +156,7 @@ class Analyse(Step, frozen=True, kw_only=True):
         return self.reference == (self.validation, self.test)
 
     def run(self, store: Path, device: torch.device) -> None:
-        def counted(step: Record, whole: Trajectory) -> Trajectory:
+        def counted(step: Recording, whole: Trajectory) -> Trajectory:
             return narrowed(whole, self.unseen, step.folder(store))
 
         gates = {gate.gate.name: FittedGate.load(gate.folder(store)) for gate in self.gates}
@@ -219,6 +225,8 @@ def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
 def _keys(value: object) -> object:
     if isinstance(value, Step):
         return value.key
+    if isinstance(value, Outside):
+        return value.identity
     if isinstance(value, tuple):
         return [_keys(each) for each in value]
     return msgspec.to_builtins(value)

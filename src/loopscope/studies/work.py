@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from loopscope.errors import UserError
-from loopscope.machine import keep_memory
+from loopscope.machine import keep_memory, out_of_memory
 from loopscope.progress import Advance
 from loopscope.studies.steps import Step
 
@@ -31,7 +31,14 @@ def work(step: Step, store: Path, device: str) -> None:
     with (locks / step.key).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not step.done(store):
-            step.run(store, torch.device(device))
+            try:
+                step.run(store, torch.device(device))
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                raise UserError(
+                    f"there is not enough memory for it on {device}; take a device that has more, or smaller batches."
+                ) from error
 
 
 class Watch:
@@ -72,6 +79,11 @@ class Failures:
             self._skipped.add(step.key)
             return True
         return False
+
+    def join(self, other: "Failures") -> None:
+        """What failed elsewhere counts here, too."""
+        self._errors |= other._errors
+        self._skipped |= other._skipped
 
     def check(self) -> None:
         """Says what failed, if anything did."""

@@ -61,7 +61,12 @@ def estimate(settings: RunSettings, device: torch.device, done: int = 0, workers
     rows, task = settings.training.batch_size, settings.task
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
     flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
-    rate = matmul_rate(min(settings.model.width, _WIDEST), device) * workers.count
+    return time_of(flops, settings.model.width, device, workers)
+
+
+def time_of(flops: float, width: int, device: torch.device, workers: Workers = ALONE) -> Estimate:
+    """The time for so many operations, most of them in matrix products of this width."""
+    rate = matmul_rate(min(width, _WIDEST), device) * workers.count
     return Estimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
 
 

@@ -1,40 +1,44 @@
-"""The training loop: settings -> a run folder that is a checkpoint.
+"""The training loop: a run -> its folder, which is a checkpoint.
 
 A run folder holds `config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`, and
 `state.safetensors` (weights, optimizer and step) while it runs, `model.safetensors` once it is finished. Every batch
 is a function of (settings, step), so the state file is all that a killed run needs to end bit-identical to one that
 ran through; nothing in the folder depends on the time or on the machine's name. Several workers may train one run:
-each takes its share of every batch, and the first alone writes.
+each takes its share of every batch, and the first alone writes. What is trained on what is the run's affair: on the
+answers of a task (`answers`) or on the tokens of a text (`language`).
 
-Shapes: B rows, M tokens, T loops, V vocabulary.
+Shapes: B rows (or tokens), T loops.
 """
 
 import fcntl
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
+import msgspec
 import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from loopscope.artifacts import atomic_file, is_scratch, remove_scratch, write_bytes, write_json
-from loopscope.config import differences, plain
+from loopscope.config import differences, read_json
 from loopscope.errors import UserError
-from loopscope.models import CheckpointConfig, LoopedTransformer, read_checkpoint_config
-from loopscope.models.checkpoint import CONFIG, WEIGHTS
+from loopscope.models import LoopedModel, LoopedTransformer, Ouro, read_checkpoint_config
+from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
+from loopscope.objectives import Objective
 from loopscope.progress import Advance, silent
-from loopscope.tasks import Draws, Examples, drawn, overlap, training_fingerprints
+from loopscope.tasks import Draws
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.parallel import ALONE, Workers
-from loopscope.training.settings import RunSettings
+from loopscope.training.settings import Training
 
 STATE = "state.safetensors"
 METRICS = "metrics.jsonl"
@@ -42,8 +46,55 @@ DATA = "data.json"
 _ORDER = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
 
-Answers = Callable[[Examples, torch.device], tuple[Tensor, Tensor, Tensor | None]]
-"""A model's `answer_losses` of a batch."""
+Losses = Callable[[Any, torch.device], tuple[Tensor, Tensor, Tensor | None]]
+"""Of a batch: cross-entropy [T, B], whether the likeliest answer is right [T, B], and the halt logits [T, B]."""
+
+
+class Learning(Protocol):
+    """The settings that all runs have."""
+
+    @property
+    def objective(self) -> Objective: ...
+
+    @property
+    def training(self) -> Training: ...
+
+
+class Batch(Protocol):
+    def take(self, rows: NDArray[np.int64], /) -> Self:
+        """These rows alone: a worker's share."""
+
+
+class Run(ABC):
+    """What is trained, and on what."""
+
+    settings: Any  # `Learning`, and more
+    folder: Path
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The checkpoint's `config.json`; under `run` it names all that the run's outcome depends on."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Writes what the folder holds before the first step: `data.json` at least. The first worker alone does it."""
+
+    @abstractmethod
+    def initial_model(self) -> LoopedTransformer | Ouro:
+        """The model before its first step; the run's seed decides its weights."""
+
+    @abstractmethod
+    def losses(self, model: Any) -> nn.Module:
+        """The `Losses` of a model, as a module: only a module's gradients can be averaged over workers."""
+
+    @abstractmethod
+    def batches(self) -> Callable[[int], Batch]:
+        """The batch of every step."""
+
+    @abstractmethod
+    def validate(self, model: Any, device: torch.device) -> dict[str, Any]:
+        """Mean cross-entropy and accuracy of every loop on a sample of the validation data."""
 
 
 @dataclass(frozen=True)
@@ -86,53 +137,47 @@ class Outcome:
         }
 
 
-def train(
-    settings: RunSettings,
-    folder: Path,
-    device: torch.device,
-    progress: Advance = silent,
-    workers: Workers = ALONE,
-) -> RunResult:
-    """Trains the run in `folder`, from its beginning or from where it was interrupted."""
-    workers.share(settings.training.batch_size)
+def train_run(run: Run, device: torch.device, progress: Advance = silent, workers: Workers = ALONE) -> RunResult:
+    """Trains the run in its folder, from its beginning or from where it was interrupted."""
+    folder, steps = run.folder, run.settings.training.steps
+    workers.share(run.settings.training.batch_size)
     with ExitStack() as held:
         with workers.together():
             if workers.leads:
-                _claim(folder, settings)
+                _claim(run)
                 if not (folder / WEIGHTS).is_file():
                     held.enter_context(_lock(folder))
                 else:
                     (folder / STATE).unlink(missing_ok=True)
         if (folder / WEIGHTS).is_file():
-            return RunResult(folder, settings.training.steps, _read_metrics(folder, settings.training.steps))
+            return RunResult(folder, steps, _read_metrics(folder, steps))
         held.enter_context(deterministic())
-        return _train(settings, folder, device, progress, workers)
+        return _train(run, device, progress, workers)
 
 
-def _train(settings: RunSettings, folder: Path, device: torch.device, progress: Advance, workers: Workers) -> RunResult:
+def _train(run: Run, device: torch.device, progress: Advance, workers: Workers) -> RunResult:
+    folder, settings = run.folder, run.settings
     every = settings.training
     with workers.together():
         if workers.leads:
             remove_scratch(folder)
-            if not (folder / DATA).is_file():
-                write_json(folder / DATA, describe_data(settings))
-        model = initial_model(settings).to(device)
+            run.prepare()
+    with workers.together():
+        model = run.initial_model().to(device)
         optimizers = Optimizers(model, every)
         start = _restore(folder, model, optimizers)
         if workers.leads:
             write_bytes(folder / METRICS, b"".join(map(_line, _read_metrics(folder, start))))
-        batch_of = batches(settings)
-        size = min(every.validation_sample, settings.task.validation_examples)
-        sample = drawn(settings.task, "validation").take(np.arange(size))
-    answers = workers.replicated(AnswerLosses(model))
+        batch_of = run.batches()
+    losses = workers.replicated(run.losses(model))
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
     if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
-        _backward(answers, batch_of(start).take(mine), settings, device)
-        answers.zero_grad(set_to_none=True)
+        _backward(losses, batch_of(start).take(mine), settings, device)
+        losses.zero_grad(set_to_none=True)
     note = ""
     for step in range(start, every.steps):
         done, last = step + 1, step + 1 == every.steps
-        outcome = train_step(answers, optimizers, batch_of(step).take(mine), step, settings, device)
+        outcome = train_step(losses, optimizers, batch_of(step).take(mine), step, settings, device)
         logging, validating, saving = (
             done % often == 0 or last for often in (every.log_every, every.validate_every, every.checkpoint_every)
         )
@@ -147,13 +192,13 @@ def _train(settings: RunSettings, folder: Path, device: torch.device, progress: 
                 if logging and workers.leads:
                     _log(folder, {"step": done, **outcome.numbers()})
                 if validating and workers.leads:
-                    _log(folder, {"step": done, **validate(model, sample, device)})
+                    _log(folder, {"step": done, **run.validate(model, device)})
                 if saving and not last and workers.leads:
                     _save(folder, model, optimizers, done)
         progress(done, every.steps, note)
     with workers.together():
         if workers.leads:
-            _write_tensors(folder / WEIGHTS, model.state_dict())
+            _write_tensors(folder / WEIGHTS, _weights(model))
             (folder / STATE).unlink(missing_ok=True)
     return RunResult(folder, start, _read_metrics(folder, every.steps))
 
@@ -161,7 +206,8 @@ def _train(settings: RunSettings, folder: Path, device: torch.device, progress: 
 def steps_done(folder: Path) -> int:
     """How many steps of the run in `folder` need not be done again; all of a finished run."""
     if (folder / WEIGHTS).is_file():
-        return int(read_checkpoint_config(folder).run["training"]["steps"])
+        run = run_of(folder)
+        return 0 if run is None else int(run["training"]["steps"])
     if not (folder / STATE).is_file():
         return 0
     with _open_state(folder) as file:
@@ -176,59 +222,8 @@ def logged_steps(folder: Path) -> int:
         return 0
 
 
-def initial_model(settings: RunSettings) -> LoopedTransformer:
-    """The model before its first step; the run's seed decides its weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.training.seed)
-        return LoopedTransformer(settings.model, settings.task.vocab_size, settings.block_size)
-
-
-def answer_losses(
-    model: LoopedTransformer, batch: Examples, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cross-entropy [T, B] at the answer marker, whether the answer is right [T, B], and the halt logits [T, B]."""
-    tokens, lengths, labels = (
-        torch.from_numpy(array).to(device, non_blocking=True) for array in (batch.tokens, batch.lengths, batch.labels)
-    )
-    out = model.loops(tokens, lengths, positions=lengths - 1)
-    logits = out.logits.float()
-    targets = labels.expand(len(logits), -1)
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    return losses, logits.argmax(-1) == targets, out.gate_logits
-
-
-class AnswerLosses(nn.Module):
-    """`answer_losses` of a model, as a module: only a module's gradients can be averaged over workers."""
-
-    def __init__(self, model: LoopedTransformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Examples, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        return answer_losses(self.model, batch, device)
-
-
-@torch.no_grad()
-def validate(model: LoopedTransformer, examples: Examples, device: torch.device) -> dict[str, Any]:
-    """Mean cross-entropy and accuracy of every loop."""
-    loss: Tensor | float = 0.0
-    right: Tensor | float = 0.0
-    for rows in examples.same_length_batches(1024):
-        losses, correct, _ = answer_losses(model, examples.take(rows), device)
-        loss, right = loss + losses.double().sum(1), right + correct.double().sum(1)
-    return {
-        "validation_loss": (torch.as_tensor(loss) / len(examples)).tolist(),
-        "validation_accuracy": (torch.as_tensor(right) / len(examples)).tolist(),
-    }
-
-
 def train_step(
-    answers: Answers,
-    optimizers: Optimizers,
-    batch: Examples,
-    step: int,
-    settings: RunSettings,
-    device: torch.device,
+    answers: Losses, optimizers: Optimizers, batch: Any, step: int, settings: Learning, device: torch.device
 ) -> Outcome:
     """One step of training on this batch."""
     loss, losses, correct = _backward(answers, batch, settings, device)
@@ -236,9 +231,7 @@ def train_step(
     return Outcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
 
 
-def _backward(
-    answers: Answers, batch: Examples, settings: RunSettings, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(answers: Losses, batch: Any, settings: Learning, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
     with _autocast(settings, device):
         losses, correct, gate_logits = answers(batch, device)
@@ -247,37 +240,30 @@ def _backward(
     return loss, losses, correct
 
 
-def batches(settings: RunSettings) -> Callable[[int], Examples]:
-    """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
-    task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
-    if task.train_examples == 0:
-        return lambda step: task.batch(seed, step, size).by_length()
-    examples = drawn(task, "train")
+def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int64]]:
+    """The rows of every step's batch: the next ones of the shuffled epochs of `count` rows."""
+    size = settings.batch_size
 
     @lru_cache(maxsize=2)
-    def order(epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        return Draws(seed, _ORDER + epoch).permutation(len(examples))
+    def order(epoch: int) -> NDArray[np.int64]:
+        return Draws(settings.seed, _ORDER + epoch).permutation(count)
 
-    def batch(step: int) -> Examples:
+    def rows(step: int) -> NDArray[np.int64]:
         position = np.arange(step * size, (step + 1) * size)
-        epochs = position // len(examples)
-        rows = [order(int(epoch))[position[epochs == epoch] % len(examples)] for epoch in np.unique(epochs)]
-        return examples.take(np.concatenate(rows)).by_length()
+        epochs = position // count
+        return np.concatenate([order(int(epoch))[position[epochs == epoch] % count] for epoch in np.unique(epochs)])
 
-    return batch
+    return rows
 
 
-def _claim(folder: Path, settings: RunSettings) -> None:
-    """Makes `folder` the folder of this run, or finds that it is; another run's folder is refused."""
-    config = CheckpointConfig(
-        vocab_size=settings.task.vocab_size,
-        block_size=settings.block_size,
-        model=settings.model,
-        run=plain(settings),
-    )
+def _claim(run: Run) -> None:
+    """Makes the run's folder its own, or finds that it is; another run's folder is refused."""
+    folder = run.folder
     if (folder / CONFIG).is_file():
-        changed = differences(read_checkpoint_config(folder).run, config.run)
-        if changed:
+        before = run_of(folder)
+        if before is None:
+            raise UserError(f"{folder} holds a checkpoint that was not trained here; choose another --out.")
+        if changed := differences(before, run.config["run"]):
             raise UserError(
                 f"{folder} holds a run with other settings ({', '.join(changed[:3])}); choose another --out, "
                 "or remove it."
@@ -285,35 +271,39 @@ def _claim(folder: Path, settings: RunSettings) -> None:
         return
     if folder.exists() and (not folder.is_dir() or any(not is_scratch(path) for path in folder.iterdir())):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
-    write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, run.config)
 
 
-def describe_data(settings: RunSettings) -> dict[str, Any]:
-    """Split sizes, and how much of validation and test occurs in the training data."""
-    task = settings.task
-    sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
-    if task.train_examples == 0:
-        return {"examples": sizes | {"train": "online"}}
-    known = training_fingerprints(task)
-    return {
-        "examples": sizes,
-        "share_seen_in_training": {name: overlap(drawn(task, name), known) for name in ("validation", "test")},
-    }
+def run_of(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run that trained the checkpoint in `folder`; None if it was not trained here."""
+    if read_json(ModelType, folder / CONFIG, "run configuration").model_type == "loopscope":
+        return read_checkpoint_config(folder).run
+    return read_json(_Trained, folder / CONFIG, "run configuration").run
 
 
-def _save(folder: Path, model: LoopedTransformer, optimizers: Optimizers, step: int) -> None:
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+class _Trained(msgspec.Struct, frozen=True):
+    run: dict[str, Any] | None = None
+
+
+def _save(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int) -> None:
+    tensors = {f"model.{name}": value for name, value in _weights(model).items()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizers.tensors().items()}
     _write_tensors(folder / STATE, tensors, {"step": str(step)})
 
 
-def _restore(folder: Path, model: LoopedTransformer, optimizers: Optimizers) -> int:
+def _weights(model: LoopedModel) -> dict[str, Tensor]:
+    """Every tensor once."""
+    return {name: value for name, value in model.state_dict().items() if name not in model.tied}
+
+
+def _restore(folder: Path, model: LoopedModel, optimizers: Optimizers) -> int:
     """Puts the run back to its last saved state; returns the number of steps done."""
     if not (folder / STATE).is_file():
         return 0
     with _open_state(folder) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
-        model.load_state_dict(_part(tensors, "model."))
+        weights = _part(tensors, "model.")
+        model.load_state_dict(weights | {name: weights[other] for name, other in model.tied.items()})
         optimizers.restore(_part(tensors, "optimizer."))
         return _saved_step(file)
 
@@ -365,7 +355,7 @@ def _read_metrics(folder: Path, steps: int) -> list[dict[str, Any]]:
         raise UserError(f"{folder / METRICS} was altered; train the run again in another folder.") from None
 
 
-def _autocast(settings: RunSettings, device: torch.device) -> AbstractContextManager[Any]:
+def _autocast(settings: Learning, device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cuda" and settings.training.bf16:
         return torch.autocast("cuda", torch.bfloat16)
     return nullcontext()

@@ -5,7 +5,7 @@ import math
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from loopscope.models import LoopedTransformer
+from loopscope.models import LoopedTransformer, Ouro
 from loopscope.training.muon import Muon
 from loopscope.training.settings import Training
 
@@ -13,7 +13,7 @@ from loopscope.training.settings import Training
 class Optimizers:
     """The optimizers of a run as one: they share the shape of the learning-rate schedule."""
 
-    def __init__(self, model: LoopedTransformer, settings: Training) -> None:
+    def __init__(self, model: LoopedTransformer | Ouro, settings: Training) -> None:
         self._settings = settings
         self._parameters = list(model.parameters())
         matrices = [p for p in model.block.parameters() if p.ndim == 2] if settings.muon_learning_rate else []

@@ -85,3 +85,44 @@ def test_what_cannot_be_recorded_is_explained(gated_run: Path, tmp_path: Path) -
     with pytest.raises(ls.UserError, match="no task of its own"):
         record(GOLDEN / "ouro-tiny", "test", tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("keep", [Keep(hidden=True), Keep(logits=False)])
+def test_a_model_in_memory_is_recorded_like_its_checkpoint(keep: Keep, gated_run: Path, tmp_path: Path) -> None:
+    examples, model = tiny_settings().task.split("test"), ls.load_model(gated_run)
+    expected = record(gated_run, "test", tmp_path / "recording", keep)
+    given = {"difficulty": examples.difficulty, "split": "test", "keep": keep}
+    recorded = ls.record_model(model, examples.tokens, examples.lengths, examples.labels, **given)
+    for name in ("logits", "labels", "difficulty", "hidden", "gate_logits", "predictions", "label_log_probs"):
+        ours, theirs = getattr(recorded, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or np.array_equal(ours, theirs)
+    assert set(recorded.signals) == set(expected.signals)
+    for name, values in recorded.signals.items():
+        assert np.array_equal(values, expected.signals[name], equal_nan=True)
+    assert recorded.split == "test"
+    assert recorded.provenance["weights_sha256"] == expected.provenance["weights_sha256"]
+
+
+def test_a_model_in_memory_needs_no_labels_and_wrong_rows_are_explained(gated_run: Path) -> None:
+    model = ls.load_model(gated_run)
+    unlabelled = ls.record_model(model, [[0, 1, 2], [2, 1, 0]], [3, 2])
+    assert unlabelled.labels is None
+    assert unlabelled.difficulty is None
+    alone = model.loops(torch.tensor([[2, 1]])).logits[:, 0, -1].detach().numpy()
+    assert unlabelled.logits is not None
+    assert np.allclose(unlabelled.logits[1], alone, atol=1e-6)
+    for words, given in {
+        "outside the model's vocabulary": ([[0, 99]],),
+        "lengths must be between": ([[0, 1]], [3]),
+        "labels must be whole numbers": ([[0, 1]], [2], [0.5]),
+        "labels must be": ([[0, 1]], [2], [1, 1]),
+        "must have the shape": ([0, 1],),
+        "block size is 11": ([[0] * 12],),
+    }.items():
+        with pytest.raises(ls.UserError, match=words):
+            ls.record_model(model, *given)
+    with pytest.raises(ls.UserError, match="keep its logits"):
+        ls.record_model(model, [[0, 1]], keep=Keep(logits=False))
+    with pytest.raises(ls.UserError, match=r"model.eval\(\)"):
+        ls.record_model(model.train(), [[0, 1]])

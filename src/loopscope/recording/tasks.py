@@ -1,4 +1,4 @@
-"""How does a checkpoint become a recording? Every example of a split through every loop, straight to disk.
+"""How does a split of a task become a recording? Every example of a split through every loop, straight to disk.
 
 Examples run in batches of one length, so nothing is padded. Hidden states are large: unless they are asked for, only
 the signals that need them are kept. Logits can be left out the same way.
@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, create_tensors, write_json
+from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, check_replaceable, create_tensors, write_json
 from loopscope.config import plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_softmax
@@ -65,14 +65,13 @@ def record(
         "keeps_logits": keep.logits,
         "keeps_hidden": keep.hidden,
     }
-    if _is_there(out, split, provenance):
-        try:
-            return Trajectory.load(out)
-        except UserError:  # cut or altered since: made again
-            pass
+    if (found := recorded_before(out, split, provenance)) is not None:
+        return found
     shape = (len(examples), model.num_loops)
     with atomic_folder(out, KIND) as scratch:
-        layout = _layout(settings, shape, keep)
+        layout = _layout(shape, keep, settings.task.vocab_size, settings.model.gate != "none")
+        if settings.task.train_examples:  # what was drawn online nobody knows any more
+            layout["seen"] = (shape[:1], np.bool_)
         arrays = create_tensors(scratch / "trajectory.safetensors", layout)
         if keep.hidden:
             hidden = {"hidden": ((*shape, settings.model.width), np.float32)}
@@ -83,7 +82,7 @@ def record(
         done = 0
         for rows in examples.same_length_batches(BATCH):
             batch = examples.take(rows)
-            _write(arrays, rows, forward(model, batch, device), batch.labels, keep)
+            write_rows(arrays, rows, forward(model, batch, device), batch.labels, keep)
             done += len(rows)
             progress(done, len(examples), "")
         write_json(scratch / "examples.json", settings.task.text(examples))
@@ -91,6 +90,79 @@ def record(
             array.flush()  # type: ignore[attr-defined]
         seal(scratch, split, len(examples), model.num_loops, provenance)
     return Trajectory.load(out)
+
+
+def record_model(
+    model: LoopedModel,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    labels: ArrayLike | None = None,
+    *,
+    difficulty: ArrayLike | None = None,
+    split: str | None = None,
+    keep: Keep | None = None,
+    progress: Advance = silent,
+) -> Trajectory:
+    """What a model in memory says of tokens [N, M] whose rows end at `lengths` (default: M), at each row's last token.
+
+    Nothing is written; `save` of the trajectory does that.
+    """
+    if model.training:
+        raise UserError("The model is in training mode; call model.eval() before it is recorded.")
+    keep = keep or Keep()
+    if labels is None and not keep.logits:
+        raise UserError("Without labels a recording must keep its logits.")
+    examples = _examples(model, tokens, lengths, labels, difficulty)
+    arrays: dict[str, NDArray[Any]] = {}
+    done = 0
+    for rows in examples.same_length_batches(BATCH):
+        batch = examples.take(rows)
+        out = forward(model, batch, next(model.parameters()).device)
+        if not arrays:  # only now is it known how many classes there are, and whether there is a gate
+            whole = (len(examples), len(out.logits))
+            layout = _layout(whole, keep, out.logits.shape[-1], out.gate_logits is not None)
+            if keep.hidden:
+                layout["hidden"] = ((*whole, out.hidden.shape[-1]), np.float32)
+            arrays = {name: np.empty(shape, kind) for name, (shape, kind) in layout.items()}
+        write_rows(arrays, rows, out, batch.labels, keep)
+        done += len(rows)
+        progress(done, len(examples), "")
+    names = ("logits", "hidden", "gate_logits", "predictions", "label_log_probs")
+    told: dict[str, Any] = {name: arrays.get(name) for name in names}
+    return Trajectory(
+        **told,
+        signals={name: arrays[SIGNAL_PREFIX + name] for name in keep.signals},
+        labels=None if labels is None else examples.labels,
+        difficulty=None if difficulty is None else examples.difficulty,
+        split=split,
+        provenance={} if model.weights_sha256 is None else {"weights_sha256": model.weights_sha256},
+    )
+
+
+def _examples(
+    model: LoopedModel,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None,
+    labels: ArrayLike | None,
+    difficulty: ArrayLike | None,
+) -> Examples:
+    """What was given, as examples of the model; zeros for what was not."""
+    rows = np.asarray(tokens)
+    if rows.ndim != 2 or not rows.size:
+        raise UserError(f"tokens must have the shape [examples, tokens], got {list(rows.shape)}.")
+    given = {"tokens": rows, "lengths": np.full(len(rows), rows.shape[1]) if lengths is None else np.asarray(lengths)}
+    for name, values in (("labels", labels), ("difficulty", difficulty)):
+        given[name] = np.zeros(len(rows), dtype=np.int64) if values is None else np.asarray(values)
+    for name, values in given.items():
+        if values.dtype.kind not in "iu" or values.shape[:1] != rows.shape[:1] or values.ndim != 1 + (name == "tokens"):
+            raise UserError(f"{name} must be whole numbers, a row or one number for each of the {len(rows)} examples.")
+    examples = Examples(**{name: values.astype(np.int64, copy=False) for name, values in given.items()})
+    if examples.lengths.min() < 1 or examples.lengths.max() > rows.shape[1]:
+        raise UserError(f"lengths must be between 1 and the {rows.shape[1]} tokens of a row.")
+    inside = rows[np.arange(rows.shape[1]) < examples.lengths[:, None]]
+    if inside.min() < 0 or inside.max() >= model.vocab_size:
+        raise UserError(f"There is a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
+    return examples
 
 
 def examples_of(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
@@ -117,9 +189,11 @@ def extrapolation_levels(settings: RunSettings) -> range:
     return range(first, fitting)
 
 
-def _is_there(out: Path, split: str, provenance: dict[str, Any]) -> bool:
+def recorded_before(out: Path, split: str, provenance: dict[str, Any]) -> Trajectory | None:
+    """The recording in `out`, if it is this one; another is refused."""
     if not (out / MANIFEST).is_file():
-        return False
+        check_replaceable(out, KIND)
+        return None
     manifest = read_json(Manifest, out / MANIFEST, "manifest")
     found = {**manifest.contents, **manifest.provenance}
     changed = [name for name, value in {"split": split, **provenance}.items() if found.get(name) != value]
@@ -127,7 +201,10 @@ def _is_there(out: Path, split: str, provenance: dict[str, Any]) -> bool:
         raise UserError(
             f"{out} holds another recording (different {', '.join(changed)}); choose another --out, or remove it."
         )
-    return True
+    try:
+        return Trajectory.load(out)
+    except UserError:  # cut or altered since: made again
+        return None
 
 
 @torch.inference_mode()
@@ -137,31 +214,29 @@ def forward(model: LoopedModel, batch: Examples, device: str | torch.device) -> 
     return model.loops(tokens, lengths, positions=lengths - 1)
 
 
-def _layout(settings: RunSettings, shape: tuple[int, int], keep: Keep) -> dict[str, tuple[tuple[int, ...], Any]]:
+def _layout(shape: tuple[int, int], keep: Keep, classes: int, gate: bool) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and type of every array but the hidden states; `shape` is [N, T]."""
     layout: dict[str, tuple[tuple[int, ...], Any]] = {
         "labels": (shape[:1], np.int64),
         "difficulty": (shape[:1], np.int64),
     }
     if keep.logits:
-        layout["logits"] = ((*shape, settings.task.vocab_size), np.float32)
+        layout["logits"] = ((*shape, classes), np.float32)
     else:
         layout |= {"predictions": (shape, np.int64), "label_log_probs": (shape, np.float64)}
-    if settings.model.gate != "none":
+    if gate:
         layout["gate_logits"] = (shape, np.float32)
-    layout |= {SIGNAL_PREFIX + name: (shape, np.float64) for name in keep.signals}
-    if settings.task.train_examples:  # what was drawn online nobody knows any more
-        layout["seen"] = (shape[:1], np.bool_)
-    return layout
+    return layout | {SIGNAL_PREFIX + name: (shape, np.float64) for name in keep.signals}
 
 
-def _write(
+def write_rows(
     arrays: dict[str, NDArray[Any]],
     rows: NDArray[np.int64],
     out: Loops,
     labels: NDArray[np.int64],
     keep: Keep,
 ) -> None:
+    """Puts what a model said about some examples in its place, with the signals of what is not kept."""
     said = {"logits": _numpy(out.logits), "hidden": _numpy(out.hidden)}
     if out.gate_logits is not None:
         arrays["gate_logits"][rows] = _numpy(out.gate_logits)

@@ -1,0 +1,77 @@
+"""How much of the saved loops becomes saved time on a benchmark? Its questions live through the engine, interleaved.
+
+The first policy is what the others are compared with: full depth, with the same engine and the same batches. What a
+question's signals cost at every loop, and the draining of the queue, is included.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from loopscope.bench.measure import interleaved, spread
+from loopscope.bench.timings import QuestionBench, QuestionTiming
+from loopscope.engine import compare, run
+from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy
+from loopscope.models import load_model
+from loopscope.models.hub import find_checkpoint
+from loopscope.models.tokenizer import load_tokenizer
+from loopscope.progress import Advance, silent
+from loopscope.questions import benchmark_named, encode, questions_of
+from loopscope.scoring import requests_for
+from loopscope.scoring.onepass import TOKENS
+from loopscope.trajectory import Trajectory
+
+ROUNDS = 3
+
+
+def time_benchmark(
+    checkpoint: str | Path,
+    benchmark: str,
+    policies: Sequence[ExitPolicy],
+    recorded: Trajectory,
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    questions: int = 100,
+    rounds: int = ROUNDS,
+    device: str | torch.device = "cpu",
+    dtype: str | None = None,
+    progress: Advance = silent,
+) -> QuestionBench:
+    """Times these policies on `questions` of those in `recorded`, the recording of the test split (evenly spread)."""
+    which = benchmark_named(benchmark)
+    every = questions_of(which, "test", data, limit)
+    if [question.label for question in every] != recorded.required_labels.tolist():
+        raise UserError(f"The recording is not of the same questions of {which.title}; record them again.")
+    rows = np.unique(np.linspace(0, len(every) - 1, questions).round().astype(np.int64))
+    folder = find_checkpoint(checkpoint)
+    model = load_model(folder, device, dtype)
+    chosen = [every[row] for row in rows]
+    requests = requests_for(chosen, encode(chosen, load_tokenizer(folder), model.block_size), which.metric)
+
+    def drain(policy: ExitPolicy) -> None:
+        deque(run(model, policy, requests, batch_tokens=TOKENS), maxlen=0)
+
+    ways = {f"{number}: {policy}": partial(drain, policy) for number, policy in enumerate(policies)}
+    seconds, machine = interleaved(ways, rounds, next(model.parameters()).shape[-1], progress)
+    full, some = next(iter(seconds.values())), recorded.take(rows)
+    timings = []
+    for policy, took in zip(policies, seconds.values(), strict=True):
+        agreement = compare(run(model, policy, requests, batch_tokens=TOKENS), policy, some)
+        timings.append(
+            QuestionTiming(
+                readout=policy.readout,
+                threshold=policy.threshold,
+                accuracy=agreement.accuracy,
+                average_loops=agreement.average_loops,
+                milliseconds=spread(1000 * took / len(rows)),
+                speedup=spread(full / took),
+                differing=agreement.differing,
+            )
+        )
+    return QuestionBench(folder.name, benchmark, len(rows), model.num_loops, machine, timings)

@@ -1,0 +1,199 @@
+"""How is text generated at adaptive depth? Prompts in, tokens out as they are ready, with the loops that each took.
+
+Shapes: V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopscope.config import NonNegative, Settings
+from loopscope.engine.decoding import CACHES, Cache, Decoder
+from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy
+from loopscope.exits.live import Follower
+from loopscope.models import LoopedModel
+
+Integers = NDArray[np.int64]
+_MOST = 2**63
+Whole = Annotated[int, msgspec.Meta(ge=0, le=_MOST - 1)]
+
+
+class Sampling(Settings, frozen=True, kw_only=True):
+    """Temperature 0 takes the likeliest token."""
+
+    temperature: NonNegative = 0.0
+    top_k: Whole = 0  # 0: of all tokens
+    top_p: float = 1.0
+    seed: Whole = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf and 0 <= self.top_k < _MOST and 0 <= self.seed < _MOST):
+            raise UserError("temperature, top_k and seed are numbers from 0 on, and below 2**63.")
+        if not 0 < self.top_p <= 1:
+            raise UserError("top_p is a number above 0 and up to 1.")
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    key: Any  # comes back with every token
+    tokens: Integers
+    forced: Integers | None = None  # what is said next, whatever the model would say: to see what it thinks of it
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """One token as it comes."""
+
+    key: Any
+    token: int
+    loops: int
+    finished: Literal["stop", "length"] | None  # why this is the last one
+    logits: Tensor | None  # [V], where they were asked for
+
+
+@dataclass
+class Work:
+    """What generating took."""
+
+    tokens: int = 0
+    loops: int = 0  # over all tokens
+    token_loops: int = 0  # that were run: prompts, and what the memory needed, included
+    cache_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Generated:
+    key: Any
+    tokens: list[int] = field(default_factory=list)
+    loops: list[int] = field(default_factory=list)
+    finished: str = ""
+
+
+def stream(
+    model: LoopedModel,
+    prompts: Iterable[Prompt],
+    policy: ExitPolicy | None = None,
+    *,
+    max_new_tokens: int = 128,
+    stop: Collection[int] = (),
+    until: Callable[[Any, int], bool] | None = None,
+    cache: Cache = "all",
+    sampling: Sampling | None = None,
+    batch_size: int = 8,
+    with_logits: bool = False,
+    work: Work | None = None,
+) -> Iterator[Token]:
+    """Tokens as they are ready. Without a policy every token goes through all loops.
+
+    A text ends with a token in `stop`, or when `until(key, token)`, which is asked of every token, says so. A prompt
+    that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what is
+    drawn: a prompt has random numbers of its own.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}.")
+    if cache not in CACHES:
+        raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHES)}.")
+    policy = policy or ExitPolicy("fixed", model.num_loops)
+    policy.check(model.weights_sha256 if policy.model is not None or policy.gate is not None else None, model.num_loops)
+    sampling, work = sampling or Sampling(), work or Work()
+    decoder = Decoder(model, Follower(policy, model.num_loops), batch_size, cache)
+    waiting = enumerate(prompts)
+    rows: dict[int, _Row] = {}
+    while True:
+        for row in sorted(set(range(batch_size)) - set(rows)):
+            if (following := next(waiting, None)) is None:
+                break
+            number, prompt = following
+            rows[row] = _Row(prompt, room(model, prompt, max_new_tokens), sampling, number)
+            decoder.admit(row, rows[row].tokens)
+        if not rows:
+            return
+        exits, loops, logits = decoder.step()
+        if not len(exits):
+            continue
+        chosen = _choose(logits.float(), [rows[row] for row in exits.tolist()], sampling)
+        going, said = [], []
+        for place, (row, took, token) in enumerate(zip(exits.tolist(), loops.tolist(), chosen, strict=True)):
+            finished = rows[row].says(token, stop)
+            if until is not None and until(rows[row].prompt.key, token):
+                finished = "stop"
+            work.tokens, work.loops = work.tokens + 1, work.loops + took
+            work.token_loops, work.cache_bytes = decoder.token_loops, decoder.cache_bytes
+            yield Token(rows[row].prompt.key, token, took, finished, logits[place].float() if with_logits else None)
+            if finished is None:
+                going.append(row)
+                said.append(token)
+            else:
+                del rows[row]
+        if going:
+            decoder.go_on(going, said)
+
+
+def generate(
+    model: LoopedModel, prompts: Iterable[Prompt], policy: ExitPolicy | None = None, **options: Any
+) -> list[Generated]:
+    """All continuations, in the order of the prompts; the options are those of `stream`."""
+    asked = list(prompts)
+    numbered = [Prompt(number, prompt.tokens, prompt.forced) for number, prompt in enumerate(asked)]
+    texts = [Generated(prompt.key) for prompt in asked]
+    for token in stream(model, numbered, policy, **options):
+        text = texts[token.key]
+        text.tokens.append(token.token)
+        text.loops.append(token.loops)
+        text.finished = token.finished or ""
+    return texts
+
+
+class _Row:
+    """A prompt that is being continued."""
+
+    def __init__(self, prompt: Prompt, room: int, sampling: Sampling, number: int) -> None:
+        self.prompt, self.room, self.said = prompt, room, 0
+        self.tokens = np.asarray(prompt.tokens, dtype=np.int64)
+        self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
+
+    def says(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
+        self.said += 1
+        if token in stop and self.prompt.forced is None:
+            return "stop"
+        return "length" if self.said == self.room else None
+
+
+def room(model: LoopedModel, prompt: Prompt, most: int) -> int:
+    """How many tokens may follow a prompt; one that the model cannot take is refused."""
+    given = [np.asarray(part) for part in (prompt.tokens, prompt.forced) if part is not None]
+    if any(part.ndim != 1 or not len(part) or part.dtype.kind not in "iu" for part in given):
+        raise UserError("A prompt, and what is forced after it, is a row of at least one token, a whole number each.")
+    if any(part.min() < 0 or part.max() >= model.vocab_size for part in given):
+        raise UserError(f"A prompt has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
+    if prompt.forced is not None:
+        model.check_length(sum(map(len, given)))
+        return len(prompt.forced)
+    model.check_length(len(given[0]) + 1)
+    return min(most, model.block_size - len(given[0]))
+
+
+def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
+    """The next token of every row, from its logits [n, V]."""
+    forced = [None if row.prompt.forced is None else int(row.prompt.forced[row.said]) for row in rows]
+    if sampling.temperature == 0:
+        likeliest = logits.argmax(-1).tolist()
+        return [token if must is None else must for token, must in zip(likeliest, forced, strict=True)]
+    ordered, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    shares = ordered.softmax(-1)
+    if sampling.top_k:
+        shares[:, sampling.top_k :] = 0
+    shares[shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True)] = 0
+    drawn = torch.tensor([row.draws.random() for row in rows], dtype=torch.float64, device=logits.device)
+    reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
+    picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0].tolist()
+    return [token if must is None else must for token, must in zip(picked, forced, strict=True)]

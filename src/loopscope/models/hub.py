@@ -1,0 +1,35 @@
+"""Where is a checkpoint? In a folder, or on the Hub under its name; only its data is fetched, never its code.
+
+A name may pin its revision: `ByteDance/Ouro-1.4B@0123abc`.
+"""
+
+import re
+from pathlib import Path
+
+from loopscope.errors import UserError
+
+_DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
+    """The folder itself, or that into which the Hub's files were fetched."""
+    path = Path(source)
+    if path.is_dir():
+        return path
+    name, _, pinned = str(source).partition("@")
+    if not _NAME.fullmatch(name) or str(source).startswith("."):
+        raise UserError(f"There is no folder {path}; give the folder of a checkpoint, or its name on the Hub.")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(
+            f"There is no folder {path}; to fetch it from the Hub install: pip install 'loopscope[lm]'."
+        ) from None
+    try:
+        return Path(snapshot_download(name, revision=revision or pinned or None, allow_patterns=list(_DATA)))
+    except Exception as error:  # out of reach, unknown, not allowed: each library below has errors of its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(
+            f"There is no folder {path}, and the Hub does not give it ({reason}); check the name and the connection."
+        ) from None

@@ -1,0 +1,204 @@
+"""Huginn, the recurrent-depth language model, in native PyTorch and in the parameter names of its checkpoints.
+
+A prelude embeds the tokens once: e. Every loop mixes the state with e and runs the core: s = core(adapter([s, e])). The
+state is read through a coda: its own layers, with attention, between the final norm applied twice. So the pooled state
+is s itself, which is what the model's own exit criteria look at, and `readable` costs the coda: a readout of logits at
+every loop pays it at every loop, one of the state's change does not. There is no gate.
+
+Shapes: B rows, S states, D width, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopscope.config import Count, NonNegative, Positive, read_json
+from loopscope.models.attending import attend
+from loopscope.models.attention import Rotary
+from loopscope.models.packing import Layout
+from loopscope.models.protocol import LoopedModel, LoopState
+
+
+class HuginnConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of `config.json` that the network depends on; others are ignored, unsupported values refused."""
+
+    vocab_size: Count
+    n_embd: Count
+    n_heads: Count
+    intermediate_size: Count
+    block_size: Count
+    n_layers_in_prelude: Count
+    n_layers_in_recurrent_block: Count
+    n_layers_in_coda: Count
+    mean_recurrence: Count
+    rope_base: Positive
+    norm_eps: NonNegative
+    tie_embeddings: Literal[True]
+    qk_bias: Literal[True]
+    bias: Literal[False] | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    injection_type: Literal["linear"] = "linear"
+    block_class_name: Literal["SandwichBlock"] = "SandwichBlock"
+    norm_class_name: Literal["RMSNorm_llama"] = "RMSNorm_llama"
+    mlp_class_name: Literal["GatedMLP"] = "GatedMLP"
+    test_time_noise: float = 0
+
+    def __post_init__(self) -> None:
+        if self.test_time_noise:
+            raise ValueError("test_time_noise is not supported")
+        if self.n_embd % self.n_heads or self.head_width % 2:
+            raise ValueError(f"n_embd {self.n_embd} does not divide into {self.n_heads} heads of an even width")
+        if self.num_key_value_heads not in (None, self.n_heads):
+            raise ValueError("num_key_value_heads other than n_heads is not supported")
+        if self.head_dim not in (None, self.head_width):
+            raise ValueError(f"head_dim must be n_embd / n_heads = {self.head_width}, got {self.head_dim}")
+
+    @property
+    def head_width(self) -> int:
+        return self.n_embd // self.n_heads
+
+
+def read_huginn_config(folder: Path) -> HuginnConfig:
+    return read_json(HuginnConfig, folder / "config.json", "Huginn configuration")
+
+
+@dataclass(frozen=True)
+class HuginnState(LoopState):
+    embedded: Tensor  # [S, D] what the prelude made of the tokens: every loop reads it again
+
+    tokenwise: ClassVar[tuple[str, ...]] = ("hidden", "embedded")
+
+
+class Huginn(LoopedModel):
+    head_attends = True
+    unneeded = ("lm_head.weight", "freqs_cis")  # the embedding again, and the angles of the rotary positions
+
+    def __init__(self, config: HuginnConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_loops = config.mean_recurrence
+        self.block_size = config.block_size
+        self.vocab_size = config.vocab_size
+        self.initial_state: Literal["zeros", "random"] = "zeros"
+        """Where the loops begin; random as in training, but the same for all rows at a position, as `seed` gives it."""
+        self.seed = 0
+        self.transformer = Backbone(config)
+
+    def first(self, tokens: Tensor, layout: Layout) -> LoopState:
+        embedded = self.transformer.wte(tokens) * math.sqrt(self.config.n_embd)
+        embedded = _through(self.transformer.prelude, embedded, layout)
+        start = torch.zeros_like(embedded)
+        if self.initial_state == "random":
+            noise = _noise(self.seed, int(layout.positions.max()) + 1, self.config.n_embd)
+            start = noise.to(embedded)[layout.positions]
+        return HuginnState(start, layout, torch.zeros_like(layout.lengths), embedded)
+
+    def step(self, state: LoopState) -> LoopState:
+        assert isinstance(state, HuginnState)
+        mixed = self.transformer.adapter(torch.cat((state.hidden, state.embedded), dim=1))
+        hidden = _through(self.transformer.core_block, mixed, state.layout)
+        return HuginnState(hidden, state.layout, state.loop + 1, state.embedded)
+
+    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        return state.at(positions)
+
+    def readable(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        """What the coda makes of the state; it attends, so it runs on whole rows."""
+        layout = state.layout
+        hidden = _through(self.transformer.coda, self.transformer.ln_f(state.hidden), layout)
+        if positions is not None:
+            hidden = hidden.index_select(0, layout.states(layout.starts + positions))
+        normed: Tensor = self.transformer.ln_f(hidden)
+        return normed
+
+    def predict(self, readable: Tensor) -> Tensor:
+        return F.linear(readable, self.transformer.wte.weight)
+
+    def halt(self, pooled: Tensor) -> Tensor | None:
+        return None
+
+
+def _through(blocks: Iterable[nn.Module], hidden: Tensor, layout: Layout) -> Tensor:
+    for block in blocks:
+        hidden = block(hidden, layout)
+    return hidden
+
+
+@lru_cache(maxsize=8)
+def _noise(seed: int, length: int, width: int) -> Tensor:
+    """[M, D] normal numbers of standard deviation sqrt(2/5), cut at three of them; longer rows begin with the same."""
+    bits = np.random.Philox(key=seed).random_raw(length * width).reshape(length, width)
+    share = ((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53 * 2 - 1) * math.erf(3 / math.sqrt(2))
+    with torch.inference_mode(False):  # kept for whoever comes next, in training too
+        return torch.erfinv(torch.from_numpy(share)).mul_(math.sqrt(2) * math.sqrt(2 / 5)).float()
+
+
+class Backbone(nn.Module):
+    def __init__(self, config: HuginnConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.prelude = _blocks(config, "prelude", config.n_layers_in_prelude)
+        self.adapter = nn.Linear(2 * config.n_embd, config.n_embd, bias=False)
+        self.core_block = _blocks(config, "core", config.n_layers_in_recurrent_block)
+        self.coda = _blocks(config, "coda", config.n_layers_in_coda)
+        self.ln_f = nn.RMSNorm(config.n_embd, config.norm_eps)
+
+
+def _blocks(config: HuginnConfig, name: str, count: int) -> nn.ModuleList:
+    return nn.ModuleList(Block(config, f"{name}.{number}") for number in range(count))
+
+
+class Block(nn.Module):
+    """The norms stand around the sums: x = norm(attention(norm(x)) + x), the MLP likewise."""
+
+    def __init__(self, config: HuginnConfig, slot: str) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2, self.norm_3, self.norm_4 = (
+            nn.RMSNorm(config.n_embd, config.norm_eps) for _ in range(4)
+        )
+        self.attn = Attention(config, slot)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        hidden = self.norm_2(self.attn(self.norm_1(hidden), layout) + hidden)
+        out: Tensor = self.norm_4(self.mlp(self.norm_3(hidden)) + hidden)
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self, config: HuginnConfig, slot: str) -> None:
+        super().__init__()
+        self.slot = slot  # which layer this is, where keys and values are kept
+        self.heads, self.head_width = config.n_heads, config.head_width
+        self.rotary = Rotary(config.head_width, config.rope_base, interleaved=True)
+        self.Wqkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.qk_bias = nn.Parameter(torch.zeros(2, 1, config.n_heads, config.head_width))
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        projected = self.Wqkv(hidden).view(-1, 3 * self.heads, self.head_width)
+        projected = projected + F.pad(self.qk_bias.view(2 * self.heads, -1), (0, 0, 0, self.heads))
+        out: Tensor = self.proj(attend(projected, (self.heads,) * 3, layout, self.rotary, self.slot))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, config: HuginnConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
+        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.fc(hidden).chunk(2, dim=-1)
+        out: Tensor = self.proj(F.silu(gate) * up)
+        return out

@@ -1,0 +1,50 @@
+"""How does text become tokens? By the checkpoint's own `tokenizer.json`, read as data: no code from it, no Python class
+that it names, no model configuration.
+
+Where does generated text end? At the configuration's eos and at the end of a chat turn, which is another token.
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from loopscope.errors import UserError
+
+FILE = "tokenizer.json"
+ENDS_OF_TURN = ("<|im_end|>", "<|end_turn|>")
+"""Ouro's (2, while its configuration says eos 0) and Huginn's (65508)."""
+
+
+def load_tokenizer(source: str | Path) -> Any:
+    """transformers' `PreTrainedTokenizerFast` from a checkpoint's folder or a Hub id."""
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ImportError:
+        raise UserError("Text needs transformers; install it with: pip install 'loopscope[lm]'.") from None
+    if Path(source).is_dir() and not (Path(source) / FILE).is_file():
+        raise UserError(f"{source} has no {FILE}; put the model's tokenizer files there.")
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(source))
+    except Exception as error:  # the Hub out of reach, or a file that is no tokenizer
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"No tokenizer could be read from {source} ({reason}).") from None
+
+
+def stop_tokens(tokenizer: Any, configured: Collection[int] = ()) -> set[int]:
+    """The tokens that end a generated text: eos, by the configuration and the tokenizer, and the ends of a turn."""
+    vocabulary = tokenizer.get_vocab()
+    ends = {vocabulary[end] for end in ENDS_OF_TURN if end in vocabulary} | set(configured)
+    return ends if tokenizer.eos_token_id is None else ends | {tokenizer.eos_token_id}
+
+
+def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The tokens of a chat (messages with `role` and `content`), up to where the model's turn begins."""
+    if tokenizer.chat_template is None:
+        raise UserError("This tokenizer has no chat template: the model is no chat model; give it plain text.")
+    from jinja2 import TemplateError
+
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    except TemplateError as error:  # a template may be particular about roles and their order
+        raise UserError(f"The model's chat template does not take these messages ({error}).") from None
+    return ids

@@ -1,0 +1,207 @@
+"""How does a text become a recording? Every token of it is a decision: what comes next, at every loop.
+
+A document is cut into windows that overlap by one token, so that each of its tokens but the first is predicted once,
+from at most `context` - 1 tokens before it. Windows of about the same length run together, packed. Of the logits only
+the signals are computed, on the model's device, and nothing is kept: a vocabulary has tens of thousands of classes. The
+sequence of a decision is its document: documents are independent of each other, windows of one are not.
+
+Shapes: N decisions, T loops, W windows, P tokens of all windows of a batch, K decisions of a batch, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopscope.artifacts import atomic_folder, create_tensors, sha256
+from loopscope.engine.wide import told
+from loopscope.errors import UserError
+from loopscope.exits.signals import SIGNALS
+from loopscope.models import LoopedModel, Loops, load_model
+from loopscope.models.hub import find_checkpoint
+from loopscope.models.packing import Layout
+from loopscope.progress import Advance, silent
+from loopscope.recording.tasks import Keep, recorded_before
+from loopscope.text import encode, read_documents
+from loopscope.training.loop import run_of
+from loopscope.trajectory import KIND, SIGNAL_PREFIX, Trajectory, seal
+
+SPLITS = ("train", "validation", "test")
+CONTEXT = 512
+"""Tokens of a window, if the model takes as many."""
+_TOKENS = 4096
+"""Tokens that run together."""
+_NUMBERS = 1 << 24
+"""Logits that are looked at together."""
+
+Integers = NDArray[np.int64]
+
+
+def record_text(
+    checkpoint: str | Path,
+    texts: Sequence[Path],
+    split: str,
+    out: Path,
+    *,
+    context: int | None = None,
+    limit: int | None = None,
+    hidden: bool = False,
+    device: str | torch.device = "cpu",
+    dtype: str | None = None,
+    tokens: int = _TOKENS,
+    progress: Advance = silent,
+) -> Trajectory:
+    """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again."""
+    if split not in SPLITS:
+        raise UserError(f"A text has no split '{split}'; say what it is to the model: {', '.join(SPLITS)}.")
+    documents = read_documents(texts)
+    folder = find_checkpoint(checkpoint)
+    model = load_model(folder, device, dtype)
+    context = min(model.block_size, CONTEXT) if context is None else context
+    if not 2 <= context <= model.block_size:
+        raise UserError(f"A context of {context} tokens is not possible: choose 2 to {model.block_size}.")
+    windows = cut(encode(documents, folder), context, limit)
+    if int(windows.tokens.max()) >= model.vocab_size:
+        raise UserError(f"The tokenizer of {folder} has more tokens than the model's {model.vocab_size}.")
+    shape = (windows.decisions, model.num_loops)
+    provenance = {
+        "weights_sha256": model.weights_sha256,
+        "run": run_of(folder),
+        "text_sha256": [sha256(path) for path in texts],
+        "context": context,
+        "examples": windows.decisions,
+        "documents": len(np.unique(windows.documents)),
+        "dtype": dtype,
+        "keeps_logits": False,
+        "keeps_hidden": hidden,
+    }
+    if (found := recorded_before(out, split, provenance)) is not None:
+        return found
+    keep, done = Keep(logits=False, hidden=hidden), 0
+    with atomic_folder(out, KIND) as scratch:
+        probe = model.loops(torch.zeros((1, 1), dtype=torch.int64, device=device), num_loops=1)
+        layout: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(("labels", "sequences"), (shape[:1], np.int64))
+        layout |= {"predictions": (shape, np.int64), "label_log_probs": (shape, np.float64)}
+        layout |= {} if probe.gate_logits is None else {"gate_logits": (shape, np.float32)}
+        layout |= {SIGNAL_PREFIX + name: (shape, np.float64) for name in keep.signals}
+        arrays = create_tensors(scratch / "trajectory.safetensors", layout)
+        if hidden:
+            states = {"hidden": ((*shape, probe.hidden.shape[-1]), np.float32)}
+            arrays |= create_tensors(scratch / "hidden.safetensors", states)
+        for batch in windows.batches(tokens):
+            rows, labels, sequences = windows.asked(batch)
+            arrays["labels"][rows], arrays["sequences"][rows] = labels, sequences
+            for part, said in predictions(model, *windows.packed(batch), device):
+                _write(arrays, rows[part], said, labels[part], keep)
+            done += len(rows)
+            progress(done, windows.decisions, "")
+        for array in arrays.values():
+            array.flush()  # type: ignore[attr-defined]
+        seal(scratch, split, *shape, provenance)
+    return Trajectory.load(out)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Pieces of documents that run through the model; all but the last token of each is asked what comes next."""
+
+    tokens: Integers  # of all documents, one after the other
+    starts: Integers  # [W] where each begins in them
+    lengths: Integers  # [W]
+    documents: Integers  # [W] whose piece it is
+
+    @property
+    def decisions(self) -> int:
+        return int(self.lengths.sum()) - len(self.lengths)
+
+    def batches(self, tokens: int) -> Iterator[Integers]:
+        """The numbers of windows that run together: of about one length, with at most so many tokens (or alone)."""
+        order = np.argsort(self.lengths, kind="stable")
+        first = 0
+        while first < len(order):
+            lengths = self.lengths[order[first:]]
+            count = max(1, int(np.searchsorted(lengths * np.arange(1, len(lengths) + 1), tokens, side="right")))
+            yield order[first : first + count]
+            first += count
+
+    def packed(self, batch: Integers) -> tuple[Integers, Integers]:
+        """The tokens [P] and the lengths of these windows."""
+        lengths = self.lengths[batch]
+        return self.tokens[_counting(self.starts[batch], lengths)], lengths
+
+    def asked(self, batch: Integers) -> tuple[Integers, Integers, Integers]:
+        """[K] Of their decisions: the place in the recording, the token that comes next, and the document."""
+        asking = self.lengths - 1
+        rows = _counting((asking.cumsum() - asking)[batch], asking[batch])
+        following = self.tokens[_counting(self.starts[batch] + 1, asking[batch])]
+        return rows, following, np.repeat(self.documents[batch], asking[batch])
+
+
+def cut(documents: Sequence[Integers], context: int, limit: int | None) -> Windows:
+    """The windows of documents, of at most `context` tokens each, with at most `limit` decisions in all."""
+    whole = np.array([len(document) for document in documents])
+    asking = np.maximum(whole - 1, 0)
+    if limit is not None:
+        asking = np.clip(limit - (asking.cumsum() - asking), 0, asking)
+    if not asking.any():
+        raise UserError("No document of the text has two tokens, so that there is nothing to predict.")
+    counts = -(-asking // (context - 1))
+    number = _counting(np.zeros_like(counts), counts)  # of a window in its document
+    left = np.repeat(asking, counts) - number * (context - 1)
+    return Windows(
+        np.concatenate(documents),
+        np.repeat(whole.cumsum() - whole, counts) + number * (context - 1),
+        np.minimum(left, context - 1) + 1,
+        np.repeat(np.arange(len(documents)), counts),
+    )
+
+
+@torch.inference_mode()
+def predictions(
+    model: LoopedModel, tokens: Integers, lengths: Integers, device: str | torch.device
+) -> Iterator[tuple[slice, Loops]]:
+    """What the model says at every loop at all tokens but the last of every window, some of them at a time."""
+    layout = Layout(torch.from_numpy(lengths).to(device))
+    state = model.begin_packed(torch.from_numpy(tokens).to(device), layout)
+    asked = torch.ones(len(tokens), dtype=torch.bool, device=device)
+    asked[layout.starts + layout.lengths - 1] = False
+    pooled, readable = [], []
+    for _ in range(model.num_loops):
+        state = model.step(state)
+        pooled.append(model.pooled(state)[asked])
+        readable.append(model.readable(state)[asked] if model.head_attends else pooled[-1])
+    hidden, read = torch.stack(pooled), torch.stack(readable)
+    halt = model.halt(hidden)
+    few = max(1, _NUMBERS // (model.num_loops * model.vocab_size))
+    for start in range(0, hidden.shape[1], few):
+        part = slice(start, start + few)
+        yield part, Loops(model.predict(read[:, part]), hidden[:, part], _part(halt, part))
+
+
+def _write(arrays: dict[str, NDArray[Any]], rows: Integers, out: Loops, labels: Integers, keep: Keep) -> None:
+    """Puts what the model said at some decisions in its place; of the logits, only the signals leave the device."""
+    for name, values in told(out.logits, torch.from_numpy(labels).to(out.logits.device)).items():
+        arrays[SIGNAL_PREFIX + name if name in SIGNALS else name][rows] = values
+    if out.gate_logits is not None:
+        arrays["gate_logits"][rows] = out.gate_logits.T.float().cpu().numpy()
+    states = out.hidden.transpose(0, 1).float().cpu().numpy()
+    if keep.hidden:
+        arrays["hidden"][rows] = states
+    for name in keep.signals:
+        source, compute = SIGNALS[name]
+        if source == "hidden":
+            arrays[SIGNAL_PREFIX + name][rows] = compute(states)
+
+
+def _part(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[:, part]
+
+
+def _counting(first: Integers, counts: Integers) -> Integers:
+    """For each of `first` that many numbers, counting up from it."""
+    return np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)

@@ -1,0 +1,268 @@
+"""Generation: is every token what a plain run says, whatever the cache, the policy and the batch?"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDEN, random_trajectory
+from plain_decoding import PlainDecoder
+from safetensors.torch import load_file
+from scipy.stats import chisquare
+from tiny_language import MODELS, VOCABULARY, write_ouro
+
+import loopscope as ls
+from loopscope.engine import Generated, Prompt, Sampling, Work, generate, stream
+from loopscope.engine.decoding import CACHES, Cache
+from loopscope.models import LoopedModel
+
+POLICIES = [
+    ls.ExitPolicy("gate", 0.6),
+    ls.ExitPolicy("top1", 0.075),
+    ls.ExitPolicy("hidden_cosine", 0.3),
+    ls.ExitPolicy("kl", 0.07),
+    ls.ExitPolicy("fixed", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoopedModel:
+    return MODELS["ouro"]()
+
+
+def prompts(count: int = 5, longest: int = 14) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(f"prompt {i}", rng.integers(0, VOCABULARY, rng.integers(1, longest))) for i in range(count)]
+
+
+def same(ours: list[Generated], theirs: list[Generated]) -> bool:
+    return all(
+        (one.key, one.tokens, one.loops, one.finished) == (other.key, other.tokens, other.loops, other.finished)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("cache", ["all", "fill"])
+def test_golden_greedy_continuation(cache: Cache) -> None:
+    golden = ls.load_model(GOLDEN / "ouro-tiny")
+    expected = load_file(GOLDEN / "ouro-tiny" / "expected.safetensors")
+    asked = [Prompt(number, row) for number, row in enumerate(expected["input_ids"].numpy())]
+    start = len(asked[0].tokens)
+    for batch_size in (1, 2, 3):
+        texts = generate(golden, asked, max_new_tokens=12, cache=cache, batch_size=batch_size)
+        assert [text.tokens for text in texts] == expected["greedy"][:, start : start + 12].tolist()
+        assert all(text.loops == [4] * 12 and text.finished == "length" for text in texts)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("name", ["ouro", "coda"])
+def test_every_cache_is_what_it_is_meant_to_be(
+    name: str, policy: ls.ExitPolicy, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch with others, and by itself; against a decoder that keeps everything in dictionaries."""
+    model = MODELS[name]()
+    together = generate(model, prompts(), policy, max_new_tokens=7, cache=cache, batch_size=3)
+    assert same(together, generate(model, prompts(), policy, max_new_tokens=7, cache=cache, batch_size=1))
+    if policy.readout != "fixed":
+        assert len({loop for text in together for loop in text.loops}) > 1
+    told = list(stream(model, prompts(2), policy, max_new_tokens=7, cache=cache, with_logits=True))
+    for prompt, text in zip(prompts(2), together, strict=False):
+        decoder = PlainDecoder(model, policy, cache, monkeypatch)
+        tokens, loops, logits = decoder.generate(prompt.tokens.tolist(), 7)
+        assert (tokens, loops) == (text.tokens, text.loops)
+        for token, expected in zip((token for token in told if token.key == prompt.key), logits, strict=True):
+            assert token.logits is not None
+            assert torch.allclose(token.logits, expected, atol=5e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[1], POLICIES[3], None], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(name: str, policy: ls.ExitPolicy | None) -> None:
+    model = MODELS[name]()
+    replayed = policy or ls.ExitPolicy("fixed", model.num_loops)
+    for prompt, text in zip(prompts(3), generate(model, prompts(3), policy, max_new_tokens=65), strict=True):
+        out = model.loops(torch.from_numpy(np.concatenate((prompt.tokens, text.tokens)))[None])
+        there = slice(len(prompt.tokens) - 1, -1)
+        assert out.gate_logits is not None
+        recorded = ls.Trajectory(
+            logits=out.logits[:, 0, there].transpose(0, 1).numpy(),
+            gate_logits=out.gate_logits[:, 0, there].T.numpy(),
+            hidden=out.hidden[:, 0, there].transpose(0, 1).numpy(),
+        )
+        loops = replayed.exit_loops(recorded)
+        assert loops.tolist() == text.loops
+        assert recorded.predicted[np.arange(65), loops - 1].tolist() == text.tokens
+
+
+def test_what_the_caches_take(model: LoopedModel) -> None:
+    works = {}
+    for cache in CACHES:
+        works[cache] = Work()
+        texts = generate(model, prompts(), max_new_tokens=5, cache=cache, work=works[cache])
+        assert (works[cache].tokens, works[cache].loops) == (25, 100)
+        tokens = sum(len(p.tokens) for p in prompts()) + sum(len(text.tokens) - 1 for text in texts)
+        assert works[cache].token_loops == 4 * tokens  # all but the last one of a text
+    taken = []
+    for count, batch_size in ((1, 1), (1, 8), (4, 4), (8, 4)):
+        generate(model, prompts(count), max_new_tokens=2, batch_size=batch_size, work=(work := Work()))
+        taken.append(work.cache_bytes)
+    assert taken == [taken[0], taken[0], 4 * taken[0], 4 * taken[0]]  # by who is there at a time
+    assert works["all"].cache_bytes == works["fill"].cache_bytes == 4 * works["last"].cache_bytes > 0
+
+
+def test_only_what_is_needed_runs(model: LoopedModel) -> None:
+    """Kept loops are made up for when somebody needs them, and a prompt's only when the text goes on."""
+    tokens = sum(len(prompt.tokens) for prompt in prompts())
+    for cache, loops in (("all", 1), ("fill", 4), ("last", 4)):
+        for count in (1, 3):
+            work = Work()
+            generate(model, prompts(), ls.ExitPolicy("fixed", 1), max_new_tokens=count, cache=cache, work=work)
+            assert work.token_loops == tokens * (1 if count == 1 else loops) + 5 * (count - 1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("cache", ["all", "fill"])
+def test_forced_tokens_are_said_and_the_models_thoughts_told(model: LoopedModel, cache: Cache) -> None:
+    (prompt,) = prompts(1)
+    forced = np.random.default_rng(1).integers(0, VOCABULARY, 8)
+    asked = [Prompt("forced", prompt.tokens, forced), Prompt("free", prompt.tokens)]
+    out = list(stream(model, asked, stop={int(forced[2])}, max_new_tokens=3, cache=cache, with_logits=True))
+    told = [token for token in out if token.key == "forced"]
+    assert [token.token for token in told] == forced.tolist()
+    assert [token.finished for token in told] == [None] * 7 + ["length"]
+    plain = model.loops(torch.from_numpy(np.concatenate((prompt.tokens, forced)))[None]).logits[-1, 0]
+    logits = torch.stack([token.logits for token in told if token.logits is not None])
+    assert torch.allclose(logits, plain[len(prompt.tokens) - 1 : -1], atol=5e-5)
+    assert len(out) == 8 + 3
+    assert next(stream(model, asked[:1])).logits is None
+
+
+def test_a_text_ends_at_a_stop_token_or_at_its_length(model: LoopedModel) -> None:
+    whole = generate(model, prompts(), max_new_tokens=12)
+    stop = whole[0].tokens[3]
+    for text, full in zip(generate(model, prompts(), max_new_tokens=12, stop=[stop], batch_size=2), whole, strict=True):
+        assert text.tokens == full.tokens[: len(text.tokens)]
+        if stop in full.tokens:
+            assert (text.finished, text.tokens.index(stop)) == ("stop", len(text.tokens) - 1)
+        else:
+            assert (text.finished, len(text.tokens)) == ("length", 12)
+    (short,) = generate(model, [Prompt(0, np.ones(250, dtype=np.int64))], max_new_tokens=50)
+    assert (short.finished, len(short.tokens)) == ("length", 6)  # as far as the block goes
+
+
+def test_what_is_drawn_depends_on_the_prompt_alone(model: LoopedModel) -> None:
+    hot = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=3)
+    alone = generate(model, prompts(), POLICIES[0], max_new_tokens=8, sampling=hot, batch_size=1)
+    for batch_size in (2, 5):
+        together = generate(model, prompts(), POLICIES[0], max_new_tokens=8, sampling=hot, batch_size=batch_size)
+        assert same(together, alone)
+    other = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=4)
+    assert not same(generate(model, prompts(), POLICIES[0], max_new_tokens=8, sampling=other), alone)
+    twice = generate(model, [prompts()[0]] * 2, max_new_tokens=8, sampling=hot)
+    assert twice[0].tokens != twice[1].tokens
+    greedy = generate(model, prompts(), max_new_tokens=8)
+    for cold in (Sampling(temperature=2.0, top_k=1), Sampling(temperature=1.0, top_p=1e-9), Sampling(temperature=1e-6)):
+        assert same(generate(model, prompts(), max_new_tokens=8, sampling=cold), greedy)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5),
+        Sampling(temperature=1.3, top_k=6),
+        Sampling(temperature=0.8, top_p=0.6),
+        Sampling(temperature=1.0, top_k=8, top_p=0.5),
+    ],
+    ids=repr,
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(model: LoopedModel, sampling: Sampling) -> None:
+    draws, row = 2000, np.array([7])
+    tokens = generate(
+        model,
+        [Prompt(0, row)] * draws,
+        ls.ExitPolicy("fixed", 1),
+        max_new_tokens=1,
+        sampling=sampling,
+        batch_size=draws,
+    )
+    counts = np.bincount([text.tokens[0] for text in tokens], minlength=VOCABULARY)
+    logits = model.loops(torch.from_numpy(row)[None]).logits[0, 0, 0].double().numpy() / sampling.temperature
+    shares = np.exp(logits - logits.max())
+    kept = np.argsort(-shares)[: sampling.top_k or VOCABULARY]
+    shares = shares[kept] / shares[kept].sum()
+    enough = int(np.searchsorted(shares.cumsum(), sampling.top_p)) + 1  # the fewest that reach top_p
+    kept, shares = kept[:enough], shares[:enough] / shares[:enough].sum()
+    assert counts.sum() == counts[kept].sum() == draws
+    assert chisquare(counts[kept], shares * draws).pvalue > 1e-3
+
+
+def test_tokens_come_before_all_is_done(model: LoopedModel) -> None:
+    """And prompts are taken only when there is room."""
+    taken = 0
+
+    def arriving() -> Iterator[Prompt]:
+        nonlocal taken
+        for prompt in prompts(6):
+            taken += 1
+            yield prompt
+
+    work = Work()
+    tokens = stream(model, arriving(), POLICIES[0], max_new_tokens=4, batch_size=2, work=work)
+    first = next(tokens)
+    assert (taken, work.tokens, first.finished) == (2, 1, None)
+    rest = [first, *tokens]
+    assert (taken, work.tokens, len(rest)) == (6, 24, 24)
+    assert [token.finished for token in rest if token.key == "prompt 5"] == [None, None, None, "length"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        (Prompt(0, np.empty(0, dtype=np.int64)), {}, "at least one token"),
+        (Prompt(0, np.ones((1, 2), dtype=np.int64)), {}, "row of at least one token"),
+        (Prompt(0, np.array([1.5])), {}, "whole number"),
+        (Prompt(0, np.array([1, VOCABULARY])), {}, r"outside the model's vocabulary \(0..49\)"),
+        (Prompt(0, np.array([-1])), {}, "outside the model's vocabulary"),
+        (Prompt(0, np.ones(300, dtype=np.int64)), {}, "block size is 256"),
+        (Prompt(0, np.array([1]), np.array([99])), {}, "outside the model's vocabulary"),
+        (Prompt(0, np.array([1]), np.empty(0, dtype=np.int64)), {}, "at least one token"),
+        (Prompt(0, np.array([1]), np.ones(256, dtype=np.int64)), {}, "block size is 256"),
+        (Prompt(0, np.array([1])), {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        (Prompt(0, np.array([1])), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        (Prompt(0, np.array([1])), {"cache": "some"}, "no cache 'some'; choose one of all, fill, last"),
+        (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("fixed", 9)}, "beyond the model's 4 loops"),
+        (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("oracle")}, "cannot be run|replayed but not run"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: LoopedModel, prompt: Prompt, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ls.UserError, match=words) as refused:
+        generate(model, [prompt], **options)  # type: ignore[arg-type]
+    assert str(refused.value).endswith(".")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}, {"seed": 2**63}]
+)
+def test_impossible_sampling(settings: dict[str, float]) -> None:
+    with pytest.raises(ls.UserError):
+        Sampling(**settings)  # type: ignore[arg-type]
+
+
+def test_a_policy_of_another_model_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = ls.load_model(write_ouro(tmp_path_factory.mktemp("ouro")))
+    data = random_trajectory(split="validation", provenance={"weights_sha256": "0" * 64})
+    foreign = ls.calibrate(data, 0.3, readout="margin")
+    with pytest.raises(ls.UserError, match="calibrated for another model"):
+        generate(model, prompts(), foreign)
+    assert len(generate(model, prompts(), foreign.for_any_model(), max_new_tokens=2)) == 5
+
+
+def test_no_gate_no_gate_readout(model: LoopedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "halt", lambda pooled: None)
+    with pytest.raises(ls.UserError, match="no gate"):
+        generate(model, prompts(), POLICIES[0])

@@ -1,0 +1,213 @@
+"""Branches, prefixes and memory: are the states those of plain rows, whatever else is in the batch?"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tiny_language import MODELS, VOCABULARY
+from torch import Tensor
+
+import loopscope as ls
+from loopscope.models import LoopedModel, LoopState
+from loopscope.models.memory import GoingOn, Memory, Prefixed
+from loopscope.models.packing import Layout
+
+Tokens = NDArray[np.int64]
+Asked = tuple[Tokens, list[Tokens]]  # a context and its choices
+Said = tuple[Tensor, Tensor]  # pooled states [T, P, D] and logits [T, P, V]
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> LoopedModel:
+    return MODELS[request.param]()
+
+
+def some(*lengths: int, seed: int = 0) -> list[Tokens]:
+    rng = np.random.default_rng([seed, *lengths])
+    return [rng.integers(0, VOCABULARY, length) for length in lengths]
+
+
+def questions() -> list[Asked]:
+    """Short and long ones (there are two kernels), of three, three, four and two choices."""
+    shapes = ((40, (3, 5, 2)), (90, (1, 7, 4)), (38, (2, 2, 2, 6)), (1, (1, 1)))
+    return [(some(context)[0], some(*lengths, seed=context)) for context, lengths in shapes]
+
+
+def laid_out(asked: Sequence[Asked], past: Prefixed | None = None) -> tuple[Tensor, Layout]:
+    most = max(len(choices) for _, choices in asked)
+    counts = [[len(choice) for choice in choices] for _, choices in asked]
+    lengths = [len(context) + sum(each) for (context, _), each in zip(asked, counts, strict=True)]
+    branches = torch.tensor([each + [0] * (most - len(each)) for each in counts])
+    tokens = np.concatenate([np.concatenate((context, *choices)) for context, choices in asked])
+    return torch.from_numpy(tokens), Layout(torch.tensor(lengths), branches=branches, past=past)
+
+
+def said(model: LoopedModel, row: Tokens, start: int = 0) -> Said:
+    """What the model says of a plain row, from this token on."""
+    out = model.loops(torch.from_numpy(row)[None])
+    return out.hidden[:, 0, start:], out.logits[:, 0, start:]
+
+
+def plainly(model: LoopedModel, asked: Sequence[Asked], before: Sequence[Tokens] | None = None) -> Said:
+    """The same of every choice in a row of its own, in the order of the layout."""
+    parts: list[Said] = []
+    for prefix, (context, choices) in zip(before or [np.empty(0, np.int64)] * len(asked), asked, strict=True):
+        start = len(prefix) + len(context)
+        parts.append(said(model, np.concatenate((prefix, context)), len(prefix)))
+        parts += [said(model, np.concatenate((prefix, context, choice)), start) for choice in choices]
+    hidden, logits = (torch.cat(values, dim=1) for values in zip(*parts, strict=True))
+    return hidden, logits
+
+
+def check(model: LoopedModel, state: LoopState, expected: Said, loop: int) -> None:
+    pooled, logits = model.pooled(state), model.predict(model.readable(state))
+    assert torch.allclose(pooled, expected[0][loop - 1], atol=2e-5)
+    assert torch.allclose(logits, expected[1][loop - 1], atol=5e-5)
+
+
+@torch.inference_mode()
+def test_every_choice_is_a_row_of_its_own(model: LoopedModel) -> None:
+    state, expected = model.begin_packed(*laid_out(questions())), plainly(model, questions())
+    for loop in range(1, model.num_loops + 1):
+        state = model.step(state)
+        check(model, state, expected, loop)
+
+
+@torch.inference_mode()
+def test_branched_rows_are_taken_and_joined(model: LoopedModel) -> None:
+    """Rows with more choices join, at another loop, and rows are left out."""
+    asked = questions()
+    early = model.step(model.begin_packed(*laid_out(asked[:2]))).take(torch.tensor([1]))
+    late = model.begin_packed(*laid_out(asked[2:]))
+    joined = model.step(type(early).join([early, late]))
+    assert joined.loop.tolist() == [2, 1, 1]
+    for row, loop in ((0, 2), (1, 1), (2, 1)):
+        alone = joined.take(torch.tensor([row]))
+        check(model, alone, plainly(model, [asked[row + 1]]), loop)
+    last = model.step(joined.take(torch.tensor([2, 0])))
+    check(model, last.take(torch.tensor([0])), plainly(model, asked[3:]), 2)
+    check(model, last.take(torch.tensor([1])), plainly(model, asked[1:2]), 3)
+
+
+@torch.inference_mode()
+def test_a_row_without_branches_joins_rows_with_some() -> None:
+    model = MODELS["ouro"]()
+    (row,) = some(9)
+    joined = LoopState.join([model.begin(torch.from_numpy(row)[None]), model.begin_packed(*laid_out(questions()))])
+    state = model.step(joined)
+    check(model, state.take(torch.tensor([0])), said(model, row), 1)
+    check(model, state.take(torch.arange(1, 5)), plainly(model, questions()), 1)
+
+
+def remembering(model: LoopedModel, text: Tokens) -> Memory:
+    """The keys and values of a text in every loop."""
+    memory, nothing = Memory(1, len(text)), np.zeros(1, dtype=np.int64)
+    pasts = [GoingOn(memory, nothing, nothing, np.array([level])) for level in range(model.num_loops + 1)]
+    state = model.begin_packed(torch.from_numpy(text), Layout(torch.tensor([len(text)]), past=pasts[0]))
+    for past in pasts[1:]:
+        state = model.step(state.after(past))
+        model.readable(state)
+    return memory
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("branching", [True, False])
+def test_after_a_text_that_was_read_before(model: LoopedModel, branching: bool) -> None:
+    """Two texts and none in one batch; rows of one text are not beside each other, rows of one length are."""
+    one, two, three, four = questions()
+    asked = [one, three, two, four] if branching else [(context, []) for context, _ in (one, three, two, four)]
+    texts = some(17, 70)
+    memories = [*(remembering(model, text) for text in texts), None]
+    whose = [0, 1, 2, 0]
+    before = [*texts, np.empty(0, dtype=np.int64)]
+    of_rows = np.empty(4, dtype=object)
+    of_rows[:] = [memories[which] for which in whose]
+    counts = np.array([len(before[which]) for which in whose])
+    pasts = [Prefixed(of_rows, counts, np.full(4, level)) for level in range(model.num_loops + 1)]
+    if branching:
+        tokens, layout = laid_out(asked, pasts[0])
+    else:
+        tokens = torch.from_numpy(np.concatenate([context for context, _ in asked]))
+        layout = Layout(torch.tensor([len(context) for context, _ in asked]), past=pasts[0])
+    state = model.begin_packed(tokens, layout)
+    expected = plainly(model, asked, [before[which] for which in whose])
+    for loop in range(1, model.num_loops + 1):
+        state = model.step(state.after(pasts[loop]))
+        check(model, state, expected, loop)
+    taken = state.take(torch.tensor([3, 1]))
+    rows = [asked[3], asked[1]]
+    check(model, taken, plainly(model, rows, [before[0], before[1]]), model.num_loops)
+
+
+@torch.inference_mode()
+def test_rows_go_on_where_they_are(model: LoopedModel) -> None:
+    """Two rows with different pasts go on by chunks, one a loop behind the other; the memory grows on the way."""
+    first, second = some(12, 80)
+    chunks = ([first[:9], *np.split(first[9:], 3)], [second[:70], second[70:71], second[71:78], second[78:]])
+    expected = said(model, first), said(model, second)
+    memory = Memory(3, 75)
+    done = [0, 0]
+    for ours, theirs in zip(*chunks, strict=True):
+        memory.grow(done[1] + len(theirs))
+
+        def past(rows: list[int], levels: list[int]) -> GoingOn:
+            before = np.array([done[0] if row == 0 else done[1] for row in rows])  # noqa: B023 - used at once
+            return GoingOn(memory, np.array(rows), before, np.array(levels))
+
+        states: list[LoopState] = []
+        for row, tokens in ((0, ours), (2, theirs)):
+            layout = Layout(torch.tensor([len(tokens)]), past=past([row], [0]))
+            states.append(model.begin_packed(torch.from_numpy(tokens), layout))
+        for loop in range(1, model.num_loops + 2):
+            running = [row for row, ahead in ((0, 0), (2, 1)) if 1 <= loop - ahead <= model.num_loops]
+            levels = [loop - (row == 2) for row in running]
+            joined = type(states[0]).join([states[row // 2] for row in running]).after(past(running, levels))
+            joined = model.step(joined)
+            read = model.readable(joined)
+            for place, (row, level) in enumerate(zip(running, levels, strict=True)):
+                states[row // 2] = joined.take(torch.tensor([place]))
+                start, count = int(joined.layout.starts[place]), int(joined.lengths[place])
+                want = tuple(part[:, done[row // 2] : done[row // 2] + count] for part in expected[row // 2])
+                assert torch.allclose(model.pooled(states[row // 2]), want[0][level - 1], atol=2e-5)
+                logits = model.predict(read[start : start + count])
+                assert torch.allclose(logits, want[1][level - 1], atol=5e-5)
+        done = [done[0] + len(ours), done[1] + len(theirs)]
+    assert memory.capacity == 128  # it grew
+
+
+def test_what_a_memory_hands_down() -> None:
+    memory = Memory(2, 3)
+    keys = torch.arange(6.0).view(6, 1, 1)
+    for level in (1, 2, 3):
+        memory.write("a", level, torch.arange(6), keys * level, -keys * level)
+    memory.write("b", 2, torch.tensor([4]), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+    memory.hand_down(2, range(3, 5), torch.tensor([1, 4]))
+    everyone = np.arange(2)
+    assert memory.read("a", 1, everyone, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert memory.read("a", 3, everyone, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
+    assert memory.read("a", 4, everyone, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
+    assert memory.read("b", 4, np.array([1]), 2).keys.flatten().tolist() == [0, 1]
+    assert memory.nbytes == 2 * 4 * 6 * (4 + 3)
+
+
+def test_one_place_for_all_loops() -> None:
+    memory = Memory(1, 2, single=True)
+    for level in (0, 1, 2):
+        memory.write("a", level, torch.tensor([0]), torch.full((1, 1, 1), float(level)), torch.zeros(1, 1, 1))
+    assert [memory.read("a", level, np.zeros(1, int), 1).keys.item() for level in (0, 1, 2, 7)] == [0, 2, 2, 2]
+    memory.grow(3)
+    memory.grow(2, rows=2)
+    assert (memory.rows, memory.capacity) == (2, 64)
+    assert memory.read("a", 2, np.ones(1, int), 1).keys.item() == 0
+    assert memory.read("a", 2, np.zeros(1, int), 3).keys.flatten().tolist() == [2, 0, 0]
+
+
+def test_choices_do_not_make_a_row_longer() -> None:
+    """The block size is about tokens that follow each other."""
+    model = MODELS["learned positions"]()
+    context, *long = some(200, 56, 56, 56)
+    model.begin_packed(*laid_out([(context, long)]))
+    with pytest.raises(ls.UserError, match="have 257 tokens, but the model's block size is 256"):
+        model.begin_packed(*laid_out([(context, [*long, some(57)[0]])]))

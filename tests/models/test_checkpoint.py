@@ -1,0 +1,202 @@
+"""Checkpoints: do weights come back as they were saved, in any precision, and is all that is wrong with them said?"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_language import tiny_ouro, write_ouro
+
+import loopscope as ls
+from loopscope.models import LoopedModel
+from loopscope.models.checkpoint import end_tokens, save_model, weight_files, weights_sha256
+from loopscope.models.gates import Gate
+
+TOKENS = torch.arange(20).view(2, 10)
+NORM = "model.norm.weight"
+
+
+def logits(model: LoopedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.loops(TOKENS).logits
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_any_precision(tmp_path: Path, dtype: str) -> None:
+    """All tensors have it; the gate computes in float32 whatever they have."""
+    model = ls.load_model(write_ouro(tmp_path), dtype=dtype)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {getattr(torch, dtype)}
+    with torch.no_grad():
+        out, exact = model.loops(TOKENS), tiny_ouro().loops(TOKENS)
+    assert out.logits.dtype == out.hidden.dtype == getattr(torch, dtype)
+    assert out.gate_logits is not None
+    assert out.gate_logits.dtype == torch.float32
+    assert torch.allclose(out.logits.float(), exact.logits, atol=1e-6 if dtype == "float32" else 0.1)
+    assert torch.equal(out.logits.float(), exact.logits) == (dtype == "float32")
+
+
+def test_a_file_keeps_its_own_precision(tmp_path: Path) -> None:
+    folder = write_ouro(tmp_path)
+    save_model(tiny_ouro().bfloat16().state_dict(), folder)
+    assert {tensor.dtype for tensor in ls.load_model(folder).state_dict().values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in ls.load_model(folder, dtype="float32").state_dict().values()} == {torch.float32}
+    with pytest.raises(ls.UserError, match="no precision 'int8'; choose one of float32, bfloat16, float16"):
+        ls.load_model(folder, dtype="int8")
+
+
+def test_shards_come_back_as_one_model(tmp_path: Path) -> None:
+    whole, parts = write_ouro(tmp_path / "whole"), write_ouro(tmp_path / "parts", shard_bytes=9000)
+    assert [file.name for file in weight_files(whole)] == ["model.safetensors"]
+    files = weight_files(parts)
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((parts / "model.safetensors.index.json").read_text())
+    tensors = tiny_ouro().state_dict()
+    assert set(index["weight_map"]) == set(tensors)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert {name: tensor.tolist() for file in files for name, tensor in load_file(file).items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
+    assert torch.equal(logits(ls.load_model(parts)), logits(ls.load_model(whole)))
+    assert len({weights_sha256(parts), weights_sha256(whole), ls.load_model(parts).weights_sha256}) == 2
+
+
+def test_what_was_saved_last_is_loaded(tmp_path: Path) -> None:
+    """Whether in one file or in several."""
+    folder = write_ouro(tmp_path)
+    for shard_bytes in (9000, 1 << 30, 9000):
+        tensors = {name: torch.rand_like(tensor) for name, tensor in tiny_ouro().state_dict().items()}
+        save_model(tensors, folder, shard_bytes)
+        assert torch.equal(ls.load_model(folder).state_dict()[NORM], tensors[NORM])
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
+    """Whether the file has them once or twice."""
+    folder = write_ouro(tmp_path)
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True})
+    )
+    for drop in ((), ("lm_head.weight",)):
+        save_model({name: t for name, t in tiny_ouro().state_dict().items() if name not in drop}, folder)
+        state = ls.load_model(folder, dtype="bfloat16").state_dict()
+        assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+
+
+def rewritten(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    """Something done to the tensors of the shard that holds the final norm."""
+
+    def spoil(folder: Path) -> None:
+        file = shard_of(folder, NORM)
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+
+    return spoil
+
+
+def shard_of(folder: Path, tensor: str) -> Path:
+    return folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+
+
+def configured(**changes: object) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (rewritten(lambda t: t.pop(NORM)), f"has no tensor '{NORM}'"),
+        (
+            rewritten(lambda t: t.update({NORM: torch.ones(31)})),
+            r"'model.norm.weight' has shape \[31\].* asks for \[32\]",
+        ),
+        (rewritten(lambda t: t.update({NORM: t[NORM].long()})), "'model.norm.weight' holds I64, not floating-point"),
+        (rewritten(lambda t: t.update(extra=torch.ones(1))), "does not know: 'extra'"),
+        (configured(model_type="llama"), "a model of type 'llama'; LoopScope reads"),
+        (lambda folder: shard_of(folder, NORM).unlink(), "model-.*safetensors cannot be read .*fetch or make it again"),
+        (
+            lambda folder: shard_of(folder, NORM).write_bytes(shard_of(folder, NORM).read_bytes()[:-1]),
+            "model-.*safetensors cannot be read .*fetch or make it again",
+        ),
+        (lambda folder: shard_of(folder, NORM).write_bytes(b""), "model-.*safetensors cannot be read"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
+        (lambda folder: (folder / "config.json").unlink(), "not a checkpoint: it has no config.json"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, spoil: Callable[[Path], None], words: str) -> None:
+    folder = write_ouro(tmp_path, shard_bytes=9000)
+    ls.load_model(folder)
+    spoil(folder)
+    with pytest.raises(ls.UserError, match=words) as refused:
+        ls.load_model(folder)
+    assert str(refused.value).endswith(".")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nobody/no-such-model", "no folder nobody/no-such-model, and the Hub does not give it .*check the name"),
+        ("./nobody/nothing", "no folder nobody/nothing; give the folder of a checkpoint, or its name on the Hub"),
+        ("nothing", "There is no folder nothing; give the folder"),
+        (Path("/nowhere/at/all"), "There is no folder /nowhere/at/all; give the folder"),
+    ],
+)
+def test_a_model_that_is_nowhere(source: str | Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ls.UserError, match=words) as refused:
+        ls.load_model(source)
+    assert str(refused.value).endswith(".")
+    assert "\n" not in str(refused.value)
+
+
+def test_one_precision_for_all(tmp_path: Path) -> None:
+    """A file that keeps its norms more precise than its matrices is run in the precision of the matrices."""
+    tensors = {
+        name: value if "norm" in name else value.to(torch.bfloat16) for name, value in tiny_ouro().state_dict().items()
+    }
+    write_ouro(tmp_path)
+    save_model(tensors, tmp_path)
+    model = ls.load_model(tmp_path)
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+    out = model.loops(torch.tensor([[1, 2, 3]]))
+    assert out.gate_logits is not None
+    assert out.gate_logits.dtype == torch.float32
+
+
+def test_every_token_that_ends_a_text(tmp_path: Path) -> None:
+    folder = write_ouro(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [0, 5]}))
+    assert end_tokens(folder) == {0, 5}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 1.0}')
+    assert end_tokens(folder) == {0, 5, 7}
+
+
+def test_rotary_base_in_either_place(tmp_path: Path) -> None:
+    folder = write_ouro(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    before = ls.load_model(folder).loops(torch.arange(9)[None]).logits
+    base = config.pop("rope_theta")
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_theta": base}}))
+    assert torch.equal(ls.load_model(folder).loops(torch.arange(9)[None]).logits, before)
+    for wrong in ({}, {"rope_theta": base, "rope_parameters": {"rope_theta": 2 * base}}):
+        (folder / "config.json").write_text(json.dumps({**config, **wrong}))
+        with pytest.raises(ls.UserError, match="rope_theta is (missing|given twice)"):
+            ls.load_model(folder)
+
+
+def test_a_gate_is_read_in_float32_under_autocast() -> None:
+    pooled = torch.randn(3, 8)
+    gate = Gate("mlp", 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gate(pooled).dtype == torch.float32
+        assert torch.equal(gate(pooled), gate(pooled.float()))
+    assert gate.to(torch.bfloat16)(pooled.to(torch.bfloat16)).dtype == torch.float32

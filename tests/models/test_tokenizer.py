@@ -1,0 +1,54 @@
+"""Does text become the checkpoint's tokens, without any code of the checkpoint's?"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from benchmark_slices import byte_pairs
+
+from loopscope.errors import UserError
+from loopscope.models.tokenizer import chat_prompt, load_tokenizer, stop_tokens
+
+
+def test_a_tokenizer_is_read_as_data(tmp_path: Path) -> None:
+    byte_pairs().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config |= {"tokenizer_class": "GPT2Tokenizer", "auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "ouro", "auto_map": {"AutoModel": "code.Model"}}')
+    (tmp_path / "code.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    text = "Where do cats sleep?\nAnswer: in the sun"
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer(text)["input_ids"] == byte_pairs()(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_text_ends_at_eos_and_at_the_end_of_a_turn() -> None:
+    assert stop_tokens(byte_pairs(), {0}) == {0, 2}
+    assert stop_tokens(byte_pairs(), {7}) == {0, 2, 7}
+    assert stop_tokens(byte_pairs()) == {0, 2}
+
+
+def test_a_chat_ends_where_the_models_turn_begins(tmp_path: Path) -> None:
+    tokenizer = byte_pairs()
+    ids = chat_prompt(tokenizer, [{"role": "user", "content": "Where?"}])
+    assert tokenizer.decode(ids) == "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant:"
+    assert ids.count(1) == 2
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template"):
+        chat_prompt(load_tokenizer(tmp_path), [{"role": "user", "content": "Where?"}])
+
+
+def test_missing_or_broken_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="has no tokenizer.json; put"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="No tokenizer could be read from"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="No tokenizer could be read from nobody/nothing"):
+        load_tokenizer("nobody/nothing")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"pip install 'loopscope\[lm\]'"):
+        load_tokenizer(tmp_path)

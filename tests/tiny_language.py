@@ -1,0 +1,139 @@
+"""Small looped language models with random weights, for tests: in memory, and as a checkpoint with a tokenizer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmark_slices import byte_pairs
+from torch import Tensor
+
+from loopscope.models import LoopedModel, LoopedTransformer, LoopState, TransformerSettings
+from loopscope.models.checkpoint import save_model
+from loopscope.models.ouro import Ouro, OuroConfig
+from loopscope.models.transformer import Layer
+
+VOCABULARY = 50
+
+
+def ouro_config(**changes: Any) -> dict[str, Any]:
+    """What the `config.json` of a small Ouro says."""
+    return {
+        "model_type": "ouro",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "total_ut_steps": 4,
+        **changes,
+    }
+
+
+def seeded(make: Callable[[], LoopedModel]) -> Any:
+    """A model whose random weights are the same every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make().eval().requires_grad_(False)
+
+
+def tiny_ouro(sure: float = 1.0, **changes: Any) -> Ouro:
+    values = ouro_config(**changes)
+    del values["model_type"]
+    model: Ouro = seeded(lambda: Ouro(OuroConfig(**values)))
+    model.lm_head.weight *= sure  # more than 1: it has opinions
+    return model
+
+
+def write_ouro(
+    folder: Path, tokenizer: Any = None, shard_bytes: int = 1 << 30, sure: float = 1.0, **changes: Any
+) -> Path:
+    """The checkpoint of a small Ouro in the layout of the Hub; with a tokenizer, it has that one's vocabulary."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        changes = {"vocab_size": len(tokenizer), "max_position_embeddings": 8192, **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(ouro_config(**changes)), encoding="utf-8")
+    save_model(tiny_ouro(sure, **changes).state_dict(), folder, shard_bytes)
+    return folder
+
+
+_OUTSPOKEN = {
+    "sure": 8.0,
+    "vocab_size": 600,  # that of `byte_pairs()`
+    "intermediate_size": 64,
+    "max_position_embeddings": 1024,
+    "total_ut_steps": 3,
+}
+
+
+def outspoken(**changes: Any) -> Ouro:
+    """A small Ouro of words, with opinions."""
+    return tiny_ouro(**_OUTSPOKEN | changes)
+
+
+def write_outspoken(folder: Path, **changes: Any) -> Path:
+    return write_ouro(folder, byte_pairs(), **_OUTSPOKEN | changes)
+
+
+def hugging_face(model: LoopedModel, depth: int) -> Any:
+    """lm_eval's own backend, one forward pass a request, at this depth."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class Wrapped(PreTrainedModel, GenerationMixin):
+        config_class = PretrainedConfig
+
+        def __init__(self) -> None:
+            super().__init__(PretrainedConfig(num_hidden_layers=1, max_position_embeddings=model.block_size))
+            self.looped = model
+            self.generation_config = GenerationConfig(eos_token_id=[0, 2], pad_token_id=0)
+
+        def prepare_inputs_for_generation(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> Any:
+            return {"input_ids": input_ids}
+
+        def forward(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> Any:
+            return CausalLMOutput(logits=model.loops(input_ids, num_loops=depth).logits[-1])
+
+    return HFLM(pretrained=Wrapped(), tokenizer=byte_pairs(), backend="causal", max_length=model.block_size)
+
+
+class WithCoda(LoopedTransformer):
+    """A model whose head attends: one more layer stands before it, outside the loops."""
+
+    head_attends = True
+
+    def __init__(self, settings: TransformerSettings, vocab_size: int, block_size: int) -> None:
+        super().__init__(settings, vocab_size, block_size)
+        self.coda = Layer(settings, "coda")
+
+    def readable(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        layout = state.layout
+        read: Tensor = self.coda(self.norm(state.hidden), layout)
+        return read if positions is None else read.index_select(0, layout.states(layout.starts + positions))
+
+    def last_pooled(self, state: LoopState, positions: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def _transformer(kind: type[LoopedTransformer] = LoopedTransformer, **changes: Any) -> LoopedModel:
+    settings = TransformerSettings(**{"layers": 2, "heads": 2, "width": 16, "loops": 3, "gate": "linear", **changes})
+    return seeded(lambda: kind(settings, VOCABULARY, 256))
+
+
+MODELS: dict[str, Callable[[], LoopedModel]] = {
+    "ouro": lambda: tiny_ouro(num_hidden_layers=2),
+    "grouped heads": lambda: tiny_ouro(num_key_value_heads=2),
+    "transformer": _transformer,
+    "learned positions": lambda: _transformer(positions="learned"),
+    "coda": lambda: _transformer(WithCoda),
+}
+"""One of every kind that can differ in what attention does."""
