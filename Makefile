@@ -18,10 +18,12 @@ demo: $(STAMP)  ## train, record, diagnose and report four small looped Transfor
 	$(BIN)/loopscope demo --out runs/demo
 
 test: $(STAMP)  ## the quick tests
+	@scripts/browser
 	$(BIN)/python -m pytest
 
 test-all: $(STAMP)  ## the quick tests and the long ones, with Ray
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report,dev,ray]'
+	@scripts/browser
 	$(BIN)/python -m pytest -m ''
 
 check: $(STAMP)  ## linter, formatter, type checker, import layers

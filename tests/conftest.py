@@ -1,6 +1,8 @@
 """Fixtures that several tests share: random trajectories, one of a benchmark too, and a tiny trained run."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +60,15 @@ def random_trajectory(
         "gate_logits": rng.normal(size=(rows, loops)),
     }
     return ls.Trajectory(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def outcome_of(right: list[bool], loop: int) -> str:
+    """What an exit at this loop is, in plain words, for one example."""
+    if not any(right):
+        return "never right"
+    if right[loop - 1]:
+        return "could have exited earlier" if any(right[: loop - 1]) else "just in time"
+    return "exited too early" if any(right[loop:]) else "exited too late"
 
 
 def answers(
@@ -152,3 +163,14 @@ def tiny_ouro(tmp_path_factory: pytest.TempPathFactory) -> LanguageRun:
     run = tiny_language_run(tmp_path_factory.mktemp("language"))
     train_run(run, torch.device("cpu"))
     return run
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium; scripts/browser installs one."""
+    from chromium import find, started
+
+    if (path := find()) is None:
+        pytest.skip("there is no Chromium; scripts/browser installs one")
+    with started(path) as browser:
+        yield browser

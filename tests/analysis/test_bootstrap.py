@@ -5,7 +5,14 @@ import pytest
 from conftest import random_trajectory
 
 import loopscope as ls
-from loopscope.analysis.bootstrap import resampled_curves, resampled_label_aware, resampled_sums
+from loopscope.analysis.bootstrap import (
+    Curves,
+    interval,
+    intervals,
+    resampled_curves,
+    resampled_label_aware,
+    resampled_sums,
+)
 from loopscope.exits.sweep import replay
 
 
@@ -61,3 +68,36 @@ def test_the_label_aware_depth_by_hand() -> None:
     assert rule.depth_at(0.7)[0] == pytest.approx(1.3)
     assert rule.depth_at(0.8)[0] == pytest.approx(1.5)  # the two that are never right exit at once
     assert np.isnan(rule.depth_at(0.9)[0])
+
+
+def test_many_intervals_are_each_what_one_is() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(200, 5))
+    values[rng.random(values.shape) < [0.0, 0.3, 0.97, 1.0, 0.5]] = np.nan
+    values[0] = 0.0
+    many = intervals(values)
+    for column in range(5):
+        one = interval(values[:, column])
+        low, high, reached = many.low[column], many.high[column], many.reached[column]
+        if one is None:
+            assert np.isnan(low)
+            assert reached == 0
+        else:
+            assert (low, high, reached) == pytest.approx((one.low, one.high, one.reached))
+
+
+def test_many_depths_are_each_what_one_is() -> None:
+    rng = np.random.default_rng(1)
+    curves = Curves(rng.integers(0, 50, (40, 12)).astype(float), rng.integers(50, 200, (40, 12)).astype(float), 50)
+    accuracies = [0.0, 0.1, 0.5, 0.9, 0.98, 1.0]
+    many = curves.depths_at(accuracies)
+    for place, accuracy in enumerate(accuracies):
+        for row in range(40):
+            met = [
+                loops
+                for right, loops in zip(curves.right[row], curves.loops[row], strict=True)
+                if right >= accuracy * 50
+            ]
+            expected = min(met) / 50 if met else np.nan
+            assert many[row, place] == pytest.approx(expected, nan_ok=True)
+    assert curves.depth_at(0.5) == pytest.approx(many[:, 2], nan_ok=True)

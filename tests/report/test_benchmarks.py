@@ -38,7 +38,7 @@ def timed(model: str, benchmark: str) -> QuestionBench:
 def results() -> Results:
     pairs = [("Ouro-1.4B", "arc_easy"), ("Ouro-1.4B", "hellaswag"), ("Ouro-2.6B", "mmlu")]
     pairs += [("Ouro-2.6B-Thinking", "arc_easy"), ("small-ouro", "mmlu")]
-    made = collect([source(model, benchmark) for model, benchmark in pairs], None, [0.9])
+    made = collect([source(model, benchmark) for model, benchmark in pairs], None, [0.9])[0]
     latency = [timed("Ouro-1.4B", "arc_easy"), timed("small-ouro", "mmlu")]
     return msgspec.structs.replace(made, latency=latency)
 
@@ -52,7 +52,7 @@ def rows(results: Results, name: str) -> list[list[str]]:
 
 def test_all_products_are_made(results: Results) -> None:
     assert [product.name for product in make_products(results, list(OURO))] == list(OURO)
-    assert make_products(collect([source("x", "mmlu")], None, [0.9]), ["ouro_thinking", "ouro_latency"]) == []
+    assert make_products(collect([source("x", "mmlu")], None, [0.9])[0], ["ouro_thinking", "ouro_latency"]) == []
 
 
 def test_the_gate_stands_beside_the_best_other_readout_and_the_paper_s(results: Results) -> None:
@@ -83,7 +83,7 @@ def test_the_gate_stands_beside_the_best_other_readout_and_the_paper_s(results: 
 
 
 def test_a_model_without_a_gate_is_shown() -> None:
-    bare = collect([source("huginn", "arc_easy", gate_logits=None)], None, [0.9])
+    bare = collect([source("huginn", "arc_easy", gate_logits=None)], None, [0.9])[0]
     assert rows(bare, "ouro_summary")[0][2:4] == ["no gate", ""]
 
 
@@ -175,7 +175,7 @@ def test_results_say_what_they_are_of_and_read_back(results: Results) -> None:
     assert again.latency == results.latency
     plain = collect(
         [Source("a", *(answers("mmlu", s, rows=40, provenance={}) for s in ("validation", "test")))], None, [0.9]
-    )
+    )[0]
     told = msgspec.to_builtins(plain)
     assert "latency" not in told
     assert "benchmark" not in told["models"][0]  # what the schema had before is unchanged

@@ -47,7 +47,7 @@ def results() -> Results:
         for seed in (0, 1)
     ]
     sources += [source("linear", "uniform", beta=0.5), source("none", 0.7)]
-    return collect(sources, None, [0.5, 0.9])
+    return collect(sources, None, [0.5, 0.9])[0]
 
 
 def test_all_products_are_made_of_a_whole_study(results: Results) -> None:
@@ -79,7 +79,7 @@ def test_the_best_beta_is_validation_s_choice_on_the_seeds_that_all_have() -> No
         source("linear", 0.3, beta=0.1, seed=1, gate_logits=good),
         source("linear", 0.3, beta=0.5, seed=0, gate_logits=good),
     ]
-    chosen = Chosen(collect(sources, None, [0.2]), "mano")
+    chosen = Chosen(collect(sources, None, [0.2])[0], "mano")
     best = chosen.best("linear", 0.3)
     assert best is not None
     assert best.beta == 0.5
@@ -87,7 +87,7 @@ def test_the_best_beta_is_validation_s_choice_on_the_seeds_that_all_have() -> No
 
 
 def test_one_model_gives_what_it_can() -> None:
-    alone = collect([source("linear", 0.3)], None, [0.9])
+    alone = collect([source("linear", 0.3)], None, [0.9])[0]
     names = [product.name for product in make_products(alone, ["paper"])]
     shown = {"headline", "diagnosis", "gate_summary", "main_forced_exits", "main_exit_distributions", "paired"}
     assert set(names) == shown | {"all_forced_exits", "all_exit_distributions", "depths", "forced"}

@@ -37,7 +37,7 @@ def seeded(seed: int) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def results() -> Results:
     sources = [source("a", 0, gate_logits=None), source("b", 1)]
-    return collect(sources, "a", [0.6, 0.9])
+    return collect(sources, "a", [0.6, 0.9])[0]
 
 
 def test_results_say_what_the_analyses_say(results: Results) -> None:
@@ -59,7 +59,7 @@ def test_results_say_what_the_analyses_say(results: Results) -> None:
 
 
 def test_the_same_recordings_give_the_same_bytes(results: Results) -> None:
-    again = collect([source("a", 0, gate_logits=None), source("b", 1)], "a", [0.6, 0.9])
+    again = collect([source("a", 0, gate_logits=None), source("b", 1)], "a", [0.6, 0.9])[0]
     assert msgspec.json.encode(again) == msgspec.json.encode(results)
 
 
@@ -71,7 +71,7 @@ def test_results_are_json_that_reads_back(results: Results) -> None:
 
 def test_seeds_of_one_setting_are_a_group() -> None:
     sources = [source(f"s{seed}", seed, provenance=seeded(seed)) for seed in range(3)]
-    results = collect([*sources, source("other", 3)], None, [0.6, 0.7])
+    results = collect([*sources, source("other", 3)], None, [0.6, 0.7])[0]
     assert [group.names for group in results.groups] == [["s0", "s1", "s2"], ["other"]]
     summary = results.groups[0].depth_at["fixed"]["0.6"]
     assert (summary.reached, summary.seeds) == (3, 3)
@@ -89,7 +89,7 @@ def test_a_seed_that_lacks_something_counts_as_not_reaching_it() -> None:
         source("whole", 0, provenance=seeded(0)),
         source("poor", 1, provenance=seeded(1), hidden=None, difficulty=None),
     ]
-    group = collect(sources, None, [0.6]).groups[0]
+    group = collect(sources, None, [0.6])[0].groups[0]
     assert (group.depth_at["hidden_change"]["0.6"].reached, group.depth_at["hidden_change"]["0.6"].seeds) == (1, 2)
     assert group.ordering["margin"].seeds == 2
 
@@ -123,9 +123,9 @@ def test_what_is_missing_is_explained(tmp_path: Path, results: Results) -> None:
     with pytest.raises(ls.UserError, match="does not say"):
         read_source(tmp_path / "half", unseen_only=True)
     with pytest.raises(ls.UserError, match="not among the runs"):
-        collect([source("a", 0)], "z", [0.9])
+        collect([source("a", 0)], "z", [0.9])[0]
     with pytest.raises(ls.UserError, match="same name"):
-        collect([source("a", 0), source("a", 1)], None, [0.9])
+        collect([source("a", 0), source("a", 1)], None, [0.9])[0]
 
 
 def test_a_recording_of_predictions_alone_still_reports() -> None:
@@ -135,7 +135,7 @@ def test_a_recording_of_predictions_alone_still_reports() -> None:
         )
 
     whole = source("a", 0)
-    results = collect([Source("a", bare(whole.validation), bare(whole.test))], None, [0.9])
+    results = collect([Source("a", bare(whole.validation), bare(whole.test))], None, [0.9])[0]
     assert results.models[0].forced_cross_entropy is None
     assert results.models[0].ordering == {}
     assert [frontier.readout for frontier in results.models[0].frontiers] == ["fixed", "oracle"]

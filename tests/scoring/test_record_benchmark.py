@@ -90,9 +90,11 @@ def test_it_is_what_the_model_says(whole: ls.Trajectory, checkpoint: Path, data:
     assert np.array_equal(whole.correct, correct(likely, whole.norms, whole.labels, "acc_norm"))
     for text, question in zip(whole.examples, questions, strict=True):
         key, _, shown = text.partition(": ")
+        prompt, *choices = shown.rsplit("\n", len(question.choices))
         assert key == question.key
-        assert question.context.endswith(shown)
-        assert shown.startswith("Question:")
+        assert question.context.endswith(prompt)
+        assert choices == [f"{letter}.{choice}" for letter, choice in zip("ABCDE", question.choices, strict=False)]
+
     told = {"benchmark": "arc_easy", "metric": "acc_norm", "shots": 8, "examples": 7, "limit": None, "cut": 0}
     assert told.items() <= whole.provenance.items()
     assert whole.split == "test"

@@ -7,6 +7,7 @@ are compared pairwise.
 Shapes: R resamples, N examples, G thresholds, T loops.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,33 @@ def interval(values: Sums) -> Interval | None:
 
 
 @dataclass(frozen=True)
+class Intervals:
+    """The same for many numbers, [K] each; NaN where no resample has one."""
+
+    low: Sums
+    high: Sums
+    reached: Sums
+
+
+def intervals(values: Sums) -> Intervals:
+    """Of [1 + R, K] values, the samples' own first."""
+    rising = np.sort(values[1:], axis=0)  # NaN last
+    known = (~np.isnan(rising)).sum(axis=0)
+
+    def quantile(share: float) -> Sums:
+        place = share * np.maximum(known - 1, 0)
+        below = np.floor(place).astype(int)
+        low, high = (
+            np.take_along_axis(rising, each[None], axis=0)[0]
+            for each in (below, np.minimum(below + 1, np.maximum(known - 1, 0)))
+        )
+        return low + (place - below) * (high - low)
+
+    tail = (1 - LEVEL) / 2
+    return Intervals(quantile(tail), quantile(1 - tail), known / len(rising))
+
+
+@dataclass(frozen=True)
 class Estimate:
     """A mean over examples, or a difference of two, with its 95 % interval."""
 
@@ -83,8 +111,15 @@ class Curves:
 
     def depth_at(self, accuracy: float) -> Sums:
         """[1 + R] D@X of the sample and of each resample; NaN where X is not reached."""
-        reached = self.right >= accuracy * self.examples - 1e-6
-        depth = np.where(reached, self.loops / self.examples, np.inf).min(axis=1)
+        return self.depths_at([accuracy])[:, 0]
+
+    def depths_at(self, accuracies: Sequence[float]) -> Sums:
+        """[1 + R, S] the same for many accuracies, in rising order."""
+        rows, size = len(self.right), len(accuracies)
+        reached = np.searchsorted(np.asarray(accuracies) * self.examples - 1e-6, self.right, side="right")
+        least = np.full((rows, size + 1), np.inf)  # of the points that reach so many of the accuracies
+        np.minimum.at(least, (np.arange(rows)[:, None], reached), self.loops / self.examples)
+        depth = np.minimum.accumulate(least[:, :0:-1], axis=1)[:, ::-1]
         return np.where(np.isinf(depth), np.nan, depth)
 
 

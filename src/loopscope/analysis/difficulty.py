@@ -32,8 +32,8 @@ class ByDifficulty:
     values: Table  # [L, T]
 
 
-def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> ByDifficulty:
-    """The bin means of [N, T] values; a trajectory without difficulties is one bin."""
+def difficulty_bins(trajectory: Trajectory) -> tuple[list[float], NDArray[np.int64]]:
+    """The levels [L] and the bin of every example [N]; a trajectory without difficulties is one bin."""
     difficulty = trajectory.difficulty
     if difficulty is None:
         difficulty = np.zeros(trajectory.num_examples, dtype=np.int64)
@@ -42,9 +42,15 @@ def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> ByDifficulty:
         bins = np.searchsorted(np.quantile(difficulty, np.linspace(0, 1, 11)[1:-1]), difficulty)
         _, bins = np.unique(bins, return_inverse=True)
         levels = np.array([np.median(difficulty[bins == index]) for index in range(bins.max() + 1)])
+    return levels.tolist(), bins
+
+
+def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> ByDifficulty:
+    """The bin means of [N, T] values."""
+    levels, bins = difficulty_bins(trajectory)
     counts = np.bincount(bins)
     sums = np.stack([np.bincount(bins, weights=column) for column in values.T], axis=1)
-    return ByDifficulty(levels.tolist(), counts.tolist(), sums / counts[:, None])
+    return ByDifficulty(levels, counts.tolist(), sums / counts[:, None])
 
 
 def forced_accuracy(trajectory: Trajectory) -> ByDifficulty:

@@ -20,7 +20,7 @@ from loopscope.cli import (
     studying,
     verbs,
 )
-from loopscope.cli.options import Version, any_model, compute_options, count, levels, products, verb
+from loopscope.cli.options import Version, any_model, compute_options, count, levels, opening, products, verb
 from loopscope.errors import UserError
 from loopscope.machine import out_of_memory
 
@@ -218,7 +218,7 @@ second readout runs on another model's recordings of the same examples.""",
         """\
   loopscope report runs/demo/fixed-geometric runs/demo/linear-gate --reference fixed-geometric --out report
   loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
-  loopscope report runs/mine --policy policy.json --out report""",
+  loopscope report runs/mine --policy policy.json --out report --open""",
         verbs.report,
     )
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs whose splits are recorded")
@@ -230,6 +230,7 @@ second readout runs on another model's recordings of the same examples.""",
     report.add_argument("--unseen", action="store_true", help="only examples that training did not have")
     report.add_argument("--json", action="store_true", help="print the results as JSON")
     products(report, "overview")
+    opening(report)
 
     calibrating.define(subparsers)
 

@@ -41,6 +41,21 @@ def products(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def opening(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def repeated(options: dict[str, Any]) -> list[str]:
+    """These options as they are written on the command line; those without a value are left out."""
+    words = []
+    for name, value in options.items():
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and each is not False:
+                words += [f"--{name.removesuffix('s') if name in ('models', 'benchmarks') else name}"]
+                words += [] if each is True else [f"{each:g}" if isinstance(each, float) else str(each)]
+    return words
+
+
 def any_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--any-model", action="store_true", help="use a policy without its promise, on any model")
 

@@ -1,13 +1,14 @@
 """`loopscope study` and `loopscope demo`: many runs, one file, one report."""
 
 import argparse
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.options import count, products, verb
+from loopscope.cli.options import count, opening, products, repeated, verb
 from loopscope.cli.show import print_json, print_table, say
-from loopscope.cli.verbs import check_products, device_of, show_products, write_and_show
+from loopscope.cli.verbs import check_opening, check_products, device_of, show_products, write_and_show
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ An interrupted study continues with the same command. Whatever another study mad
             products(parser, "the study's")
         if name == "run":
             _execution(parser)
+        if name in ("run", "report"):
+            opening(parser)
         parser.add_argument("--threads", type=count, default=1, metavar="N", help="of every task (default: 1)")
         parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
         parser.set_defaults(product=None)  # of all but `report`
@@ -84,6 +87,7 @@ again.""",
     demo.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of all models")
     demo.add_argument("--json", action="store_true", help="print the results as JSON")
     _execution(demo)
+    opening(demo)
     demo.add_argument("--threads", type=count, default=1, metavar="N", help="of every task (default: 1)")
     demo.set_defaults(study="demo", product=None, device="cpu", **dict.fromkeys(_CHECKPOINTS))
 
@@ -159,14 +163,17 @@ def _changes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report(options: argparse.Namespace, made: "Plan", store: Path) -> int:
+    check_opening(options)
     results = made.results(store)
     folder = _out(options) / "report"
     if options.product:
-        return show_products(results, folder, options.product)
-    words = ["loopscope study run", options.study, *(f"--set {text}" for text in options.set)]
-    for name, value in _changes(options).items():
-        words += [f"--{name.rstrip('s')} {each}" for each in (value if isinstance(value, list) else [value])]
-    return write_and_show(results, folder, options.json, made.study.products, " ".join(words), only_headline=True)
+        return show_products(results, options, folder)
+    said = {"set": options.set, **_changes(options), "out": options.out, "store": options.store}
+    said |= {"device": options.device if options.device != "cpu" else None}
+    said |= {"threads": options.threads if options.threads != 1 else None}
+    commands = [shlex.join(["loopscope", "study", verb, options.study, *repeated(said)]) for verb in ("run", "report")]
+    explored = made.explored(results, store)
+    return write_and_show(results, explored, options, folder, made.study.products, commands, only_headline=True)
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -2,17 +2,20 @@
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopscope.cli.options import repeated
 from loopscope.cli.show import percent, print_json, print_table, say
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
     from loopscope.report import Results
+    from loopscope.report.explored import Explored
     from loopscope.training.parallel import Workers
 
 
@@ -143,6 +146,7 @@ def _check_options(options: argparse.Namespace, kind: str) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> int:
+    from loopscope.analysis import resampled_curves
     from loopscope.cli.calibrating import check_any_model
     from loopscope.cli.gating import gates_of
     from loopscope.exits import attach
@@ -164,7 +168,9 @@ def evaluate(options: argparse.Namespace) -> int:
     names = options.readout or available_readouts(calibration, evaluation)
     frontiers = [sweep(name, calibration, evaluation) for name in names]
     if options.json:
-        print_json({"readouts": [frontier_result(frontier, targets, evaluation) for frontier in frontiers]})
+        curves = (resampled_curves(each.readout, each.thresholds, evaluation) for each in frontiers)
+        told = [frontier_result(each, own, targets, evaluation) for each, own in zip(frontiers, curves, strict=True)]
+        print_json({"readouts": told})
         return 0
     rows = []
     for frontier in frontiers:
@@ -272,18 +278,18 @@ def report(options: argparse.Namespace) -> int:
 
     targets = _targets(options.at or [0.95, 0.98, 0.99])
     check_any_model(options)
+    check_opening(options)
     sources = [read_source(run, options.unseen) for run in options.runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
     policies = policies_by_model(options.policy, models, options.any_model)
     sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
-    results = collect(sources, options.reference, targets)
+    results, explored = collect(sources, options.reference, targets)
     if options.product:
-        return show_products(results, options.out, options.product)
-    words = ["loopscope report", *(str(run) for run in options.runs)]
-    words += [f"--reference {options.reference}"] if options.reference else []
-    words += [f"--policy {path}" for path in options.policy] + (["--any-model"] if options.any_model else [])
-    words += [f"--at {target:g}" for target in targets] + (["--unseen"] if options.unseen else [])
-    return write_and_show(results, options.out, options.json, ("overview",), " ".join(words))
+        return show_products(results, options, options.out)
+    said = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
+    said |= {"at": targets, "unseen": options.unseen, "out": options.out}
+    command = shlex.join(["loopscope", "report", *map(str, options.runs), *repeated(said)])
+    return write_and_show(results, explored, options, options.out, ("overview",), [command, command])
 
 
 def check_products(products: Sequence[str]) -> None:
@@ -295,8 +301,14 @@ def check_products(products: Sequence[str]) -> None:
     product_names(products)
 
 
-def show_products(results: "Results", folder: Path, names: Sequence[str]) -> int:
+def check_opening(options: argparse.Namespace) -> None:
+    if options.open and options.product:
+        raise UserError("--open opens the page, which --product does not write; leave one of them out.")
+
+
+def show_products(results: "Results", options: argparse.Namespace, folder: Path) -> int:
     """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
+    names: Sequence[str] = options.product
     check_products(names)
     from loopscope.report.charts import write_figure
     from loopscope.report.products import make_products, product_names
@@ -317,20 +329,26 @@ def show_products(results: "Results", folder: Path, names: Sequence[str]) -> int
 
 def write_and_show(
     results: "Results",
+    explored: "Iterable[Explored]",
+    options: argparse.Namespace,
     folder: Path,
-    as_json: bool,
     products: Sequence[str],
-    command: str,
+    commands: Sequence[str],
     only_headline: bool = False,
 ) -> int:
-    """Writes the report, then prints its tables (or only those that matter most), the first last, and its verdicts."""
+    """Writes the report, then prints its tables (or only those that matter most), the first last, and its verdicts.
+
+    `commands` are the one that made it and the one that makes its products again.
+    """
     check_products(products)
     from loopscope.report.products import make_products
     from loopscope.report.write import write_report
 
     made = make_products(results, products)
-    written = write_report(results, made, folder, command)
-    if as_json:
+    written = write_report(results, explored, made, folder, *commands)
+    if options.open:
+        _open(written)
+    if options.json:
         print_json(results)
         return 0
     shown = [each.table for each in made if each.table is not None and (not only_headline or each.name in _HEADLINES)]
@@ -342,6 +360,13 @@ def write_and_show(
             print(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
     print(f"\nThe report: {written}")
     return 0
+
+
+def _open(page: Path) -> None:
+    import webbrowser
+
+    if not webbrowser.open(page.resolve().as_uri()):
+        say(f"No browser could be started here; open {page} in one.")
 
 
 def _targets(values: list[float]) -> list[float]:

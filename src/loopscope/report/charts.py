@@ -1,10 +1,10 @@
-"""How is a figure drawn? Vega-Lite charts, written as PNG and PDF for a paper and as SVG for the page.
+"""How is a figure drawn? Vega-Lite charts, written as PNG and PDF for a paper, and drawn by the page itself.
 
 Colours are safe for colour-blind readers (Okabe-Ito for readouts, viridis for difficulty); every readout has its own
 mark too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,9 +18,10 @@ from loopscope.report.schema import Binned, FrontierResult
 
 Chart = alt.Chart | alt.LayerChart
 Specification = dict[str, Any]
+Style = tuple[str, str]
 T = TypeVar("T")
 
-_STYLES = {
+_STYLES: dict[str, Style] = {
     "fixed": ("#000000", "square"),
     "gate": ("#D55E00", "diamond"),
     "entropy": ("#0072B2", "circle"),
@@ -35,6 +36,23 @@ _STYLES = {
 _COLOURS = ("#882255", "#EE99AA", "#332288", "#DDAA33", "#CC3311", "#AA4499", "#997700", "#663333")
 _SHAPES = ("diamond", "triangle-up", "circle", "triangle-down", "square", "cross", "triangle-left")
 """For lines that are not a readout by itself: gates of several betas, fitted gates."""
+MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999999")
+"""For lines of several models."""
+DARK = {
+    "#000000": "#F2F2F2",
+    "#0072B2": "#4CA6E8",
+    "#D55E00": "#FF8A3D",
+    "#009E73": "#2CC79B",
+    "#8C564B": "#C98F80",
+    "#7F3C8D": "#C58AD4",
+    "#882255": "#D9679C",
+    "#332288": "#8F83E0",
+    "#CC3311": "#FF7A5C",
+    "#AA4499": "#D683C7",
+    "#997700": "#C9A632",
+    "#663333": "#B98383",
+}
+"""What the darker colours become on a dark ground."""
 _POINTS = ("fixed", "oracle")
 """Between two fixed depths there is no fixed depth, and the oracle is one point: no lines, larger marks."""
 _PANEL = {"width": 230, "height": 170}
@@ -72,10 +90,7 @@ def frontiers(panels: Sequence[Panel], target: float | None, per_row: int = 2) -
     panels = [panel for panel in panels if panel.lines]
     if not panels:
         return None
-    used = {line.name for panel in panels for line in panel.lines}
-    more = sorted({line.name for panel in panels for line in panel.lines if line.name not in _STYLES}, key=_natural)
-    styles = {name: style for name, style in _STYLES.items() if name in used}
-    styles |= {name: (_COLOURS[k % len(_COLOURS)], _SHAPES[k % len(_SHAPES)]) for k, name in enumerate(more)}
+    styles = styles_of({line.name for panel in panels for line in panel.lines})
     floor = min(value for panel in panels for line in panel.lines for value in line.accuracy)
     data = _Data()
     if target is None:
@@ -94,6 +109,13 @@ class Binning:
     quantity: str
     table: Binned
     first: int = 1
+
+
+def styles_of(names: Collection[str]) -> dict[str, Style]:
+    """The colour and the mark of each, readouts by themselves first."""
+    more = sorted((name for name in names if name not in _STYLES), key=_natural)
+    styles = {name: style for name, style in _STYLES.items() if name in names}
+    return styles | {name: (_COLOURS[k % len(_COLOURS)], _SHAPES[k % len(_SHAPES)]) for k, name in enumerate(more)}
 
 
 def by_difficulty(
@@ -164,16 +186,15 @@ def in_rows(panels: Sequence[T], per_row: int) -> list[Sequence[T]]:
     return [panels[start : start + per_row] for start in range(0, len(panels), per_row)]
 
 
-def write_figure(specification: Specification, folder: Path, name: str) -> str:
-    """Writes a figure as PNG and PDF; returns it as SVG."""
+def write_figure(specification: Specification, folder: Path, name: str) -> None:
+    """Writes a figure as PNG and PDF."""
     write_bytes(folder / f"{name}.png", vl_convert.vegalite_to_png(specification, scale=2))
     write_bytes(folder / f"{name}.pdf", vl_convert.vegalite_to_pdf(specification))
-    return vl_convert.vegalite_to_svg(specification)
 
 
 def _frontier_panel(
     panel: Panel,
-    styles: dict[str, tuple[str, str]],
+    styles: dict[str, Style],
     heights: tuple[float, float],
     target: float | None,
     data: "_Data",

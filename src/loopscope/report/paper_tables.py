@@ -64,7 +64,7 @@ def parity_summary(results: Results) -> Table | None:
             if group is None:
                 continue
             readout = "gate" if gate != "none" else _best_confidence(group)
-            paper = next((row for row in published().parity if _matches(row.training, group)), None)
+            paper = next((row for row in published().parity if matches(row.training, group)), None)
             rows.append(
                 [
                     group.counted,
@@ -217,13 +217,13 @@ def _depths(group: Trained, readout: str, results: Results) -> list[str]:
 def _printed(group: Trained, readout: str) -> list[str]:
     """What the paper printed for the same training and readout; N/A where it did, nothing where it has no such row."""
     rows = (*published().fixed_prior, *published().fixed_vs_gate)
-    row = next((row for row in rows if row.readout == readout and _matches(row.training, group)), None)
+    row = next((row for row in rows if row.readout == readout and matches(row.training, group)), None)
     if row is None:
         return ["", "", ""]
     return [_paper(row.depth_at[x]) if x in row.depth_at else "N/A" for x in ("0.95", "0.98", "0.99")]
 
 
-def _matches(training: TrainedWith, group: Trained) -> bool:
+def matches(training: TrainedWith, group: Trained) -> bool:
     prior: Prior = "uniform" if training.prior == "uniform" else training.geometric_lambda or 0.0
     return (training.gate, prior) == (group.gate, group.prior)
 

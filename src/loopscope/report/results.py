@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,10 +29,10 @@ from loopscope.analysis import (
     interval,
     over_seeds,
     paired,
-    resampled_curves,
     resampled_sums,
     signal_by_difficulty,
 )
+from loopscope.analysis.bootstrap import Curves
 from loopscope.artifacts import loopscope_version
 from loopscope.bench.timings import QuestionBench
 from loopscope.config import digest
@@ -42,6 +42,7 @@ from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.signals import FITTED
 from loopscope.exits.sweep import available_readouts
 from loopscope.report.benchmarks import benchmark_result
+from loopscope.report.explored import Explored, detail, explore
 from loopscope.report.schema import (
     SCHEMA_VERSION,
     Binned,
@@ -98,7 +99,9 @@ def narrowed(trajectory: Trajectory, unseen_only: bool, folder: Path) -> Traject
         raise UserError(f"{folder}: {error}") from None
 
 
-def collect(sources: Sequence[Source], reference: str | None, targets: Sequence[float]) -> Results:
+def collect(
+    sources: Sequence[Source], reference: str | None, targets: Sequence[float]
+) -> tuple[Results, list[Explored]]:
     """Analyses every model, the others against the reference."""
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
@@ -106,18 +109,33 @@ def collect(sources: Sequence[Source], reference: str | None, targets: Sequence[
     if reference is not None and reference not in names:
         raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(names)}.")
     against = None if reference is None else sources[names.index(reference)]
-    return assemble([analyse(source, against, targets) for source in sources], targets)
+    analysed = [analyse(source, against, targets) for source in sources]
+    return assemble([each.result for each in analysed], targets), [each.explored for each in analysed]
 
 
-def analyse(source: Source, reference: Source | None, targets: Sequence[float]) -> ModelResult:
+class Analysed(NamedTuple):
+    """What is said of a model, and what its page can look up beside it."""
+
+    result: ModelResult
+    explored: Explored
+
+
+def analyse(source: Source, reference: Source | None, targets: Sequence[float]) -> Analysed:
     """Everything that is said of one model, some of it against a reference (which it may be itself)."""
     test = source.test
-    validation, evaluation = (attach(recording, source.gates) for recording in (source.validation, test))
+    own = {policy.readout.removeprefix(FITTED): policy.gate for policy in source.policies if policy.gate is not None}
+    gates = {**own, **source.gates}
+    validation, evaluation = (attach(recording, gates) for recording in (source.validation, test))
     provenance = dict(test.provenance)
+    certified = [
+        Certified(policy.readout, policy.threshold, policy.promise, hold_out(policy, source.everybody or test))
+        for policy in source.policies
+    ]
     signals = [name for name in SIGNALS if name in available_readouts(test)]
     entropy = test.logits is not None or test.label_log_probs is not None
     frontiers = [sweep(name, validation, evaluation) for name in available_readouts(validation, evaluation)]
-    return ModelResult(
+    details = [detail(frontier, source.policies, evaluation) for frontier in frontiers]
+    result = ModelResult(
         name=source.name,
         label=label_of(provenance, source.name),
         group=_group(provenance, source.name),
@@ -137,18 +155,16 @@ def analyse(source: Source, reference: Source | None, targets: Sequence[float]) 
             for name in ORDERED_SIGNALS
             if name in signals and test.difficulty is not None
         },
-        frontiers=[frontier_result(frontier, targets, evaluation) for frontier in frontiers],
+        frontiers=[frontier_result(each.frontier, each.grid, targets, evaluation) for each in details],
         diagnosis=diagnose(source.subject, None if reference is None else reference.subject, targets[0]),
         paired=_paired({frontier.readout: frontier for frontier in frontiers}, source, evaluation, reference),
         fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, targets[0]),
         extrapolation=None if source.extrapolation is None else _extrapolation(source.extrapolation),
-        certified=[
-            Certified(policy.readout, policy.threshold, policy.promise, hold_out(policy, source.everybody or test))
-            for policy in source.policies
-        ],
+        certified=certified,
         refused=list(source.refused),
         benchmark=benchmark_result(source.name, test),
     )
+    return Analysed(result, explore(details, certified, evaluation, targets))
 
 
 def assemble(models: list[ModelResult], targets: Sequence[float], latency: Sequence[QuestionBench] = ()) -> Results:
@@ -166,9 +182,15 @@ def _labels(models: list[ModelResult]) -> list[str]:
     for place, (model, run) in enumerate(zip(models, runs, strict=True)):
         if run is not None and members[model.group] > 1:
             labels[place] += f", seed {run['training']['seed']}"
+    return _apart(labels, models)
+
+
+def _apart(labels: list[str], models: list[ModelResult]) -> list[str]:
+    """The labels, with the folder's name where two are the same."""
     shared = Counter(labels)
     return [
-        f"{label} [{model.name}]" if shared[label] > 1 else label for label, model in zip(labels, models, strict=True)
+        _tidy(f"{label} [{model.name}]") if shared[label] > 1 else label
+        for label, model in zip(labels, models, strict=True)
     ]
 
 
@@ -176,7 +198,7 @@ def _group_labels(models: list[ModelResult]) -> list[str]:
     tasks = [run["task"]["name"] if (run := run_of(model.provenance)) else "" for model in models]
     several = len(set(tasks)) > 1
     return [
-        f"{task}: {label}" if several and task else label
+        _tidy(f"{task}: {label}") if several and task else label
         for task, label in zip(tasks, (_words(model) for model in models), strict=True)
     ]
 
@@ -191,7 +213,7 @@ def label_of(provenance: dict[str, Any], name: str) -> str:
     """A model in the paper's words, from the settings that it was trained with."""
     run = run_of(provenance)
     if run is None:
-        return "".join(letter for letter in name if letter.isprintable())  # a control character breaks a figure
+        return _tidy(name)
     objective, gate = run["objective"], run["model"]["gate"]
     if objective["name"] == "final":
         return "final loop only"
@@ -201,6 +223,13 @@ def label_of(provenance: dict[str, Any], name: str) -> str:
     return f"{'linear' if gate == 'linear' else 'MLP'} gate, {prior}, β {objective['beta']:g}"
 
 
+def _tidy(text: str) -> str:
+    """As a figure can show it: without control characters, and not endless."""
+    shown = "".join(letter for letter in text if letter.isprintable())
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 9]}…{digest(text)[:8]}"
+
+
+_LONGEST = 100
 _PARTS = ("task", "model", "objective", "training")
 
 
@@ -211,9 +240,11 @@ def run_of(provenance: dict[str, Any]) -> dict[str, Any] | None:
     return run if ours else None
 
 
-def frontier_result(frontier: Frontier, targets: Sequence[float], evaluation: Trajectory) -> FrontierResult:
+def frontier_result(
+    frontier: Frontier, curves: Curves, targets: Sequence[float], evaluation: Trajectory
+) -> FrontierResult:
+    """`curves` are the frontier's own, resampled."""
     point = frontier.select()
-    curves = resampled_curves(frontier.readout, frontier.thresholds, evaluation)
     means = resampled_sums(exits(point.policy, evaluation)) / evaluation.num_examples
     return FrontierResult(
         frontier.readout,
@@ -282,7 +313,8 @@ def _groups(models: list[ModelResult], targets: Sequence[float]) -> list[GroupRe
     groups: dict[str, list[ModelResult]] = {}
     for model in models:
         groups.setdefault(model.group, []).append(model)
-    labels = _group_labels([members[0] for members in groups.values()])
+    firsts = [members[0] for members in groups.values()]
+    labels = _apart(_group_labels(firsts), firsts)
     return [_group_result(members, label, targets) for members, label in zip(groups.values(), labels, strict=True)]
 
 

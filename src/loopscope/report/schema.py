@@ -110,6 +110,10 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
     refused: list[str]  # why a promise that was asked for could not be made
     benchmark: BenchmarkResult | None = None  # where the examples are a benchmark's questions
 
+    @property
+    def verdict(self) -> str:
+        return "the reference" if self.is_reference else self.diagnosis.verdict
+
     def frontier(self, readout: str) -> FrontierResult | None:
         return next((frontier for frontier in self.frontiers if frontier.readout == readout), None)
 

@@ -25,7 +25,7 @@ def headline(results: Results) -> Table:
         members = [models[name] for name in group.names]
         best = [model.diagnosis.best_readout for model in members]
         depths = [_depth_of(model, readout, target) for model, readout in zip(members, best, strict=True)]
-        verdicts = Counter("the reference" if model.is_reference else model.diagnosis.verdict for model in members)
+        verdicts = Counter(model.verdict for model in members)
         rows.append(
             [
                 group.label if len(members) > 1 else members[0].label,
@@ -55,17 +55,7 @@ def gaps(results: Results) -> Table:
     models = results.models
     rows = []
     for model in models:
-        diagnosis = model.diagnosis
-        absent = "is the reference" if model.is_reference else "no reference"
-        rows.append(
-            [
-                model.label,
-                "the reference" if model.is_reference else diagnosis.verdict,
-                _gap(diagnosis.readout_gap, "no gate"),
-                _gap(diagnosis.trajectory_gap, absent),
-                _gap(diagnosis.room_left, "N/A"),
-            ]
-        )
+        rows.append([model.label, model.verdict, *gap_cells(model)])
     target = _percent(models[0].diagnosis.target)
     note = (
         f"Average loops at {target} accuracy with 95 % bootstrap intervals over test examples, on a finer grid of "
@@ -110,7 +100,7 @@ def forced(results: Results) -> Table:
     for model in models:
         rows.append([model.label, "accuracy", *(f"{value:.1%}" for value in model.forced_accuracy)])
         if model.forced_cross_entropy is not None:
-            rows.append(["", "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
+            rows.append([model.label, "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
     columns = ["model", "", *(f"loop {loop}" for loop in range(1, loops + 1))]
     note = "Every test example at the same loop, without any exit rule."
     return Table("Forced exits", note, columns, [row + [""] * (len(columns) - len(row)) for row in rows])
@@ -143,7 +133,7 @@ def certified(results: Results) -> Table:
                 [
                     model.label,
                     each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}"),
-                    "none" if promise is None else _promised(promise),
+                    "none" if promise is None else promised(promise),
                     f"{held.average_loops.value:.2f}"
                     + ("" if promise is None else f" ({promise.average_loops:.2f} expected)"),
                     "" if held.accuracy is None else f"{held.accuracy.value:.2%} ({held.full_depth_accuracy:.2%})",
@@ -164,7 +154,7 @@ def certified(results: Results) -> Table:
     return Table("Certified policies", note, columns, rows)
 
 
-def _promised(promise: Promise) -> str:
+def promised(promise: Promise) -> str:
     sure = "on average" if promise.confidence is None else f"{100 * promise.confidence:g} % sure"
     where = ", at every difficulty" if promise.per_difficulty else ""
     return f"{promise.loss} ≤ {_percent(promise.max_drop)}, {sure}{where}"
@@ -197,13 +187,24 @@ def gap_rows(diagnosis: Diagnosis) -> list[list[str]]:
     ]
 
 
-def _gap(gap: Gap | None, absent: str) -> str:
+def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
+    """Readout gap, trajectory gap, room left; with the shares of resamples that reach the target, where not all do."""
+    diagnosis = model.diagnosis
+    absent = "is the reference" if model.is_reference else "no reference"
+    return [
+        _gap(diagnosis.readout_gap, "no gate", shares),
+        _gap(diagnosis.trajectory_gap, absent, shares),
+        _gap(diagnosis.room_left, "N/A", shares),
+    ]
+
+
+def _gap(gap: Gap | None, absent: str, with_shares: bool) -> str:
     if gap is None:
         return absent
     text = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
-        shares = f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%}"
-        text += f" @{_percent(gap.accuracy)} ({shares})"
+        shares = f" ({gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%})" if with_shares else ""
+        text += f" @{_percent(gap.accuracy)}{shares}"
     return text
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -195,11 +196,16 @@ def _trajectory(
         hidden=arrays.pop("hidden", None),
         split=split,
         signals=arrays,
-        examples=[f"{question.key}: {_asked(question)}" for question in questions],
+        examples=[f"{question.key}: {asked(question)}" for question in questions],
         provenance=provenance,
     )
 
 
-def _asked(question: Question) -> str:
-    """The end of the prompt, after its examples."""
-    return question.context.rsplit("\n\n", 1)[-1]
+def asked(question: Question) -> str:
+    """The end of the prompt, after its examples, and the choices, unless it lists them itself."""
+    prompt, choices = question.context.rsplit("\n\n", 1)[-1], [choice.strip() for choice in question.choices]
+    if choices == list(ascii_uppercase[: len(choices)]):
+        return prompt
+    return "\n".join(
+        [prompt, *(f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False))]
+    )

@@ -1,6 +1,6 @@
 """From a study's file to its steps, and from its finished steps to results."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,7 @@ from loopscope.models.checkpoint import CONFIG
 from loopscope.objectives import Objective
 from loopscope.questions import BENCHMARKS, Split
 from loopscope.recording import extrapolation_levels
+from loopscope.report.explored import Explored
 from loopscope.report.results import assemble
 from loopscope.report.schema import ModelResult, Results
 from loopscope.studies.checkpoints import Outside, checkpoint_of, data_of
@@ -66,6 +67,11 @@ class Plan:
             raise UserError("Nothing of this study is analysed yet; run it with: loopscope study run.")
         timed = [bench for model in done if (bench := model.timed(store)) is not None]
         return assemble([model.result(store) for model in done], self.study.targets, timed)
+
+    def explored(self, results: Results, store: Path) -> Iterator[Explored]:
+        """What the page looks up of the models that have results, in their order."""
+        known = {model.name: model for model in self.models}
+        return (known[model.name].analysis.explored(store) for model in results.models)
 
     @property
     def steps(self) -> list[Step]:

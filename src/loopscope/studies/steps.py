@@ -22,6 +22,7 @@ from loopscope.exits.calibration import certify
 from loopscope.exits.wanted import Wanted
 from loopscope.models.checkpoint import WEIGHTS
 from loopscope.recording import Keep, record
+from loopscope.report.explored import Explored
 from loopscope.report.results import Source, analyse, narrowed
 from loopscope.report.schema import ModelResult
 from loopscope.studies.checkpoints import Outside
@@ -136,7 +137,7 @@ class Fit(Step, frozen=True, kw_only=True):
 
 class Analyse(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = ANALYSIS
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     validation: Recording
     test: Recording
     reference: tuple[Recording, Recording] | None  # validation and test of the measure; its own where it is the measure
@@ -177,9 +178,10 @@ class Analyse(Step, frozen=True, kw_only=True):
         if self.reference is not None and not self.is_reference:
             theirs, tested = (counted(step, Trajectory.load(step.folder(store))) for step in self.reference)
             against = Source("reference", theirs, tested)
-        result = analyse(source, against, self.targets)
+        analysed = analyse(source, against, self.targets)
         with atomic_folder(self.folder(store), ANALYSIS) as scratch:
-            write_json(scratch / "model.json", result)
+            write_json(scratch / "model.json", analysed.result)
+            write_json(scratch / "explored.json", analysed.explored)
             for number, policy in enumerate(policies, start=1):
                 policy.save(scratch / ("policy.json" if number == 1 else f"policy-{number}.json"))
             write_manifest(scratch, ANALYSIS, self.version, {}, {"made_of": plain(self.content)})
@@ -198,6 +200,9 @@ class Analyse(Step, frozen=True, kw_only=True):
     def result(self, store: Path) -> ModelResult:
         read_manifest(self.folder(store), ANALYSIS, self.version)
         return read_json(ModelResult, self.folder(store) / "model.json", "analysis")
+
+    def explored(self, store: Path) -> Explored:
+        return read_json(Explored, self.folder(store) / "explored.json", "analysis")
 
 
 def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: False) -> list[Step]:

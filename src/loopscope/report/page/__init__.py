@@ -1,0 +1,51 @@
+"""One HTML file in which a report can be explored: offline, without a server, without a request to anywhere.
+
+Python computes every number and writes it into the page, compressed; the scripts beside this file only look numbers
+up, sort them and hand them to Vega-Lite. Texts reach the page escaped, or inside compressed JSON, never as markup.
+"""
+
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+
+import vl_convert
+from jinja2 import Environment
+
+from loopscope.report.explored import Explored
+from loopscope.report.page.content import cards, made_of, scope
+from loopscope.report.page.data import head_of, packed, thinned
+from loopscope.report.products import Product
+from loopscope.report.schema import Results
+
+LARGEST = 8_000_000
+"""Bytes that the page may have; what is too much is left out of the parts of single models."""
+_SCRIPTS = ("data.js", "charts.js", "tables.js", "frontiers.js", "closer.js", "examples.js", "main.js")
+
+
+def render(
+    results: Results, explored: Iterable[Explored], products: Sequence[Product], command: str, again: str
+) -> str:
+    """The page, which says by what command it was made, and its products `again` (and `--product NAME`)."""
+    everything = list(explored)
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
+    content = {
+        "version": results.loopscope,
+        "target": f"{100 * results.targets[0]:g}",
+        "scope": scope(results),
+        "cards": cards(results),
+        "products": products,
+        "made": made_of(results),
+        "command": command,
+        "again": again,
+        "head": packed(head_of(results, everything)),
+        "figures": {each.name: packed(each.figure) for each in products if each.figure is not None},
+        "style": _file("page.css"),
+        "libraries": vl_convert.javascript_bundle(),  # type: ignore[call-arg]  # its stub is wrong
+        "script": "\n".join(map(_file, _SCRIPTS)),
+    }
+    bare = len(template.render(**content, deep=[], thinned="").encode())
+    deep, note = thinned(results, everything, LARGEST - bare - 100 * len(everything) - 1000)
+    return template.render(**content, deep=deep, thinned=note)
+
+
+def _file(name: str) -> str:
+    return (files(__name__) / name).read_text(encoding="utf-8")

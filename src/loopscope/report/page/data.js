@@ -1,0 +1,33 @@
+// How does the page read its data, and build elements? Texts become text nodes, never markup.
+
+async function unpack(id) {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+
+const $ = (id) => document.getElementById(id);
+
+function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+function button(textContent, click) {
+  const made = make("button", { type: "button", textContent });
+  made.addEventListener("click", () => click(made));
+  return made;
+}
+
+// As Python writes it: what lies exactly between two numbers (in binary, so an eighth, say) goes to the even one.
+function fixed(value, digits) {
+  const below = Math.floor(value * 10 ** digits);
+  const between = Number.isInteger(value * 2 ** (digits + 1)) && value * 10 ** digits - below === 0.5;
+  return (between && below % 2 === 0 ? below / 10 ** digits : value).toFixed(digits);
+}
+
+const percent = (share, digits = 1) => `${fixed(100 * share, digits)} %`;
+const loopsSaid = (value) => (value === null ? "N/A" : fixed(value, 2));
+const short = (value) => (value === null ? "" : String(Number(value.toPrecision(4))));
+const span = (low, high, said) => (low === null ? "" : `[${said(low)}, ${said(high)}]`);
+const total = (values) => values.reduce((sum, value) => sum + value, 0);

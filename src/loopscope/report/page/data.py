@@ -1,0 +1,179 @@
+"""Which numbers does the page carry, and how? Compressed JSON: what charts of many models need, then a part a model."""
+
+import base64
+import gzip
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from loopscope.analysis.exploring import OUTCOMES
+from loopscope.report.charts import DARK, MODELS, Specification, Style, styles_of
+from loopscope.report.explored import Curve, Deep, DeepLine, ExampleSheet, Explored, rounded
+from loopscope.report.interactive import interactive
+from loopscope.report.markers import Marker, markers
+from loopscope.report.page.content import gaps_of, seed_of
+from loopscope.report.schema import Binned, ModelResult, Results
+from loopscope.report.tables import gap_cells
+
+_STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
+"""Examples a model, characters of each, and difficulties, in the order in which they are tried."""
+
+
+class PageGap(msgspec.Struct, frozen=True):
+    said: str
+    blamed: bool
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class PageModel(msgspec.Struct, frozen=True):
+    """What charts of many models need of one."""
+
+    name: str
+    label: str
+    group: int
+    seed: str
+    loops: int
+    examples: int
+    best: str  # the readout that validation chooses
+    gaps: dict[str, PageGap]
+    curves: list[Curve]
+
+
+class Head(msgspec.Struct, frozen=True):
+    targets: list[float]
+    stops: list[float]
+    groups: list[str]
+    models: list[PageModel]
+    paper: list[Marker]
+    styles: dict[str, Style]  # readout -> colour and shape
+    colours: tuple[str, ...]  # of models
+    dark: dict[str, str]  # what a colour is on a dark ground
+    outcomes: tuple[str, ...]
+    charts: dict[str, Specification]
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What is looked at one model at a time."""
+
+    forced: Binned
+    exit_distribution: Binned | None
+    signals: dict[str, Binned]
+    answers: str  # how an answer is written: as a number, or as a letter
+    deep: Deep
+
+
+def head_of(results: Results, explored: Sequence[Explored]) -> Head:
+    groups = {name: number for number, group in enumerate(results.groups) for name in group.names}
+    models = [
+        PageModel(
+            name=model.name,
+            label=model.label,
+            group=groups[model.name],
+            seed=seed_of(model),
+            loops=len(model.forced_accuracy),
+            examples=model.test_examples,
+            best=model.diagnosis.best_readout,
+            gaps=_gaps(model),
+            curves=own.curves,
+        )
+        for model, own in zip(results.models, explored, strict=True)
+    ]
+    return Head(
+        targets=results.targets,
+        stops=explored[0].stops,
+        groups=[group.label for group in results.groups],
+        models=models,
+        paper=markers(results),
+        styles=styles_of({curve.readout for model in models for curve in model.curves}),
+        colours=MODELS,
+        dark=DARK,
+        outcomes=OUTCOMES,
+        charts=interactive(),
+    )
+
+
+def _gaps(model: ModelResult) -> dict[str, PageGap]:
+    blamed = [f"{part} gap" for part in model.diagnosis.blamed]
+    return {
+        name: PageGap(said, name in blamed, *((gap.value, gap.low, gap.high) if gap else (None, None, None)))
+        for (name, gap), said in zip(gaps_of(model).items(), gap_cells(model, shares=False), strict=True)
+    }
+
+
+def thinned(results: Results, explored: Sequence[Explored], room: int) -> tuple[list[str], str]:
+    """The part of every model, packed into `room` characters if they can be, and what was left out of them."""
+    for most, longest, levels in _STEPS:
+        parts = [packed(_part(*each, most, longest, levels)) for each in zip(results.models, explored, strict=True)]
+        if sum(map(len, parts)) <= room:
+            break
+    coarse = " Histograms join neighbouring difficulties: the page would be too large." if levels < 50 else ""
+    note = (
+        f"Of each model at most {most} test examples are listed, drawn so that every pattern of right and wrong loops "
+        f"has its share, rare ones too, with at most {longest:,} characters of each. All counts, curves, histograms "
+        f"and intervals are of all test examples, at every threshold of the sweep.{coarse}"
+    )
+    return parts, note
+
+
+def _part(model: ModelResult, explored: Explored, most: int, longest: int, levels: int) -> Part:
+    deep = _coarser(explored.deep, levels)
+    return Part(
+        forced=_brief(model.forced_accuracy_by_difficulty),
+        exit_distribution=None if model.exit_distribution is None else _brief(model.exit_distribution),
+        signals={name: _brief(table) for name, table in model.signals.items()},
+        answers="number" if model.benchmark is None else "letter",
+        deep=msgspec.structs.replace(deep, examples=_shorter(deep.examples, most, longest)),
+    )
+
+
+def _coarser(deep: Deep, most: int) -> Deep:
+    """Neighbouring difficulties joined until there are at most so many."""
+    size = len(deep.levels)
+    if size <= most:
+        return deep
+    starts = [place * size // most for place in range(most)]
+
+    def joined(values: Any) -> Any:
+        return np.add.reduceat(np.asarray(values), starts, axis=1).tolist()
+
+    middles = [deep.levels[(a + b) // 2] for a, b in zip(starts, [*starts[1:], size], strict=True)]
+    lines = {name: DeepLine(joined(line.exits), joined(line.right), line.outcomes) for name, line in deep.lines.items()}
+    counts = np.add.reduceat(np.asarray(deep.counts), starts).tolist()
+    return msgspec.structs.replace(deep, binned=True, levels=middles, counts=counts, lines=lines)
+
+
+def _shorter(sheet: ExampleSheet, most: int, longest: int) -> ExampleSheet:
+    """The first `most` of the examples that were drawn, in the order of the recording, cut at `longest` characters."""
+    kept = sorted(range(min(most, len(sheet.rows))), key=sheet.rows.__getitem__)
+
+    def take(values: Any) -> Any:
+        return None if values is None else [values[place] for place in kept]
+
+    texts: list[str] | None = take(sheet.texts)
+    return ExampleSheet(
+        rows=take(sheet.rows),
+        texts=None if texts is None else [_cut(text, longest) for text in texts],
+        labels=take(sheet.labels),
+        difficulty=take(sheet.difficulty),
+        answers=take(sheet.answers),
+        label_probability=take(sheet.label_probability),
+        signals={name: take(values) for name, values in sheet.signals.items()},
+        crossed={name: take(values) for name, values in sheet.crossed.items()},
+    )
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} … [{len(text) - longest:,} more characters]"
+
+
+def _brief(table: Binned) -> Binned:
+    return Binned(rounded(table.levels), table.counts, [rounded(row) for row in table.values])
+
+
+def packed(value: Any) -> str:
+    """Compressed JSON as text; the same value gives the same text."""
+    return base64.b64encode(gzip.compress(msgspec.json.encode(value), mtime=0)).decode()

@@ -1,0 +1,297 @@
+// Which lines are shown, and what depth does each need for the target accuracy? All numbers were computed before.
+
+const lines = { models: new Set(), readouts: new Set() };
+const ALONE = ["fixed", "oracle"]; // between two fixed depths there is none, and the oracle is one point
+const FIRST_MODELS = 6;
+const GLYPHS = {
+  circle: "●",
+  square: "■",
+  diamond: "◆",
+  "triangle-up": "▲",
+  "triangle-down": "▼",
+  "triangle-right": "▶",
+  "triangle-left": "◀",
+  cross: "✚",
+};
+
+function startFrontiers() {
+  const { models, groups } = head;
+  const first = groups.map((_, group) => models.findIndex((model) => model.group === group));
+  for (const index of first.slice(0, FIRST_MODELS)) lines.models.add(index);
+  const known = Object.keys(head.styles);
+  const wanted = new Set(["gate", "oracle", ...[...lines.models].map((index) => models[index].best)]);
+  for (const name of known) if (wanted.has(name)) lines.readouts.add(name);
+  const box = (checked, change, ...label) => {
+    const input = make("input", { type: "checkbox", checked });
+    input.addEventListener("change", () => (change(input.checked), updateFrontiers()));
+    return make("label", {}, input, ...label);
+  };
+  const toggle = (set, value) => (on) => (on ? set.add(value) : set.delete(value));
+  $("legend-readouts").append(
+    ...known.map((name) => {
+      const label = box(lines.readouts.has(name), toggle(lines.readouts, name), swatch("readout", name), name);
+      label.dataset.readout = name;
+      return label;
+    }),
+  );
+  groups.forEach((label, group) => {
+    const members = models.map((model, index) => [model, index]).filter(([model]) => model.group === group);
+    const boxes = members.map(([model, index]) =>
+      box(
+        lines.models.has(index),
+        toggle(lines.models, index),
+        swatch("model", index),
+        members.length > 1 ? `seed ${model.seed}` : make("bdi", { textContent: model.label }),
+      ),
+    );
+    const shown =
+      members.length > 1
+        ? make("div", { className: "seeds" }, make("span", {}, make("bdi", { textContent: label })), ...boxes)
+        : boxes[0];
+    $("legend-models").append(shown);
+  });
+  $("legend-models").append(
+    button("All", () => setAll(true)),
+    " ",
+    button("None", () => setAll(false)),
+  );
+  const slider = $("target");
+  const lowest = models
+    .flatMap((model) => model.curves.flatMap((curve) => curve.accuracy))
+    .reduce((least, value) => Math.min(least, value), head.targets[0]);
+  slider.min = Math.max(0, head.stops.findIndex((stop) => stop >= lowest) - 1);
+  slider.max = head.stops.length - 1;
+  slider.value = firstStop();
+  slider.addEventListener("input", updateFrontiers);
+  $("colour-by").value = lines.models.size > 1 ? "model" : "readout";
+  $("colour-by").addEventListener("change", updateFrontiers);
+  $("paper-shown").addEventListener("change", updateFrontiers);
+  $("paper-shown").parentNode.hidden = head.paper.length === 0;
+  $("zoom-in").addEventListener("click", () => zoom(0.7));
+  $("zoom-out").addEventListener("click", () => zoom(1 / 0.7));
+  $("zoom-reset").addEventListener("click", () => zoom(0));
+  return updateFrontiers();
+}
+
+// The report's target, or the highest accuracy below it that a line reaches.
+function firstStop() {
+  const wanted = head.stops.indexOf(head.targets[0]);
+  const reached = shownLines().map(({ curve }) =>
+    curve.depth.findLastIndex((depth, stop) => depth !== null && stop <= wanted),
+  );
+  return Math.max(Number($("target").min), ...reached);
+}
+
+function setAll(on) {
+  head.models.forEach((_, index) => (on ? lines.models.add(index) : lines.models.delete(index)));
+  for (const input of $("legend-models").querySelectorAll("input")) input.checked = on;
+  updateFrontiers();
+}
+
+function swatch(kind, value) {
+  const shape = kind === "readout" ? head.styles[value][1] : "square";
+  const mark = make("span", {
+    className: "swatch",
+    textContent: GLYPHS[shape] ?? (value === "oracle" ? "★" : "✕"),
+    ariaHidden: "true",
+  });
+  mark.dataset[kind] = value;
+  return mark;
+}
+
+const modelColour = (index) => head.colours[index % head.colours.length];
+const DASHES = [
+  [1, 0],
+  [7, 3],
+  [2, 2],
+  [9, 3, 2, 3],
+]; // a second cue beside the colour
+
+// The lines that are shown, in the order of the legend.
+function shownLines() {
+  const byModel = $("colour-by").value === "model";
+  const order = [...lines.models].sort((a, b) => a - b);
+  return order.flatMap((index, place) =>
+    head.models[index].curves
+      .filter((curve) => lines.readouts.has(curve.readout))
+      .map((curve) => {
+        const [own, shape] = head.styles[curve.readout];
+        return {
+          index,
+          model: head.models[index],
+          curve,
+          shape,
+          colour: byModel ? modelColour(place) : own,
+          dash: byModel ? DASHES[place % DASHES.length] : DASHES[0],
+        };
+      }),
+  );
+}
+
+const thresholdSaid = (curve, place) =>
+  curve.thresholds.length === 0
+    ? "none: knows the labels"
+    : curve.readout === "fixed"
+      ? `loop ${curve.thresholds[place]}`
+      : short(curve.thresholds[place]);
+const accuracySaid = (curve, place) =>
+  `${percent(curve.accuracy[place])} ${span(curve.accuracy_low[place], curve.accuracy_high[place], (value) => (100 * value).toFixed(1))}`;
+const averageSaid = (curve, place) =>
+  `${loopsSaid(curve.loops[place])} ${span(curve.loops_low[place], curve.loops_high[place], loopsSaid)}`;
+
+const TICK = "M0,-1L0,1"; // a mark of D@X
+const PAPER = "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z";
+
+function pointRows({ model, curve, shape, colour, dash, index }) {
+  const alone = ALONE.includes(curve.readout);
+  return curve.accuracy.map((accuracy, place) => {
+    const certified = curve.certified.some((mark) => mark.place === place);
+    const apart = alone || curve.extra.includes(place);
+    return {
+      accuracy,
+      loops: curve.loops[place],
+      line: `${index} ${curve.readout}${apart ? place : ""}`,
+      order: place,
+      colour,
+      fill: colour,
+      shape,
+      dash,
+      size: curve.readout === "oracle" ? 130 : alone || certified ? 70 : 20,
+      tip: {
+        model: model.label,
+        readout: curve.readout + (certified ? " (calibrated)" : ""),
+        threshold: thresholdSaid(curve, place),
+        accuracy: accuracySaid(curve, place),
+        "average loops": averageSaid(curve, place),
+      },
+    };
+  });
+}
+
+// What is drawn beside the lines: the frame, the depths at the target, and the paper's numbers.
+function besideRows(shown, stop) {
+  const target = head.stops[stop];
+  const row = (line, at, colour, mark) => ({
+    ...at,
+    line,
+    order: 0,
+    colour,
+    fill: "transparent",
+    dash: [1, 0],
+    ...mark,
+  });
+  const deepest = Math.max(
+    ...(shown.length ? shown : head.models.map((model) => ({ model }))).map(({ model }) => model.loops),
+  );
+  const frame = [1, deepest].map((loops) =>
+    row(`frame ${loops}`, { loops, accuracy: target }, "transparent", { shape: "circle", size: 0 }),
+  );
+  const depths = shown
+    .filter(({ curve }) => curve.depth[stop] !== null && curve.readout !== "oracle")
+    .map(({ model, curve, colour, index }) =>
+      row(`depth ${index} ${curve.readout}`, { loops: curve.depth[stop], accuracy: target }, colour, {
+        shape: TICK,
+        size: 350,
+        tip: {
+          model: model.label,
+          readout: curve.readout,
+          [`D@${short(100 * target)}`]: `${loopsSaid(curve.depth[stop])} ${span(curve.depth_low[stop], curve.depth_high[stop], loopsSaid)}`,
+        },
+      }),
+    );
+  const paper = $("paper-shown").checked
+    ? head.paper.flatMap((marker, number) => {
+        const line = shown.find(
+          ({ model, curve }) => marker.names.includes(model.name) && marker.readout === curve.readout,
+        );
+        return line
+          ? [
+              row(`paper ${number}`, marker, line.colour, {
+                shape: PAPER,
+                size: 110,
+                tip: { "the paper": marker.said },
+              }),
+            ]
+          : [];
+      })
+    : [];
+  return [...frame, ...depths, ...paper];
+}
+
+function updateFrontiers() {
+  const stop = Number($("target").value);
+  const target = head.stops[stop];
+  const name = `D@${short(100 * target)}`;
+  const shown = shownLines();
+  $("target-said").textContent = `${short(100 * target)} %`;
+  const reached = shown.filter(({ curve }) => curve.depth[stop] !== null);
+  const least = reached
+    .filter(({ curve }) => curve.readout !== "oracle")
+    .reduce((best, each) => (best && best.curve.depth[stop] <= each.curve.depth[stop] ? best : each), null);
+  $("depth-summary").textContent = !shown.length
+    ? "No line is switched on."
+    : least
+      ? `${reached.length} of ${shown.length} lines reach ${short(100 * target)} %; the least depth (the oracle apart) is ${loopsSaid(least.curve.depth[stop])} loops: ${least.curve.readout}, ${least.model.label}.`
+      : `No line that is shown reaches ${short(100 * target)} %.`;
+  const table = $("depth-table");
+  const titles = ["model", "readout", name, "95 % interval", "resamples that reach it"];
+  if (!table.tHead.rows.length) columns(table, titles);
+  const header = table.tHead.rows[0].cells[2].firstChild;
+  header.textContent = name;
+  header.setAttribute("aria-label", name);
+  fill(
+    table,
+    shown.map(({ model, curve }) =>
+      make(
+        "tr",
+        {},
+        ...[
+          model.label,
+          curve.readout,
+          loopsSaid(curve.depth[stop]),
+          span(curve.depth_low[stop], curve.depth_high[stop], loopsSaid),
+          percent(curve.depth_reached[stop]),
+        ].map((text) => make("td", {}, make("bdi", { textContent: text }))),
+      ),
+    ),
+  );
+  for (const mark of document.querySelectorAll(".swatch")) {
+    const place = [...lines.models].sort((a, b) => a - b).indexOf(Number(mark.dataset.model));
+    const byModel = $("colour-by").value === "model";
+    const ofReadout = "readout" in mark.dataset;
+    const colour =
+      ofReadout && !byModel
+        ? head.styles[mark.dataset.readout][0]
+        : !ofReadout && byModel && place >= 0
+          ? modelColour(place)
+          : "";
+    mark.style.color = colour && painted(colour);
+    mark.hidden = !ofReadout && !colour;
+  }
+  return draw(
+    $("frontier-chart"),
+    "frontiers",
+    head.charts.frontiers,
+    { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: [{ accuracy: target }] },
+    shown.map(({ model, curve, colour, shape }) => ({ line: `${model.label}, ${curve.readout}`, colour, shape })),
+  );
+}
+
+// For the keyboard: the same domains that dragging and the wheel change, towards the depths at the target.
+async function zoom(factor) {
+  const { view } = drawn.get($("frontier-chart"));
+  const stop = Number($("target").value);
+  const depths = shownLines()
+    .map(({ curve }) => curve.depth[stop])
+    .filter((depth) => depth !== null);
+  const towards = { loops: depths.length ? total(depths) / depths.length : null, accuracy: head.stops[stop] };
+  for (const [field, scale] of [
+    ["loops", "x"],
+    ["accuracy", "y"],
+  ]) {
+    const [from, to] = view.scale(scale).domain();
+    const middle = towards[field] === null ? (from + to) / 2 : Math.min(Math.max(towards[field], from), to);
+    view.signal(`zoom_${field}`, factor ? [middle + (from - middle) * factor, middle + (to - middle) * factor] : null);
+  }
+  await view.runAsync();
+}

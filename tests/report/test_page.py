@@ -1,0 +1,442 @@
+"""The page in a real browser: what it shows is what Python computes, whatever is done to it and whatever it is of."""
+
+import csv
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chromium import opened
+from conftest import outcome_of
+from pages import HOSTILE, TARGETS, hostile, never_exits, predictions_only, source, two, with_policy, written
+from playwright.sync_api import Browser, Page
+
+import loopscope as ls
+from loopscope.analysis import interval, resampled_curves
+from loopscope.analysis.exploring import OUTCOMES
+from loopscope.exits.readouts import accuracy_and_loops
+from loopscope.exits.sweep import available_readouts
+from loopscope.report import Results, Source
+from loopscope.report.products import make_products
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+    return written(two(), tmp_path_factory.mktemp("page"), "a")
+
+
+@pytest.fixture
+def tab(report: tuple[Path, Results], browser: Browser) -> Iterator[Page]:
+    with opened(browser, report[0], permissions=["clipboard-read", "clipboard-write"]) as tab:
+        yield tab
+
+
+def slide(tab: Page, slider: str, value: int) -> None:
+    tab.locator(slider).evaluate(
+        "(it, value) => { it.value = value; it.dispatchEvent(new Event('input', { bubbles: true })); }", value
+    )
+
+
+def cells(tab: Page, table: str) -> list[list[str]]:
+    return [row.locator("td").all_inner_texts() for row in tab.locator(f"{table} tbody tr").all()]
+
+
+def choose(tab: Page, model: int, readout: str) -> None:
+    tab.select_option("#model", str(model))
+    tab.wait_for_function(
+        "(name) => [...document.querySelectorAll('#readout option')].some((o) => o.value === name)", arg=readout
+    )
+    tab.select_option("#readout", readout)
+
+
+def test_the_slider_gives_the_depths_that_python_computes(tab: Page) -> None:
+    for box in tab.locator("#legend-readouts input").all():
+        box.check()
+    frontiers = {
+        (each.name, name): ls.sweep(name, each.validation, each.test)
+        for each in two()
+        for name in available_readouts(each.validation, each.test)
+    }
+    resampled = {
+        (each.name, name): resampled_curves(name, frontiers[each.name, name].thresholds, each.test)
+        for each in two()
+        for name in available_readouts(each.validation, each.test)
+    }
+    for percent in (40, 60, 72.5, 90, 100):
+        slide(tab, "#target", round(2 * percent) - 1)
+        assert tab.locator("#depth-table th").nth(2).inner_text().startswith(f"D@{percent:g}")
+        rows = cells(tab, "#depth-table")
+        assert {(row[0], row[1]) for row in rows} == set(frontiers)
+        for model, readout, depth, bounds, reached in rows:
+            expected = frontiers[model, readout].depth_at(percent / 100)
+            assert depth == ("N/A" if expected is None else f"{expected:.2f}")
+            known = interval(resampled[model, readout].depth_at(percent / 100))
+            assert reached == f"{100 * (known.reached if known else 0):.1f} %"
+            assert (bounds == "") == (known is None)
+            if known is not None:
+                low, high = map(float, re.findall(r"[\d.]+", bounds))
+                assert (low, high) == pytest.approx((known.low, known.high), abs=0.0051)
+
+
+def test_the_legend_switches_lines(tab: Page) -> None:
+    assert {row[1] for row in cells(tab, "#depth-table")} >= {"oracle"}
+    tab.locator("#legend-readouts label", has_text="oracle").locator("input").uncheck()
+    assert "oracle" not in {row[1] for row in cells(tab, "#depth-table")}
+    tab.locator("#legend-models label", has_text="b").locator("input").uncheck()
+    assert {row[0] for row in cells(tab, "#depth-table")} == {"a"}
+    tab.get_by_role("button", name="None").click()
+    assert tab.locator("#depth-summary").inner_text() == "No line is switched on."
+    tab.get_by_role("button", name="All", exact=True).click()
+    assert {row[0] for row in cells(tab, "#depth-table")} == {"a", "b"}
+    tab.select_option("#colour-by", "readout")
+
+
+def test_zooming_changes_the_chart_and_comes_back(tab: Page) -> None:
+    canvas = tab.locator("#frontier-chart canvas")
+    canvas.scroll_into_view_if_needed()
+
+    def pixels() -> Any:
+        tab.wait_for_timeout(300)
+        return canvas.evaluate("(it) => it.toDataURL()")
+
+    whole = pixels()
+    tab.click("#zoom-in")
+    assert pixels() != whole
+    tab.click("#zoom-reset")
+    assert pixels() == whole
+    canvas.hover(position={"x": 300, "y": 200})
+    tab.keyboard.down("Shift")
+    tab.mouse.wheel(0, -300)
+    tab.keyboard.up("Shift")
+    assert pixels() != whole
+
+
+def test_a_point_tells_its_threshold_and_interval(tab: Page) -> None:
+    canvas = tab.locator("#frontier-chart canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    tip = tab.locator("#vg-tooltip-element.visible")
+    for x in range(60, int(box["width"]), 3):  # along the frontiers, from the left
+        for y in range(10, 400, 12):
+            tab.mouse.move(box["x"] + x, box["y"] + y)
+            if tip.count():
+                said = tip.inner_text()
+                if "threshold" in said:
+                    assert re.search(r"accuracy\s+[\d.]+ % \[[\d.]+, [\d.]+\]", said)
+                    assert re.search(r"average loops\s+[\d.]+ \[[\d.]+, [\d.]+\]", said)
+                    return
+    pytest.fail("no point answered")
+
+
+@pytest.mark.parametrize("readout", ["margin", "gate", "fixed", "oracle", "kl"])
+def test_the_threshold_explorer_says_what_the_policy_does(
+    tab: Page, report: tuple[Path, Results], readout: str
+) -> None:
+    model = two()[1]
+    choose(tab, 1, readout)
+    size = int(tab.locator("#threshold").get_attribute("max") or 0) + 1
+    frontier = ls.sweep(readout, model.validation, model.test)
+    for place in {0, size // 2, size - 1}:
+        slide(tab, "#threshold", place)
+        said = tab.locator("#threshold-said").inner_text()
+        grid = [None] if readout == "oracle" else sorted({*frontier.thresholds.tolist(), *certified(model, readout)})
+        if readout == "kl":
+            grid = grid[::-1]
+        policy = ls.ExitPolicy(readout, grid[place])
+        if readout not in ("oracle", "fixed"):
+            assert float(said.split(",")[0]) == pytest.approx(policy.threshold, rel=1e-3)
+        accuracy, loops = accuracy_and_loops(policy, model.test)
+        facts = dict(
+            zip(tab.locator("#point dt").all_inner_texts(), tab.locator("#point dd").all_inner_texts(), strict=True)
+        )
+        assert facts["accuracy"].startswith(f"{100 * accuracy:.1f} %")
+        assert facts["average loops"].startswith(f"{loops:.2f} ")
+        exits = policy.exit_loops(model.test)
+        told = [outcome_of(row, loop) for row, loop in zip(model.test.correct.tolist(), exits.tolist(), strict=True)]
+        assert {name: facts[name] for name in OUTCOMES} == {name: f"{told.count(name) / 2:.1f} %" for name in OUTCOMES}
+        shares = [
+            mark.get_attribute("aria-label") or "" for mark in tab.locator("#exit-map .mark-rect [aria-label]").all()
+        ]
+        for label in shares:
+            found = re.search(r"loop: (\d); difficulty: (\d);.* share: ([\d.]+) %", label)
+            assert found is not None, label
+            loop, level, share = int(found[1]), int(found[2]), float(found[3])
+            chosen = model.test.difficulty == level
+            assert share == pytest.approx(100 * (exits[chosen] == loop).mean(), abs=0.051)
+        assert len(shares) == 12
+
+
+def certified(model: Source, readout: str) -> list[float]:
+    return [each.threshold for each in model.policies if each.readout == readout and each.threshold is not None]
+
+
+def test_a_certified_threshold_is_marked_with_its_promise(tab: Page, report: tuple[Path, Results]) -> None:
+    (mark,) = report[1].models[1].certified
+    assert mark.promise is not None
+    choose(tab, 1, "entropy")
+    assert tab.locator("#promise").is_hidden()
+    tab.get_by_role("button", name="Certified: margin").click()
+    assert tab.locator("#readout").input_value() == "margin"
+    assert mark.promise.sentence in tab.locator("#promise").inner_text()
+    assert "kept" in tab.locator("#promise").inner_text() or "refuted" in tab.locator("#promise").inner_text()
+    assert float(tab.locator("#threshold-said").inner_text()) == pytest.approx(mark.threshold, rel=1e-3)
+
+
+def test_filters_show_the_right_examples(tab: Page) -> None:
+    model = two()[1]
+    assert model.test.examples is not None
+    for readout, place in (("margin", 5), ("gate", 60)):
+        choose(tab, 1, readout)
+        slide(tab, "#threshold", place)
+        thresholds = sorted({*ls.sweep(readout, model.validation, model.test).thresholds, *certified(model, readout)})
+        exits = ls.ExitPolicy(readout, float(thresholds[place])).exit_loops(model.test).tolist()
+        told = [outcome_of(row, loop) for row, loop in zip(model.test.correct.tolist(), exits, strict=True)]
+        for kind, name in [(None, "all"), *enumerate(OUTCOMES)]:
+            tab.check(f"#filters input[value='{'all' if kind is None else kind}']")
+            expected = {row for row, each in enumerate(told) if kind is None or each == name}  # all 200 are listed
+            shown = {
+                int(row.get_attribute("data-example") or -1) for row in tab.locator("#example-table tbody tr").all()
+            }
+            assert shown == expected, name
+            for text, _, answer, said, exit_loop, result in cells(tab, "#example-table")[:10]:
+                row = model.test.examples.index(text)
+                assert (answer, exit_loop, result) == (str(model.test.required_labels[row]), str(exits[row]), told[row])
+                assert [each.strip()[0] for each in said.split(",")] == [
+                    str(each) for each in model.test.predicted[row]
+                ]
+    tab.check("#filters input[value='all']")
+    tab.fill("#find", "- 17 1")
+    assert {row[0] for row in cells(tab, "#example-table")} == {
+        text for text in model.test.examples if "- 17 1" in text
+    }
+
+
+def test_a_click_shows_the_trajectory_of_an_example(tab: Page) -> None:
+    model = two()[1]  # the first with a gate
+    row = tab.locator("#example-table tbody tr").nth(4)
+    number = int(row.get_attribute("data-example") or -1)
+    row.click()
+    detail = tab.locator("#example-detail")
+    assert detail.locator("h3").inner_text() == f"Example {number}: answer {model.test.required_labels[number]}"
+    assert detail.locator("svg").count() == 1
+    table = {line[0]: line[1:] for line in cells(tab, "#example-detail")}
+    entropy = ls.signal("entropy", model.test)[number]
+    assert [float(value) for value in table["entropy"]] == pytest.approx(entropy.tolist(), rel=1e-3)
+    assert table["kl"][0] == ""
+
+
+def test_copied_tables_parse(tab: Page, report: tuple[Path, Results]) -> None:
+    for product in make_products(report[1], ["overview"]):
+        if product.table is None:
+            continue
+        whole = [product.table.columns, *product.table.rows]
+        whole = [[re.sub(r"\s+", " ", cell.strip()) for cell in row] for row in whole]
+        tools = tab.locator(f"#{product.name} .tools")
+        copied = {}
+        for kind in ("Markdown", "LaTeX", "CSV"):
+            tools.get_by_role("button", name=kind).click()
+            tab.wait_for_timeout(100)
+            copied[kind] = tab.evaluate("navigator.clipboard.readText()")
+        assert list(csv.reader(io.StringIO(copied["CSV"]))) == whole
+        lines = [re.split(r"(?<!\\) ?\| ?", line.strip())[1:-1] for line in copied["Markdown"].splitlines()]
+        assert set(lines.pop(1)) == {"---"}
+        assert [[re.sub(r"\\([\\|])", r"\1", cell) for cell in line] for line in lines] == whole
+        body = [line for line in copied["LaTeX"].splitlines() if line.endswith("\\\\")]
+        assert len(body) == len(whole)
+        assert all(len(re.split(r"(?<!\\)&", line)) == len(product.table.columns) for line in body)
+        assert copied["LaTeX"].count("\\begin{tabular}") == copied["LaTeX"].count("\\end{tabular}") == 1
+
+
+def test_columns_sort_as_numbers_with_what_is_missing_last(tab: Page) -> None:
+    for box in tab.locator("#legend-readouts input").all():
+        box.check()
+    missing = 0
+    for percent in range(60, 100):  # the first that some lines miss
+        slide(tab, "#target", 2 * percent - 1)
+        if missing := sum(row[2] == "N/A" for row in cells(tab, "#depth-table")):
+            break
+    assert missing
+    header = tab.locator("#depth-table th").nth(2)
+    for order in ("ascending", "descending"):
+        header.locator("button").click()
+        assert header.get_attribute("aria-sort") == order
+        depths = [row[2] for row in cells(tab, "#depth-table")]
+        known = [float(depth) for depth in depths if depth != "N/A"]
+        assert known == sorted(known, reverse=order == "descending")
+        assert depths[len(known) :] == ["N/A"] * (len(depths) - len(known))
+        assert 0 < len(known) < len(depths)
+    gaps = tab.locator("#diagnosis th").nth(2)
+    for _ in range(2):  # ascending, then descending: model a has no gate, and stays last
+        gaps.locator("button").click()
+        assert cells(tab, "#diagnosis")[-1][2] == "no gate"
+    slide(tab, "#target", 2 * 40 - 1)  # the order stays
+    known = [float(row[2]) for row in cells(tab, "#depth-table") if row[2] != "N/A"]
+    assert known == sorted(known, reverse=True)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_figures_are_saved_for_a_paper(report: tuple[Path, Results], browser: Browser, scheme: Any) -> None:
+    with opened(browser, report[0], color_scheme=scheme) as tab:
+        assert tab.locator("html").get_attribute("data-theme") == scheme
+        for figure in ("#frontier-chart", "#forced-map", "[data-figure=frontiers]"):
+            place = tab.locator(figure)
+            place.scroll_into_view_if_needed()
+            place.locator("canvas, svg").first.wait_for()
+            for kind in ("SVG", "PNG"):
+                with tab.expect_download() as download:
+                    place.locator("xpath=following-sibling::*[1]").get_by_role("button", name=kind).click()
+                saved = Path(download.value.path()).read_bytes()
+                if kind == "PNG":
+                    assert saved.startswith(b"\x89PNG")
+                else:
+                    assert ElementTree.fromstring(saved).tag.endswith("svg")
+                    assert b'fill="white"' in saved  # whatever the ground of the page
+
+
+def test_light_and_dark(tab: Page) -> None:
+    def ground() -> str:
+        return str(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+    light = ground()
+    tab.get_by_role("button", name="Switch between light and dark").click()
+    assert ground() != light
+    tab.wait_for_timeout(500)
+    ink = tab.locator("#exits svg text").first.evaluate("(it) => getComputedStyle(it).fill")
+    assert ink == "rgb(232, 236, 240)"
+
+
+def test_everything_can_be_reached_by_keyboard(tab: Page) -> None:
+    unnamed = tab.evaluate(
+        """() => [...document.querySelectorAll("button, input, select")]
+            .filter((it) => !(it.ariaLabel || it.textContent.trim() || it.labels?.length)).map((it) => it.outerHTML)"""
+    )
+    assert unnamed == []
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.textContent") == "Skip to the diagnosis"
+    tab.focus("#target")
+    before = tab.locator("#target-said").inner_text()
+    tab.keyboard.press("ArrowLeft")
+    assert tab.locator("#target-said").inner_text() != before
+    tab.focus("#threshold")
+    before = tab.locator("#point").inner_text()
+    tab.keyboard.press("Home")
+    assert tab.locator("#point").inner_text() != before
+    tab.locator("#example-table tbody button").nth(3).focus()
+    tab.keyboard.press("Enter")
+    assert "current" in (tab.locator("#example-table tbody tr").nth(3).get_attribute("class") or "")
+    tab.locator("#depth-table th button").nth(1).focus()
+    tab.keyboard.press("Enter")
+    assert tab.locator("#depth-table th").nth(1).get_attribute("aria-sort") == "ascending"
+
+
+def test_how_a_number_was_made_is_a_click_away(tab: Page) -> None:
+    card = tab.locator(".card").nth(1)
+    card.get_by_text("How it was made").click()
+    assert "loopscope report a b" in card.inner_text()
+    product = tab.locator("#depths")
+    product.get_by_text("How it was made").click()
+    assert "loopscope report a b --out report --product depths" in product.inner_text()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_hostile_text_is_text(tmp_path: Path, browser: Browser, width: int) -> None:
+    page, _ = written(hostile(), tmp_path / "hostile")
+    with opened(browser, page, width=width, permissions=["clipboard-read", "clipboard-write"]) as tab:
+        assert tab.locator("img, b, main script").count() == 0
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        for model in range(len(hostile())):
+            choose(tab, model, "margin")
+            texts = " ".join(tab.locator("#example-table tbody td:first-child").all_inner_texts())
+            assert HOSTILE[1] in texts
+            assert HOSTILE[3] in texts
+        tab.fill("#find", "0 \u202e<b>x")
+        tab.locator("#example-table tbody button").first.click()
+        said = tab.locator("#example-detail .whole").text_content() or ""
+        assert said.startswith("0 \u202e<b>x</b>")
+        assert "more characters]" in said
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        tab.locator("#headline .tools").get_by_role("button", name="CSV").click()
+        tab.wait_for_timeout(100)
+        rows = list(csv.reader(io.StringIO(tab.evaluate("navigator.clipboard.readText()"))))
+        assert {row[0] for row in rows} >= {HOSTILE[0], HOSTILE[1], HOSTILE[3]}
+        for figure in tab.locator(".chart.figure").all():
+            figure.scroll_into_view_if_needed()
+            figure.locator("svg").first.wait_for()
+
+
+def bare(name: str, **changes: object) -> Source:
+    return source(name, 3, **changes)
+
+
+PARTIAL = {
+    "one model without a gate": [bare("one", gate_logits=None)],
+    "no difficulties, no texts, no states": [bare("bare", difficulty=None, examples=None, hidden=None)],
+    "a readout that never exits": [
+        Source("never", never_exits(source("x", 1).validation), never_exits(source("x", 1).test))
+    ],
+    "only predictions": [
+        Source("said", predictions_only(source("x", 1).validation), predictions_only(source("x", 1).test))
+    ],
+    "one loop": [bare("single", loops=1)],
+    "right by chance": [bare("chance", labels=np.arange(200) % 5)],
+    "ten examples": [bare("few", rows=10)],
+    "one example": [bare("only", rows=1)],
+}
+
+
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_a_partial_study_makes_sense(tmp_path: Path, browser: Browser, kind: str) -> None:
+    page, results = written(PARTIAL[kind], tmp_path / "partial")
+    model = results.models[0]
+    with opened(browser, page) as tab:
+        assert model.diagnosis.sentence in tab.locator(".card").inner_text()
+        for name in [frontier.readout for frontier in model.frontiers]:
+            choose(tab, 0, name)
+            for place in (0, 10_000):
+                slide(tab, "#threshold", place)
+                assert re.match(r"[\d.]+ %", tab.locator("#point dd").first.inner_text())
+        for percent in (1, 99):
+            slide(tab, "#target", 2 * percent - 1)
+            assert cells(tab, "#depth-table")
+        for kind_of_exit in range(5):
+            tab.check(f"#filters input[value='{kind_of_exit}']")
+        for figure in tab.locator(".chart.figure").all():
+            figure.scroll_into_view_if_needed()
+            figure.locator("svg").first.wait_for()
+        text = tab.locator("main").inner_text()
+        assert not re.search(r"\b(NaN|undefined|null|Infinity)\b", text)
+
+
+def test_nothing_is_reached_anywhere(tmp_path: Path, browser: Browser) -> None:
+    page, results = written([bare(name, labels=np.arange(200) % 5) for name in ("chance", "other")], tmp_path / "none")
+    assert all(
+        depth is None for model in results.models for each in model.frontiers for depth in each.depth_at.values()
+    )
+    with opened(browser, page) as tab:
+        slide(tab, "#target", round(200 * TARGETS[1]) - 1)
+        assert {row[2] for row in cells(tab, "#depth-table")} == {"N/A"}
+        assert "No line that is shown reaches 90 %." in tab.locator("#depth-summary").inner_text()
+
+
+def test_twenty_large_models_stay_small_and_open(tmp_path: Path, browser: Browser) -> None:
+    """Eight loops, forty difficulties, questions of a thousand characters: the page is below 8 MB."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 5000, (400, 170))
+    examples = [" ".join(f"w{word}" for word in row) for row in words]
+    changes: dict[str, Any] = {"rows": 400, "loops": 8, "examples": examples}
+    changes |= {"difficulty": rng.integers(1, 41, 400), "hidden": None}
+    changes |= {"gate_logits": rng.normal(size=(400, 8))}
+    page, _ = written([with_policy(source(f"m{number}", number, **changes)) for number in range(20)], tmp_path / "many")
+    assert page.stat().st_size < 8_000_000
+    with opened(browser, page) as tab:
+        tab.get_by_role("button", name="All", exact=True).click()
+        assert len({row[0] for row in cells(tab, "#depth-table")}) == 20
+        choose(tab, 19, "entropy")
+        assert len(tab.locator("#exit-map .mark-rect [aria-label]").all()) == 40 * 8
