@@ -1,5 +1,6 @@
 """The command line: the whole way from a preset to a table, and one sentence with exit code 2 for whatever is wrong."""
 
+import html
 import json
 import re
 import shlex
@@ -167,3 +168,20 @@ def test_progress_in_a_log_has_the_time_left(
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "training: 2/4, 2 min left. loss 1.0"
     assert lines[-1].startswith("training: 4/4, 0 s left")
+
+
+def test_a_report_opens_and_says_how_to_make_it_again(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)))  # as if there were none
+    out = tmp_path / "a study run's"
+    assert run("report", recorded, "--out", out, "--at", 0.5, "--open") == 0
+    assert opened == [(out / "report.html").resolve().as_uri()]
+    assert "No browser could be started here" in capsys.readouterr().err
+    page = html.unescape((out / "report.html").read_text())
+    (command,) = set(re.findall(r"<code>(loopscope report .* --product depths)</code>", page))
+    assert run(*shlex.split(command)[1:]) == 0
+    assert "Depth to accuracy" in capsys.readouterr().out
+    assert run("report", recorded, "--out", out, "--product", "depths", "--open") == 2
+    assert "leave one of them out" in capsys.readouterr().err
