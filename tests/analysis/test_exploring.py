@@ -16,8 +16,8 @@ def test_exits_are_those_of_the_policy(readout: str) -> None:
     thresholds = np.array([np.nan]) if readout == "oracle" else grid(readout, trajectory)
     thresholds = thresholds[laxest_first(readout, thresholds)]
     crossed = crossed_by(readout, thresholds, trajectory)
-    table = exits_at(crossed, len(thresholds), trajectory)
     levels, bins = difficulty_bins(trajectory)
+    table = exits_at(crossed, len(thresholds), trajectory.correct, bins)
     for place in range(0, len(thresholds), 7):
         policy = ExitPolicy(readout, None if readout == "oracle" else float(thresholds[place]))
         loops = policy.exit_loops(trajectory)

@@ -73,6 +73,10 @@ class Diagnosis:
     verdict: str  # the blamed parts, 'neither', or 'cannot tell'
     sentence: str
 
+    @property
+    def gaps(self) -> dict[str, Gap | None]:
+        return {"readout gap": self.readout_gap, "trajectory gap": self.trajectory_gap, "room left": self.room_left}
+
 
 class Subject:
     """A model as the diagnosis sees it: its frontiers, chosen on validation and resampled on test data."""

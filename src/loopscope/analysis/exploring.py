@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.analysis.difficulty import difficulty_bins
 from loopscope.exits.readouts import ExitPolicy, readout_kind
 from loopscope.exits.sweep import crossings
 from loopscope.trajectory import Trajectory
@@ -30,20 +29,20 @@ class Exits:
     outcomes: Counts  # [G, 5] how many have each of OUTCOMES
 
 
-def exits_at(crossed: Counts, size: int, trajectory: Trajectory) -> Exits:
-    """`crossed` [N, T-1] is of `size` thresholds (see `crossed_by`)."""
-    levels, bins = difficulty_bins(trajectory)
+def exits_at(crossed: Counts, size: int, correct: NDArray[np.bool_], bins: Counts) -> Exits:
+    """`crossed` [N, T-1] is of `size` thresholds (see `crossed_by`), `bins` [N] are of the difficulties."""
+    levels = int(bins.max()) + 1
     loops = exit_loops(crossed, np.arange(size))
-    place = np.arange(size) * len(levels) + bins[:, None]
-    right = np.take_along_axis(trajectory.correct, loops - 1, axis=1)
-    codes = outcomes(trajectory.correct, loops) + len(OUTCOMES) * np.arange(size)
+    place = np.arange(size) * levels + bins[:, None]
+    right = np.take_along_axis(correct, loops - 1, axis=1)
+    codes = outcomes(correct, loops) + len(OUTCOMES) * np.arange(size)
 
     def counted(where: NDArray[Any], *shape: int) -> Counts:
         return np.bincount(where.ravel(), minlength=int(np.prod(shape))).reshape(shape)
 
     return Exits(
-        loops=counted(place * trajectory.num_loops + loops - 1, size, len(levels), trajectory.num_loops),
-        right=counted(place[right], size, len(levels)),
+        loops=counted(place * correct.shape[1] + loops - 1, size, levels, correct.shape[1]),
+        right=counted(place[right], size, levels),
         outcomes=counted(codes, size, len(OUTCOMES)),
     )
 

@@ -137,7 +137,7 @@ def explore(
     for each in details:
         readout = each.frontier.readout
         crossed = crossed_by(readout, each.thresholds, evaluation)
-        exits = exits_at(crossed, len(each.thresholds), evaluation)
+        exits = exits_at(crossed, len(each.thresholds), evaluation.correct, bins)
         lines[readout] = DeepLine(exits.loops.tolist(), exits.right.tolist(), exits.outcomes.tolist())
         crossed_rows[readout] = crossed[rows].tolist()
     difficulty = evaluation.difficulty

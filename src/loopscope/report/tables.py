@@ -167,14 +167,9 @@ def _worst(check: PromiseCheck) -> str:
 
 def gap_rows(diagnosis: Diagnosis) -> list[list[str]]:
     """The gaps of one model, a row each."""
-    named = {
-        "readout": diagnosis.readout_gap,
-        "trajectory": diagnosis.trajectory_gap,
-        "room left": diagnosis.room_left,
-    }
     return [
         [
-            name,
+            name.removesuffix(" gap"),
             f"{gap.first} ({gap.first_depth:.2f}) - {gap.second} ({gap.second_depth:.2f})",
             _percent(gap.accuracy),
             f"{gap.value:+.2f}",
@@ -182,20 +177,15 @@ def gap_rows(diagnosis: Diagnosis) -> list[list[str]]:
             f"{gap.reached:.1%}",
             f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%}",
         ]
-        for name, gap in named.items()
+        for name, gap in diagnosis.gaps.items()
         if gap is not None
     ]
 
 
 def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
     """Readout gap, trajectory gap, room left; with the shares of resamples that reach the target, where not all do."""
-    diagnosis = model.diagnosis
-    absent = "is the reference" if model.is_reference else "no reference"
-    return [
-        _gap(diagnosis.readout_gap, "no gate", shares),
-        _gap(diagnosis.trajectory_gap, absent, shares),
-        _gap(diagnosis.room_left, "N/A", shares),
-    ]
+    absent = ("no gate", "is the reference" if model.is_reference else "no reference", "N/A")
+    return [_gap(gap, words, shares) for gap, words in zip(model.diagnosis.gaps.values(), absent, strict=True)]
 
 
 def _gap(gap: Gap | None, absent: str, with_shares: bool) -> str:

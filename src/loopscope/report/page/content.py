@@ -50,14 +50,14 @@ def cards(results: Results) -> list[Card]:
     models = {model.name: (place, model) for place, model in enumerate(results.models)}
     made = []
     for group, row in zip(results.groups, headline(results).rows, strict=True):
-        whole = f" ({len(group.names)} of {len(group.names)})"  # goes without saying
         label, *cells = row
-        best_loop, fixed, gate, best, blamed = (cell.replace(whole, "") for cell in cells)
+        best_loop, fixed, gate, best, blamed = (_uncounted(cell, len(group.names)) for cell in cells)
         best = "N/A" if best.startswith("N/A") else best  # then the readout says nothing
         members = [models[name] for name in group.names]
         verdicts = Counter(each.verdict for _, each in members)
         runs = [_run(*each) for each in members]
-        gaps = _over([each for _, each in members]) if len(members) > 1 else _first(runs[0])
+        first = {name: said for name, (said, _) in runs[0].gaps.items()}
+        gaps = _over([each for _, each in members], first) if len(members) > 1 else first
         made.append(Card(label, blamed, dict(verdicts), best_loop, fixed, gate, best, gaps, runs))
     return made
 
@@ -65,7 +65,7 @@ def cards(results: Results) -> list[Card]:
 def _run(place: int, model: ModelResult) -> RunCard:
     gaps = {
         name: ("its gate is the best readout", "") if gap and gap.first == gap.second else (said, _subtracted(gap))
-        for (name, gap), said in zip(gaps_of(model).items(), gap_cells(model, shares=False), strict=True)
+        for (name, gap), said in zip(model.diagnosis.gaps.items(), gap_cells(model, shares=False), strict=True)
     }
     certified = [
         f"{each.readout} at {each.threshold:.4g} ({promised(each.promise)}): "
@@ -78,34 +78,29 @@ def _run(place: int, model: ModelResult) -> RunCard:
     return RunCard(model.name, place, _weights(model), *told)
 
 
-def gaps_of(model: ModelResult) -> dict[str, Gap | None]:
-    diagnosis = model.diagnosis
-    gaps = (diagnosis.readout_gap, diagnosis.trajectory_gap, diagnosis.room_left)
-    return dict(zip(("readout gap", "trajectory gap", "room left"), gaps, strict=True))
-
-
 def _subtracted(gap: Gap | None) -> str:
     return "" if gap is None else f"{gap.first_depth:.2f} - {gap.second_depth:.2f}"
 
 
-def _first(run: RunCard) -> dict[str, str]:
-    return {name: said for name, (said, _) in run.gaps.items()}
-
-
-def _over(models: list[ModelResult]) -> dict[str, str]:
+def _over(models: list[ModelResult], first: dict[str, str]) -> dict[str, str]:
     """The gaps over seeds; where they are not all at the target, it says from which accuracy on."""
     told = {}
-    for name in gaps_of(models[0]):
-        gaps = [gaps_of(model)[name] for model in models]
+    for name, absent in first.items():
+        gaps = [model.diagnosis.gaps[name] for model in models]
         known = [gap for gap in gaps if gap is not None]
         if not known:
-            told[name] = _first(_run(0, models[0]))[name]
+            told[name] = absent
             continue
         values = over_seeds([None if gap is None else gap.value for gap in gaps])
         lowest = min(gap.accuracy for gap in known)
         below = f" (from @{100 * lowest:g}% on)" if lowest < models[0].diagnosis.target else ""
-        told[name] = str(values).replace(f" ({len(gaps)} of {len(gaps)})", "") + below
+        told[name] = _uncounted(str(values), len(gaps)) + below
     return told
+
+
+def _uncounted(text: str, seeds: int) -> str:
+    """Without "(3 of 3)": that all of them are there goes without saying."""
+    return text.replace(f" ({seeds} of {seeds})", "")
 
 
 def scope(results: Results) -> str:

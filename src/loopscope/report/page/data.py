@@ -13,7 +13,7 @@ from loopscope.report.charts import DARK, MODELS, Specification, Style, styles_o
 from loopscope.report.explored import Curve, Deep, DeepLine, ExampleSheet, Explored, rounded
 from loopscope.report.interactive import interactive
 from loopscope.report.markers import Marker, markers
-from loopscope.report.page.content import gaps_of, seed_of
+from loopscope.report.page.content import seed_of
 from loopscope.report.schema import Binned, ModelResult, Results
 from loopscope.report.tables import gap_cells
 
@@ -100,7 +100,7 @@ def _gaps(model: ModelResult) -> dict[str, PageGap]:
     blamed = [f"{part} gap" for part in model.diagnosis.blamed]
     return {
         name: PageGap(said, name in blamed, *((gap.value, gap.low, gap.high) if gap else (None, None, None)))
-        for (name, gap), said in zip(gaps_of(model).items(), gap_cells(model, shares=False), strict=True)
+        for (name, gap), said in zip(model.diagnosis.gaps.items(), gap_cells(model, shares=False), strict=True)
     }
 
 

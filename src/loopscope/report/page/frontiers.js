@@ -135,7 +135,7 @@ const thresholdSaid = (curve, place) =>
       ? `loop ${curve.thresholds[place]}`
       : short(curve.thresholds[place]);
 const accuracySaid = (curve, place) =>
-  `${percent(curve.accuracy[place])} ${span(curve.accuracy_low[place], curve.accuracy_high[place], (value) => (100 * value).toFixed(1))}`;
+  `${percent(curve.accuracy[place])} ${span(curve.accuracy_low[place], curve.accuracy_high[place], (value) => fixed(100 * value, 1))}`;
 const averageSaid = (curve, place) =>
   `${loopsSaid(curve.loops[place])} ${span(curve.loops_low[place], curve.loops_high[place], loopsSaid)}`;
 
