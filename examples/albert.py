@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 import loopscope as ls
-from loopscope.engine import Agreement, compare, requests_of
-from loopscope.models import Layout, LoopedModel, LoopState, first_state
+from loopscope.engine import Agreement, compare, task_requests
+from loopscope.models import Layout, LoopedModel, LoopState, initial_loop_state
 from loopscope.objectives import Objective
 from loopscope.tasks import Parity
 
@@ -30,11 +30,11 @@ class LoopedAlbert(LoopedModel):
         self.num_loops, self.block_size = config.num_hidden_layers, config.max_position_embeddings
         self.vocab_size = config.vocab_size
 
-    def first(self, tokens: Tensor, layout: Layout) -> LoopState:
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         """[S] tokens, taken as one long row: embeddings look at one token at a time."""
         bottom = self.albert.albert
         embedded = bottom.embeddings(tokens[None], position_ids=layout.positions[None])[0]
-        return first_state(bottom.encoder.embedding_hidden_mapping_in(embedded), layout)
+        return initial_loop_state(bottom.encoder.embedding_hidden_mapping_in(embedded), layout)
 
     def step(self, state: LoopState) -> LoopState:
         """ALBERT attends to a padded batch [B, M, D], so the rows are unpacked for it."""
@@ -108,7 +108,7 @@ def main(steps: int = 300, examples: int = 4000) -> Agreement:
         print(f"{readout:13} {point.accuracy:.3f} at {point.average_loops:.2f} loops")
 
     policy = ls.calibrate(validation, max_drop=0.02, confidence=0.95)
-    answers = ls.run(model, policy, requests_of(splits["test"]), batch_size=128)
+    answers = ls.run(model, policy, task_requests(splits["test"]), batch_size=128)
     agreement = compare(answers, policy, test)  # the live answers beside the policy's replay on the recording
     print(f"{policy}: {agreement}")
     return agreement

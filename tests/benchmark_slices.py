@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from loopscope.questions import BENCHMARKS, Question, Split, questions_of
+from loopscope.questions import BENCHMARKS, Question, Split, load_questions
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # read when the libraries are imported
 
@@ -16,7 +16,7 @@ CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
 @cache
 def asked(name: str, split: Split = "test") -> list[Question]:
     """Built once for all tests."""
-    return questions_of(BENCHMARKS[name], split, DATA)
+    return load_questions(BENCHMARKS[name], split, DATA)
 
 
 @cache

@@ -1,5 +1,6 @@
 """Fixtures that several tests share: random trajectories, one of a benchmark too, and a tiny trained run."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 import loopscope as ls
 from loopscope.questions import BENCHMARKS
 from loopscope.training import RunSettings, read_settings, train
-from loopscope.training.language import LanguageRun, PretrainSettings, read_pretrain_settings
+from loopscope.training.language_run import LanguageRun, PretrainSettings, read_pretrain_settings
 from loopscope.training.loop import train_run
 
 GOLDEN = Path(__file__).parent / "golden"
+os.environ["COLUMNS"] = "110"  # tables are as wide as without a terminal, also under pytest-xdist, which says 80
 
 TINY = [
     "task.modulus=3",

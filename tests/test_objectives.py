@@ -9,9 +9,9 @@ from hypothesis import given, settings
 
 from loopscope.objectives import (
     Objective,
+    depth_kl,
     expected_loss,
     geometric_prior,
-    kl_divergence,
     log_exit_distribution,
     uniform_prior,
 )
@@ -52,7 +52,7 @@ def test_kl_is_of_q_against_the_prior() -> None:
     forward = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
     backward = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
     assert abs(forward - backward) > 0.01
-    assert kl_divergence(q.log()[:, None], prior.log()[:, None]).item() == pytest.approx(forward)
+    assert depth_kl(q.log()[:, None], prior.log()[:, None]).item() == pytest.approx(forward)
 
 
 @settings(max_examples=200)
@@ -79,13 +79,13 @@ def test_fixed_prior_is_the_learned_gate_with_q_at_the_prior_and_beta_0(count: i
     learned = Objective(name="learned_gate", geometric_lambda=lam, beta=0.0).loss(losses, gates)
     assert learned.item() == pytest.approx(fixed.item(), rel=1e-4)
     log_q = log_exit_distribution(gates)
-    assert kl_divergence(log_q, prior.log()[:, None]).abs().max() < 1e-5
+    assert depth_kl(log_q, prior.log()[:, None]).abs().max() < 1e-5
 
 
 def test_beta_weighs_the_kl() -> None:
     gates, losses = torch.tensor([[2.0], [0.0], [0.0]]), torch.tensor([[3.0], [2.0], [1.0]])
     log_q = log_exit_distribution(gates)
-    kl = kl_divergence(log_q, uniform_prior(3).float().log()[:, None])
+    kl = depth_kl(log_q, uniform_prior(3).float().log()[:, None])
     for beta in (0.0, 0.5):
         loss = Objective(name="learned_gate", prior="uniform", beta=beta).loss(losses, gates)
         assert loss.item() == pytest.approx((expected_loss(losses, log_q.exp()) + beta * kl).item())

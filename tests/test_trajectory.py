@@ -185,13 +185,13 @@ def test_parts_that_are_joined_are_the_whole() -> None:
     assert np.array_equal(joined.hidden, whole.hidden)
     assert (joined.examples, joined.split) == (texts, "test")
     assert joined.provenance == {"weights_sha256": "a", "examples": 200}
-    for changes, told in (
+    for changes, sha in (
         ({"provenance": {"weights_sha256": "b"}}, "weights"),
         ({"split": "validation"}, "split"),
         ({"hidden": None}, "arrays"),
         ({"signals": {}}, "signals"),
     ):
-        with pytest.raises(ls.UserError, match=f"differ in their {told}"):
+        with pytest.raises(ls.UserError, match=f"differ in their {sha}"):
             concatenate([parts[0], replace(parts[1], **changes)])
     with pytest.raises(ls.UserError, match="norms has the shape"):
         random_trajectory(norms=norms[:, :3])

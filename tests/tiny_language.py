@@ -12,7 +12,7 @@ from torch import Tensor
 from loopscope.models import LoopedModel, LoopedTransformer, LoopState, TransformerSettings
 from loopscope.models.checkpoint import save_model
 from loopscope.models.ouro import Ouro, OuroConfig
-from loopscope.models.transformer import Layer
+from loopscope.models.transformer import TransformerLayer
 
 VOCABULARY = 50
 
@@ -113,9 +113,9 @@ class WithCoda(LoopedTransformer):
 
     def __init__(self, settings: TransformerSettings, vocab_size: int, block_size: int) -> None:
         super().__init__(settings, vocab_size, block_size)
-        self.coda = Layer(settings, "coda")
+        self.coda = TransformerLayer(settings, "coda")
 
-    def readable(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+    def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         layout = state.layout
         read: Tensor = self.coda(self.norm(state.hidden), layout)
         return read if positions is None else read.index_select(0, layout.states(layout.starts + positions))

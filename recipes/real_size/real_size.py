@@ -20,7 +20,7 @@ import torch
 import loopscope as ls
 from loopscope.artifacts import write_json
 from loopscope.bench.measure import interleaved, spread
-from loopscope.engine.generation import Prompt, Work, stream
+from loopscope.engine.generation import GenerationStats, Prompt, stream
 from loopscope.models.checkpoint import DTYPES, save_model
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.progress import track
@@ -71,19 +71,19 @@ def measure(folder: Path, dtype: str | None, prompts: int, length: int, new: int
     model = ls.load_model(folder, dtype=dtype)
     loading = time.perf_counter() - began
     weights = sum(tensor.nbytes for tensor in model.parameters())
-    draw, works = np.random.default_rng(0), {}
-    asked = [Prompt(key, draw.integers(0, model.vocab_size, length)) for key in range(prompts)]
+    draw, stats = np.random.default_rng(0), {}
+    texts = [Prompt(key, draw.integers(0, model.vocab_size, length)) for key in range(prompts)]
 
     def generate(loops: int) -> None:
-        works[loops] = Work()
+        stats[loops] = GenerationStats()
         policy = ls.ExitPolicy("fixed", loops)
-        for _ in stream(model, asked, policy, max_new_tokens=new, batch_size=prompts, work=works[loops]):
+        for _ in stream(model, texts, policy, max_new_tokens=new, batch_size=prompts, stats=stats[loops]):
             pass
 
     ways = {f"{loops} loops": lambda loops=loops: generate(loops) for loops in range(1, model.num_loops + 1)}
     with track("timing") as progress:
         seconds, machine = interleaved(ways, rounds, 2048, progress)
-    cache = max(work.cache_bytes for work in works.values())
+    cache = max(each.cache_bytes for each in stats.values())
     top = peak()
     full = seconds[f"{model.num_loops} loops"]
     return {

@@ -186,11 +186,7 @@ def create_tensors(path: Path, layout: Mapping[str, tuple[tuple[int, ...], Any]]
     offset = 0
     for name, (shape, dtype) in layout.items():
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        header[name] = {
-            "dtype": _NAMES[np.dtype(dtype)],
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
+        header[name] = {"dtype": _NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)

@@ -39,7 +39,7 @@ class Objective(Settings, frozen=True, kw_only=True):
             return expected_loss(losses, prior[:, None].to(losses)).mean()
         assert gate_logits is not None, "a learned-gate objective needs a model with a gate"
         log_q = log_exit_distribution(gate_logits.float())
-        penalty = kl_divergence(log_q, prior.log()[:, None].to(log_q))
+        penalty = depth_kl(log_q, prior.log()[:, None].to(log_q))
         return (expected_loss(losses, log_q.exp()) + self.beta * penalty).mean()
 
 
@@ -55,9 +55,9 @@ def geometric_prior(lam: float, loops: int) -> Tensor:
 
 def log_exit_distribution(gate_logits: Tensor) -> Tensor:
     """log q [T, B]: exit at t with probability sigmoid(g_t) if not before; the last loop takes all that is left."""
-    going_on = F.logsigmoid(-gate_logits[:-1])
+    log_continue = F.logsigmoid(-gate_logits[:-1])
     reached = [torch.zeros_like(gate_logits[0])]  # a running sum: cumsum on CUDA is not deterministic
-    for step in going_on:
+    for step in log_continue:
         reached.append(reached[-1] + step)
     exit_here = torch.cat((F.logsigmoid(gate_logits[:-1]), torch.zeros_like(gate_logits[:1])))
     return (torch.stack(reached) + exit_here).clamp(min=_FLOOR)
@@ -68,6 +68,6 @@ def expected_loss(losses: Tensor, weights: Tensor) -> Tensor:
     return (weights * losses).sum(dim=0)
 
 
-def kl_divergence(log_q: Tensor, log_prior: Tensor) -> Tensor:
+def depth_kl(log_q: Tensor, log_prior: Tensor) -> Tensor:
     """[B] KL(q || prior) over depth."""
     return (log_q.exp() * (log_q - log_prior)).sum(dim=0)

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-Advance = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 """`advance(done, total, note)`: how much of the work is done by now, and a few words on its state."""
 
 
 def silent(done: int, total: int, note: str) -> None:
-    """The `Advance` of work that nobody watches."""
+    """The `ProgressCallback` of work that nobody watches."""
 
 
 @contextmanager
-def track(title: str, stream: TextIO | None = None) -> Iterator[Advance]:
+def track(title: str, stream: TextIO | None = None) -> Iterator[ProgressCallback]:
     """Shows progress with the time left on `stream` (stderr by default) while the work runs."""
     out = stream or sys.stderr
     if out.isatty():
@@ -24,7 +24,7 @@ def track(title: str, stream: TextIO | None = None) -> Iterator[Advance]:
         yield _log_lines(title, out)
 
 
-def _bar(title: str, out: TextIO) -> Iterator[Advance]:
+def _bar(title: str, out: TextIO) -> Iterator[ProgressCallback]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -40,7 +40,7 @@ def _bar(title: str, out: TextIO) -> Iterator[Advance]:
         yield lambda done, total, note: bar.update(task, completed=done, total=total, note=note)
 
 
-def _log_lines(title: str, out: TextIO, every: float = 10.0) -> Advance:
+def _log_lines(title: str, out: TextIO, every: float = 10.0) -> ProgressCallback:
     first: tuple[float, int] | None = None  # when the work began to be watched, and how much was done then
     last = time.monotonic()
 

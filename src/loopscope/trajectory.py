@@ -21,19 +21,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.artifacts import (
-    atomic_folder,
-    map_tensors,
-    read_manifest,
-    save_tensors,
-    write_json,
-    write_manifest,
-)
+from loopscope.artifacts import atomic_folder, map_tensors, read_manifest, save_tensors, write_json, write_manifest
 from loopscope.config import Settings, build, plain
 from loopscope.errors import UserError
 
-KIND = "recording"
-SCHEMA_VERSION = 1
+RECORDING = "recording"
+RECORDING_SCHEMA = 1
 Array = NDArray[Any]
 
 _ARRAYS = (
@@ -157,12 +150,12 @@ class Trajectory:
     @cached_property
     def sha256(self) -> str:
         """A hash of everything but the hidden states, the recorded signals and the texts."""
-        told = hashlib.sha256()
+        sha = hashlib.sha256()
         for name in _ARRAYS:
             if (value := getattr(self, name)) is not None:
-                told.update(f"{name} {value.dtype} {value.shape} ".encode())
-                told.update(np.ascontiguousarray(value).data)
-        return told.hexdigest()
+                sha.update(f"{name} {value.dtype} {value.shape} ".encode())
+                sha.update(np.ascontiguousarray(value).data)
+        return sha.hexdigest()
 
     def take(self, rows: Array) -> Self:
         """The trajectory of these rows (indices, or where a mask is true) alone."""
@@ -210,7 +203,7 @@ class Trajectory:
 
     def save(self, folder: str | Path) -> None:
         """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
-        with atomic_folder(Path(folder), KIND) as scratch:
+        with atomic_folder(Path(folder), RECORDING) as scratch:
             arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
             arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
             save_tensors(scratch / "trajectory.safetensors", arrays)
@@ -224,7 +217,7 @@ class Trajectory:
     def load(cls, folder: str | Path) -> Self:
         """The recording in `folder`, after every file was checked against its hash."""
         path = Path(folder)
-        manifest = read_manifest(path, KIND, SCHEMA_VERSION)
+        manifest = read_manifest(path, RECORDING, RECORDING_SCHEMA)
         arrays = map_tensors(path / "trajectory.safetensors")
         recorded = [name for name in arrays if name.startswith(SIGNAL_PREFIX)]
         signals = {name.removeprefix(SIGNAL_PREFIX): arrays.pop(name) for name in recorded}
@@ -291,22 +284,24 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
         ):
             if ours != theirs:
                 raise UserError(f"Recordings that differ in their {what} are not parts of one; record them alike.")
-    said = {key: value for key, value in first.provenance.items() if all(p.provenance.get(key) == value for p in parts)}
+    provenance = {
+        key: value for key, value in first.provenance.items() if all(p.provenance.get(key) == value for p in parts)
+    }
     if "examples" in first.provenance:
-        said["examples"] = sum(part.num_examples for part in parts)
+        provenance["examples"] = sum(part.num_examples for part in parts)
     return Trajectory(
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in kept},
         split=first.split,
         signals={name: np.concatenate([part.signals[name] for part in parts]) for name in first.signals},
         examples=None if first.examples is None else [text for part in parts for text in part.examples or ()],
-        provenance=said,
+        provenance=provenance,
     )
 
 
 def seal(folder: Path, split: str | None, examples: int, loops: int, provenance: Mapping[str, Any]) -> None:
     """Writes the manifest of a recording whose files are all in `folder`."""
     contents = Contents(split=split, examples=examples, loops=loops)
-    write_manifest(folder, KIND, SCHEMA_VERSION, plain(contents), provenance)
+    write_manifest(folder, RECORDING, RECORDING_SCHEMA, plain(contents), provenance)
 
 
 def _frozen(values: Array) -> Array:

@@ -5,7 +5,8 @@ import pytest
 
 import loopscope as ls
 from loopscope.analysis import Subject, diagnose
-from loopscope.exits.sweep import curve, fine_grid
+from loopscope.exits.sweep import curve
+from loopscope.exits.thresholds import fine_grid
 
 LOOPS = 5
 
@@ -33,11 +34,7 @@ def recording(seed: int, split: str, first_right: tuple[int, ...], gate: str, ga
         "blind": np.where(rng.random((rows, LOOPS)) < 0.3, 8.0, -8.0),
     }
     return ls.Trajectory(
-        logits=logits,
-        labels=labels,
-        difficulty=first,
-        gate_logits=gates[gate] if gated else None,
-        split=split,
+        logits=logits, labels=labels, difficulty=first, gate_logits=gates[gate] if gated else None, split=split
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import loopscope as ls
 from loopscope.analysis import hold_out
-from loopscope.exits.risk import risk_interval
+from loopscope.exits.risk_control import risk_interval
 
 
 def recording(lost: float, rows: int = 4_000, seed: int = 0, **more: object) -> ls.Trajectory:
@@ -16,10 +16,7 @@ def recording(lost: float, rows: int = 4_000, seed: int = 0, **more: object) -> 
     right = np.ones((rows, 2), bool)
     right[rng.permutation(rows)[: round(lost * rows)], 0] = False
     return ls.Trajectory(
-        predictions=(~right).astype(int),
-        labels=np.zeros(rows, int),
-        signals={"margin": rng.random((rows, 2))},
-        **more,
+        predictions=(~right).astype(int), labels=np.zeros(rows, int), signals={"margin": rng.random((rows, 2))}, **more
     )
 
 
@@ -36,10 +33,10 @@ def policy() -> ls.ExitPolicy:
 )
 def test_the_verdict(policy: ls.ExitPolicy, lost: float, verdict: str) -> None:
     held = hold_out(policy, recording(lost, seed=1))
-    assert held.promise.verdict == verdict
-    assert held.promise.sentence.startswith(verdict.capitalize())
-    assert f"{100 * lost:.2f} % of 4,000 held-out examples" in held.promise.sentence
-    (risk,) = held.promise.risks
+    assert held.guarantee.verdict == verdict
+    assert held.guarantee.sentence.startswith(verdict.capitalize())
+    assert f"{100 * lost:.2f} % of 4,000 held-out examples" in held.guarantee.sentence
+    (risk,) = held.guarantee.risks
     assert risk.loss == pytest.approx(lost)
     assert risk.low < lost < risk.high
     assert held.average_loops.value == 1.0
@@ -56,14 +53,15 @@ def test_a_promise_for_every_difficulty_is_checked_at_every_one() -> None:
     predictions = held_out.predictions.copy()
     predictions[np.arange(8_000) % 200 == 2, 0] = 1  # 2 % of difficulty 2, and no others
     bad = replace(held_out, predictions=predictions)
-    check = hold_out(policy, bad).promise
+    check = hold_out(policy, bad).guarantee
     assert [risk.verdict for risk in check.risks] == ["kept", "kept", "broken", "kept"]
     assert check.verdict == "broken"
     assert "of difficulty 2, the worst," in check.sentence
     assert (
-        hold_out(replace(policy, promise=replace_promise(policy, per_difficulty=False)), bad).promise.verdict == "kept"
+        hold_out(replace(policy, guarantee=replace_promise(policy, per_difficulty=False)), bad).guarantee.verdict
+        == "kept"
     )
-    new = hold_out(policy, replace(held_out, difficulty=levels + 1)).promise
+    new = hold_out(policy, replace(held_out, difficulty=levels + 1)).guarantee
     assert [risk.difficulty for risk in new.risks] == [1, 2, 3]
     assert "not counted: 4" in new.warnings[0]
 
@@ -71,8 +69,8 @@ def test_a_promise_for_every_difficulty_is_checked_at_every_one() -> None:
 def replace_promise(policy: ls.ExitPolicy, **changes: object) -> object:
     import msgspec
 
-    evidence = [msgspec.structs.replace(policy.promise.evidence[0], difficulty=None)]
-    return msgspec.structs.replace(policy.promise, evidence=evidence, **changes)
+    evidence = [msgspec.structs.replace(policy.guarantee.evidence[0], difficulty=None)]
+    return msgspec.structs.replace(policy.guarantee, evidence=evidence, **changes)
 
 
 def test_the_data_that_the_promise_rests_on_cannot_check_it() -> None:
@@ -82,14 +80,14 @@ def test_the_data_that_the_promise_rests_on_cannot_check_it() -> None:
     for same in (calibration, replace(calibration, split=None), recording(0.002, seed=9, **other)):
         with pytest.raises(ls.UserError, match="rests on this data"):
             hold_out(policy, same)
-    assert hold_out(policy, recording(0.002, seed=9, split="test", provenance={"weights_sha256": "abc"})).promise
+    assert hold_out(policy, recording(0.002, seed=9, split="test", provenance={"weights_sha256": "abc"})).guarantee
 
 
 def test_another_mix_of_difficulties_is_said(policy: ls.ExitPolicy) -> None:
     same = hold_out(policy, recording(0.004, seed=1, difficulty=np.arange(4_000) % 4))
     other = hold_out(policy, recording(0.004, seed=1, difficulty=np.arange(4_000) % 2))
-    assert same.promise.warnings == []
-    assert "mix of difficulties" in other.promise.warnings[0]
+    assert same.guarantee.warnings == []
+    assert "mix of difficulties" in other.guarantee.warnings[0]
 
 
 def test_it_counts_whom_the_promise_counts() -> None:
@@ -107,7 +105,7 @@ def test_of_many_difficulties_one_may_look_bad_by_chance() -> None:
     held_out = recording(0.0, seed=1, difficulty=levels)
     predictions = held_out.predictions.copy()
     predictions[np.flatnonzero(levels == 3)[:10], 0] = 1
-    check = hold_out(policy, replace(held_out, predictions=predictions)).promise
+    check = hold_out(policy, replace(held_out, predictions=predictions)).guarantee
     assert risk_interval(10, 400, True, 0.95)[0] > 0.01
     assert check.verdict == "not refuted"
     assert check.worst.difficulty == 3
@@ -119,15 +117,15 @@ def test_the_sentence_is_about_what_decides_the_verdict() -> None:
     few = recording(0.0, 4_002, seed=1, difficulty=levels[:4_002])
     predictions = few.predictions.copy()
     predictions[:120, 0] = predictions[4_000, 0] = 1  # 3 % of 4,000, and one of two
-    check = hold_out(policy, replace(few, predictions=predictions)).promise
+    check = hold_out(policy, replace(few, predictions=predictions)).guarantee
     assert check.sentence.startswith("Broken: 3.00 % of 4,000 held-out examples of difficulty 0")
-    gone = hold_out(policy, few.take(np.arange(4_000))).promise
+    gone = hold_out(policy, few.take(np.arange(4_000))).guarantee
     assert "covers are not here: 1" in gone.warnings[0]
 
 
 def test_one_draw_does_not_break_a_promise_on_average() -> None:
     policy = ls.conformal_risk_control(recording(0.002), readout="fixed")
-    check = hold_out(policy, recording(0.02, seed=1)).promise
+    check = hold_out(policy, recording(0.02, seed=1)).guarantee
     assert check.verdict == "not refuted"
     assert "cannot break a promise on average" in check.sentence
 
@@ -144,12 +142,12 @@ def test_sequences_and_missing_labels() -> None:
     held = hold_out(policy, replace(recording(0.005, seed=1, sequences=numbers), labels=None))
     assert (held.examples, held.sequences) == (4_000, 400)
     assert held.accuracy is held.drop is held.full_depth_accuracy is None
-    assert held.promise.verdict == "kept"
-    assert held.promise.risks[0].units == 400
-    assert held.promise.risks[0].high > 0.01  # 20 of 4,000 decisions would say less than 0.8 %
+    assert held.guarantee.verdict == "kept"
+    assert held.guarantee.risks[0].units == 400
+    assert held.guarantee.risks[0].high > 0.01  # 20 of 4,000 decisions would say less than 0.8 %
 
 
 def test_without_a_promise_it_is_only_replayed(policy: ls.ExitPolicy) -> None:
     held = hold_out(policy.for_any_model(), recording(0.02, seed=1))
-    assert held.promise is None
+    assert held.guarantee is None
     assert held.drop.value == pytest.approx(0.02)

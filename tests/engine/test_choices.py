@@ -7,7 +7,8 @@ from tiny_language import outspoken
 
 import loopscope as ls
 from loopscope.engine import choices, run
-from loopscope.engine.batches import Beginnings, begin, decision_states
+from loopscope.engine.prefix_cache import PrefixCache
+from loopscope.engine.request_batch import decision_states, embed_requests
 from loopscope.models import LoopedModel, Ouro
 
 
@@ -58,7 +59,7 @@ def test_a_mean_over_choices_needs_them_whole() -> None:
     with pytest.raises(ls.UserError, match="whole=True"):
         list(run(model, ls.ExitPolicy("gate", 0.5), [choices(0, context, parts)], mean=True))
     whole = choices(0, context, parts, whole=True)
-    state = model.step(begin(model, [whole], torch.device("cpu"), Beginnings(model, torch.device("cpu"))))
+    state = model.step(embed_requests(model, [whole], torch.device("cpu"), PrefixCache(model, torch.device("cpu"))))
     states = [model.loops(torch.from_numpy(row)[None]).hidden[0, 0, 6:] for row in whole.rows]
     torch.testing.assert_close(decision_states(model, state, [whole], True)[0], torch.cat(states).mean(0))
     for mean in (False, True):

@@ -12,8 +12,8 @@ from scipy.stats import chisquare
 from tiny_language import MODELS, VOCABULARY, write_ouro
 
 import loopscope as ls
-from loopscope.engine import Generated, Prompt, Sampling, Work, generate, stream
-from loopscope.engine.decoding import CACHES, Cache
+from loopscope.engine import Completion, GenerationStats, Prompt, Sampling, generate, stream
+from loopscope.engine.decoder import CACHE_MODES, CacheMode
 from loopscope.models import LoopedModel
 
 POLICIES = [
@@ -35,15 +35,16 @@ def prompts(count: int = 5, longest: int = 14) -> list[Prompt]:
     return [Prompt(f"prompt {i}", rng.integers(0, VOCABULARY, rng.integers(1, longest))) for i in range(count)]
 
 
-def same(ours: list[Generated], theirs: list[Generated]) -> bool:
+def same(ours: list[Completion], theirs: list[Completion]) -> bool:
     return all(
-        (one.key, one.tokens, one.loops, one.finished) == (other.key, other.tokens, other.loops, other.finished)
+        (one.key, one.tokens, one.loops, one.finish_reason)
+        == (other.key, other.tokens, other.loops, other.finish_reason)
         for one, other in zip(ours, theirs, strict=True)
     )
 
 
-@pytest.mark.parametrize("cache", ["all", "fill"])
-def test_golden_greedy_continuation(cache: Cache) -> None:
+@pytest.mark.parametrize("cache", ["full", "propagate"])
+def test_golden_greedy_continuation(cache: CacheMode) -> None:
     golden = ls.load_model(GOLDEN / "ouro-tiny")
     expected = load_file(GOLDEN / "ouro-tiny" / "expected.safetensors")
     asked = [Prompt(number, row) for number, row in enumerate(expected["input_ids"].numpy())]
@@ -51,14 +52,14 @@ def test_golden_greedy_continuation(cache: Cache) -> None:
     for batch_size in (1, 2, 3):
         texts = generate(golden, asked, max_new_tokens=12, cache=cache, batch_size=batch_size)
         assert [text.tokens for text in texts] == expected["greedy"][:, start : start + 12].tolist()
-        assert all(text.loops == [4] * 12 and text.finished == "length" for text in texts)
+        assert all(text.loops == [4] * 12 and text.finish_reason == "length" for text in texts)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", CACHE_MODES)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("name", ["ouro", "coda"])
 def test_every_cache_is_what_it_is_meant_to_be(
-    name: str, policy: ls.ExitPolicy, cache: Cache, monkeypatch: pytest.MonkeyPatch
+    name: str, policy: ls.ExitPolicy, cache: CacheMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a batch with others, and by itself; against a decoder that keeps everything in dictionaries."""
     model = MODELS[name]()
@@ -66,12 +67,12 @@ def test_every_cache_is_what_it_is_meant_to_be(
     assert same(together, generate(model, prompts(), policy, max_new_tokens=7, cache=cache, batch_size=1))
     if policy.readout != "fixed":
         assert len({loop for text in together for loop in text.loops}) > 1
-    told = list(stream(model, prompts(2), policy, max_new_tokens=7, cache=cache, with_logits=True))
+    streamed = list(stream(model, prompts(2), policy, max_new_tokens=7, cache=cache, with_logits=True))
     for prompt, text in zip(prompts(2), together, strict=False):
         decoder = PlainDecoder(model, policy, cache, monkeypatch)
         tokens, loops, logits = decoder.generate(prompt.tokens.tolist(), 7)
         assert (tokens, loops) == (text.tokens, text.loops)
-        for token, expected in zip((token for token in told if token.key == prompt.key), logits, strict=True):
+        for token, expected in zip((token for token in streamed if token.key == prompt.key), logits, strict=True):
             assert token.logits is not None
             assert torch.allclose(token.logits, expected, atol=5e-5)
 
@@ -97,43 +98,48 @@ def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(name: str, policy
 
 
 def test_what_the_caches_take(model: LoopedModel) -> None:
-    works = {}
-    for cache in CACHES:
-        works[cache] = Work()
-        texts = generate(model, prompts(), max_new_tokens=5, cache=cache, work=works[cache])
-        assert (works[cache].tokens, works[cache].loops) == (25, 100)
+    stats_by_cache = {}
+    for cache in CACHE_MODES:
+        stats_by_cache[cache] = GenerationStats()
+        texts = generate(model, prompts(), max_new_tokens=5, cache=cache, stats=stats_by_cache[cache])
+        assert (stats_by_cache[cache].tokens, stats_by_cache[cache].loops) == (25, 100)
         tokens = sum(len(p.tokens) for p in prompts()) + sum(len(text.tokens) - 1 for text in texts)
-        assert works[cache].token_loops == 4 * tokens  # all but the last one of a text
+        assert stats_by_cache[cache].token_loops == 4 * tokens  # all but the last one of a text
     taken = []
     for count, batch_size in ((1, 1), (1, 8), (4, 4), (8, 4)):
-        generate(model, prompts(count), max_new_tokens=2, batch_size=batch_size, work=(work := Work()))
-        taken.append(work.cache_bytes)
+        generate(model, prompts(count), max_new_tokens=2, batch_size=batch_size, stats=(stats := GenerationStats()))
+        taken.append(stats.cache_bytes)
     assert taken == [taken[0], taken[0], 4 * taken[0], 4 * taken[0]]  # by who is there at a time
-    assert works["all"].cache_bytes == works["fill"].cache_bytes == 4 * works["last"].cache_bytes > 0
+    assert (
+        stats_by_cache["full"].cache_bytes
+        == stats_by_cache["propagate"].cache_bytes
+        == 4 * stats_by_cache["latest"].cache_bytes
+        > 0
+    )
 
 
 def test_only_what_is_needed_runs(model: LoopedModel) -> None:
     """Kept loops are made up for when somebody needs them, and a prompt's only when the text goes on."""
     tokens = sum(len(prompt.tokens) for prompt in prompts())
-    for cache, loops in (("all", 1), ("fill", 4), ("last", 4)):
+    for cache, loops in (("full", 1), ("propagate", 4), ("latest", 4)):
         for count in (1, 3):
-            work = Work()
-            generate(model, prompts(), ls.ExitPolicy("fixed", 1), max_new_tokens=count, cache=cache, work=work)
-            assert work.token_loops == tokens * (1 if count == 1 else loops) + 5 * (count - 1)
+            stats = GenerationStats()
+            generate(model, prompts(), ls.ExitPolicy("fixed", 1), max_new_tokens=count, cache=cache, stats=stats)
+            assert stats.token_loops == tokens * (1 if count == 1 else loops) + 5 * (count - 1)
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("cache", ["all", "fill"])
-def test_forced_tokens_are_said_and_the_models_thoughts_told(model: LoopedModel, cache: Cache) -> None:
+@pytest.mark.parametrize("cache", ["full", "propagate"])
+def test_forced_tokens_are_said_and_the_models_thoughts_told(model: LoopedModel, cache: CacheMode) -> None:
     (prompt,) = prompts(1)
     forced = np.random.default_rng(1).integers(0, VOCABULARY, 8)
     asked = [Prompt("forced", prompt.tokens, forced), Prompt("free", prompt.tokens)]
     out = list(stream(model, asked, stop={int(forced[2])}, max_new_tokens=3, cache=cache, with_logits=True))
-    told = [token for token in out if token.key == "forced"]
-    assert [token.token for token in told] == forced.tolist()
-    assert [token.finished for token in told] == [None] * 7 + ["length"]
+    tokens = [token for token in out if token.key == "forced"]
+    assert [token.token for token in tokens] == forced.tolist()
+    assert [token.finish_reason for token in tokens] == [None] * 7 + ["length"]
     plain = model.loops(torch.from_numpy(np.concatenate((prompt.tokens, forced)))[None]).logits[-1, 0]
-    logits = torch.stack([token.logits for token in told if token.logits is not None])
+    logits = torch.stack([token.logits for token in tokens if token.logits is not None])
     assert torch.allclose(logits, plain[len(prompt.tokens) - 1 : -1], atol=5e-5)
     assert len(out) == 8 + 3
     assert next(stream(model, asked[:1])).logits is None
@@ -145,11 +151,11 @@ def test_a_text_ends_at_a_stop_token_or_at_its_length(model: LoopedModel) -> Non
     for text, full in zip(generate(model, prompts(), max_new_tokens=12, stop=[stop], batch_size=2), whole, strict=True):
         assert text.tokens == full.tokens[: len(text.tokens)]
         if stop in full.tokens:
-            assert (text.finished, text.tokens.index(stop)) == ("stop", len(text.tokens) - 1)
+            assert (text.finish_reason, text.tokens.index(stop)) == ("stop", len(text.tokens) - 1)
         else:
-            assert (text.finished, len(text.tokens)) == ("length", 12)
+            assert (text.finish_reason, len(text.tokens)) == ("length", 12)
     (short,) = generate(model, [Prompt(0, np.ones(250, dtype=np.int64))], max_new_tokens=50)
-    assert (short.finished, len(short.tokens)) == ("length", 6)  # as far as the block goes
+    assert (short.finish_reason, len(short.tokens)) == ("length", 6)  # as far as the block goes
 
 
 def test_what_is_drawn_depends_on_the_prompt_alone(model: LoopedModel) -> None:
@@ -210,13 +216,13 @@ def test_tokens_come_before_all_is_done(model: LoopedModel) -> None:
             taken += 1
             yield prompt
 
-    work = Work()
-    tokens = stream(model, arriving(), POLICIES[0], max_new_tokens=4, batch_size=2, work=work)
+    stats = GenerationStats()
+    tokens = stream(model, arriving(), POLICIES[0], max_new_tokens=4, batch_size=2, stats=stats)
     first = next(tokens)
-    assert (taken, work.tokens, first.finished) == (2, 1, None)
+    assert (taken, stats.tokens, first.finish_reason) == (2, 1, None)
     rest = [first, *tokens]
-    assert (taken, work.tokens, len(rest)) == (6, 24, 24)
-    assert [token.finished for token in rest if token.key == "prompt 5"] == [None, None, None, "length"]
+    assert (taken, stats.tokens, len(rest)) == (6, 24, 24)
+    assert [token.finish_reason for token in rest if token.key == "prompt 5"] == [None, None, None, "length"]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +239,7 @@ def test_tokens_come_before_all_is_done(model: LoopedModel) -> None:
         (Prompt(0, np.array([1]), np.ones(256, dtype=np.int64)), {}, "block size is 256"),
         (Prompt(0, np.array([1])), {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         (Prompt(0, np.array([1])), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        (Prompt(0, np.array([1])), {"cache": "some"}, "no cache 'some'; choose one of all, fill, last"),
+        (Prompt(0, np.array([1])), {"cache": "some"}, "no cache 'some'; choose one of full, propagate, latest"),
         (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("fixed", 9)}, "beyond the model's 4 loops"),
         (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("oracle")}, "cannot be run|replayed but not run"),
     ],

@@ -60,7 +60,7 @@ def test_beginnings_are_shared_by_causal_models_only(model: ls.models.LoopedMode
 
 
 def test_the_adapter_keeps_the_protocol(model: ls.models.LoopedModel) -> None:
-    assert max(check.difference for check in ls.check_model(model)) < 1e-5
+    assert max(check.measured for check in ls.check_model(model)) < 1e-5
     question = choices(0, np.array([2, 1]), [np.array([0]), np.array([1])])
     with pytest.raises(ls.UserError, match="looks ahead"):
         list(ls.run(model, ls.ExitPolicy("fixed", 1), [question]))

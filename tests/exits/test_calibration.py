@@ -11,10 +11,11 @@ from hypothesis import given, settings
 
 import loopscope as ls
 from loopscope.exits import calibration
-from loopscope.exits.losses import groups, losses
+from loopscope.exits.losses import losses, risk_groups
 from loopscope.exits.refusals import NotProven
-from loopscope.exits.sweep import crossings, gap_grid, laxest_first, totals
-from loopscope.exits.wanted import Wanted
+from loopscope.exits.risk_target import RiskTarget
+from loopscope.exits.sweep import crossings, laxest_first, totals
+from loopscope.exits.thresholds import gap_grid
 
 
 def made(right: np.ndarray, margin: np.ndarray, **more: object) -> ls.Trajectory:
@@ -84,29 +85,29 @@ def test_the_grid_lies_between_the_examples_and_reaches_from_one_exit_to_all() -
 def test_the_promise_says_what_was_promised_and_on_what_it_rests() -> None:
     recording = settling(difficulty=np.arange(3_000) % 3, split="validation", provenance={"weights_sha256": "abc"})
     policy = ls.calibrate(recording, max_drop=0.02, confidence=0.9, readout="margin")
-    promise = policy.promise
-    assert promise is not None
+    guarantee = policy.guarantee
+    assert guarantee is not None
     assert (policy.readout, policy.model) == ("margin", "abc")
-    assert "With probability 90 %" in promise.sentence
-    assert "at most 2 % accuracy" in promise.sentence
-    assert (promise.tested.examples, promise.grid.examples) == (2_400, 600)
-    assert promise.recording == recording.sha256
-    assert sum(promise.tested.difficulty.values()) == 2_400
-    (evidence,) = promise.evidence
+    assert "With probability 90 %" in guarantee.sentence
+    assert "at most 2 % accuracy" in guarantee.sentence
+    assert (guarantee.tested.examples, guarantee.grid.examples) == (2_400, 600)
+    assert guarantee.recording == recording.sha256
+    assert sum(guarantee.tested.difficulty.values()) == 2_400
+    (evidence,) = guarantee.evidence
     assert 0 < evidence.loss < 0.02
-    assert evidence.p_value <= promise.level == 0.1
-    low, high = promise.average_loops_interval
-    assert low < promise.average_loops < high
+    assert evidence.p_value <= guarantee.level == 0.1
+    low, high = guarantee.average_loops_interval
+    assert low < guarantee.average_loops < high
     assert high - low < 0.2
-    assert promise.average_loops_at_limit <= promise.average_loops
+    assert guarantee.average_loops_at_limit <= guarantee.average_loops
     everywhere = policy.exit_loops(recording).mean()
-    assert promise.average_loops == pytest.approx(everywhere, abs=0.05)
+    assert guarantee.average_loops == pytest.approx(everywhere, abs=0.05)
 
 
 def test_the_same_recording_and_seed_give_the_same_policy(tmp_path: Path) -> None:
     first, again, other = (ls.calibrate(settling(), seed=seed) for seed in (0, 0, 1))
     assert first == again
-    assert first.promise != other.promise
+    assert first.guarantee != other.guarantee
     first.save(tmp_path / "policy.json")
     assert ls.ExitPolicy.load(tmp_path / "policy.json") == first
 
@@ -117,7 +118,7 @@ def test_the_last_threshold_that_is_proven_is_taken_and_the_next_one_is_not() ->
     thresholds = gap_grid("margin", grid)
     place = int(np.flatnonzero(thresholds == policy.threshold)[0])
     assert lost_by(policy, recording).sum() <= 20  # of 3,000 at 1 %: 20 prove, 21 do not
-    assert policy.promise.thresholds < policy.promise.grid_size
+    assert policy.guarantee.thresholds < policy.guarantee.grid_size
     laxer = [lost_by(ls.ExitPolicy("margin", float(each)), recording).sum() for each in thresholds[:place]]
     assert min(laxer) >= 20
 
@@ -133,7 +134,7 @@ def test_a_change_of_the_tested_losses_does_not_change_the_grid() -> None:
 
 
 def test_the_order_of_the_walk_is_not_that_of_the_tested_losses() -> None:
-    grid, wanted = settling(seed=2), Wanted(readout="margin")
+    grid, wanted = settling(seed=2), RiskTarget(readout="margin")
     walks = [calibration._finalists(["margin"], grid, settling(seed=seed), wanted)[0] for seed in (1, 9)]
     assert np.array_equal(walks[0].thresholds, walks[1].thresholds)
     assert not np.array_equal(walks[0].loss, walks[1].loss)
@@ -146,7 +147,7 @@ def test_of_all_that_are_proven_the_one_with_the_fewest_loops_is_taken() -> None
     doubtful[:1, 1] = False
     doubtful[1:900, 2] = False
     policy = ls.calibrate(made(right, np.zeros((2_000, 4))), readout="fixed", grid=made(doubtful, np.zeros((2_000, 4))))
-    assert policy.promise.thresholds == 3
+    assert policy.guarantee.thresholds == 3
     assert policy.threshold == 1
 
 
@@ -200,7 +201,7 @@ def test_who_records_the_number_that_is_needed_gets_the_promise(kind: str) -> No
     with pytest.raises(NotProven) as refused:
         ls.calibrate(recording.take(np.arange(1_000 * rows)), **wanted)
     assert refused.value.needed > 1_000
-    assert ls.calibrate(recording.take(np.arange(refused.value.needed * rows)), **wanted).promise
+    assert ls.calibrate(recording.take(np.arange(refused.value.needed * rows)), **wanted).guarantee
 
 
 @pytest.mark.parametrize("length", [3, 7, 11])
@@ -231,12 +232,12 @@ def test_auto_halves_delta_and_takes_the_better_of_two() -> None:
     signals["entropy"] = rng.normal(size=(6_000, 4))
     policy = ls.calibrate(replace(base, signals=signals))
     assert policy.readout == "margin"
-    assert set(policy.promise.candidates) == {"fixed", "margin", "top1", "entropy"}
-    assert len(policy.promise.finalists) == 2
-    assert policy.promise.level == 0.025
+    assert set(policy.guarantee.candidates) == {"fixed", "margin", "top1", "entropy"}
+    assert len(policy.guarantee.finalists) == 2
+    assert policy.guarantee.level == 0.025
     few = replace(settling(400), signals={"margin": settling(400).signals["margin"]})
-    assert ls.calibrate(few).promise.level == 0.05  # 320 tested are enough for one readout, not for two
-    assert len(ls.conformal_risk_control(replace(base, signals=signals)).promise.finalists) == 1
+    assert ls.calibrate(few).guarantee.level == 0.05  # 320 tested are enough for one readout, not for two
+    assert len(ls.conformal_risk_control(replace(base, signals=signals)).guarantee.finalists) == 1
 
 
 def test_labels_are_not_needed_for_disagreement() -> None:
@@ -244,8 +245,8 @@ def test_labels_are_not_needed_for_disagreement() -> None:
     bare = replace(labelled, labels=None)
     policy = ls.calibrate(bare, loss="disagreement")
     assert policy.threshold == ls.calibrate(labelled, loss="disagreement").threshold
-    assert policy.promise.full_depth_accuracy is None
-    assert "changes at most 1 % of the answers" in policy.promise.sentence
+    assert policy.guarantee.full_depth_accuracy is None
+    assert "changes at most 1 % of the answers" in policy.guarantee.sentence
     with pytest.raises(ls.UserError, match="no labels"):
         ls.calibrate(bare)
 
@@ -260,26 +261,26 @@ def test_sequences_are_counted_not_their_decisions() -> None:
     tokens = made(right, margin, sequences=sequences)
     singles = made(right[::20], margin[::20], sequences=np.arange(600))
     policy = ls.calibrate(tokens, readout="margin")
-    promise = policy.promise
-    assert (promise.tested.sequences, promise.tested.examples) == (480, 9_600)
-    assert promise.evidence[0].units == 480
-    assert "on average over sequences" in promise.sentence
-    alone = ls.calibrate(singles, readout="margin").promise
+    guarantee = policy.guarantee
+    assert (guarantee.tested.sequences, guarantee.tested.examples) == (480, 9_600)
+    assert guarantee.evidence[0].units == 480
+    assert "on average over sequences" in guarantee.sentence
+    alone = ls.calibrate(singles, readout="margin").guarantee
     assert alone.evidence[0].units == 480
-    counted = ls.calibrate(replace(tokens, sequences=None), readout="margin").promise
+    counted = ls.calibrate(replace(tokens, sequences=None), readout="margin").guarantee
     assert counted.evidence[0].units == 9_600
-    assert promise.average_loops > counted.average_loops
-    assert promise.average_loops == pytest.approx(alone.average_loops, abs=0.2)
+    assert guarantee.average_loops > counted.average_loops
+    assert guarantee.average_loops == pytest.approx(alone.average_loops, abs=0.2)
     with pytest.raises(NotProven, match="sequences, and there are"):
         ls.calibrate(tokens.take(sequences < 200), readout="margin")
 
 
 def test_the_loss_of_a_sequence_is_the_share_of_its_decisions() -> None:
     trajectory = made(np.ones((5, 2), bool), np.zeros((5, 2)), sequences=[7, 7, 7, 3, 3])
-    (everybody,) = groups(trajectory, per_difficulty=False)
-    assert not everybody.binary
-    assert everybody.means(np.array([1, 0, 0, 1, 0])).tolist() == pytest.approx([0.5, 1 / 3])
-    assert everybody.mean(np.array([1, 0, 0, 1, 0])) == pytest.approx(5 / 12)
+    (all_units,) = risk_groups(trajectory, per_difficulty=False)
+    assert not all_units.binary
+    assert all_units.means(np.array([1, 0, 0, 1, 0])).tolist() == pytest.approx([0.5, 1 / 3])
+    assert all_units.mean(np.array([1, 0, 0, 1, 0])) == pytest.approx(5 / 12)
 
 
 def test_every_difficulty_gets_its_promise() -> None:
@@ -289,11 +290,11 @@ def test_every_difficulty_gets_its_promise() -> None:
     right, margin = base.correct.copy(), base.signals["margin"] + 0.7 * (difficulty == 3)[:, None]  # overconfident
     recording = made(right, margin, difficulty=difficulty)
     on_average, everywhere = (ls.calibrate(recording, readout="margin", per_difficulty=each) for each in (False, True))
-    assert [each.difficulty for each in everywhere.promise.evidence] == [0, 1, 2, 3]
-    assert all(each.loss <= 0.01 and each.p_value <= 0.05 for each in everywhere.promise.evidence)
+    assert [each.difficulty for each in everywhere.guarantee.evidence] == [0, 1, 2, 3]
+    assert all(each.loss <= 0.01 and each.p_value <= 0.05 for each in everywhere.guarantee.evidence)
     hard = recording.take(difficulty == 3)
     assert lost_by(on_average, hard).mean() > 0.01 > lost_by(everywhere, hard).mean()
-    assert "at every difficulty" in everywhere.promise.sentence
+    assert "at every difficulty" in everywhere.guarantee.sentence
     with pytest.raises(NotProven, match="difficulty 0") as few:
         ls.calibrate(recording.take((difficulty > 0) | (np.arange(rows) < 800)), per_difficulty=True)
     assert few.value.needed > 6_200
@@ -305,7 +306,7 @@ def test_too_few_examples_are_refused_with_the_number_needed() -> None:
     with pytest.raises(NotProven, match="takes 299 tested examples, and there are 80; record 374 in all") as few:
         ls.calibrate(settling(100))
     assert few.value.needed == 374
-    assert ls.calibrate(settling(374), readout="margin").promise.tested.examples == 299
+    assert ls.calibrate(settling(374), readout="margin").guarantee.tested.examples == 299
     with pytest.raises(NotProven, match="99 tested examples"):
         ls.conformal_risk_control(settling(100))
     with pytest.raises(NotProven, match="takes 299 tested examples, and there are 0"):
@@ -333,8 +334,8 @@ def test_all_wrong_and_all_right_recordings_exit_at_once() -> None:
     margin = settling().signals["margin"]
     for right in (np.zeros((3_000, 4), bool), np.ones((3_000, 4), bool)):
         policy = ls.calibrate(made(right, margin))
-        assert policy.promise.average_loops == pytest.approx(1.0, abs=0.01)
-        assert policy.promise.full_depth_accuracy == right.mean()
+        assert policy.guarantee.average_loops == pytest.approx(1.0, abs=0.01)
+        assert policy.guarantee.full_depth_accuracy == right.mean()
 
 
 def test_what_cannot_be_calibrated_is_refused() -> None:
@@ -372,11 +373,11 @@ def test_new_inputs_are_counted_once_and_without_those_of_training() -> None:
     base = settling()
     texts, seen = [str(row // 2) for row in range(3_000)], np.arange(3_000) < 1_000
     recording = replace(base, examples=texts, seen=seen)
-    promise = ls.calibrate(recording, 0.02, unseen=True, distinct=True).promise
-    assert promise.tested.examples + promise.grid.examples == 1_000
-    assert promise.tested.seen == 0
-    assert (promise.unseen, promise.distinct) == (True, True)
-    assert "inputs that training did not have, every input counted once" in promise.sentence
+    guarantee = ls.calibrate(recording, 0.02, unseen=True, distinct=True).guarantee
+    assert guarantee.tested.examples + guarantee.grid.examples == 1_000
+    assert guarantee.tested.seen == 0
+    assert (guarantee.unseen, guarantee.distinct) == (True, True)
+    assert "inputs that training did not have, every input counted once" in guarantee.sentence
     with pytest.raises(
         NotProven, match="there are 800; record 3,744 in all that training did not have, each input once"
     ):
@@ -395,7 +396,7 @@ def test_a_policy_stays_with_its_model() -> None:
     with pytest.raises(ls.UserError, match="another model"):
         policy.exit_loops(theirs)
     freed = policy.for_any_model()
-    assert freed.promise is None
+    assert freed.guarantee is None
     assert freed.exit_loops(theirs).tolist() == policy.exit_loops(ours).tolist()
     deeper = made(np.ones((9, 6), bool), np.ones((9, 6)))
     with pytest.raises(ls.UserError, match="calibrated for 4 loops"):
@@ -417,10 +418,10 @@ def test_a_fitted_gate_is_calibrated_and_carried(tmp_path: Path) -> None:
     assert policy.gate is gate
     policy.save(tmp_path / "policy.json")
     again = ls.ExitPolicy.load(tmp_path / "policy.json")
-    assert again.promise == policy.promise
+    assert again.guarantee == policy.guarantee
     assert again.exit_loops(recording).tolist() == policy.exit_loops(recording).tolist()
     policy.save(tmp_path / "policy-0.01.v2.json")  # its gate has a name of its own
-    assert ls.ExitPolicy.load(tmp_path / "policy.json").promise == policy.promise
+    assert ls.ExitPolicy.load(tmp_path / "policy.json").guarantee == policy.guarantee
     assert (tmp_path / "policy-0.01.v2.gate.safetensors").is_file()
     with pytest.raises(ls.UserError, match="fitted to the train split"):
         ls.calibrate(replace(recording, split="train"), gates={"mine": gate})

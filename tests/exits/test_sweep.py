@@ -9,8 +9,9 @@ from conftest import random_trajectory
 from hypothesis import given, settings
 
 import loopscope as ls
-from loopscope.exits.readouts import accuracy_and_loops
-from loopscope.exits.sweep import GATE_GRID, QUANTILES, choose, curve, grid
+from loopscope.exits.policy import accuracy_and_loops
+from loopscope.exits.sweep import choose, curve
+from loopscope.exits.thresholds import GATE_GRID, QUANTILES, grid
 
 VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")
 

@@ -1,4 +1,4 @@
-"""Branches, prefixes and memory: are the states those of plain rows, whatever else is in the batch?"""
+"""Branches, prefixes and the KV cache: are the states those of plain rows, whatever else is in the batch?"""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 import loopscope as ls
 from loopscope.models import LoopedModel, LoopState
-from loopscope.models.memory import GoingOn, Memory, Prefixed
-from loopscope.models.packing import Layout
+from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
+from loopscope.models.layout import Layout
 
 Tokens = NDArray[np.int64]
 Asked = tuple[Tokens, list[Tokens]]  # a context and its choices
@@ -35,13 +35,13 @@ def questions() -> list[Asked]:
     return [(some(context)[0], some(*lengths, seed=context)) for context, lengths in shapes]
 
 
-def laid_out(asked: Sequence[Asked], past: Prefixed | None = None) -> tuple[Tensor, Layout]:
+def laid_out(asked: Sequence[Asked], cache: SharedPrefix | None = None) -> tuple[Tensor, Layout]:
     most = max(len(choices) for _, choices in asked)
     counts = [[len(choice) for choice in choices] for _, choices in asked]
     lengths = [len(context) + sum(each) for (context, _), each in zip(asked, counts, strict=True)]
     branches = torch.tensor([each + [0] * (most - len(each)) for each in counts])
     tokens = np.concatenate([np.concatenate((context, *choices)) for context, choices in asked])
-    return torch.from_numpy(tokens), Layout(torch.tensor(lengths), branches=branches, past=past)
+    return torch.from_numpy(tokens), Layout(torch.tensor(lengths), branches=branches, cache=cache)
 
 
 def said(model: LoopedModel, row: Tokens, start: int = 0) -> Said:
@@ -62,7 +62,7 @@ def plainly(model: LoopedModel, asked: Sequence[Asked], before: Sequence[Tokens]
 
 
 def check(model: LoopedModel, state: LoopState, expected: Said, loop: int) -> None:
-    pooled, logits = model.pooled(state), model.predict(model.readable(state))
+    pooled, logits = model.pooled(state), model.predict(model.head_input(state))
     assert torch.allclose(pooled, expected[0][loop - 1], atol=2e-5)
     assert torch.allclose(logits, expected[1][loop - 1], atol=5e-5)
 
@@ -101,15 +101,15 @@ def test_a_row_without_branches_joins_rows_with_some() -> None:
     check(model, state.take(torch.arange(1, 5)), plainly(model, questions()), 1)
 
 
-def remembering(model: LoopedModel, text: Tokens) -> Memory:
+def remembering(model: LoopedModel, text: Tokens) -> KVCache:
     """The keys and values of a text in every loop."""
-    memory, nothing = Memory(1, len(text)), np.zeros(1, dtype=np.int64)
-    pasts = [GoingOn(memory, nothing, nothing, np.array([level])) for level in range(model.num_loops + 1)]
-    state = model.begin_packed(torch.from_numpy(text), Layout(torch.tensor([len(text)]), past=pasts[0]))
-    for past in pasts[1:]:
-        state = model.step(state.after(past))
-        model.readable(state)
-    return memory
+    kv_cache, nothing = KVCache(1, len(text)), np.zeros(1, dtype=np.int64)
+    caches = [AppendingRows(kv_cache, nothing, nothing, np.array([at_loop])) for at_loop in range(model.num_loops + 1)]
+    state = model.begin_packed(torch.from_numpy(text), Layout(torch.tensor([len(text)]), cache=caches[0]))
+    for cache in caches[1:]:
+        state = model.step(state.with_cache(cache))
+        model.head_input(state)
+    return kv_cache
 
 
 @torch.inference_mode()
@@ -125,16 +125,16 @@ def test_after_a_text_that_was_read_before(model: LoopedModel, branching: bool) 
     of_rows = np.empty(4, dtype=object)
     of_rows[:] = [memories[which] for which in whose]
     counts = np.array([len(before[which]) for which in whose])
-    pasts = [Prefixed(of_rows, counts, np.full(4, level)) for level in range(model.num_loops + 1)]
+    caches = [SharedPrefix(of_rows, counts, np.full(4, at_loop)) for at_loop in range(model.num_loops + 1)]
     if branching:
-        tokens, layout = laid_out(asked, pasts[0])
+        tokens, layout = laid_out(asked, caches[0])
     else:
         tokens = torch.from_numpy(np.concatenate([context for context, _ in asked]))
-        layout = Layout(torch.tensor([len(context) for context, _ in asked]), past=pasts[0])
+        layout = Layout(torch.tensor([len(context) for context, _ in asked]), cache=caches[0])
     state = model.begin_packed(tokens, layout)
     expected = plainly(model, asked, [before[which] for which in whose])
     for loop in range(1, model.num_loops + 1):
-        state = model.step(state.after(pasts[loop]))
+        state = model.step(state.with_cache(caches[loop]))
         check(model, state, expected, loop)
     taken = state.take(torch.tensor([3, 1]))
     rows = [asked[3], asked[1]]
@@ -147,61 +147,61 @@ def test_rows_go_on_where_they_are(model: LoopedModel) -> None:
     first, second = some(12, 80)
     chunks = ([first[:9], *np.split(first[9:], 3)], [second[:70], second[70:71], second[71:78], second[78:]])
     expected = said(model, first), said(model, second)
-    memory = Memory(3, 75)
+    kv_cache = KVCache(3, 75)
     done = [0, 0]
     for ours, theirs in zip(*chunks, strict=True):
-        memory.grow(done[1] + len(theirs))
+        kv_cache.grow(done[1] + len(theirs))
 
-        def past(rows: list[int], levels: list[int]) -> GoingOn:
+        def cache(rows: list[int], loops: list[int]) -> AppendingRows:
             before = np.array([done[0] if row == 0 else done[1] for row in rows])  # noqa: B023 - used at once
-            return GoingOn(memory, np.array(rows), before, np.array(levels))
+            return AppendingRows(kv_cache, np.array(rows), before, np.array(loops))
 
         states: list[LoopState] = []
         for row, tokens in ((0, ours), (2, theirs)):
-            layout = Layout(torch.tensor([len(tokens)]), past=past([row], [0]))
+            layout = Layout(torch.tensor([len(tokens)]), cache=cache([row], [0]))
             states.append(model.begin_packed(torch.from_numpy(tokens), layout))
         for loop in range(1, model.num_loops + 2):
             running = [row for row, ahead in ((0, 0), (2, 1)) if 1 <= loop - ahead <= model.num_loops]
-            levels = [loop - (row == 2) for row in running]
-            joined = type(states[0]).join([states[row // 2] for row in running]).after(past(running, levels))
+            loops = [loop - (row == 2) for row in running]
+            joined = type(states[0]).join([states[row // 2] for row in running]).with_cache(cache(running, loops))
             joined = model.step(joined)
-            read = model.readable(joined)
-            for place, (row, level) in enumerate(zip(running, levels, strict=True)):
+            read = model.head_input(joined)
+            for place, (row, at_loop) in enumerate(zip(running, loops, strict=True)):
                 states[row // 2] = joined.take(torch.tensor([place]))
                 start, count = int(joined.layout.starts[place]), int(joined.lengths[place])
                 want = tuple(part[:, done[row // 2] : done[row // 2] + count] for part in expected[row // 2])
-                assert torch.allclose(model.pooled(states[row // 2]), want[0][level - 1], atol=2e-5)
+                assert torch.allclose(model.pooled(states[row // 2]), want[0][at_loop - 1], atol=2e-5)
                 logits = model.predict(read[start : start + count])
-                assert torch.allclose(logits, want[1][level - 1], atol=5e-5)
+                assert torch.allclose(logits, want[1][at_loop - 1], atol=5e-5)
         done = [done[0] + len(ours), done[1] + len(theirs)]
-    assert memory.capacity == 128  # it grew
+    assert kv_cache.capacity == 128  # it grew
 
 
-def test_what_a_memory_hands_down() -> None:
-    memory = Memory(2, 3)
+def test_what_a_cache_propagates() -> None:
+    kv_cache = KVCache(2, 3)
     keys = torch.arange(6.0).view(6, 1, 1)
-    for level in (1, 2, 3):
-        memory.write("a", level, torch.arange(6), keys * level, -keys * level)
-    memory.write("b", 2, torch.tensor([4]), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
-    memory.hand_down(2, range(3, 5), torch.tensor([1, 4]))
+    for at_loop in (1, 2, 3):
+        kv_cache.write("a", at_loop, torch.arange(6), keys * at_loop, -keys * at_loop)
+    kv_cache.write("b", 2, torch.tensor([4]), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+    kv_cache.propagate(2, range(3, 5), torch.tensor([1, 4]))
     everyone = np.arange(2)
-    assert memory.read("a", 1, everyone, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert memory.read("a", 3, everyone, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
-    assert memory.read("a", 4, everyone, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
-    assert memory.read("b", 4, np.array([1]), 2).keys.flatten().tolist() == [0, 1]
-    assert memory.nbytes == 2 * 4 * 6 * (4 + 3)
+    assert kv_cache.read("a", 1, everyone, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert kv_cache.read("a", 3, everyone, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
+    assert kv_cache.read("a", 4, everyone, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
+    assert kv_cache.read("b", 4, np.array([1]), 2).keys.flatten().tolist() == [0, 1]
+    assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 3)
 
 
 def test_one_place_for_all_loops() -> None:
-    memory = Memory(1, 2, single=True)
-    for level in (0, 1, 2):
-        memory.write("a", level, torch.tensor([0]), torch.full((1, 1, 1), float(level)), torch.zeros(1, 1, 1))
-    assert [memory.read("a", level, np.zeros(1, int), 1).keys.item() for level in (0, 1, 2, 7)] == [0, 2, 2, 2]
-    memory.grow(3)
-    memory.grow(2, rows=2)
-    assert (memory.rows, memory.capacity) == (2, 64)
-    assert memory.read("a", 2, np.ones(1, int), 1).keys.item() == 0
-    assert memory.read("a", 2, np.zeros(1, int), 3).keys.flatten().tolist() == [2, 0, 0]
+    kv_cache = KVCache(1, 2, latest_only=True)
+    for at_loop in (0, 1, 2):
+        kv_cache.write("a", at_loop, torch.tensor([0]), torch.full((1, 1, 1), float(at_loop)), torch.zeros(1, 1, 1))
+    assert [kv_cache.read("a", at_loop, np.zeros(1, int), 1).keys.item() for at_loop in (0, 1, 2, 7)] == [0, 2, 2, 2]
+    kv_cache.grow(3)
+    kv_cache.grow(2, rows=2)
+    assert (kv_cache.rows, kv_cache.capacity) == (2, 64)
+    assert kv_cache.read("a", 2, np.ones(1, int), 1).keys.item() == 0
+    assert kv_cache.read("a", 2, np.zeros(1, int), 3).keys.flatten().tolist() == [2, 0, 0]
 
 
 def test_choices_do_not_make_a_row_longer() -> None:

@@ -64,13 +64,13 @@ def test_a_loop_more_or_less_is_a_choice(model: Huginn) -> None:
 def test_interleaved_positions_turn_neighbours() -> None:
     """Against complex numbers, one for each pair."""
     x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
-    turned = Rotary(8, 50.0, interleaved=True).turn(x)
+    rotated = Rotary(8, 50.0, interleaved=True).rotate(x)
     angles = torch.arange(5)[:, None] * 50.0 ** -(torch.arange(0, 8, 2) / 8)
     expected = torch.view_as_complex(x.view(2, 3, 5, 4, 2)) * torch.polar(torch.ones_like(angles), angles)
-    assert torch.allclose(turned, torch.view_as_real(expected).flatten(-2), atol=1e-6)
+    assert torch.allclose(rotated, torch.view_as_real(expected).flatten(-2), atol=1e-6)
     positions = torch.tensor([[4], [1]])
-    there = Rotary(8, 50.0, interleaved=True).turn(x[:, :, 2:3], positions)
-    again = Rotary(8, 50.0, interleaved=True).turn(x[:, :, 2:3].expand(-1, -1, 5, -1))
+    there = Rotary(8, 50.0, interleaved=True).rotate(x[:, :, 2:3], positions)
+    again = Rotary(8, 50.0, interleaved=True).rotate(x[:, :, 2:3].expand(-1, -1, 5, -1))
     assert torch.allclose(there[:, :, 0], torch.stack((again[0, :, 4], again[1, :, 1])), atol=1e-6)
 
 
@@ -156,8 +156,10 @@ def test_live_exits_are_those_of_the_replay(readout: str, model: Huginn, monkeyp
     values = np.sort(ls.signal(readout, recorded)[:, 1:-1].ravel())
     policy = ls.ExitPolicy(readout, float(values[len(values) // 2 :][:2].mean()))
     assert len(set(policy.exit_loops(recorded))) > 1
-    read, readable = [], model.readable
-    monkeypatch.setattr(model, "readable", lambda state, at=None: read.append(len(state.loop)) or readable(state, at))
+    read, head_input = [], model.head_input
+    monkeypatch.setattr(
+        model, "head_input", lambda state, at=None: read.append(len(state.loop)) or head_input(state, at)
+    )
     requests = [Request(row, [tokens[row, :length]]) for row, length in enumerate(lengths)]
     answers = list(ls.run(model, policy, requests, batch_size=7))
     assert compare(answers, policy, recorded).differing == 0

@@ -7,7 +7,7 @@ import pytest
 from benchmark_slices import asked, byte_pairs
 
 from loopscope.errors import UserError
-from loopscope.questions import BENCHMARKS, Question, encode
+from loopscope.questions import BENCHMARKS, Question, encode_questions
 
 
 def lm_eval_pairs(questions: list[Question], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
@@ -43,7 +43,7 @@ ODD = [
 def test_tokens_are_those_of_lm_eval(settings: dict[str, bool]) -> None:
     tokenizer = byte_pairs(**settings)
     questions = [question for name in BENCHMARKS for question in asked(name)[:6]] + ODD
-    ours = encode(questions, tokenizer)
+    ours = encode_questions(questions, tokenizer)
     pairs = [(encoded.context.tolist(), choice.tolist()) for encoded in ours for choice in encoded.choices]
     assert pairs == lm_eval_pairs(questions, tokenizer)
     assert all(encoded.cut == 0 for encoded in ours)
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_lm_eval(settings: dict[str, bool]) -> None:
 
 def test_a_subjects_questions_share_their_first_tokens() -> None:
     questions = asked("mmlu") + asked("arc_easy")[:5]
-    encoded = encode(questions, byte_pairs())
+    encoded = encode_questions(questions, byte_pairs())
     for subject in {question.subject for question in questions} - {None}:
         group = [e for q, e in zip(questions, encoded, strict=True) if q.subject == subject]
         (prefix,) = {e.prefix for e in group}
@@ -65,27 +65,27 @@ def test_a_subjects_questions_share_their_first_tokens() -> None:
         text = byte_pairs().decode(group[0].context[:prefix])
         assert text.count("\nAnswer:") == 5
     assert [e.prefix for e in encoded[-5:]] == [0] * 5
-    assert encode(questions[:1], byte_pairs())[0].prefix == 0
-    assert encode(questions[:1] * 2, byte_pairs())[0].prefix == len(encoded[0].context) - 1
+    assert encode_questions(questions[:1], byte_pairs())[0].prefix == 0
+    assert encode_questions(questions[:1] * 2, byte_pairs())[0].prefix == len(encoded[0].context) - 1
 
 
 def test_what_is_too_long_is_cut_from_the_left_as_the_longest_choice_needs_it() -> None:
     questions = asked("arc_challenge")[:20]
-    whole = encode(questions, byte_pairs())
+    whole = encode_questions(questions, byte_pairs())
     limit = int(np.median([len(e.context) for e in whole]))
-    for full, short in zip(whole, encode(questions, byte_pairs(), limit), strict=True):
+    for full, short in zip(whole, encode_questions(questions, byte_pairs(), limit), strict=True):
         longest = max(map(len, full.choices))
         row = np.concatenate([full.context, max(full.choices, key=len)])[-(limit + 1) :]  # as lm_eval cuts it
         np.testing.assert_array_equal(short.context, row[:-longest])
         assert short.cut == len(full.context) - len(short.context)
         assert [c.tolist() for c in short.choices] == [c.tolist() for c in full.choices]
     with pytest.raises(UserError, match="A choice of .* has .* tokens; the model runs 2 at most"):
-        encode(questions, byte_pairs(), 2)
+        encode_questions(questions, byte_pairs(), 2)
 
 
 def test_a_question_without_tokens_is_refused() -> None:
     with pytest.raises(UserError, match="leaves made/0 without a token"):
-        encode([asking("context", "", " b")], byte_pairs())
+        encode_questions([asking("context", "", " b")], byte_pairs())
     with pytest.raises(UserError, match="leaves made/0 without a token"):
-        encode([asking("  ", " a")], byte_pairs())
-    assert encode([], byte_pairs()) == []
+        encode_questions([asking("  ", " a")], byte_pairs())
+    assert encode_questions([], byte_pairs()) == []

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from benchmark_slices import DATA
 
-from loopscope.questions import BENCHMARKS, choice_scores, correct, norms_of
-from loopscope.questions.building import _questions, _task, templates_compiled_once
+from loopscope.questions import BENCHMARKS, correct, metric_scores, norms_of
+from loopscope.questions.lm_eval_tasks import _questions, _task, templates_compiled_once
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -37,6 +37,6 @@ def test_an_absent_choice_never_wins_and_an_empty_one_is_last() -> None:
     norms = np.array([[4, 2, 1], [0, 2, 3]])
     likelihoods = np.array([[[-8.0, -2.0, -np.inf]], [[-1.0, -9.0, -9.0]]])
     np.testing.assert_array_equal(
-        choice_scores(likelihoods, norms, "acc_norm"), [[[-2, -1, -np.inf]], [[-np.inf, -4.5, -3]]]
+        metric_scores(likelihoods, norms, "acc_norm"), [[[-2, -1, -np.inf]], [[-np.inf, -4.5, -3]]]
     )
     assert correct(likelihoods, norms, np.array([1, 2]), "acc_norm").all()

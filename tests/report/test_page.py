@@ -17,11 +17,12 @@ from playwright.sync_api import Browser, Page
 
 import loopscope as ls
 from loopscope.analysis import interval, resampled_curves
-from loopscope.analysis.exploring import OUTCOMES
-from loopscope.exits.readouts import accuracy_and_loops
-from loopscope.exits.sweep import available_readouts
-from loopscope.report import Results, Source
-from loopscope.report.products import make_products
+from loopscope.analysis.model_analysis import ModelRecordings
+from loopscope.analysis.outcomes import OUTCOMES
+from loopscope.analysis.schema import Results
+from loopscope.exits.policy import accuracy_and_loops
+from loopscope.exits.thresholds import available_readouts
+from loopscope.reproduction.products import PRODUCTS
 
 pytestmark = pytest.mark.long
 
@@ -145,7 +146,7 @@ def test_the_threshold_explorer_says_what_the_policy_does(
     frontier = ls.sweep(readout, model.validation, model.test)
     for place in {0, size // 2, size - 1}:
         slide(tab, "#threshold", place)
-        said = tab.locator("#threshold-said").inner_text()
+        said = tab.locator("#threshold-text").inner_text()
         grid = [None] if readout == "oracle" else sorted({*frontier.thresholds.tolist(), *certified(model, readout)})
         if readout == "kl":
             grid = grid[::-1]
@@ -173,20 +174,20 @@ def test_the_threshold_explorer_says_what_the_policy_does(
         assert len(shares) == 12
 
 
-def certified(model: Source, readout: str) -> list[float]:
+def certified(model: ModelRecordings, readout: str) -> list[float]:
     return [each.threshold for each in model.policies if each.readout == readout and each.threshold is not None]
 
 
 def test_a_certified_threshold_is_marked_with_its_promise(tab: Page, report: tuple[Path, Results]) -> None:
     (mark,) = report[1].models[1].certified
-    assert mark.promise is not None
+    assert mark.guarantee is not None
     choose(tab, 1, "entropy")
-    assert tab.locator("#promise").is_hidden()
+    assert tab.locator("#guarantee").is_hidden()
     tab.get_by_role("button", name="Certified: margin").click()
     assert tab.locator("#readout").input_value() == "margin"
-    assert mark.promise.sentence in tab.locator("#promise").inner_text()
-    assert "kept" in tab.locator("#promise").inner_text() or "refuted" in tab.locator("#promise").inner_text()
-    assert float(tab.locator("#threshold-said").inner_text()) == pytest.approx(mark.threshold, rel=1e-3)
+    assert mark.guarantee.sentence in tab.locator("#guarantee").inner_text()
+    assert "kept" in tab.locator("#guarantee").inner_text() or "refuted" in tab.locator("#guarantee").inner_text()
+    assert float(tab.locator("#threshold-text").inner_text()) == pytest.approx(mark.threshold, rel=1e-3)
 
 
 def test_filters_show_the_right_examples(tab: Page) -> None:
@@ -233,7 +234,7 @@ def test_a_click_shows_the_trajectory_of_an_example(tab: Page) -> None:
 
 
 def test_copied_tables_parse(tab: Page, report: tuple[Path, Results]) -> None:
-    for product in make_products(report[1], ["overview"]):
+    for product in PRODUCTS.make(report[1], ["overview"]):
         if product.table is None:
             continue
         whole = [product.table.columns, *product.table.rows]
@@ -321,9 +322,9 @@ def test_everything_can_be_reached_by_keyboard(tab: Page) -> None:
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.textContent") == "Skip to the diagnosis"
     tab.focus("#target")
-    before = tab.locator("#target-said").inner_text()
+    before = tab.locator("#target-text").inner_text()
     tab.keyboard.press("ArrowLeft")
-    assert tab.locator("#target-said").inner_text() != before
+    assert tab.locator("#target-text").inner_text() != before
     tab.focus("#threshold")
     before = tab.locator("#point").inner_text()
     tab.keyboard.press("Home")
@@ -371,7 +372,7 @@ def test_hostile_text_is_text(tmp_path: Path, browser: Browser, width: int) -> N
             figure.locator("svg").first.wait_for()
 
 
-def bare(name: str, **changes: object) -> Source:
+def bare(name: str, **changes: object) -> ModelRecordings:
     return source(name, 3, **changes)
 
 
@@ -379,10 +380,10 @@ PARTIAL = {
     "one model without a gate": [bare("one", gate_logits=None)],
     "no difficulties, no texts, no states": [bare("bare", difficulty=None, examples=None, hidden=None)],
     "a readout that never exits": [
-        Source("never", never_exits(source("x", 1).validation), never_exits(source("x", 1).test))
+        ModelRecordings("never", never_exits(source("x", 1).validation), never_exits(source("x", 1).test))
     ],
     "only predictions": [
-        Source("said", predictions_only(source("x", 1).validation), predictions_only(source("x", 1).test))
+        ModelRecordings("said", predictions_only(source("x", 1).validation), predictions_only(source("x", 1).test))
     ],
     "one loop": [bare("single", loops=1)],
     "right by chance": [bare("chance", labels=np.arange(200) % 5)],

@@ -8,12 +8,13 @@ from chromium import opened
 from pages import HOSTILE, hostile, two, written
 from playwright.sync_api import Browser
 
-from loopscope.report import Results, Table
-from loopscope.report.products import make_products
+from loopscope.analysis.schema import Results
+from loopscope.report.tables import Table
+from loopscope.reproduction.products import PRODUCTS
 
 
 def tables(results: Results) -> list[Table]:
-    return [product.table for product in make_products(results, ["overview"]) if product.table is not None]
+    return [product.table for product in PRODUCTS.make(results, ["overview"]) if product.table is not None]
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,16 @@ import torch
 from conftest import GOLDEN, answers
 
 import loopscope as ls
-from loopscope.bench.measure import Machine, Spread
-from loopscope.bench.timings import QuestionBench, QuestionTiming
+from loopscope.analysis.latency import Machine, QuestionBench, QuestionTiming, Spread
 from loopscope.cli import main
 from loopscope.exits import ExitPolicy
 from loopscope.models.checkpoint import save_model
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.questions import BENCHMARKS
-from loopscope.studies import Plan, make_plan, scores
-from loopscope.studies.scores import Join, Score, Time
+from loopscope.studies import Plan, checkpoint_steps, make_plan
+from loopscope.studies.checkpoint_steps import Join, Score, Time
+from loopscope.studies.step_runner import do_step
 from loopscope.studies.steps import Analyse, Fit, Step
-from loopscope.studies.work import work
 
 OURO = str(Path(__file__).parents[2] / "studies" / "ouro.toml")
 SMALL = """
@@ -36,7 +35,7 @@ benchmarks = ["mmlu", "arc_easy"]
 limit = 60
 shards = 2
 gates = { kind = ["linear"], objective = ["utility"], examples = 40, steps = 5 }
-promises = [{ max_drop = 0.3, confidence = 0.8 }]
+guarantees = [{ max_drop = 0.3, confidence = 0.8 }]
 latency = ["arc_easy"]
 timed = 20
 """
@@ -110,10 +109,10 @@ def test_addresses_change_with_what_makes_a_recording_and_with_nothing_else(smal
 
 def ls_cache() -> None:
     """A file that changes while one process runs is another study's."""
-    from loopscope.studies.checkpoints import checkpoint_of, data_of
+    from loopscope.studies.external_sources import external_data, external_checkpoint
 
-    checkpoint_of.cache_clear()
-    data_of.cache_clear()
+    external_checkpoint.cache_clear()
+    external_data.cache_clear()
 
 
 def timed(
@@ -142,13 +141,13 @@ def test_from_recordings_to_the_paper_s_tables(
             told = answers(step.benchmark, step.split, rows=rows, subjects=subjects)
             number, parts = step.shard or (0, 1)
             told.take(np.arange(number, rows, parts)).save(step.folder(store))
-    monkeypatch.setattr(scores, "time_benchmark", timed)
+    monkeypatch.setattr(checkpoint_steps, "time_benchmark", timed)
     assert main(["study", "status", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"]["mine-arc_easy"] == "1 of 3 recordings and gates are made"
     assert main(["study", "run", *words, "--benchmark", "mmlu"]) == 0  # in processes of their own
     assert [model.analysis.done(store) for model in plan.models] == [True, False]
     for step in plan.steps:
-        work(step, store, "cpu")
+        do_step(step, store, "cpu")
     capsys.readouterr()
     assert main(["study", "run", *words]) == 0  # nothing is left to be made
     out_text = capsys.readouterr().out
@@ -200,13 +199,13 @@ def test_parts_are_scored_joined_and_timed_live(small: Path, tiny_ouro: Path) ->
     store.mkdir()
     plan = make_plan(str(small), [], "", changes)
     for step in plan.steps:
-        work(step, store, "cpu")
+        do_step(step, store, "cpu")
     (model,) = plan.models
     joined = ls.Trajectory.load(model.analysis.test.folder(store))
     small.write_text(small.read_text().replace("shards = 2", "shards = 1"))
     (whole,) = make_plan(str(small), [], "", changes).models
     assert isinstance(whole.analysis.test, Score)
-    work(whole.analysis.test, store, "cpu")
+    do_step(whole.analysis.test, store, "cpu")
     scored = ls.Trajectory.load(whole.analysis.test.folder(store))
     assert joined.examples == scored.examples
     assert np.allclose(joined.logits, scored.logits, atol=1e-5)

@@ -17,8 +17,8 @@ import loopscope as ls
 from loopscope.cli import main
 from loopscope.progress import silent
 from loopscope.studies import Plan, make_plan, run_study
+from loopscope.studies.step_runner import do_step
 from loopscope.studies.steps import Analyse, Fit, Record, Step, Train, all_steps, to_be_done
-from loopscope.studies.work import work
 
 TINY = Path(__file__).parent / "tiny.toml"
 
@@ -125,12 +125,12 @@ def test_runs_have_their_names(finished: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out)["readouts"][-1]["readout"] == "gate:linear-ponder"
 
 
-def promised(tmp_path: Path, promises: str) -> Path:
+def with_guarantees(tmp_path: Path, guarantees: str) -> Path:
     """One run of the tiny study, with these promises."""
     text = TINY.read_text()
     text = text[: text.index('[[parts.runs]]\ngate = ["linear"]')].replace("seed = [0, 1]", "seed = [0]")
     path = tmp_path / "promised.toml"
-    path.write_text(text.replace("gates = {", f"promises = [{promises}]\ngates = {{"))
+    path.write_text(text.replace("gates = {", f"guarantees = [{guarantees}]\ngates = {{"))
     return path
 
 
@@ -138,15 +138,17 @@ GATE = 'readout = "gate:linear-ponder", max_drop = 0.3, confidence = 0.8'
 
 
 def test_promises_are_made_or_refused(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study = promised(tmp_path, f"{{ {GATE} }}, {{ max_drop = 0.01 }}, {{ max_drop = 0.4, in_expectation = true }}")
+    study = with_guarantees(
+        tmp_path, f"{{ {GATE} }}, {{ max_drop = 0.01 }}, {{ max_drop = 0.4, in_expectation = true }}"
+    )
     words = ["study", "run", str(study), "--out", str(tmp_path / "out"), "--store", str(finished / "store")]
     assert main([*words, "--workers", "1"]) == 0
     printed = capsys.readouterr().out
     assert "Certified policies" in printed
     assert "refused: " in printed
     (model,) = json.loads((tmp_path / "out" / "report" / "results.json").read_bytes())["models"]
-    assert [each["promise"]["max_drop"] for each in model["certified"]] == [0.3, 0.4]
-    assert all(each["held_out"]["promise"]["verdict"] for each in model["certified"])
+    assert [each["guarantee"]["max_drop"] for each in model["certified"]] == [0.3, 0.4]
+    assert all(each["held_out"]["guarantee"]["verdict"] for each in model["certified"])
     (sentence,) = model["refused"]
     assert "takes 299 tested examples, and there are 96" in sentence
     run = tmp_path / "out" / "mano-geometric0.3-fixed-s0"
@@ -160,11 +162,11 @@ def test_promises_are_made_or_refused(finished: Path, tmp_path: Path, capsys: py
 def test_a_changed_promise_repeats_the_analysis_only(finished: Path, tmp_path: Path) -> None:
     store, out = finished / "store", tmp_path / "out"
     names = []
-    for promises in (f"{{ {GATE} }}", f"{{ {GATE}, loss = 'disagreement' }}", "{ max_drop = 0.01 }"):
-        plan = make_plan(str(promised(tmp_path, promises)), [])
+    for guarantees in (f"{{ {GATE} }}", f"{{ {GATE}, loss = 'disagreement' }}", "{ max_drop = 0.01 }"):
+        plan = make_plan(str(with_guarantees(tmp_path, guarantees)), [])
         (step,) = to_be_done([model.analysis for model in plan.models], store)
         assert isinstance(step, Analyse)
-        work(step, store, "cpu")
+        do_step(step, store, "cpu")
         plan.link(store, out)
         (run,) = out.iterdir()
         names.append({path.name: path.readlink() for path in run.glob("policy*")})
@@ -207,7 +209,7 @@ def test_who_makes_a_step_already_is_waited_for(finished: Path, tmp_path: Path) 
     with ThreadPoolExecutor() as pool:
         with (locks / step.key).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            waiting = pool.submit(work, step, tmp_path, "cpu")
+            waiting = pool.submit(do_step, step, tmp_path, "cpu")
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=0.5)
             shutil.copytree(step.folder(finished / "store"), step.folder(tmp_path))
@@ -249,9 +251,9 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
         ('settings = "demo-parity"', 'settings = "nowhere"', "neither a preset"),
         ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
         ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "names 2 runs"),
-        ("gates = {", "promises = [{ max_drop = 2 }]\ngates = {", "largest drop"),
-        ("gates = {", "promises = [{ max_loss = 0.1 }]\ngates = {", "max_loss"),
-        ("gates = {", 'promises = [{ readout = "mood" }]\ngates = {', "no readout 'mood'"),
+        ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "largest drop"),
+        ("gates = {", "guarantees = [{ max_loss = 0.1 }]\ngates = {", "max_loss"),
+        ("gates = {", 'guarantees = [{ readout = "mood" }]\ngates = {', "no readout 'mood'"),
     ],
 )
 def test_a_bad_file_is_explained(tmp_path: Path, old: str, new: str, told: str) -> None:

@@ -10,10 +10,10 @@ from conftest import GATED, tiny_settings
 from safetensors.torch import load_file
 
 import loopscope as ls
-from loopscope.training import Training, check_memory, describe_data, estimate, initial_model, read_settings, train
-from loopscope.training.answers import batches
+from loopscope.training import Training, check_memory, describe_data, estimate_time, initial_model, read_settings, train
 from loopscope.training.loop import _lock
 from loopscope.training.optimizers import Optimizers, schedule
+from loopscope.training.task_run import training_batches
 
 CPU = torch.device("cpu")
 
@@ -93,10 +93,7 @@ def test_parity_trains_online(tmp_path: Path) -> None:
     assert data == {"examples": {"train": "online", "validation": 50, "test": 60}}
 
 
-PARITY = [
-    'task={name="parity", max_bits=6, validation_examples=50, test_examples=60}',
-    "training.validation_sample=50",
-]
+PARITY = ['task={name="parity", max_bits=6, validation_examples=50, test_examples=60}', "training.validation_sample=50"]
 
 
 def test_the_overlap_of_the_splits_is_written_down() -> None:
@@ -106,7 +103,7 @@ def test_the_overlap_of_the_splits_is_written_down() -> None:
 
 
 def test_epochs_visit_every_example_once() -> None:
-    batch = batches(tiny_settings("task.train_examples=50", "training.batch_size=25"))
+    batch = training_batches(tiny_settings("task.train_examples=50", "training.batch_size=25"))
     tokens = np.concatenate([_padded(batch(step).tokens) for step in range(4)])  # two epochs of 50
     epochs = [{row.tobytes(): 0 for row in half} for half in (tokens[:50], tokens[50:])]
     assert sorted(map(bytes, tokens[:50])) == sorted(map(bytes, tokens[50:]))
@@ -119,7 +116,7 @@ def _padded(tokens: np.ndarray) -> np.ndarray:
 
 
 def test_a_batch_may_be_larger_than_the_data() -> None:
-    batch = batches(tiny_settings("task.train_examples=10", "training.batch_size=25"))
+    batch = training_batches(tiny_settings("task.train_examples=10", "training.batch_size=25"))
     assert len(batch(0)) == 25
 
 
@@ -177,13 +174,13 @@ def test_the_paper_preset_takes_two_steps(tmp_path: Path) -> None:
 def test_a_run_too_big_for_the_machine_says_so() -> None:
     endless = read_settings("paper", ["training.steps=40000000"])
     with pytest.raises(ls.UserError, match=r"would take about .* days here"):
-        estimate(endless, CPU).check()
-    estimate(endless, CPU, done=40_000_000 - 1).check()
+        estimate_time(endless, CPU).check()
+    estimate_time(endless, CPU, done=40_000_000 - 1).check()
     for override in ("training.batch_size=10000000", "model.width=1000000", "task.train_examples=100000000"):
         with pytest.raises(ls.UserError, match="GiB"):
             check_memory(read_settings("paper", [override, "model.layers=40"]), CPU)
     check_memory(tiny_settings(), CPU)
-    estimate(tiny_settings(), CPU).check()
+    estimate_time(tiny_settings(), CPU).check()
 
 
 def test_a_run_killed_before_its_settings_were_written_begins_again(tmp_path: Path) -> None:
@@ -228,7 +225,7 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_the_run_s_seed_orders_the_batches() -> None:
-    first, other = (batches(tiny_settings(f"training.seed={seed}"))(0) for seed in (0, 1))
+    first, other = (training_batches(tiny_settings(f"training.seed={seed}"))(0) for seed in (0, 1))
     assert first.labels.tolist() != other.labels.tolist()
 
 

@@ -20,7 +20,7 @@ from conftest import GATED, TINY, tiny_settings
 import loopscope as ls
 from loopscope.training import RunSettings, check_memory, read_settings, train
 from loopscope.training.loop import _lock
-from loopscope.training.parallel import Workers, joined
+from loopscope.training.parallel import Workers, join_workers
 
 CPU = torch.device("cpu")
 LONGER = [*GATED, "training.steps=100", "training.checkpoint_every=4", "training.validate_every=50"]
@@ -157,10 +157,10 @@ def refusal(process: "subprocess.Popen[str]") -> str:
 
 def test_without_torchrun_a_worker_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")  # as other launchers and clusters set it
-    with joined("cpu") as workers:
+    with join_workers("cpu") as workers:
         assert workers == Workers()
     module, value = torch.nn.Linear(2, 2), torch.ones(3)
-    assert workers.leads
+    assert workers.is_main
     assert workers.replicated(module) is module
     assert workers.mean(value) is value
     with pytest.raises(KeyError), workers.together():

@@ -12,37 +12,6 @@ from loopscope.analysis.difficulty import (
     forced_cross_entropy,
     signal_by_difficulty,
 )
-from loopscope.analysis.held_out import HeldOut, PromiseCheck, hold_out
+from loopscope.analysis.held_out import GuaranteeCheck, HeldOut, hold_out
 from loopscope.analysis.paired import Paired, Side, exits, paired
 from loopscope.analysis.seeds import OverSeeds, over_seeds
-
-__all__ = [
-    "ENOUGH",
-    "ORDERED_SIGNALS",
-    "ByDifficulty",
-    "Diagnosis",
-    "Estimate",
-    "Gap",
-    "HeldOut",
-    "Interval",
-    "Ordering",
-    "OverSeeds",
-    "Paired",
-    "PromiseCheck",
-    "Side",
-    "Subject",
-    "depth_gap",
-    "diagnose",
-    "difficulty_ordering",
-    "exit_distribution",
-    "exits",
-    "forced_accuracy",
-    "forced_cross_entropy",
-    "hold_out",
-    "interval",
-    "over_seeds",
-    "paired",
-    "resampled_curves",
-    "resampled_sums",
-    "signal_by_difficulty",
-]

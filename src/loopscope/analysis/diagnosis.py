@@ -26,7 +26,9 @@ from loopscope.analysis.bootstrap import (
     resampled_label_aware,
 )
 from loopscope.errors import UserError
-from loopscope.exits.sweep import available_readouts, check_calibration, curve, fine_grid
+from loopscope.exits.splits import check_calibration
+from loopscope.exits.sweep import curve
+from loopscope.exits.thresholds import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
 
 _FEWEST = 30
@@ -55,10 +57,10 @@ class Gap:
         """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
         if self.examples < _FEWEST:
             return 0
-        reach = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
+        max_context = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
         missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
-        if reach and missed:
-            return int(reach)
+        if max_context and missed:
+            return int(max_context)
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
 
@@ -125,8 +127,8 @@ def diagnose(subject: Subject, reference: Subject | None = None, target: float =
     room = _gap(target, best, lambda x: ("labels known", subject.label_aware.depth_at(x)), subject)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
-    told = all(gap is not None and (gap.sign or gap.first == gap.second) for gap in parts.values())
-    verdict = " and ".join(blamed) or ("neither" if told else "cannot tell")
+    decided = all(gap is not None and (gap.sign or gap.first == gap.second) for gap in parts.values())
+    verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
     sentence = _sentence(subject, reference, target, readout, trajectory, verdict)
     return Diagnosis(target, subject.best(target), readout, trajectory, room, blamed, verdict, sentence)
 
@@ -199,16 +201,16 @@ def _sentence(
     if reference is subject and not subject.has_gate:
         best = subject.best(target)
         depth = subject.curves(best).depth_at(target)[0]
-        reach = (
+        max_context = (
             "" if np.isnan(depth) else f" With {best} it reaches {_percent(target)} in {depth:.2f} loops on average."
         )
-        return f"It is the reference, and has no gate of its own.{reach}{ceiling}"
-    said = f"{_on_readout(subject, readout)}; {_on_trajectory(subject, reference, trajectory)}"
+        return f"It is the reference, and has no gate of its own.{max_context}{ceiling}"
+    findings = f"{_on_readout(subject, readout)}; {_on_trajectory(subject, reference, trajectory)}"
     if subject.test.num_examples < _FEWEST:
         head = f"Nothing can be told from {subject.test.num_examples} test examples"
     else:
         head = _HEADS[verdict]
-    return f"{head}: {said}.{ceiling}"
+    return f"{head}: {findings}.{ceiling}"
 
 
 _HEADS = {
@@ -240,16 +242,16 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
     return _compared("with its best readout it", "the reference", gap, "whether its trajectory is worse")
 
 
-def _compared(who: str, whom: str, gap: Gap, question: str) -> str:
+def _compared(name: str, other: str, gap: Gap, question: str) -> str:
     at = _percent(gap.accuracy)
     size = f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
     if gap.sign == 0:
-        return f"{question} than {whom} is open ({size} at {at})"
+        return f"{question} than {other} is open ({size} at {at})"
     if gap.low > 0 or gap.high < 0:
         low, high = sorted((abs(gap.low), abs(gap.high)))
         more = "more" if gap.low > 0 else "fewer"
-        return f"{who} takes {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] {more} than {whom} to reach {at}"
-    misses, reaches = (who, whom) if gap.sign > 0 else (whom, who)
+        return f"{name} takes {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] {more} than {other} to reach {at}"
+    misses, reaches = (name, other) if gap.sign > 0 else (other, name)
     return f"{misses} misses the target that {reaches} reaches (at {at}, which both reach: {size})"
 
 

@@ -14,7 +14,7 @@ from loopscope.errors import UserError
 from loopscope.exits import signal
 from loopscope.trajectory import Trajectory
 
-Table = NDArray[np.float64]
+Means = NDArray[np.float64]
 
 _HARDER_IS_LOWER = ("margin", "top1")
 ORDERED_SIGNALS = ("entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine")
@@ -29,7 +29,7 @@ class ByDifficulty:
 
     levels: list[float]  # [L]; the median of each bin where difficulty is continuous
     counts: list[int]  # [L] examples of each bin
-    values: Table  # [L, T]
+    values: Means  # [L, T]
 
 
 def difficulty_bins(trajectory: Trajectory) -> tuple[list[float], NDArray[np.int64]]:
@@ -95,7 +95,7 @@ def difficulty_ordering(name: str, trajectory: Trajectory) -> Ordering:
     )
 
 
-def _mean_correlation(pairs: list[tuple[NDArray[Any], Table]], sign: float) -> float | None:
+def _mean_correlation(pairs: list[tuple[NDArray[Any], Means]], sign: float) -> float | None:
     if not pairs or any(np.ptp(a) == 0 or np.ptp(b) == 0 for a, b in pairs):
         return None
     return float(np.mean([sign * spearmanr(a, b).statistic for a, b in pairs]))

@@ -10,9 +10,9 @@ from scipy.stats import chi2_contingency
 from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_sums
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
-from loopscope.exits.losses import data_of, groups, lost_at, population
-from loopscope.exits.promise import Promise
-from loopscope.exits.risk import risk_interval
+from loopscope.exits.guarantee import Guarantee
+from loopscope.exits.losses import lost_at, population, risk_groups, summarise_data
+from loopscope.exits.risk_control import risk_interval
 from loopscope.trajectory import Trajectory
 
 Verdict = Literal["kept", "not refuted", "broken"]
@@ -33,7 +33,7 @@ class Risk:
 
 
 @dataclass(frozen=True)
-class PromiseCheck:
+class GuaranteeCheck:
     verdict: Verdict
     sentence: str
     risks: list[Risk]
@@ -54,33 +54,33 @@ class HeldOut:
     accuracy: Estimate | None  # None without labels, as the next two
     full_depth_accuracy: float | None
     drop: Estimate | None  # of accuracy, against full depth
-    promise: PromiseCheck | None  # None without a promise
+    guarantee: GuaranteeCheck | None  # None without a promise
 
 
 def hold_out(policy: ExitPolicy, trajectory: Trajectory) -> HeldOut:
     """A policy on held-out examples: those for which its promise was made, if it has one."""
-    promise = policy.promise
-    if promise is not None:
-        _check(policy, promise, trajectory)
-        trajectory = population(trajectory, promise.unseen, promise.distinct)
+    guarantee = policy.guarantee
+    if guarantee is not None:
+        _check(policy, guarantee, trajectory)
+        trajectory = population(trajectory, guarantee.unseen, guarantee.distinct)
     loops = policy.exit_loops(trajectory)
-    (everybody,) = groups(trajectory, per_difficulty=False)
+    (all_units,) = risk_groups(trajectory, per_difficulty=False)
     columns: list[NDArray[Any]] = [loops]
     if trajectory.labels is not None:
         early, last = trajectory.correct[np.arange(len(loops)), loops - 1], trajectory.correct[:, -1]
         columns += [early, last, last.astype(np.int8) - early]
-    told = np.stack([everybody.means(values) for values in columns], axis=1).astype(np.float32)
-    means = resampled_sums(told) / everybody.units
+    per_unit = np.stack([all_units.means(values) for values in columns], axis=1).astype(np.float32)
+    means = resampled_sums(per_unit) / all_units.units
     measured = [estimate(means[:, place]) for place in range(len(columns))]
     labelled = trajectory.labels is not None
     return HeldOut(
         examples=trajectory.num_examples,
-        sequences=None if trajectory.sequences is None else everybody.units,
+        sequences=None if trajectory.sequences is None else all_units.units,
         average_loops=measured[0],
         accuracy=measured[1] if labelled else None,
         full_depth_accuracy=measured[2].value if labelled else None,
         drop=measured[3] if labelled else None,
-        promise=None if promise is None else _check_promise(promise, trajectory, loops),
+        guarantee=None if guarantee is None else _check_guarantee(guarantee, trajectory, loops),
     )
 
 
@@ -89,66 +89,68 @@ def _worst(risks: list[Risk], verdict: Verdict) -> Risk | None:
     return max((risk for risk in risks if risk.verdict == verdict), key=lambda risk: risk.loss, default=None)
 
 
-def _check(policy: ExitPolicy, promise: Promise, trajectory: Trajectory) -> None:
+def _check(policy: ExitPolicy, guarantee: Guarantee, trajectory: Trajectory) -> None:
     """Refuses the data that the promise rests on."""
-    if (promise.tested.sequences is None) != (trajectory.sequences is None):
-        counted, here = ("examples", "sequences") if promise.tested.sequences is None else ("sequences", "examples")
+    if (guarantee.tested.sequences is None) != (trajectory.sequences is None):
+        counted, here = ("examples", "sequences") if guarantee.tested.sequences is None else ("sequences", "examples")
         raise UserError(f"The promise counts {counted}, and this recording is of {here}; record it as the other was.")
-    known = {promise.recording, promise.tested.sha256, promise.grid.sha256}
+    known = {guarantee.recording, guarantee.tested.sha256, guarantee.grid.sha256}
     same_model = policy.model is not None and policy.model == trajectory.provenance.get("weights_sha256")
-    splits = {promise.tested.split, promise.grid.split} - {None}
+    splits = {guarantee.tested.split, guarantee.grid.split} - {None}
     if trajectory.sha256 in known or (same_model and trajectory.split in splits):
         raise UserError("The promise rests on this data, which cannot say whether it is kept; give another split.")
 
 
-def _check_promise(promise: Promise, trajectory: Trajectory, loops: NDArray[np.int64]) -> PromiseCheck:
-    lost = lost_at(promise.loss, trajectory, loops)
-    parts = groups(trajectory, promise.per_difficulty)
-    promised = {each.difficulty for each in promise.evidence}
-    parts = [part for part in parts if part.difficulty in promised]
+def _check_guarantee(guarantee: Guarantee, trajectory: Trajectory, loops: NDArray[np.int64]) -> GuaranteeCheck:
+    lost = lost_at(guarantee.loss, trajectory, loops)
+    parts = risk_groups(trajectory, guarantee.per_difficulty)
+    guaranteed = {each.difficulty for each in guarantee.evidence}
+    parts = [part for part in parts if part.difficulty in guaranteed]
     level = 1 - (1 - LEVEL) / max(1, len(parts))
     risks = []
     for part in parts:
         total = float(part.means(lost).sum())
         low, high = risk_interval(total, part.units, part.binary, level)
         loss = total / part.units
-        risks.append(Risk(part.difficulty, part.units, loss, low, high, _verdict(promise, loss, low)))
+        risks.append(Risk(part.difficulty, part.units, loss, low, high, _verdict(guarantee, loss, low)))
     order: tuple[Verdict, ...] = ("broken", "not refuted", "kept")
     found = {risk.verdict for risk in risks} or {"not refuted"}
     verdict = next(each for each in order if each in found)
-    return PromiseCheck(verdict, _sentence(promise, verdict, risks), risks, _warnings(promise, trajectory))
+    return GuaranteeCheck(verdict, _sentence(guarantee, verdict, risks), risks, _warnings(guarantee, trajectory))
 
 
-def _verdict(promise: Promise, loss: float, low: float) -> Verdict:
-    if loss <= promise.max_drop:
+def _verdict(guarantee: Guarantee, loss: float, low: float) -> Verdict:
+    if loss <= guarantee.max_drop:
         return "kept"
-    return "broken" if low > promise.max_drop and promise.confidence is not None else "not refuted"
+    return "broken" if low > guarantee.max_drop and guarantee.confidence is not None else "not refuted"
 
 
 _LOST = {"gap": "are wrong where full depth is right", "disagreement": "differ from full depth"}
 
 
-def _sentence(promise: Promise, verdict: Verdict, risks: list[Risk]) -> str:
+def _sentence(guarantee: Guarantee, verdict: Verdict, risks: list[Risk]) -> str:
     worst = _worst(risks, verdict)
     if worst is None:
         return "Not refuted: none of the difficulties of the promise is here."
     where = "" if worst.difficulty is None else f" of difficulty {worst.difficulty:g}, the worst,"
-    what = "examples" if promise.tested.sequences is None else "sequences' answers"
+    what = "examples" if guarantee.tested.sequences is None else "sequences' answers"
     why = (
-        " That much can be chance." if worst.low <= promise.max_drop else " One draw cannot break a promise on average."
+        " That much can be chance."
+        if worst.low <= guarantee.max_drop
+        else " One draw cannot break a promise on average."
     )
     why = why if verdict == "not refuted" else ""
     return (
         f"{verdict.capitalize()}: {100 * worst.loss:.2f} % of {worst.units:,} held-out {what}{where} "
-        f"{_LOST[promise.loss]} ({100 * worst.low:.2f} to {100 * worst.high:.2f}); promised: at most "
-        f"{100 * promise.max_drop:g} %.{why}"
+        f"{_LOST[guarantee.loss]} ({100 * worst.low:.2f} to {100 * worst.high:.2f}); promised: at most "
+        f"{100 * guarantee.max_drop:g} %.{why}"
     )
 
 
-def _warnings(promise: Promise, trajectory: Trajectory) -> list[str]:
+def _warnings(guarantee: Guarantee, trajectory: Trajectory) -> list[str]:
     found = []
-    ours, theirs = promise.tested, data_of(trajectory)
-    if ours.difficulty and theirs.difficulty and not promise.per_difficulty:
+    ours, theirs = guarantee.tested, summarise_data(trajectory)
+    if ours.difficulty and theirs.difficulty and not guarantee.per_difficulty:
         levels = sorted({*ours.difficulty, *theirs.difficulty}, key=float)
         counts = [[data.get(level, 0) for level in levels] for data in (ours.difficulty, theirs.difficulty)]
         if len(levels) > 1 and chi2_contingency(counts).pvalue < _OTHER_MIX:
@@ -156,7 +158,7 @@ def _warnings(promise: Promise, trajectory: Trajectory) -> list[str]:
                 "The mix of difficulties is not that of the calibration data, for which the promise was made; "
                 "--per-difficulty makes one that does not depend on the mix."
             )
-    if promise.per_difficulty and ours.difficulty and theirs.difficulty:
+    if guarantee.per_difficulty and ours.difficulty and theirs.difficulty:
         for missing, what in (
             ({*theirs.difficulty} - {*ours.difficulty}, "that the promise does not cover are here and not counted"),
             ({*ours.difficulty} - {*theirs.difficulty}, "that the promise covers are not here"),

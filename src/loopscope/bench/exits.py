@@ -16,19 +16,21 @@ import msgspec
 import numpy as np
 import torch
 
-from loopscope.bench.measure import Machine, Spread, fastest, interleaved, spread
-from loopscope.engine import Agreement, Request, compare, requests_of, run
+from loopscope.analysis.latency import Machine, Spread
+from loopscope.bench.measure import fastest, interleaved, spread
+from loopscope.engine import Agreement, Request, compare, run, task_requests
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
-from loopscope.exits.live import Follower
-from loopscope.exits.sweep import choose, curve, fine_grid
+from loopscope.exits.exit_state import ExitState
+from loopscope.exits.sweep import choose, curve
+from loopscope.exits.thresholds import fine_grid
 from loopscope.models import LoopedModel, load_model
-from loopscope.models.packing import Layout
-from loopscope.progress import Advance
+from loopscope.models.layout import Layout
+from loopscope.progress import ProgressCallback
 from loopscope.recording import forward
 from loopscope.tasks import Examples
 from loopscope.training import initial_model, read_settings
-from loopscope.training.settings import settings_of
+from loopscope.training.settings import read_run_settings
 from loopscope.trajectory import Trajectory
 
 PAPER_REALISED = 0.29
@@ -66,7 +68,7 @@ class ExitBench(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchedModel:
     """A model, examples, and what a recording of them says."""
 
     name: str
@@ -78,13 +80,13 @@ class Subject:
     width: int
 
 
-def trained_subject(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> Subject:
+def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> BenchedModel:
     """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation."""
-    settings = settings_of(folder)
+    settings = read_run_settings(folder)
     paths = {split: folder / "recordings" / split for split in ("validation", "test")}
     for split, path in paths.items():
         if not path.is_dir():
-            raise UserError(f"{path} is not there; record it with `loopscope record {folder} --split {split}`.")
+            raise UserError(f"{path} is not there; record it with `loopscope record task {folder} --split {split}`.")
     validation, test = (Trajectory.load(path) for path in paths.values())
     examples = settings.task.split("test", test.num_examples)
     if not np.array_equal(examples.labels, test.required_labels):
@@ -92,10 +94,12 @@ def trained_subject(folder: Path, readouts: Sequence[str] | None, policies: Sequ
     names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]
-    return Subject(folder.name, load_model(folder), examples, test, [*policies, *chosen], True, settings.model.width)
+    return BenchedModel(
+        folder.name, load_model(folder), examples, test, [*policies, *chosen], True, settings.model.width
+    )
 
 
-def random_subject(source: str, overrides: list[str], count: int, loops: float, readouts: Sequence[str]) -> Subject:
+def random_model(source: str, overrides: list[str], count: int, loops: float, readouts: Sequence[str]) -> BenchedModel:
     """A model with random weights under the thresholds at which it takes about so many loops on average."""
     settings = read_settings(source, overrides)
     model = initial_model(settings).eval().requires_grad_(False)
@@ -116,39 +120,41 @@ def random_subject(source: str, overrides: list[str], count: int, loops: float, 
         thresholds = fine_grid(readout, recorded)
         _, average = curve(readout, thresholds, recorded)
         policies.append(ExitPolicy(readout, float(thresholds[np.abs(average - loops).argmin()])))
-    return Subject(f"{source}, random weights", model, examples, recorded, policies, False, settings.model.width)
+    return BenchedModel(f"{source}, random weights", model, examples, recorded, policies, False, settings.model.width)
 
 
-def bench_exits(subject: Subject, rounds: int, batch_size: int | None, waiting: bool, progress: Advance) -> ExitBench:
-    model, requests = subject.model, list(requests_of(subject.examples))
+def bench_exits(
+    benched: BenchedModel, rounds: int, batch_size: int | None, waiting: bool, progress: ProgressCallback
+) -> ExitBench:
+    model, requests = benched.model, list(task_requests(benched.examples))
     never = ExitPolicy("fixed", model.num_loops)
 
     def drain(policy: ExitPolicy, size: int, some: Sequence[Request] = requests) -> None:
         deque(run(model, policy, some, size), maxlen=0)
 
     full_size = fastest(partial(drain, never, some=requests[: max(_SIZES)]), _SIZES)
-    sizes = [batch_size or fastest(partial(drain, policy), _SIZES) for policy in subject.policies]
+    sizes = [batch_size or fastest(partial(drain, policy), _SIZES) for policy in benched.policies]
     ways = {"full depth": partial(drain, never, full_size)}
-    for place, (policy, size) in enumerate(zip(subject.policies, sizes, strict=True)):
+    for place, (policy, size) in enumerate(zip(benched.policies, sizes, strict=True)):
         ways[f"{place + 1}: {policy}"] = partial(drain, policy, size)
         if waiting:
             ways[f"{place + 1}: {policy}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
-    seconds, machine = interleaved(ways, rounds, subject.width, progress)
+    seconds, machine = interleaved(ways, rounds, benched.width, progress)
     full, count = seconds["full depth"], len(requests)
     timings = []
-    for place, (policy, size) in enumerate(zip(subject.policies, sizes, strict=True)):
-        loops = policy.exit_loops(subject.recorded)
+    for place, (policy, size) in enumerate(zip(benched.policies, sizes, strict=True)):
+        loops = policy.exit_loops(benched.recorded)
         ideal = model.num_loops / float(loops.mean())
         took, waited = seconds[f"{place + 1}: {policy}"], seconds.get(f"{place + 1}: {policy}, waiting")
-        agreement = compare(run(model, policy, requests, size), policy, subject.recorded)
+        agreement = compare(run(model, policy, requests, size), policy, benched.recorded)
         timings.append(
             ExitTiming(
                 readout=policy.readout,
                 threshold=policy.threshold,
-                max_drop=None if policy.promise is None else policy.promise.max_drop,
-                accuracy=agreement.accuracy if subject.trained else None,
+                max_drop=None if policy.guarantee is None else policy.guarantee.max_drop,
+                accuracy=agreement.accuracy if benched.trained else None,
                 average_loops=float(loops.mean()),
-                token_loops=float(np.average(loops, weights=subject.examples.lengths)),
+                token_loops=float(np.average(loops, weights=benched.examples.lengths)),
                 milliseconds=spread(1000 * took / count),
                 speedup=spread(full / took),
                 realised=spread(full / took / ideal),
@@ -158,12 +164,12 @@ def bench_exits(subject: Subject, rounds: int, batch_size: int | None, waiting: 
             )
         )
     return ExitBench(
-        model=subject.name,
+        model=benched.name,
         examples=count,
         num_loops=model.num_loops,
         machine=machine,
         full_batch_size=full_size,
-        full_accuracy=float(subject.recorded.correct[:, -1].mean()) if subject.trained else None,
+        full_accuracy=float(benched.recorded.correct[:, -1].mean()) if benched.trained else None,
         full_milliseconds=spread(1000 * full / count),
         paper_realised=PAPER_REALISED,
         policies=timings,
@@ -177,13 +183,13 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
         rows = sorted((request.rows[0] for request in requests[start : start + batch_size]), key=len)
         lengths = torch.tensor([len(row) for row in rows])
         state = model.begin_packed(torch.from_numpy(np.concatenate(rows)), Layout(lengths))
-        follower = Follower(policy, model.num_loops)
-        follower.admit(len(rows))
+        exit_state = ExitState(policy, model.num_loops)
+        exit_state.admit(len(rows))
         done = np.zeros(len(rows), dtype=bool)
         while not done.all():
             state = model.step(state)
             pooled = model.pooled(state, lengths - 1)
-            read = {"logits": model.predict, "gate_logits": model.halt}.get(follower.source or "")
+            read = {"logits": model.predict, "gate_logits": model.halt}.get(exit_state.source or "")
             now = pooled if read is None else read(pooled)
             assert now is not None
-            done |= follower.stops(state.loop.numpy(), now.numpy())
+            done |= exit_state.stops(state.loop.numpy(), now.numpy())

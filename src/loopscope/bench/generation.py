@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.bench.measure import Machine, Spread, interleaved, spread
-from loopscope.engine.decoding import Cache
-from loopscope.engine.generation import Prompt, Work, stream
+from loopscope.analysis.latency import Machine, Spread
+from loopscope.bench.measure import interleaved, spread
+from loopscope.engine.decoder import CacheMode
+from loopscope.engine.generation import GenerationStats, Prompt, stream
+from loopscope.engine.logit_stats import kl_divergence
 from loopscope.exits import ExitPolicy
 from loopscope.models import LoopedModel
-from loopscope.progress import Advance
+from loopscope.progress import ProgressCallback
 
 _WIDTH = 512
 """Of the matrix products that tell what the machine could do."""
@@ -57,16 +59,16 @@ def bench_generation(
     model: LoopedModel,
     prompts: Sequence[Prompt],
     policies: Sequence[ExitPolicy],
-    caches: Sequence[Cache],
+    caches: Sequence[CacheMode],
     batch_size: int,
     rounds: int,
-    progress: Advance,
+    progress: ProgressCallback,
 ) -> GenerationBench:
     """`prompts` are forced to the text that follows them."""
-    said = sum(len(prompt.forced) for prompt in prompts if prompt.forced is not None)
-    reference, _ = _predictions(model, prompts, None, "all", batch_size)
+    new_tokens = sum(len(prompt.forced) for prompt in prompts if prompt.forced is not None)
+    reference, _ = _predictions(model, prompts, None, "full", batch_size)
     combined = [(policy, cache) for policy in policies for cache in caches]
-    ways = {"full depth": partial(_run, model, prompts, None, "all", batch_size)}
+    ways = {"full depth": partial(_run, model, prompts, None, "full", batch_size)}
     for place, (policy, cache) in enumerate(combined):
         ways[f"{place}: {policy}, {cache}"] = partial(_run, model, prompts, policy, cache, batch_size)
     seconds, machine = interleaved(ways, rounds, _WIDTH, progress)
@@ -74,56 +76,51 @@ def bench_generation(
     timings = []
     for place, (policy, cache) in enumerate(combined):
         took = seconds[f"{place}: {policy}, {cache}"]
-        logits, work = _predictions(model, prompts, policy, cache, batch_size)
-        average = work.loops / work.tokens
+        logits, stats = _predictions(model, prompts, policy, cache, batch_size)
+        average = stats.loops / stats.tokens
         timings.append(
             GenerationTiming(
                 readout=policy.readout,
                 threshold=policy.threshold,
-                max_drop=None if policy.promise is None else policy.promise.max_drop,
+                max_drop=None if policy.guarantee is None else policy.guarantee.max_drop,
                 cache=cache,
                 average_loops=average,
                 agreement=float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
-                kl=_kl(reference, logits),
+                kl=float(kl_divergence(reference, logits).mean()),
                 speedup=spread(full / took),
                 realised=spread(full / took / (model.num_loops / average)),
-                tokens_per_second=spread(said / took),
-                run_loops=work.token_loops / (said + sum(len(prompt.tokens) for prompt in prompts)),
-                cache_bytes=work.cache_bytes,
+                tokens_per_second=spread(new_tokens / took),
+                run_loops=stats.token_loops / (new_tokens + sum(len(prompt.tokens) for prompt in prompts)),
+                cache_bytes=stats.cache_bytes,
             )
         )
     return GenerationBench(
         model=name,
         prompts=len(prompts),
         prompt_tokens=int(np.mean([len(prompt.tokens) for prompt in prompts])),
-        new_tokens=said,
+        new_tokens=new_tokens,
         batch_size=batch_size,
         num_loops=model.num_loops,
         machine=machine,
-        full_tokens_per_second=spread(said / full),
+        full_tokens_per_second=spread(new_tokens / full),
         ways=timings,
     )
 
 
 def _run(
-    model: LoopedModel, prompts: Sequence[Prompt], policy: ExitPolicy | None, cache: Cache, batch_size: int
+    model: LoopedModel, prompts: Sequence[Prompt], policy: ExitPolicy | None, cache: CacheMode, batch_size: int
 ) -> None:
     for _ in stream(model, prompts, policy, cache=cache, batch_size=batch_size):
         pass
 
 
 def _predictions(
-    model: LoopedModel, prompts: Sequence[Prompt], policy: ExitPolicy | None, cache: Cache, batch_size: int
-) -> tuple[Tensor, Work]:
+    model: LoopedModel, prompts: Sequence[Prompt], policy: ExitPolicy | None, cache: CacheMode, batch_size: int
+) -> tuple[Tensor, GenerationStats]:
     """[tokens of all prompts in order, V], and the work that it was."""
-    work = Work()
+    stats = GenerationStats()
     found: dict[object, list[Tensor]] = {prompt.key: [] for prompt in prompts}
-    for token in stream(model, prompts, policy, cache=cache, batch_size=batch_size, with_logits=True, work=work):
+    for token in stream(model, prompts, policy, cache=cache, batch_size=batch_size, with_logits=True, stats=stats):
         assert token.logits is not None
         found[token.key].append(token.logits)
-    return torch.stack([logits for prompt in prompts for logits in found[prompt.key]]), work
-
-
-def _kl(reference: Tensor, logits: Tensor) -> float:
-    p, q = (values.double().log_softmax(-1) for values in (reference, logits))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return torch.stack([logits for prompt in prompts for logits in found[prompt.key]]), stats

@@ -8,34 +8,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from loopscope.progress import Advance
+from loopscope.analysis.latency import Machine, Spread
+from loopscope.progress import ProgressCallback
+from loopscope.training.estimate import matmul_rate
 
 Seconds = NDArray[np.float64]
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """Over the rounds."""
-
-    median: float
-    lower_quartile: float
-    upper_quartile: float
-
-    def __str__(self) -> str:
-        return f"{_short(self.median)} [{_short(self.lower_quartile)}, {_short(self.upper_quartile)}]"
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """What the machine could do while this was measured."""
-
-    threads: int
-    rounds: int
-    width: int
-    gigaflops: Spread  # matrix products [1024, width] x [width, 4 width]
-    by_round: list[float]  # the same
 
 
 def spread(values: Any) -> Spread:
@@ -44,13 +25,9 @@ def spread(values: Any) -> Spread:
 
 
 def interleaved(
-    ways: Mapping[str, Callable[[], Any]], rounds: int, width: int, progress: Advance
+    ways: Mapping[str, Callable[[], Any]], rounds: int, width: int, progress: ProgressCallback
 ) -> tuple[dict[str, Seconds], Machine]:
     """The seconds of every way in every round, and what the machine did in the same rounds."""
-    import torch  # a report shows what was measured, and measures nothing
-
-    from loopscope.training.estimate import matmul_rate
-
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     rates = []
     device = torch.device("cpu")
@@ -79,7 +56,3 @@ def timed(way: Callable[[], Any]) -> float:
     began = time.perf_counter()
     way()
     return time.perf_counter() - began
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

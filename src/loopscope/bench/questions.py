@@ -12,18 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from loopscope.analysis.latency import QuestionBench, QuestionTiming
 from loopscope.bench.measure import interleaved, spread
-from loopscope.bench.timings import QuestionBench, QuestionTiming
 from loopscope.engine import compare, run
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.models import load_model
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.tokenizer import load_tokenizer
-from loopscope.progress import Advance, silent
-from loopscope.questions import benchmark_named, encode, questions_of
-from loopscope.scoring import requests_for
-from loopscope.scoring.onepass import TOKENS
+from loopscope.progress import ProgressCallback, silent
+from loopscope.questions import benchmark_named, encode_questions, load_questions
+from loopscope.recording import question_requests
+from loopscope.recording.choice_scoring import BATCH_TOKENS
 from loopscope.trajectory import Trajectory
 
 ROUNDS = 3
@@ -41,28 +41,30 @@ def time_benchmark(
     rounds: int = ROUNDS,
     device: str | torch.device = "cpu",
     dtype: str | None = None,
-    progress: Advance = silent,
+    progress: ProgressCallback = silent,
 ) -> QuestionBench:
     """Times these policies on `questions` of those in `recorded`, the recording of the test split (evenly spread)."""
     which = benchmark_named(benchmark)
-    every = questions_of(which, "test", data, limit)
+    every = load_questions(which, "test", data, limit)
     if [question.label for question in every] != recorded.required_labels.tolist():
         raise UserError(f"The recording is not of the same questions of {which.title}; record them again.")
     rows = np.unique(np.linspace(0, len(every) - 1, questions).round().astype(np.int64))
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)
     chosen = [every[row] for row in rows]
-    requests = requests_for(chosen, encode(chosen, load_tokenizer(folder), model.block_size), which.metric)
+    requests = question_requests(
+        chosen, encode_questions(chosen, load_tokenizer(folder), model.block_size), which.metric
+    )
 
     def drain(policy: ExitPolicy) -> None:
-        deque(run(model, policy, requests, batch_tokens=TOKENS), maxlen=0)
+        deque(run(model, policy, requests, batch_tokens=BATCH_TOKENS), maxlen=0)
 
     ways = {f"{number}: {policy}": partial(drain, policy) for number, policy in enumerate(policies)}
     seconds, machine = interleaved(ways, rounds, next(model.parameters()).shape[-1], progress)
     full, some = next(iter(seconds.values())), recorded.take(rows)
     timings = []
     for policy, took in zip(policies, seconds.values(), strict=True):
-        agreement = compare(run(model, policy, requests, batch_tokens=TOKENS), policy, some)
+        agreement = compare(run(model, policy, requests, batch_tokens=BATCH_TOKENS), policy, some)
         timings.append(
             QuestionTiming(
                 readout=policy.readout,

@@ -16,16 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.bench.measure import Machine, Spread, interleaved, spread
-from loopscope.engine.batches import Beginnings, log_likelihoods
+from loopscope.analysis.latency import Machine, Spread
+from loopscope.bench.measure import interleaved, spread
+from loopscope.engine.prefix_cache import PrefixCache
+from loopscope.engine.request_batch import log_likelihoods
 from loopscope.engine.requests import Request
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.hub import find_checkpoint
-from loopscope.models.packing import Layout
+from loopscope.models.layout import Layout
 from loopscope.models.tokenizer import load_tokenizer
-from loopscope.progress import Advance
-from loopscope.questions import benchmark_named, encode, questions_of
-from loopscope.scoring.onepass import TOKENS, batches, requests_for, score
+from loopscope.progress import ProgressCallback
+from loopscope.questions import benchmark_named, encode_questions, load_questions
+from loopscope.recording.choice_scoring import BATCH_TOKENS, question_batches, question_requests, score_all_loops
 
 Likely = NDArray[np.float64]
 
@@ -52,17 +54,17 @@ def bench_scoring(
     data: Path | None,
     limit: int,
     rounds: int,
-    progress: Advance,
+    progress: ProgressCallback,
     device: str | torch.device = "cpu",
     dtype: str | None = None,
 ) -> ScoringBench:
     folder = find_checkpoint(checkpoint)
     model, which = load_model(folder, device, dtype), benchmark_named(benchmark)
-    questions = questions_of(which, "test", data, limit)
-    encoded = encode(questions, load_tokenizer(folder), model.block_size)
-    requests = requests_for(questions, encoded, "acc")
+    questions = load_questions(which, "test", data, limit)
+    encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
+    requests = question_requests(questions, encoded, "acc")
     alone = [replace(request, shared=0) for request in requests]
-    width = score(model, requests[:1]).hidden.shape[2]
+    width = score_all_loops(model, requests[:1]).hidden.shape[2]
     shared = any(request.shared for request in requests)
     ways: dict[str, Callable[[], Any]] = {
         "one pass": partial(_one_pass, model, requests),
@@ -93,11 +95,11 @@ def bench_scoring(
 
 def _one_pass(model: LoopedModel, requests: Sequence[Request]) -> Likely:
     """[choices of all questions, T] their log-likelihoods."""
-    beginnings = Beginnings(model, next(model.parameters()).device)
+    prefix_cache = PrefixCache(model, next(model.parameters()).device)
     found: dict[int, Likely] = {}
-    for rows in batches(requests):
-        said = score(model, [requests[row] for row in rows], beginnings).log_likelihoods
-        for row, likely in zip(rows.tolist(), said, strict=True):
+    for rows in question_batches(requests):
+        scores = score_all_loops(model, [requests[row] for row in rows], prefix_cache).log_likelihoods
+        for row, likely in zip(rows.tolist(), scores, strict=True):
             found[row] = likely[:, : len(requests[row].rows)].T
     return np.concatenate([found[row] for row in range(len(requests))])
 
@@ -111,22 +113,21 @@ def _per_choice(model: LoopedModel, requests: Sequence[Request], depth: int | No
     found = np.empty((len(rows), model.num_loops if depth is None else 1))
     start = 0
     for end in range(1, len(order) + 1):
-        if end < len(order) and (end + 1 - start) * len(rows[order[end]]) <= TOKENS:
+        if end < len(order) and (end + 1 - start) * len(rows[order[end]]) <= BATCH_TOKENS:
             continue
         some = order[start:end]
         start = end
         lengths = torch.tensor([len(rows[row]) - 1 for row in some], device=device)  # nothing is read at the last token
         counts = torch.from_numpy(scored[some]).to(device)
         tokens = torch.from_numpy(np.concatenate([rows[row][:-1] for row in some])).to(device)
-        state = model.begin_packed(tokens, Layout(lengths))
+        embedded = model.begin_packed(tokens, Layout(lengths))
         targets = torch.from_numpy(np.concatenate([rows[row][-scored[row] :] for row in some])).to(device)
-        places = Layout(counts).counting(state.layout.starts + lengths - counts)
+        places = Layout(counts).count_up_from(embedded.layout.starts + lengths - counts)
         owners = torch.repeat_interleave(torch.arange(len(some), device=device), counts)
         every = torch.arange(len(places), device=device)
-        for loop in range(1, (depth or model.num_loops) + 1):
-            state = model.step(state)
+        for loop, state in enumerate(model.unroll(embedded, depth), start=1):
             if depth is None or loop == depth:
-                likely = log_likelihoods(model, model.readable(state)[places], every, targets)
+                likely = log_likelihoods(model, model.head_input(state)[places], every, targets)
                 sums = likely.new_zeros(len(some)).index_add_(0, owners, likely)
                 found[some, loop - 1 if depth is None else 0] = sums.cpu().numpy()
     return found

@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loopscope.bench.measure import Machine, Spread, interleaved, spread
+from loopscope.analysis.latency import Machine, Spread
+from loopscope.bench.measure import interleaved, spread
 from loopscope.exits import READOUTS, SIGNALS, ExitPolicy, sweep
-from loopscope.exits.readouts import accuracy_and_loops
+from loopscope.exits.policy import accuracy_and_loops
 from loopscope.exits.signals import signal
-from loopscope.exits.sweep import grid
-from loopscope.progress import Advance
+from loopscope.exits.thresholds import grid
+from loopscope.progress import ProgressCallback
 from loopscope.trajectory import Trajectory
 
 
@@ -32,7 +33,9 @@ class SweepBench(msgspec.Struct, frozen=True):
     readouts: list[SweepTiming]
 
 
-def bench_sweep(examples: int, loops: int, classes: int, width: int, rounds: int, progress: Advance) -> SweepBench:
+def bench_sweep(
+    examples: int, loops: int, classes: int, width: int, rounds: int, progress: ProgressCallback
+) -> SweepBench:
     """Two random recordings of this size, for calibration and for evaluation."""
     pair = [_random(seed, examples, loops, classes, width) for seed in (0, 1)]
     names = [name for name in READOUTS if name in SIGNALS]

@@ -1,63 +1,69 @@
-"""The pieces that the verbs' parsers are made of."""
+"""The pieces that the verbs' parsers are made of: verbs, options that several of them have, and what these may say."""
 
 import argparse
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from loopscope.errors import UserError
+
+Execute = Callable[[argparse.Namespace], int | None]
+"""What a verb does; the exit code is 0 where it returns nothing."""
+
+PRECISIONS: Final = ("float32", "bfloat16", "float16")
+CACHE_MODES: Final = ("full", "propagate", "latest")
+CHECK_KINDS: Final = ("contract", "precision", "batch", "cache", "replay", "speed")
+"""As the library has them, which need not be imported to refuse another name."""
+
+_NAMED = {"dtype": ("precision", PRECISIONS), "cache": ("cache", CACHE_MODES), "only": ("check", CHECK_KINDS)}
 
 
-class Version(str):
-    """Looked up when it is printed, not at every start."""
+def check_names(options: argparse.Namespace) -> None:
+    """Refuses a name that does not exist in a sentence, before anything heavy is imported."""
+    for option, (what, known) in _NAMED.items():
+        names = getattr(options, option, None) or ()
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in known:
+                raise UserError(f"There is no {what} '{name}'; choose one of {', '.join(known)}.")
 
-    def __mod__(self, _: Any) -> str:
+
+class VersionAction(argparse.Action):
+    """Looks the version up when it is asked for, not at every start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from loopscope.artifacts import loopscope_version
 
-        return f"loopscope {loopscope_version()}"
+        print(f"loopscope {loopscope_version()}")
+        parser.exit()
 
 
-def verb(subparsers: Any, name: str, purpose: str, examples: str, run: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=purpose,
-        description=purpose.capitalize() + ".",
-        epilog="examples:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(verb=run)
+def add_verb(
+    subparsers: Any, name: str, text: str | None, execute: Execute, resumes: bool = False
+) -> argparse.ArgumentParser:
+    """A verb whose help is `text`, the docstring of its module: a sentence, a paragraph of examples, and notes.
+
+    `resumes`: done again, it finds whatever was finished before.
+    """
+    parser = _add_parser(subparsers, name, text)
+    parser.set_defaults(execute=execute, resumes=resumes, parser=parser)
     return parser
 
 
-def compute_options(parser: argparse.ArgumentParser, json: bool = True) -> None:
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: as PyTorch chooses)")
-    if json:
-        parser.add_argument("--json", action="store_true", help="print JSON")
+def add_group(subparsers: Any, name: str, text: str | None) -> Any:
+    """A verb that has verbs of its own, to be added to what this returns."""
+    return _add_parser(subparsers, name, text).add_subparsers(title="what", metavar="WHAT", required=True)
 
 
-def products(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--product",
-        action="append",
-        metavar="NAME",
-        help=f"a product, or overview or paper for many (repeatable; default: {default})",
+def _add_parser(subparsers: Any, name: str, text: str | None) -> argparse.ArgumentParser:
+    sentence, examples, *notes = [*(text or name).strip().split("\n\n"), ""]  # Python's -OO leaves no docstrings
+    return subparsers.add_parser(
+        name,
+        help=sentence.rstrip("."),
+        description=sentence,
+        epilog="\n\n".join(["examples:\n" + re.sub("(?m)^", "  ", examples), *notes]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def opening(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
-
-
-def repeated(options: dict[str, Any]) -> list[str]:
-    """These options as they are written on the command line; those without a value are left out."""
-    words = []
-    for name, value in options.items():
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None and each is not False:
-                words += [f"--{name.removesuffix('s') if name in ('models', 'benchmarks') else name}"]
-                words += [] if each is True else [f"{each:g}" if isinstance(each, float) else str(each)]
-    return words
-
-
-def any_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--any-model", action="store_true", help="use a policy without its promise, on any model")
 
 
 def count(text: str) -> int:
@@ -73,13 +79,65 @@ def whole(text: str) -> int:
 
 
 def levels(text: str) -> range:
-    first, dash, last = text.partition("-")
-    if (
-        not first.isdigit()
-        or (dash and not last.isdigit())
-        or (found := range(int(first), int(last or first) + 1)).start < 1
-    ):
+    found = re.fullmatch(r"([1-9][0-9]*)(?:-([0-9]+))?", text)
+    if found is None:
         raise argparse.ArgumentTypeError(f"'{text}' is not a range of difficulties such as 11-14")
-    if not found:
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
         raise argparse.ArgumentTypeError(f"'{text}' is an empty range")
-    return found
+    return range(first, last + 1)
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "--any-model": {"action": "store_true", "help": "use a policy without its promise, on any model"},
+    "--data": {"type": Path, "metavar": "DIR", "help": "local files of the benchmarks (default: the Hub)"},
+    "--device": {"default": "cpu", "help": "cpu (default) or cuda"},
+    "--dtype": {"metavar": "NAME", "help": "float32, bfloat16 or float16 (default: the file's)"},
+    "--force": {"action": "store_true", "help": "start even what is far too big for this machine"},
+    "--gate": {"action": "append", "type": Path, "default": [], "metavar": "DIR", "help": "a fitted gate (repeatable)"},
+    "--hidden": {"action": "store_true", "help": "keep the pooled hidden states"},
+    "--json": {"action": "store_true", "help": "print JSON"},
+    "--open": {"action": "store_true", "help": "open the page in the browser"},
+    "--product": {"action": "append", "metavar": "NAME", "help": "a product, or overview or paper (repeatable)"},
+    "--rounds": {"type": count, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
+    "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
+    "--store": {"type": Path, "metavar": "DIR", "help": "of all artifacts (default: store beside OUT)"},
+    "--threads": {"type": count, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},
+    "--unseen": {"action": "store_true", "help": "only examples that training did not have"},
+}
+"""Options that mean the same wherever they are."""
+COMPUTE = ("--device", "--threads", "--json")
+
+
+def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        parser.add_argument(name, **_SHARED[name])
+
+
+def target_accuracies(values: Sequence[float]) -> list[float]:
+    """What --at says, each once."""
+    if not all(0 < target <= 1 for target in values):
+        raise UserError("--at takes accuracies between 0 and 1, such as 0.95.")
+    return list({f"{target:g}": target for target in values}.values())
+
+
+def check_new(out: Path | None) -> None:
+    """Refuses to write over what is there."""
+    if out is not None and out.exists():
+        raise UserError(f"{out} is there already; choose another --out, or remove it.")
+
+
+def values(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """What these options say, where anything; they have the names of the library's own."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def option_words(options: dict[str, Any]) -> list[str]:
+    """These options as they are written on the command line; those without a value are left out."""
+    words = []
+    for name, value in options.items():
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and each is not False:
+                words += [f"--{name.removesuffix('s') if name in ('models', 'benchmarks') else name}"]
+                words += [] if each is True else [f"{each:g}" if isinstance(each, float) else str(each)]
+    return words

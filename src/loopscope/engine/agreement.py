@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.engine.adaptive import Answer
+from loopscope.engine.scheduler import Answer
 from loopscope.exits import ExitPolicy
 from loopscope.trajectory import Trajectory
 

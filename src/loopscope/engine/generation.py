@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.config import NonNegative, Settings
-from loopscope.engine.decoding import CACHES, Cache, Decoder
+from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
-from loopscope.exits.live import Follower
+from loopscope.exits.exit_state import ExitState
 from loopscope.models import LoopedModel
 
 Integers = NDArray[np.int64]
@@ -55,12 +55,12 @@ class Token:
     key: Any
     token: int
     loops: int
-    finished: Literal["stop", "length"] | None  # why this is the last one
+    finish_reason: Literal["stop", "length"] | None  # why this is the last one
     logits: Tensor | None  # [V], where they were asked for
 
 
 @dataclass
-class Work:
+class GenerationStats:
     """What generating took."""
 
     tokens: int = 0
@@ -70,11 +70,11 @@ class Work:
 
 
 @dataclass(eq=False)
-class Generated:
+class Completion:
     key: Any
     tokens: list[int] = field(default_factory=list)
     loops: list[int] = field(default_factory=list)
-    finished: str = ""
+    finish_reason: str = ""
 
 
 def stream(
@@ -84,12 +84,12 @@ def stream(
     *,
     max_new_tokens: int = 128,
     stop: Collection[int] = (),
-    until: Callable[[Any, int], bool] | None = None,
-    cache: Cache = "all",
+    stopping_criterion: Callable[[Any, int], bool] | None = None,
+    cache: CacheMode = "full",
     sampling: Sampling | None = None,
     batch_size: int = 8,
     with_logits: bool = False,
-    work: Work | None = None,
+    stats: GenerationStats | None = None,
 ) -> Iterator[Token]:
     """Tokens as they are ready. Without a policy every token goes through all loops.
 
@@ -100,12 +100,12 @@ def stream(
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}.")
-    if cache not in CACHES:
-        raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHES)}.")
+    if cache not in CACHE_MODES:
+        raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     policy = policy or ExitPolicy("fixed", model.num_loops)
     policy.check(model.weights_sha256 if policy.model is not None or policy.gate is not None else None, model.num_loops)
-    sampling, work = sampling or Sampling(), work or Work()
-    decoder = Decoder(model, Follower(policy, model.num_loops), batch_size, cache)
+    sampling, stats = sampling or Sampling(), stats or GenerationStats()
+    decoder = Decoder(model, ExitState(policy, model.num_loops), batch_size, cache)
     waiting = enumerate(prompts)
     rows: dict[int, _Row] = {}
     while True:
@@ -113,62 +113,64 @@ def stream(
             if (following := next(waiting, None)) is None:
                 break
             number, prompt = following
-            rows[row] = _Row(prompt, room(model, prompt, max_new_tokens), sampling, number)
-            decoder.admit(row, rows[row].tokens)
+            rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number)
+            decoder.prefill(row, rows[row].tokens)
         if not rows:
             return
         exits, loops, logits = decoder.step()
         if not len(exits):
             continue
         chosen = _choose(logits.float(), [rows[row] for row in exits.tolist()], sampling)
-        going, said = [], []
+        unfinished, generated = [], []
         for place, (row, took, token) in enumerate(zip(exits.tolist(), loops.tolist(), chosen, strict=True)):
-            finished = rows[row].says(token, stop)
-            if until is not None and until(rows[row].prompt.key, token):
-                finished = "stop"
-            work.tokens, work.loops = work.tokens + 1, work.loops + took
-            work.token_loops, work.cache_bytes = decoder.token_loops, decoder.cache_bytes
-            yield Token(rows[row].prompt.key, token, took, finished, logits[place].float() if with_logits else None)
-            if finished is None:
-                going.append(row)
-                said.append(token)
+            finish_reason = rows[row].add(token, stop)
+            if stopping_criterion is not None and stopping_criterion(rows[row].prompt.key, token):
+                finish_reason = "stop"
+            stats.tokens, stats.loops = stats.tokens + 1, stats.loops + took
+            stats.token_loops, stats.cache_bytes = decoder.token_loops, decoder.cache_bytes
+            yield Token(
+                rows[row].prompt.key, token, took, finish_reason, logits[place].float() if with_logits else None
+            )
+            if finish_reason is None:
+                unfinished.append(row)
+                generated.append(token)
             else:
                 del rows[row]
-        if going:
-            decoder.go_on(going, said)
+        if unfinished:
+            decoder.append(unfinished, generated)
 
 
 def generate(
     model: LoopedModel, prompts: Iterable[Prompt], policy: ExitPolicy | None = None, **options: Any
-) -> list[Generated]:
+) -> list[Completion]:
     """All continuations, in the order of the prompts; the options are those of `stream`."""
-    asked = list(prompts)
-    numbered = [Prompt(number, prompt.tokens, prompt.forced) for number, prompt in enumerate(asked)]
-    texts = [Generated(prompt.key) for prompt in asked]
+    given = list(prompts)
+    numbered = [Prompt(number, prompt.tokens, prompt.forced) for number, prompt in enumerate(given)]
+    texts = [Completion(prompt.key) for prompt in given]
     for token in stream(model, numbered, policy, **options):
         text = texts[token.key]
         text.tokens.append(token.token)
         text.loops.append(token.loops)
-        text.finished = token.finished or ""
+        text.finish_reason = token.finish_reason or ""
     return texts
 
 
 class _Row:
     """A prompt that is being continued."""
 
-    def __init__(self, prompt: Prompt, room: int, sampling: Sampling, number: int) -> None:
-        self.prompt, self.room, self.said = prompt, room, 0
+    def __init__(self, prompt: Prompt, token_budget: int, sampling: Sampling, number: int) -> None:
+        self.prompt, self.token_budget, self.generated = prompt, token_budget, 0
         self.tokens = np.asarray(prompt.tokens, dtype=np.int64)
         self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
 
-    def says(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
-        self.said += 1
+    def add(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
+        self.generated += 1
         if token in stop and self.prompt.forced is None:
             return "stop"
-        return "length" if self.said == self.room else None
+        return "length" if self.generated == self.token_budget else None
 
 
-def room(model: LoopedModel, prompt: Prompt, most: int) -> int:
+def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
     """How many tokens may follow a prompt; one that the model cannot take is refused."""
     given = [np.asarray(part) for part in (prompt.tokens, prompt.forced) if part is not None]
     if any(part.ndim != 1 or not len(part) or part.dtype.kind not in "iu" for part in given):
@@ -184,10 +186,13 @@ def room(model: LoopedModel, prompt: Prompt, most: int) -> int:
 
 def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
     """The next token of every row, from its logits [n, V]."""
-    forced = [None if row.prompt.forced is None else int(row.prompt.forced[row.said]) for row in rows]
+    forced = [None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows]
     if sampling.temperature == 0:
         likeliest = logits.argmax(-1).tolist()
-        return [token if must is None else must for token, must in zip(likeliest, forced, strict=True)]
+        return [
+            token if forced_token is None else forced_token
+            for token, forced_token in zip(likeliest, forced, strict=True)
+        ]
     ordered, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     shares = ordered.softmax(-1)
     if sampling.top_k:
@@ -196,4 +201,4 @@ def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
     drawn = torch.tensor([row.draws.random() for row in rows], dtype=torch.float64, device=logits.device)
     reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
     picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0].tolist()
-    return [token if must is None else must for token, must in zip(picked, forced, strict=True)]
+    return [token if forced_token is None else forced_token for token, forced_token in zip(picked, forced, strict=True)]

@@ -14,7 +14,7 @@ from loopscope.tasks import Examples
 Tokens = NDArray[np.int64]
 
 
-class Scored(NamedTuple):
+class ScoredTokens(NamedTuple):
     """The tokens of a question that are scored, in the order of its choices."""
 
     places: Tokens  # where in the question's row each is predicted
@@ -81,6 +81,11 @@ class Request:
         object.__setattr__(self, "trunk", trunk)
 
     @cached_property
+    def prefix(self) -> bytes:
+        """What tells requests apart that begin with other shared tokens."""
+        return self.rows[0][: self.shared].tobytes()
+
+    @cached_property
     def ran(self) -> list[int]:
         """The tokens of every row that run, those that are shared included."""
         return [len(row) - (len(self.scored) > 0 and not self.whole) for row in self.rows]
@@ -99,18 +104,21 @@ class Request:
         return np.concatenate((self.rows[0][self.shared : self.trunk], *tails))
 
     @cached_property
-    def prediction(self) -> Scored:
+    def prediction(self) -> ScoredTokens:
         """A token is predicted where the one before it stands: in its branch, or at the end of the trunk."""
         start = self.trunk - self.shared
         last, places, ends, tokens, owners = start - 1, [], [], [], []
         for choice, (row, count, length) in enumerate(zip(self.rows, self.scored, self.branches, strict=True)):
-            there = np.arange(len(row) - count, len(row)) - self.trunk + start
-            ends.append(there)
-            places.append(np.where(there == start, last, there - 1))
+            positions = np.arange(len(row) - count, len(row)) - self.trunk + start
+            ends.append(positions)
+            places.append(np.where(positions == start, last, positions - 1))
             tokens.append(row[len(row) - count :])
             owners.append(np.full(count, choice))
             start += length
-        return Scored(*map(np.concatenate, (places, ends, tokens, owners)))
+        return ScoredTokens(*map(np.concatenate, (places, ends, tokens, owners)))
+
+
+Requests = Sequence[Request] | NDArray[np.object_]
 
 
 def choices(
@@ -126,7 +134,7 @@ def choices(
     return Request(key, rows, [len(continuation) for continuation in continuations], norms, shared, whole)
 
 
-def requests_of(examples: Examples) -> Iterator[Request]:
+def task_requests(examples: Examples) -> Iterator[Request]:
     """One request an example; its number is the key."""
     for key, (tokens, length) in enumerate(zip(examples.tokens, examples.lengths.tolist(), strict=True)):
         yield Request(key, (tokens[:length],))

@@ -15,28 +15,24 @@ Shapes: N examples, T loops, G thresholds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import sem
 
 from loopscope.errors import UserError
-from loopscope.exits.fitted import FittedGate, attach
-from loopscope.exits.losses import Group, data_of, groups, losses, lost_at, population, unit_count
-from loopscope.exits.promise import Evidence, Loss, Promise
-from loopscope.exits.readouts import ExitPolicy
+from loopscope.exits.fitted_gate import FittedGate, attach
+from loopscope.exits.guarantee import Evidence, Guarantee
+from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.refusals import NotProven, not_safe, set_aside, too_few
-from loopscope.exits.risk import conformal, fewest, fixed_sequence, leading, most, p_values
+from loopscope.exits.risk_control import conformal, fewest, fixed_sequence, leading, most, p_values
+from loopscope.exits.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.exits.signals import FITTED
-from loopscope.exits.sweep import (
-    Curve,
-    available_readouts,
-    check_same_model,
-    check_split,
-    crossings,
-    gap_grid,
-)
-from loopscope.exits.wanted import AUTO, Wanted
+from loopscope.exits.splits import check_same_model, check_split
+from loopscope.exits.sweep import Curve, crossings
+from loopscope.exits.thresholds import available_readouts, gap_grid
 from loopscope.trajectory import Trajectory
 
 _NORMAL_95 = 1.959964
@@ -48,14 +44,11 @@ def calibrate(
     recording: Trajectory,
     max_drop: float = 0.01,
     confidence: float = 0.95,
-    loss: Loss = "gap",
-    readout: str = AUTO,
+    *,
     grid: Trajectory | None = None,
-    per_difficulty: bool = False,
-    unseen: bool = False,
-    distinct: bool = False,
     gates: Mapping[str, FittedGate] | None = None,
     seed: int = 0,
+    **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
     """A policy whose risk is at most `max_drop`, with probability `confidence` over the draw of the recording.
 
@@ -64,36 +57,29 @@ def calibrate(
     With `unseen` the promise is for inputs that training did not have, with `distinct` every input counts once: copies
     are no evidence about inputs that are new.
     """
-    for_whom = {"per_difficulty": per_difficulty, "unseen": unseen, "distinct": distinct}
-    wanted = Wanted(max_drop=max_drop, confidence=confidence, loss=loss, readout=readout, **for_whom)
-    return certify(recording, wanted, grid, gates, seed)
+    return certify(recording, RiskTarget(max_drop=max_drop, confidence=confidence, **options), grid, gates, seed)
 
 
 def conformal_risk_control(
     recording: Trajectory,
     max_drop: float = 0.01,
-    loss: Loss = "gap",
-    readout: str = AUTO,
+    *,
     grid: Trajectory | None = None,
-    per_difficulty: bool = False,
-    unseen: bool = False,
-    distinct: bool = False,
     gates: Mapping[str, FittedGate] | None = None,
     seed: int = 0,
+    **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
     """A policy whose risk is at most `max_drop` on average over draws of the recording: weaker, and mostly cheaper.
 
     An example counts as lost from the strictest threshold on that loses it: losses must not fall towards laxer ones,
     and a model can think itself out of a right answer.
     """
-    for_whom = {"per_difficulty": per_difficulty, "unseen": unseen, "distinct": distinct}
-    wanted = Wanted(max_drop=max_drop, in_expectation=True, loss=loss, readout=readout, **for_whom)
-    return certify(recording, wanted, grid, gates, seed)
+    return certify(recording, RiskTarget(max_drop=max_drop, in_expectation=True, **options), grid, gates, seed)
 
 
 def certify(
     recording: Trajectory,
-    wanted: Wanted,
+    target: RiskTarget,
     grid: Trajectory | None = None,
     gates: Mapping[str, FittedGate] | None = None,
     seed: int = 0,
@@ -103,26 +89,26 @@ def certify(
     _check(recording, grid, gates or {})
     if seed < 0:
         raise UserError(f"A seed is a whole number from 0 on, got {seed}.")
-    counted = population(recording, wanted.unseen, wanted.distinct)
+    counted = population(recording, target.unseen, target.distinct)
     if grid is None and unit_count(counted) < 2:
-        raise too_few(0, None, counted, wanted, split=True)
+        raise too_few(0, None, counted, target, split=True)
     proposing, tested = _split(counted, seed) if grid is None else (grid, counted)
-    _check_size(counted, tested, wanted, split=grid is None)
+    _check_size(counted, tested, target, split=grid is None)
     proposing, tested = attach(proposing, gates or {}), attach(tested, gates or {})
-    candidates = [wanted.readout]
-    if wanted.readout == AUTO:
+    candidates = [target.readout]
+    if target.readout == AUTO:
         candidates = [name for name in available_readouts(proposing, tested) if name != "oracle"]
-    walks = _finalists(candidates, proposing, tested, wanted)
-    level = None if wanted.delta is None else wanted.delta / len(walks)
-    ends = [(walk, walk.proven(wanted.max_drop, level)) for walk in walks]
+    walks = _finalists(candidates, proposing, tested, target)
+    level = None if target.delta is None else target.delta / len(walks)
+    ends = [(walk, walk.proven(target.max_drop, level)) for walk in walks]
     walk, passed = min(ends, key=lambda end: end[0].fewest_loops(end[1]))
     if walk.fewest_loops(passed) > tested.num_loops - _ROUNDING:
-        raise _refusal(walks[0], counted, wanted, split=grid is None)
+        raise _refusal(walks[0], counted, target, split=grid is None)
     place = int(walk.loops[:passed].argmin())
     policy = ExitPolicy(walk.readout, float(walk.thresholds[place]), named.get(walk.readout))
     lists = {"candidates": candidates, "finalists": [each.readout for each in walks]}
-    promise = _promise(policy, walk, place, passed, level, wanted, lists, recording, proposing)
-    return replace(policy, model=recording.provenance.get("weights_sha256"), promise=promise)
+    guarantee = _guarantee(policy, walk, place, passed, level, target, lists, recording, proposing)
+    return replace(policy, model=recording.provenance.get("weights_sha256"), guarantee=guarantee)
 
 
 def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, FittedGate]) -> None:
@@ -143,20 +129,20 @@ def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, F
 
 def _split(counted: Trajectory, seed: int) -> tuple[Trajectory, Trajectory]:
     """A fifth of the units, drawn at random, for the grid; and the others."""
-    (everybody,) = groups(counted, per_difficulty=False)
-    proposing = np.zeros(everybody.units, dtype=bool)
-    proposing[np.random.default_rng(seed).permutation(everybody.units)[: set_aside(everybody.units)]] = True
-    return counted.take(proposing[everybody.unit]), counted.take(~proposing[everybody.unit])
+    (all_units,) = risk_groups(counted, per_difficulty=False)
+    proposing = np.zeros(all_units.units, dtype=bool)
+    proposing[np.random.default_rng(seed).permutation(all_units.units)[: set_aside(all_units.units)]] = True
+    return counted.take(proposing[all_units.unit]), counted.take(~proposing[all_units.unit])
 
 
-def _check_size(counted: Trajectory, tested: Trajectory, wanted: Wanted, split: bool) -> None:
+def _check_size(counted: Trajectory, tested: Trajectory, target: RiskTarget, split: bool) -> None:
     """Refuses difficulties (also those that are not among the tested at all) with too few tested units."""
-    units = {group.difficulty: 0 for group in groups(counted, wanted.per_difficulty)}
-    units |= {group.difficulty: group.units for group in groups(tested, wanted.per_difficulty)}
+    units = {group.difficulty: 0 for group in risk_groups(counted, target.per_difficulty)}
+    units |= {group.difficulty: group.units for group in risk_groups(tested, target.per_difficulty)}
     smallest = min(units, key=units.__getitem__)
-    needed = fewest(wanted.max_drop, wanted.delta)
+    needed = fewest(target.max_drop, target.delta)
     if needed is not None and units[smallest] < needed:
-        raise too_few(units[smallest], smallest, counted, wanted, split)
+        raise too_few(units[smallest], smallest, counted, target, split)
 
 
 @dataclass(frozen=True)
@@ -165,7 +151,7 @@ class _Walk:
 
     readout: str
     trajectory: Trajectory
-    groups: list[Group]
+    risk_groups: list[RiskGroup]
     thresholds: Curve  # [G]
     loss: Curve  # [groups, G] summed over units
     loops: Curve  # [G] averaged over units
@@ -173,7 +159,7 @@ class _Walk:
     @property
     def units(self) -> Curve:
         """[groups, 1]"""
-        return np.array([[group.units] for group in self.groups], dtype=np.float64)
+        return np.array([[group.units] for group in self.risk_groups], dtype=np.float64)
 
     def fewest_loops(self, passed: int) -> float:
         """Of these first thresholds."""
@@ -182,14 +168,14 @@ class _Walk:
     def proven(self, alpha: float, level: float | None) -> int:
         """How many thresholds, from the first on, keep the promise in every group; without a level, on average."""
         if level is None:
-            told = zip(self.groups, self.loss, strict=True)
-            return min(conformal(loss, group.units, alpha) for group, loss in told)
+            pairs = zip(self.risk_groups, self.loss, strict=True)
+            return min(conformal(loss, group.units, alpha) for group, loss in pairs)
         return fixed_sequence(self.p_values(alpha).max(axis=0), level)
 
     def p_values(self, alpha: float) -> Curve:
         """[groups, G]"""
-        told = zip(self.groups, self.loss, strict=True)
-        return np.stack([p_values(loss, group.units, alpha, group.binary) for group, loss in told])
+        pairs = zip(self.risk_groups, self.loss, strict=True)
+        return np.stack([p_values(loss, group.units, alpha, group.binary) for group, loss in pairs])
 
     def worst(self, allowed: float | Curve) -> Curve:
         """[G] the loss of the group that is worst off, by what is allowed to it, [groups, 1] or one number."""
@@ -197,19 +183,19 @@ class _Walk:
 
 
 def _walk(
-    readout: str, thresholds: Curve, trajectory: Trajectory, wanted: Wanted, order: NDArray[np.int64] | None = None
+    readout: str, thresholds: Curve, trajectory: Trajectory, target: RiskTarget, order: NDArray[np.int64] | None = None
 ) -> _Walk:
     """Along thresholds that come laxest first: in this order, or from the strictest on."""
     crossed, size = crossings(readout, thresholds, trajectory), len(thresholds)
     order = np.arange(size)[::-1] if order is None else order
-    lost = losses(wanted.loss, trajectory)
-    if wanted.in_expectation:
+    lost = losses(target.loss, trajectory)
+    if target.in_expectation:
         lost = _never_falling(lost, crossed, size)
     depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
-    parts = groups(trajectory, wanted.per_difficulty)
-    (everybody,) = groups(trajectory, per_difficulty=False)
+    parts = risk_groups(trajectory, target.per_difficulty)
+    (all_units,) = risk_groups(trajectory, per_difficulty=False)
     loss = np.stack([group.totals(crossed, lost, size)[order] for group in parts])
-    loops = everybody.totals(crossed, depth, size)[order] / everybody.units
+    loops = all_units.totals(crossed, depth, size)[order] / all_units.units
     return _Walk(readout, trajectory, parts, thresholds[order], loss, loops)
 
 
@@ -223,20 +209,20 @@ def _never_falling(lost: NDArray[np.bool_], crossed: NDArray[np.int64], size: in
     return np.logical_or.accumulate((lost & stopped)[:, ::-1], axis=1)[:, ::-1]
 
 
-def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory, wanted: Wanted) -> list[_Walk]:
+def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list[_Walk]:
     """The walks, on the tested data, of the readouts that take the fewest loops as far as the proposing data can tell.
 
     Of many candidates two are tested, at half of delta each; one, where the promise is on average (a choice by the
     tested data would bias it) or the data are too few for more.
     """
-    parts = groups(tested, wanted.per_difficulty)
-    rooms = {group.difficulty: _room(group, wanted) for group in parts}
-    proposals = {name: _propose(name, proposing, rooms, wanted) for name in candidates}
-    halved = wanted.delta is not None and all(
-        most(part.units, wanted.max_drop, wanted.delta / 2) >= 0 for part in parts
+    parts = risk_groups(tested, target.per_difficulty)
+    rooms = {group.difficulty: _room(group, target) for group in parts}
+    proposals = {name: _propose(name, proposing, rooms, target) for name in candidates}
+    halved = target.delta is not None and all(
+        most(part.units, target.max_drop, target.delta / 2) >= 0 for part in parts
     )
     best = sorted(proposals.values(), key=lambda each: each.loops)[: 2 if halved else 1]
-    return [_walk(each.readout, each.thresholds, tested, wanted, each.order) for each in best]
+    return [_walk(each.readout, each.thresholds, tested, target, each.order) for each in best]
 
 
 @dataclass(frozen=True)
@@ -247,69 +233,69 @@ class _Proposal:
     loops: float  # where the walk ends if the tested data have the rates of the proposing data
 
 
-def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], wanted: Wanted) -> _Proposal:
+def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], target: RiskTarget) -> _Proposal:
     thresholds = gap_grid(readout, proposing)
-    walk = _walk(readout, thresholds, proposing, wanted)
-    loss = walk.worst(np.array([[rooms.get(group.difficulty, 1.0)] for group in walk.groups]))
+    walk = _walk(readout, thresholds, proposing, target)
+    loss = walk.worst(np.array([[rooms.get(group.difficulty, 1.0)] for group in walk.risk_groups]))
     loops = float(walk.loops[loss <= 1].min(initial=proposing.num_loops))
     safest_first = len(thresholds) - 1 - np.argsort(loss, kind="stable")  # conformal risk control must walk laxer
-    return _Proposal(readout, thresholds, None if wanted.delta is None else safest_first, loops)
+    return _Proposal(readout, thresholds, None if target.delta is None else safest_first, loops)
 
 
-def _room(group: Group, wanted: Wanted) -> float:
+def _room(group: RiskGroup, target: RiskTarget) -> float:
     """The largest observed loss with which so many units still prove a threshold (a hundredth of one, if none does)."""
-    return max(most(group.units, wanted.max_drop, wanted.delta), 0.01) / group.units
+    return max(most(group.units, target.max_drop, target.delta), 0.01) / group.units
 
 
-def _promise(
+def _guarantee(
     policy: ExitPolicy,
     walk: _Walk,
     place: int,
     passed: int,
     level: float | None,
-    wanted: Wanted,
+    target: RiskTarget,
     lists: dict[str, list[str]],
     recording: Trajectory,
     proposing: Trajectory,
-) -> Promise:
+) -> Guarantee:
     tested = walk.trajectory
     loops = policy.exit_loops(tested)
-    lost = lost_at(wanted.loss, tested, loops)
-    p = [None] * len(walk.groups) if level is None else walk.p_values(wanted.max_drop)[:, place].tolist()
-    (everybody,) = groups(tested, per_difficulty=False)
-    depths = everybody.means(loops)
+    lost = lost_at(target.loss, tested, loops)
+    p = [None] * len(walk.risk_groups) if level is None else walk.p_values(target.max_drop)[:, place].tolist()
+    (all_units,) = risk_groups(tested, per_difficulty=False)
+    depths = all_units.means(loops)
     average, half = min(float(depths.mean()), float(tested.num_loops)), _NORMAL_95 * float(sem(depths))
-    return Promise(
-        sentence=wanted.sentence(tested),
-        loss=wanted.loss,
-        max_drop=wanted.max_drop,
-        confidence=None if wanted.in_expectation else wanted.confidence,
-        per_difficulty=wanted.per_difficulty,
-        unseen=wanted.unseen,
-        distinct=wanted.distinct,
+    return Guarantee(
+        sentence=target.sentence(tested),
+        loss=target.loss,
+        max_drop=target.max_drop,
+        confidence=None if target.in_expectation else target.confidence,
+        per_difficulty=target.per_difficulty,
+        unseen=target.unseen,
+        distinct=target.distinct,
         loops=tested.num_loops,
         **lists,
         recording=recording.sha256,
-        tested=data_of(tested),
-        grid=data_of(proposing),
+        tested=summarise_data(tested),
+        grid=summarise_data(proposing),
         thresholds=passed,
         grid_size=len(walk.thresholds),
         level=level,
         evidence=[
             Evidence(difficulty=group.difficulty, units=group.units, loss=group.mean(lost), p_value=each)
-            for group, each in zip(walk.groups, p, strict=True)
+            for group, each in zip(walk.risk_groups, p, strict=True)
         ],
-        full_depth_accuracy=None if tested.labels is None else everybody.mean(tested.correct[:, -1]),
+        full_depth_accuracy=None if tested.labels is None else all_units.mean(tested.correct[:, -1]),
         average_loops=average,
         average_loops_interval=(max(1.0, average - half), min(float(tested.num_loops), average + half)),
-        average_loops_at_limit=float(walk.loops[walk.worst(wanted.max_drop) <= 1].min(initial=average)),
+        average_loops_at_limit=float(walk.loops[walk.worst(target.max_drop) <= 1].min(initial=average)),
     )
 
 
-def _refusal(walk: _Walk, counted: Trajectory, wanted: Wanted, split: bool) -> NotProven:
+def _refusal(walk: _Walk, counted: Trajectory, target: RiskTarget, split: bool) -> NotProven:
     first = leading(walk.loops > walk.trajectory.num_loops - _ROUNDING)
     if first == len(walk.thresholds):
         return NotProven(f"No threshold of '{walk.readout}' lets an example exit early; try another readout.", None)
     rates = (walk.loss / walk.units)[:, first]
     worst = int(rates.argmax())
-    return not_safe(walk.readout, walk.groups[worst], float(rates[worst]), counted, wanted, split)
+    return not_safe(walk.readout, walk.risk_groups[worst], float(rates[worst]), counted, target, split)

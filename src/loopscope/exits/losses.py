@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.exits.promise import Data, Loss
+from loopscope.exits.guarantee import DataSummary, Loss
 from loopscope.exits.sweep import totals
 from loopscope.trajectory import Trajectory
 
@@ -22,7 +22,7 @@ _LEVELS = 50
 
 
 @dataclass(frozen=True)
-class Group:
+class RiskGroup:
     """The examples for which a promise is made: all, or those of one difficulty."""
 
     difficulty: float | None
@@ -52,7 +52,7 @@ class Group:
         return float(self.means(values).mean())
 
 
-def groups(trajectory: Trajectory, per_difficulty: bool) -> list[Group]:
+def risk_groups(trajectory: Trajectory, per_difficulty: bool) -> list[RiskGroup]:
     if not per_difficulty:
         return [_group(trajectory, None, np.arange(trajectory.num_examples))]
     if trajectory.difficulty is None:
@@ -61,11 +61,11 @@ def groups(trajectory: Trajectory, per_difficulty: bool) -> list[Group]:
     return [_group(trajectory, float(level), np.flatnonzero(trajectory.difficulty == level)) for level in levels]
 
 
-def _group(trajectory: Trajectory, difficulty: float | None, rows: NDArray[np.int64]) -> Group:
+def _group(trajectory: Trajectory, difficulty: float | None, rows: NDArray[np.int64]) -> RiskGroup:
     if trajectory.sequences is None:
-        return Group(difficulty, rows, np.arange(len(rows)), len(rows))
+        return RiskGroup(difficulty, rows, np.arange(len(rows)), len(rows))
     numbers, unit = np.unique(trajectory.sequences[rows], return_inverse=True)
-    return Group(difficulty, rows, unit, len(numbers))
+    return RiskGroup(difficulty, rows, unit, len(numbers))
 
 
 def losses(loss: Loss, trajectory: Trajectory) -> NDArray[np.bool_]:
@@ -87,13 +87,13 @@ def population(trajectory: Trajectory, unseen: bool, distinct: bool) -> Trajecto
     return trajectory.distinct() if distinct else trajectory
 
 
-def data_of(trajectory: Trajectory) -> Data:
+def summarise_data(trajectory: Trajectory) -> DataSummary:
     levels = None
     if trajectory.difficulty is not None:
         found = zip(*np.unique(trajectory.difficulty, return_counts=True), strict=True)
         levels = {repr(float(level)).removesuffix(".0"): int(count) for level, count in found}
         levels = levels if len(levels) <= _LEVELS else None
-    return Data(
+    return DataSummary(
         sha256=trajectory.sha256,
         split=trajectory.split,
         examples=trajectory.num_examples,
@@ -104,4 +104,4 @@ def data_of(trajectory: Trajectory) -> Data:
 
 
 def unit_count(trajectory: Trajectory) -> int:
-    return groups(trajectory, per_difficulty=False)[0].units
+    return risk_groups(trajectory, per_difficulty=False)[0].units

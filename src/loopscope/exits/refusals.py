@@ -4,9 +4,9 @@ from itertools import count
 from math import ceil
 
 from loopscope.errors import UserError
-from loopscope.exits.losses import Group, groups, unit_count
-from loopscope.exits.risk import fewest
-from loopscope.exits.wanted import AUTO, Wanted
+from loopscope.exits.losses import RiskGroup, risk_groups, unit_count
+from loopscope.exits.risk_control import fewest
+from loopscope.exits.risk_target import AUTO, RiskTarget
 from loopscope.trajectory import Trajectory
 
 GRID_SHARE = 0.2
@@ -20,32 +20,36 @@ class NotProven(UserError):  # noqa: N818 - a refusal, not a mistake
         self.needed = needed
 
 
-def too_few(tested: int, difficulty: float | None, counted: Trajectory, wanted: Wanted, split: bool) -> NotProven:
+def too_few(tested: int, difficulty: float | None, counted: Trajectory, target: RiskTarget, split: bool) -> NotProven:
     """Even without any loss so many tested units would be too few; `split`: a part of the recording is not tested."""
-    needed = fewest(wanted.max_drop, wanted.delta)
+    needed = fewest(target.max_drop, target.delta)
     assert needed is not None
-    record = _to_record(needed, difficulty, counted, wanted, split)
+    record = _to_record(needed, difficulty, counted, target, split)
     return NotProven(
-        f"Even if none of them loses, {wanted} takes {needed:,} tested {_what(difficulty, counted)}, and there are "
-        f"{tested:,}; record {record:,} in all{_whom(wanted)}, or ask for less.",
+        f"Even if none of them loses, {target} takes {needed:,} tested {_what(difficulty, counted)}, and there are "
+        f"{tested:,}; record {record:,} in all{_population(target)}, or ask for less.",
         record,
     )
 
 
-def not_safe(readout: str, group: Group, rate: float, counted: Trajectory, wanted: Wanted, split: bool) -> NotProven:
+def not_safe(
+    readout: str, group: RiskGroup, rate: float, counted: Trajectory, target: RiskTarget, split: bool
+) -> NotProven:
     """Not even the safest threshold that lets anybody exit early is proven; this group loses the most by it."""
-    level = None if wanted.delta is None else wanted.delta / (2 if wanted.readout == AUTO else 1)
-    needed = fewest(wanted.max_drop, level, rate, group.binary)
-    told = (
+    level = None if target.delta is None else target.delta / (2 if target.readout == AUTO else 1)
+    needed = fewest(target.max_drop, level, rate, group.binary)
+    observed = (
         f"Even the safest threshold of '{readout}' that lets anybody exit early loses {100 * rate:.2f} % of the "
         f"{group.units:,} tested {_what(group.difficulty, counted)}"
     )
     if needed is None:
-        return NotProven(f"{told}, so no number of them would prove it; try another readout, or ask for less.", None)
-    record = _to_record(needed, group.difficulty, counted, wanted, split)
+        return NotProven(
+            f"{observed}, so no number of them would prove it; try another readout, or ask for less.", None
+        )
+    record = _to_record(needed, group.difficulty, counted, target, split)
     return NotProven(
-        f"{told}; at that rate {wanted} takes about {needed:,}: record {record:,} in all{_whom(wanted)}, try another "
-        "readout, or ask for less.",
+        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} in all{_population(target)}, try "
+        "another readout, or ask for less.",
         record,
     )
 
@@ -55,13 +59,13 @@ def _what(difficulty: float | None, counted: Trajectory) -> str:
     return units if difficulty is None else f"{units} of difficulty {difficulty:g}"
 
 
-def _whom(wanted: Wanted) -> str:
-    return " that training did not have" * wanted.unseen + ", each input once" * wanted.distinct
+def _population(target: RiskTarget) -> str:
+    return " that training did not have" * target.unseen + ", each input once" * target.distinct
 
 
-def _to_record(needed: int, difficulty: float | None, counted: Trajectory, wanted: Wanted, split: bool) -> int:
+def _to_record(needed: int, difficulty: float | None, counted: Trajectory, target: RiskTarget, split: bool) -> int:
     """How many must be recorded to have so many tested ones of a difficulty, if that keeps its share."""
-    units = {group.difficulty: group.units for group in groups(counted, wanted.per_difficulty)}
+    units = {group.difficulty: group.units for group in risk_groups(counted, target.per_difficulty)}
     tested = ceil(needed * unit_count(counted) / units[difficulty] - 1e-9)
     return next(total for total in count(tested) if total - (set_aside(total) if split else 0) >= tested)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import log_softmax
 
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
@@ -54,13 +55,13 @@ def is_gate(name: str) -> bool:
 
 
 def entropy(logits: Array, log_p: Signal | None = None) -> Signal:
-    log_p = log_softmax(logits) if log_p is None else log_p
+    log_p = log_probs(logits) if log_p is None else log_p
     p = np.exp(log_p)
     return _nonnegative(-np.einsum("...v,...v->...", p, _present(log_p)))
 
 
 def top1(logits: Array, log_p: Signal | None = None) -> Signal:
-    log_p = log_softmax(logits) if log_p is None else log_p
+    log_p = log_probs(logits) if log_p is None else log_p
     return np.exp(log_p.max(axis=-1))
 
 
@@ -72,7 +73,7 @@ def margin(logits: Array) -> Signal:
 
 def kl(logits: Array, log_p: Signal | None = None) -> Signal:
     """KL(p_t || p_{t-1})."""
-    log_p = log_softmax(logits) if log_p is None else log_p
+    log_p = log_probs(logits) if log_p is None else log_p
     p = np.exp(log_p[:, 1:])
     log_p = _present(log_p)
     return _from_loop_2(_nonnegative(np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])))
@@ -102,9 +103,9 @@ def exit_cdf(gate_logits: Array) -> Signal:
     Before T the CDF is below 1 however large the halt logits are; where float64 would round it up, it stays just
     below, so that a threshold of 1 means loop T.
     """
-    going_on = -np.logaddexp(0.0, gate_logits[:, :-1].astype(np.float64))
+    log_continue = -np.logaddexp(0.0, gate_logits[:, :-1].astype(np.float64))
     cdf = np.ones(gate_logits.shape)
-    cdf[:, :-1] = np.minimum(-np.expm1(going_on.cumsum(axis=1)), _BELOW_ONE)
+    cdf[:, :-1] = np.minimum(-np.expm1(log_continue.cumsum(axis=1)), _BELOW_ONE)
     return cdf
 
 
@@ -149,12 +150,9 @@ def _by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
     return result
 
 
-def log_softmax(logits: Array) -> Signal:
+def log_probs(logits: Array) -> Signal:
     """In float64; whoever computes several signals of the same logits computes it once."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return shifted
+    return np.asarray(log_softmax(logits.astype(np.float64), axis=-1))
 
 
 def _present(values: Array) -> Array:

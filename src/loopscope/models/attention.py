@@ -22,12 +22,12 @@ class Rotary(NamedTuple):
     theta: float
     interleaved: bool = False
 
-    def turn(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def rotate(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x [B, H, M, K] turned by its positions [B, M] (default: 0, 1, ..)."""
         if positions is None:
-            return self.turned(x, _angles(self, x.shape[2], x.dtype, x.device))
+            return self.apply_rotary(x, _angles(self, x.shape[2], x.dtype, x.device))
         cos, sin = self.angles(positions, x.dtype)
-        return self.turned(x, (cos[:, None], sin[:, None]))
+        return self.apply_rotary(x, (cos[:, None], sin[:, None]))
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [..., K] of these positions [...]."""
@@ -35,7 +35,7 @@ class Rotary(NamedTuple):
         cos, sin = _angles(self, longest, dtype, positions.device)
         return cos[positions], sin[positions]
 
-    def turned(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def apply_rotary(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """x [..., K] turned by cos and sin."""
         cos, sin = angles
         if self.interleaved:
@@ -67,10 +67,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _attention(query, key, value, _future(length, query.dtype))
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
-    """[B, H, M, K]; every token attends to what it has `seen` [B or 1, 1, M, N] (None: to all N)."""
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """[B, H, M, K]; every token attends to what it has `mask` [B or 1, 1, M, N] (None: to all N)."""
     grouped = key.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
 
 
 def attention_at(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ LoopScope's own checkpoints say `"model_type": "loopscope"` and keep the setting
 run's folder is its checkpoint. Ouro and Huginn checkpoints are read in the layout in which they are published.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,12 +19,12 @@ from torch import Tensor
 from loopscope.artifacts import atomic_file, sha256, write_json
 from loopscope.config import digest, read_json
 from loopscope.errors import UserError
+from loopscope.models.contract import LoopedModel
 from loopscope.models.device import check_device
 from loopscope.models.gates import Gate
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.huginn import Huginn, read_huginn_config
 from loopscope.models.ouro import Ouro, read_ouro_config
-from loopscope.models.protocol import LoopedModel
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings
 
 CONFIG = "config.json"
@@ -55,10 +55,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(
-    source: str | Path,
-    device: str | torch.device = "cpu",
-    dtype: str | None = None,
-    revision: str | None = None,
+    source: str | Path, device: str | torch.device = "cpu", dtype: str | None = None, revision: str | None = None
 ) -> LoopedModel:
     """The model in a folder, or of this name on the Hub, ready to be evaluated; in its file's precision, or in `dtype`.
 
@@ -93,28 +90,24 @@ def _own(folder: Path) -> LoopedModel:
     return LoopedTransformer(config.model, config.vocab_size, config.block_size)
 
 
-def _ouro(folder: Path) -> LoopedModel:
-    return Ouro(read_ouro_config(folder))
-
-
-def _huginn(folder: Path) -> LoopedModel:
-    return Huginn(read_huginn_config(folder))
-
-
-_BUILDERS = {"loopscope": _own, "ouro": _ouro, "huginn_raven": _huginn}
+_BUILDERS: dict[str, Callable[[Path], LoopedModel]] = {
+    "loopscope": _own,
+    "ouro": lambda folder: Ouro(read_ouro_config(folder)),
+    "huginn_raven": lambda folder: Huginn(read_huginn_config(folder)),
+}
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: torch.dtype | None) -> None:
     """Gives `model` the tensors of `folder`, after all of them were looked at."""
-    wanted = model.state_dict()
-    files = {name: file for file in weight_files(folder) for name in _check_file(file, wanted, model.unneeded)}
+    expected = model.state_dict()
+    files = {name: file for file in weight_files(folder) for name in _check_file(file, expected, model.unneeded)}
     tied = {name: other for name, other in model.tied.items() if name not in files}
-    for name in wanted:
+    for name in expected:
         if name not in files and name not in tied:
             raise UserError(f"The checkpoint in {folder} has no tensor '{name}'.")
     found: dict[str, Tensor] = {}
-    dtype = dtype or _precision(files, wanted)
+    dtype = dtype or _precision(files, expected)
     for file in dict.fromkeys(files.values()):
         with _opened(file, str(device)) as tensors:
             for name in (name for name, where in files.items() if where == file and name not in model.tied):
@@ -123,27 +116,27 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: t
     model.load_state_dict(found, assign=True)
 
 
-def _precision(files: Mapping[str, Path], wanted: Mapping[str, Tensor]) -> torch.dtype:
+def _precision(files: Mapping[str, Path], expected: Mapping[str, Tensor]) -> torch.dtype:
     """That of the largest tensor: one for all, where a file keeps its norms more precise than its matrices."""
-    name = max(files, key=lambda name: wanted[name].numel())
+    name = max(files, key=lambda name: expected[name].numel())
     with _opened(files[name]) as tensors:
         kind: torch.dtype = _FLOATS[tensors.get_slice(name).get_dtype()]
         return kind
 
 
-def _check_file(file: Path, wanted: dict[str, Tensor], unneeded: Sequence[str]) -> list[str]:
+def _check_file(file: Path, expected: dict[str, Tensor], unneeded: Sequence[str]) -> list[str]:
     """The names of its tensors, all of which the configuration knows; nothing is read but the header."""
     with _opened(file) as tensors:
         names = [name for name in tensors.keys() if name not in unneeded]  # noqa: SIM118 - safe_open is no mapping
         for name in names:
-            if name not in wanted:
+            if name not in expected:
                 raise UserError(
                     f"The checkpoint in {file.parent} has a tensor that its configuration does not know: '{name}'."
                 )
-            there = tensors.get_slice(name)
-            if (kind := there.get_dtype()) not in _FLOATS:
+            stored = tensors.get_slice(name)
+            if (kind := stored.get_dtype()) not in _FLOATS:
                 raise UserError(f"In {file.parent} the tensor '{name}' holds {kind}, not floating-point numbers.")
-            if (have := list(there.get_shape())) != (need := list(wanted[name].shape)):
+            if (have := list(stored.get_shape())) != (need := list(expected[name].shape)):
                 raise UserError(
                     f"In {file.parent} the tensor '{name}' has shape {have}, the configuration asks for {need}."
                 )

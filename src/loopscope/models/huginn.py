@@ -2,8 +2,8 @@
 
 A prelude embeds the tokens once: e. Every loop mixes the state with e and runs the core: s = core(adapter([s, e])). The
 state is read through a coda: its own layers, with attention, between the final norm applied twice. So the pooled state
-is s itself, which is what the model's own exit criteria look at, and `readable` costs the coda: a readout of logits at
-every loop pays it at every loop, one of the state's change does not. There is no gate.
+is s itself, which is what the model's own exit criteria look at, and `head_input` costs the coda: a readout of logits
+at every loop pays it at every loop, one of the state's change does not. There is no gate.
 
 Shapes: B rows, S states, D width, V vocabulary.
 """
@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, NonNegative, Positive, read_json
-from loopscope.models.attending import attend
 from loopscope.models.attention import Rotary
-from loopscope.models.packing import Layout
-from loopscope.models.protocol import LoopedModel, LoopState
+from loopscope.models.cached_attention import cached_attention
+from loopscope.models.contract import LoopedModel, LoopState
+from loopscope.models.layout import Layout
 
 
 class HuginnConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +92,9 @@ class Huginn(LoopedModel):
         self.initial_state: Literal["zeros", "random"] = "zeros"
         """Where the loops begin; random as in training, but the same for all rows at a position, as `seed` gives it."""
         self.seed = 0
-        self.transformer = Backbone(config)
+        self.transformer = HuginnBackbone(config)
 
-    def first(self, tokens: Tensor, layout: Layout) -> LoopState:
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         embedded = self.transformer.wte(tokens) * math.sqrt(self.config.n_embd)
         embedded = _through(self.transformer.prelude, embedded, layout)
         start = torch.zeros_like(embedded)
@@ -109,10 +109,7 @@ class Huginn(LoopedModel):
         hidden = _through(self.transformer.core_block, mixed, state.layout)
         return HuginnState(hidden, state.layout, state.loop + 1, state.embedded)
 
-    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        return state.at(positions)
-
-    def readable(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+    def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         """What the coda makes of the state; it attends, so it runs on whole rows."""
         layout = state.layout
         hidden = _through(self.transformer.coda, self.transformer.ln_f(state.hidden), layout)
@@ -121,11 +118,8 @@ class Huginn(LoopedModel):
         normed: Tensor = self.transformer.ln_f(hidden)
         return normed
 
-    def predict(self, readable: Tensor) -> Tensor:
-        return F.linear(readable, self.transformer.wte.weight)
-
-    def halt(self, pooled: Tensor) -> Tensor | None:
-        return None
+    def predict(self, head_input: Tensor) -> Tensor:
+        return F.linear(head_input, self.transformer.wte.weight)
 
 
 def _through(blocks: Iterable[nn.Module], hidden: Tensor, layout: Layout) -> Tensor:
@@ -143,7 +137,7 @@ def _noise(seed: int, length: int, width: int) -> Tensor:
         return torch.erfinv(torch.from_numpy(share)).mul_(math.sqrt(2) * math.sqrt(2 / 5)).float()
 
 
-class Backbone(nn.Module):
+class HuginnBackbone(nn.Module):
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -155,19 +149,19 @@ class Backbone(nn.Module):
 
 
 def _blocks(config: HuginnConfig, name: str, count: int) -> nn.ModuleList:
-    return nn.ModuleList(Block(config, f"{name}.{number}") for number in range(count))
+    return nn.ModuleList(HuginnBlock(config, f"{name}.{number}") for number in range(count))
 
 
-class Block(nn.Module):
+class HuginnBlock(nn.Module):
     """The norms stand around the sums: x = norm(attention(norm(x)) + x), the MLP likewise."""
 
-    def __init__(self, config: HuginnConfig, slot: str) -> None:
+    def __init__(self, config: HuginnConfig, layer: str) -> None:
         super().__init__()
         self.norm_1, self.norm_2, self.norm_3, self.norm_4 = (
             nn.RMSNorm(config.n_embd, config.norm_eps) for _ in range(4)
         )
-        self.attn = Attention(config, slot)
-        self.mlp = MLP(config)
+        self.attn = HuginnAttention(config, layer)
+        self.mlp = HuginnMLP(config)
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         hidden = self.norm_2(self.attn(self.norm_1(hidden), layout) + hidden)
@@ -175,10 +169,10 @@ class Block(nn.Module):
         return out
 
 
-class Attention(nn.Module):
-    def __init__(self, config: HuginnConfig, slot: str) -> None:
+class HuginnAttention(nn.Module):
+    def __init__(self, config: HuginnConfig, layer: str) -> None:
         super().__init__()
-        self.slot = slot  # which layer this is, where keys and values are kept
+        self.layer_name = layer  # under which the cache keeps its keys and values
         self.heads, self.head_width = config.n_heads, config.head_width
         self.rotary = Rotary(config.head_width, config.rope_base, interleaved=True)
         self.Wqkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
@@ -188,11 +182,11 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projected = self.Wqkv(hidden).view(-1, 3 * self.heads, self.head_width)
         projected = projected + F.pad(self.qk_bias.view(2 * self.heads, -1), (0, 0, 0, self.heads))
-        out: Tensor = self.proj(attend(projected, (self.heads,) * 3, layout, self.rotary, self.slot))
+        out: Tensor = self.proj(cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name))
         return out
 
 
-class MLP(nn.Module):
+class HuginnMLP(nn.Module):
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__()
         self.fc = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)

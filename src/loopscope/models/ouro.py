@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, NonNegative, Positive, read_json
-from loopscope.models.attending import attend
 from loopscope.models.attention import Rotary
-from loopscope.models.packing import Layout
-from loopscope.models.protocol import LoopedModel, LoopState, first_state
+from loopscope.models.cached_attention import cached_attention
+from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
+from loopscope.models.layout import Layout
 
 
 class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class Ouro(LoopedModel):
         self.num_loops = config.total_ut_steps
         self.block_size = config.max_position_embeddings
         self.vocab_size = config.vocab_size
-        self.model = Backbone(config)
+        self.model = OuroModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -89,8 +89,8 @@ class Ouro(LoopedModel):
         """What every loop applies; only its matrices are large."""
         return self.model.layers
 
-    def first(self, tokens: Tensor, layout: Layout) -> LoopState:
-        return first_state(self.model.embed_tokens(tokens), layout)
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
+        return initial_loop_state(self.model.embed_tokens(tokens), layout)
 
     def step(self, state: LoopState) -> LoopState:
         hidden = state.hidden
@@ -98,11 +98,8 @@ class Ouro(LoopedModel):
             hidden = layer(hidden, state.layout)
         return LoopState(self.model.norm(hidden), state.layout, state.loop + 1)
 
-    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        return state.at(positions)
-
-    def predict(self, readable: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(readable)
+    def predict(self, head_input: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(head_input)
         return logits
 
     def halt(self, pooled: Tensor) -> Tensor | None:
@@ -112,24 +109,24 @@ class Ouro(LoopedModel):
             return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
 
 
-class Backbone(nn.Module):
+class OuroModel(nn.Module):
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, str(number)) for number in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config)
+        self.layers = nn.ModuleList(OuroLayer(config, str(number)) for number in range(config.num_hidden_layers))
+        self.norm = OuroRMSNorm(config)
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)
 
 
-class Layer(nn.Module):
-    def __init__(self, config: OuroConfig, slot: str) -> None:
+class OuroLayer(nn.Module):
+    def __init__(self, config: OuroConfig, layer: str) -> None:
         super().__init__()
-        self.self_attn = Attention(config, slot)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config)
-        self.input_layernorm_2 = RMSNorm(config)
-        self.post_attention_layernorm = RMSNorm(config)
-        self.post_attention_layernorm_2 = RMSNorm(config)
+        self.self_attn = OuroAttention(config, layer)
+        self.mlp = OuroMLP(config)
+        self.input_layernorm = OuroRMSNorm(config)
+        self.input_layernorm_2 = OuroRMSNorm(config)
+        self.post_attention_layernorm = OuroRMSNorm(config)
+        self.post_attention_layernorm_2 = OuroRMSNorm(config)
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), layout))
@@ -137,10 +134,10 @@ class Layer(nn.Module):
         return out
 
 
-class Attention(nn.Module):
-    def __init__(self, config: OuroConfig, slot: str) -> None:
+class OuroAttention(nn.Module):
+    def __init__(self, config: OuroConfig, layer: str) -> None:
         super().__init__()
-        self.slot = slot  # which layer this is, where keys and values are kept
+        self.layer_name = layer  # under which the cache keeps its keys and values
         self.head_width = config.head_width
         self.rotary = Rotary(config.head_width, config.theta)
         self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -154,11 +151,11 @@ class Attention(nn.Module):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         projected = torch.cat([projection(hidden) for projection in projections], dim=1)
         projected = projected.view(-1, sum(self.heads), self.head_width)
-        out: Tensor = self.o_proj(attend(projected, self.heads, layout, self.rotary, self.slot))
+        out: Tensor = self.o_proj(cached_attention(projected, self.heads, layout, self.rotary, self.layer_name))
         return out
 
 
-class MLP(nn.Module):
+class OuroMLP(nn.Module):
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -170,7 +167,7 @@ class MLP(nn.Module):
         return out
 
 
-class RMSNorm(nn.Module):
+class OuroRMSNorm(nn.Module):
     """Computed in float32, whatever the model's precision."""
 
     def __init__(self, config: OuroConfig) -> None:
@@ -179,6 +176,6 @@ class RMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        single = hidden.float()
+        normed = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(hidden.dtype)

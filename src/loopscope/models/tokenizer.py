@@ -48,3 +48,31 @@ def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
     except TemplateError as error:  # a template may be particular about roles and their order
         raise UserError(f"The model's chat template does not take these messages ({error}).") from None
     return ids
+
+
+class Detokenizer:
+    """Tokens become text as they come, none of it decoded twice."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        self.tokens: list[int] = []
+        self.text = ""
+        """What is sure by now; the rest of a character may be still to come."""
+
+    def add(self, token: int) -> str:
+        """What this token makes sure."""
+        self.tokens.append(token)
+        new = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        self.text += new
+        return new
+
+    def rest(self) -> str:
+        """What is left at the end: of a character that was never finished."""
+        return decode(self._tokenizer, self.tokens)[len(self.text) :]
+
+
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of these tokens, without special ones."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Count, Settings
-from loopscope.models.attending import attend
 from loopscope.models.attention import Rotary
+from loopscope.models.cached_attention import cached_attention
+from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
 from loopscope.models.gates import Gate, GateKind
-from loopscope.models.packing import Layout, packed_attention_at
-from loopscope.models.protocol import LoopedModel, LoopState, first_state
+from loopscope.models.layout import Layout
+from loopscope.models.packed_attention import packed_attention_at
 
 _ROTARY_BASE = 10_000.0
 
@@ -47,7 +48,7 @@ class LoopedTransformer(LoopedModel):
         self.vocab_size = vocab_size
         self.embedding = nn.Embedding(vocab_size, settings.width)
         self.position = nn.Embedding(block_size, settings.width) if settings.positions == "learned" else None
-        self.block = nn.ModuleList(Layer(settings, str(number)) for number in range(settings.layers))
+        self.block = nn.ModuleList(TransformerLayer(settings, str(number)) for number in range(settings.layers))
         self.norm = nn.LayerNorm(settings.width, bias=settings.bias)
         self.gate = None if settings.gate == "none" else Gate(settings.gate, settings.width)
         self._initialise(settings.layers)
@@ -62,15 +63,15 @@ class LoopedTransformer(LoopedModel):
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
         for layer in self.block:
-            assert isinstance(layer, Layer)
+            assert isinstance(layer, TransformerLayer)
             for residual in (layer.attention_out, layer.mlp_out):
                 residual.weight.data /= math.sqrt(2 * layers)
 
-    def first(self, tokens: Tensor, layout: Layout) -> LoopState:
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         hidden = self.embedding(tokens)
         if self.position is not None:
             hidden = hidden + self.position(layout.positions)
-        return first_state(hidden, layout)
+        return initial_loop_state(hidden, layout)
 
     def step(self, state: LoopState) -> LoopState:
         hidden = state.hidden
@@ -82,7 +83,7 @@ class LoopedTransformer(LoopedModel):
         """The last layer's keys and values come from all tokens, all else only from where it is read."""
         hidden = state.hidden
         *before, last = self.block
-        assert isinstance(last, Layer)
+        assert isinstance(last, TransformerLayer)
         for layer in before:
             hidden = layer(hidden, state.layout)
         normed: Tensor = self.norm(last.at(positions, hidden, state.layout))
@@ -92,19 +93,19 @@ class LoopedTransformer(LoopedModel):
         normed: Tensor = self.norm(state.at(positions))
         return normed
 
-    def predict(self, readable: Tensor) -> Tensor:
-        return F.linear(readable, self.embedding.weight)
+    def predict(self, head_input: Tensor) -> Tensor:
+        return F.linear(head_input, self.embedding.weight)
 
     def halt(self, pooled: Tensor) -> Tensor | None:
         return None if self.gate is None else self.gate(pooled)
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """z = h + attention(LN(h)); h = z + MLP(LN(z))."""
 
-    def __init__(self, settings: TransformerSettings, slot: str) -> None:
+    def __init__(self, settings: TransformerSettings, layer: str) -> None:
         super().__init__()
-        self.slot = slot  # which layer this is, where keys and values are kept
+        self.layer_name = layer  # under which the cache keeps its keys and values
         width, bias = settings.width, settings.bias
         self.heads, self.head_width = settings.heads, width // settings.heads
         self.rotary = Rotary(self.head_width, _ROTARY_BASE) if settings.positions == "rotary" else None
@@ -117,21 +118,25 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projected = self.attention_in(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_width)
-        return self._after(hidden, attend(projected, (self.heads,) * 3, layout, self.rotary, self.slot))
+        return self._residual(
+            hidden, cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name)
+        )
 
     def at(self, positions: Tensor, hidden: Tensor, layout: Layout) -> Tensor:
         """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""
-        there = layout.states(layout.starts + positions)
+        index = layout.states(layout.starts + positions)
         normed, width = self.attention_norm(hidden), hidden.shape[1]
         weight, bias = self.attention_in.weight, self.attention_in.bias
-        asking, asked = (None, None) if bias is None else (bias[:width], bias[width:])
-        query = F.linear(normed.index_select(0, there), weight[:width], asking).view(-1, self.heads, self.head_width)
-        others = F.linear(normed, weight[width:], asked).view(-1, 2 * self.heads, self.head_width)
-        mixed = packed_attention_at(query, others, positions, layout, self.rotary)
-        return self._after(hidden.index_select(0, there), mixed)
+        query_bias, other_bias = (None, None) if bias is None else (bias[:width], bias[width:])
+        query = F.linear(normed.index_select(0, index), weight[:width], query_bias).view(
+            -1, self.heads, self.head_width
+        )
+        others = F.linear(normed, weight[width:], other_bias).view(-1, 2 * self.heads, self.head_width)
+        attended = packed_attention_at(query, others, positions, layout, self.rotary)
+        return self._residual(hidden.index_select(0, index), attended)
 
-    def _after(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        hidden = hidden + self.attention_out(mixed)
+    def _residual(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + self.attention_out(attended)
         out: Tensor = hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
         return out
 

@@ -1,21 +1,6 @@
 """Where do multiple-choice questions come from? lm_eval's own task definitions, from the Hub or a folder."""
 
-from loopscope.questions.building import Question, questions_of
-from loopscope.questions.catalogue import BENCHMARKS, Benchmark, Metric, Split, benchmark_named
-from loopscope.questions.encoding import Encoded, encode
-from loopscope.questions.metrics import choice_scores, correct, norms_of
-
-__all__ = [
-    "BENCHMARKS",
-    "Benchmark",
-    "Encoded",
-    "Metric",
-    "Question",
-    "Split",
-    "benchmark_named",
-    "choice_scores",
-    "correct",
-    "encode",
-    "norms_of",
-    "questions_of",
-]
+from loopscope.questions.benchmarks import BENCHMARKS, Benchmark, Metric, Split, benchmark_named
+from loopscope.questions.encoding import EncodedQuestion, encode_questions
+from loopscope.questions.lm_eval_tasks import Question, load_questions
+from loopscope.questions.metrics import correct, metric_scores, norms_of

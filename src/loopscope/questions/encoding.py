@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.questions.building import Question
+from loopscope.questions.lm_eval_tasks import Question
 
 Tokens = NDArray[np.int64]
 
@@ -28,7 +28,7 @@ _BATCH = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedQuestion:
     """One question in tokens: choice c is scored by the log-probabilities of `choices[c]` after `context`."""
 
     context: Tokens
@@ -37,7 +37,9 @@ class Encoded:
     cut: int  # tokens that the context lost on its left
 
 
-def encode(questions: Sequence[Question], tokenizer: Any, max_length: int | None = None) -> list[Encoded]:
+def encode_questions(
+    questions: Sequence[Question], tokenizer: Any, max_length: int | None = None
+) -> list[EncodedQuestion]:
     """In the order of `questions`; `tokenizer` is a fast one of transformers, `max_length` what the model can run."""
     pairs = []
     for start in range(0, len(questions), _BATCH):
@@ -56,7 +58,7 @@ def encode(questions: Sequence[Question], tokenizer: Any, max_length: int | None
         for subject in {question.subject for question in questions} - {None}
     }
     return [
-        Encoded(_array(context), tuple(map(_array, choices)), prefixes.get(question.subject, 0), cut)
+        EncodedQuestion(_array(context), tuple(map(_array, choices)), prefixes.get(question.subject, 0), cut)
         for question, (_, choices), context, cut in zip(questions, pairs, contexts, cuts, strict=True)
     ]
 

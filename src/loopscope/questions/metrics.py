@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.questions.building import Question
-from loopscope.questions.catalogue import Metric
+from loopscope.questions.benchmarks import Metric
+from loopscope.questions.lm_eval_tasks import Question
 
 Floats = NDArray[np.float64]
 
@@ -23,7 +23,7 @@ def norms_of(questions: Sequence[Question]) -> NDArray[np.int64]:
     return norms
 
 
-def choice_scores(log_likelihoods: NDArray[np.floating], norms: NDArray[np.int64], metric: Metric) -> Floats:
+def metric_scores(log_likelihoods: NDArray[np.floating], norms: NDArray[np.int64], metric: Metric) -> Floats:
     """[N, T, C] log-likelihoods as the metric compares them."""
     scores = log_likelihoods.astype(np.float64)
     if metric == "acc":
@@ -36,4 +36,4 @@ def correct(
     log_likelihoods: NDArray[np.floating], norms: NDArray[np.int64], labels: NDArray[np.integer], metric: Metric
 ) -> NDArray[np.bool_]:
     """[N, T] whether the metric takes the right choice."""
-    return choice_scores(log_likelihoods, norms, metric).argmax(-1) == labels[:, None]
+    return metric_scores(log_likelihoods, norms, metric).argmax(-1) == labels[:, None]

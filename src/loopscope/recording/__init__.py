@@ -1,25 +1,15 @@
-"""How does a checkpoint become a recording? By the examples of its task, or by the tokens of a text."""
+"""How does a checkpoint become a recording? By the examples of its task, the tokens of a text, or a benchmark."""
 
+from loopscope.recording.benchmarks import record_benchmark, share_recorded
+from loopscope.recording.choice_scoring import LoopScores, question_batches, question_requests, score_all_loops
 from loopscope.recording.tasks import (
     BATCH,
     Keep,
-    examples_of,
+    existing_recording,
     extrapolation_levels,
     forward,
-    record,
     record_model,
-    recorded_before,
+    record_task,
+    split_examples,
 )
 from loopscope.recording.text import record_text
-
-__all__ = [
-    "BATCH",
-    "Keep",
-    "examples_of",
-    "extrapolation_levels",
-    "forward",
-    "record",
-    "record_model",
-    "record_text",
-    "recorded_before",
-]

@@ -17,13 +17,13 @@ from numpy.typing import ArrayLike, NDArray
 from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, check_replaceable, create_tensors, write_json
 from loopscope.config import plain, read_json
 from loopscope.errors import UserError
-from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_softmax
+from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_probs
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.checkpoint import weights_sha256
-from loopscope.progress import Advance, silent
+from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, seen, training_fingerprints
-from loopscope.training.settings import RunSettings, settings_of
-from loopscope.trajectory import KIND, SIGNAL_PREFIX, Trajectory, seal
+from loopscope.training.settings import RunSettings, read_run_settings
+from loopscope.trajectory import RECORDING, SIGNAL_PREFIX, Trajectory, seal
 
 BATCH = 1024
 
@@ -42,7 +42,7 @@ class Keep:
         return [name for name, (source, _) in SIGNALS.items() if lost.get(source, False)]
 
 
-def record(
+def record_task(
     run: Path,
     split: str,
     out: Path,
@@ -50,12 +50,12 @@ def record(
     size: int | None = None,
     levels: range | None = None,
     device: str | torch.device = "cpu",
-    progress: Advance = silent,
+    progress: ProgressCallback = silent,
 ) -> Trajectory:
     """Records a split of the task that the run in `run` was trained on; an identical recording is used again."""
     keep = keep or Keep()
-    settings = settings_of(run)
-    examples = examples_of(settings, split, size, levels)
+    settings = read_run_settings(run)
+    examples = split_examples(settings, split, size, levels)
     model = load_model(run, device)
     provenance = {
         "weights_sha256": weights_sha256(run),
@@ -65,10 +65,10 @@ def record(
         "keeps_logits": keep.logits,
         "keeps_hidden": keep.hidden,
     }
-    if (found := recorded_before(out, split, provenance)) is not None:
+    if (found := existing_recording(out, split, provenance)) is not None:
         return found
     shape = (len(examples), model.num_loops)
-    with atomic_folder(out, KIND) as scratch:
+    with atomic_folder(out, RECORDING) as scratch:
         layout = _layout(shape, keep, settings.task.vocab_size, settings.model.gate != "none")
         if settings.task.train_examples:  # what was drawn online nobody knows any more
             layout["seen"] = (shape[:1], np.bool_)
@@ -101,7 +101,7 @@ def record_model(
     difficulty: ArrayLike | None = None,
     split: str | None = None,
     keep: Keep | None = None,
-    progress: Advance = silent,
+    progress: ProgressCallback = silent,
 ) -> Trajectory:
     """What a model in memory says of tokens [N, M] whose rows end at `lengths` (default: M), at each row's last token.
 
@@ -128,9 +128,9 @@ def record_model(
         done += len(rows)
         progress(done, len(examples), "")
     names = ("logits", "hidden", "gate_logits", "predictions", "label_log_probs")
-    told: dict[str, Any] = {name: arrays.get(name) for name in names}
+    kept: dict[str, Any] = {name: arrays.get(name) for name in names}
     return Trajectory(
-        **told,
+        **kept,
         signals={name: arrays[SIGNAL_PREFIX + name] for name in keep.signals},
         labels=None if labels is None else examples.labels,
         difficulty=None if difficulty is None else examples.difficulty,
@@ -165,7 +165,7 @@ def _examples(
     return examples
 
 
-def examples_of(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
+def split_examples(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
     """The examples of a split; those of extrapolation are harder than training's, as far as the block size goes."""
     if split == "extrapolation" and levels is None:
         levels = extrapolation_levels(settings)
@@ -189,10 +189,10 @@ def extrapolation_levels(settings: RunSettings) -> range:
     return range(first, fitting)
 
 
-def recorded_before(out: Path, split: str, provenance: dict[str, Any]) -> Trajectory | None:
+def existing_recording(out: Path, split: str, provenance: dict[str, Any]) -> Trajectory | None:
     """The recording in `out`, if it is this one; another is refused."""
     if not (out / MANIFEST).is_file():
-        check_replaceable(out, KIND)
+        check_replaceable(out, RECORDING)
         return None
     manifest = read_json(Manifest, out / MANIFEST, "manifest")
     found = {**manifest.contents, **manifest.provenance}
@@ -230,27 +230,23 @@ def _layout(shape: tuple[int, int], keep: Keep, classes: int, gate: bool) -> dic
 
 
 def write_rows(
-    arrays: dict[str, NDArray[Any]],
-    rows: NDArray[np.int64],
-    out: Loops,
-    labels: NDArray[np.int64],
-    keep: Keep,
+    arrays: dict[str, NDArray[Any]], rows: NDArray[np.int64], out: Loops, labels: NDArray[np.int64], keep: Keep
 ) -> None:
     """Puts what a model said about some examples in its place, with the signals of what is not kept."""
-    said = {"logits": _numpy(out.logits), "hidden": _numpy(out.hidden)}
+    outputs = {"logits": _numpy(out.logits), "hidden": _numpy(out.hidden)}
     if out.gate_logits is not None:
         arrays["gate_logits"][rows] = _numpy(out.gate_logits)
     if keep.hidden:
-        arrays["hidden"][rows] = said["hidden"]
+        arrays["hidden"][rows] = outputs["hidden"]
     if keep.logits:
-        arrays["logits"][rows] = said["logits"]
+        arrays["logits"][rows] = outputs["logits"]
     else:
-        log_p = log_softmax(said["logits"])
-        arrays["predictions"][rows] = said["logits"].argmax(axis=-1)
+        log_p = log_probs(outputs["logits"])
+        arrays["predictions"][rows] = outputs["logits"].argmax(axis=-1)
         arrays["label_log_probs"][rows] = np.take_along_axis(log_p, labels[:, None, None], axis=2)[..., 0]
     for name in keep.signals:
         source, compute = SIGNALS[name]
-        given = (said[source], log_p) if name in OF_LOG_PROBS else (said[source],)
+        given = (outputs[source], log_p) if name in OF_LOG_PROBS else (outputs[source],)
         arrays[SIGNAL_PREFIX + name][rows] = compute(*given)
 
 

@@ -16,22 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from loopscope.artifacts import atomic_folder, create_tensors, sha256
-from loopscope.engine.wide import told
+from loopscope.documents import read_documents, tokenize_documents
+from loopscope.engine.logit_stats import logit_signals
 from loopscope.errors import UserError
 from loopscope.exits.signals import SIGNALS
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.hub import find_checkpoint
-from loopscope.models.packing import Layout
-from loopscope.progress import Advance, silent
-from loopscope.recording.tasks import Keep, recorded_before
-from loopscope.text import encode, read_documents
-from loopscope.training.loop import run_of
-from loopscope.trajectory import KIND, SIGNAL_PREFIX, Trajectory, seal
+from loopscope.models.layout import Layout
+from loopscope.progress import ProgressCallback, silent
+from loopscope.recording.tasks import Keep, existing_recording
+from loopscope.training.loop import trained_with
+from loopscope.trajectory import RECORDING, SIGNAL_PREFIX, Trajectory, seal
 
-SPLITS = ("train", "validation", "test")
+TEXT_SPLITS = ("train", "validation", "test")
 CONTEXT = 512
 """Tokens of a window, if the model takes as many."""
 _TOKENS = 4096
@@ -54,24 +53,24 @@ def record_text(
     device: str | torch.device = "cpu",
     dtype: str | None = None,
     tokens: int = _TOKENS,
-    progress: Advance = silent,
+    progress: ProgressCallback = silent,
 ) -> Trajectory:
     """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again."""
-    if split not in SPLITS:
-        raise UserError(f"A text has no split '{split}'; say what it is to the model: {', '.join(SPLITS)}.")
+    if split not in TEXT_SPLITS:
+        raise UserError(f"A text has no split '{split}'; say what it is to the model: {', '.join(TEXT_SPLITS)}.")
     documents = read_documents(texts)
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)
     context = min(model.block_size, CONTEXT) if context is None else context
     if not 2 <= context <= model.block_size:
         raise UserError(f"A context of {context} tokens is not possible: choose 2 to {model.block_size}.")
-    windows = cut(encode(documents, folder), context, limit)
+    windows = cut_documents(tokenize_documents(documents, folder), context, limit)
     if int(windows.tokens.max()) >= model.vocab_size:
         raise UserError(f"The tokenizer of {folder} has more tokens than the model's {model.vocab_size}.")
     shape = (windows.decisions, model.num_loops)
     provenance = {
         "weights_sha256": model.weights_sha256,
-        "run": run_of(folder),
+        "run": trained_with(folder),
         "text_sha256": [sha256(path) for path in texts],
         "context": context,
         "examples": windows.decisions,
@@ -80,10 +79,10 @@ def record_text(
         "keeps_logits": False,
         "keeps_hidden": hidden,
     }
-    if (found := recorded_before(out, split, provenance)) is not None:
+    if (found := existing_recording(out, split, provenance)) is not None:
         return found
     keep, done = Keep(logits=False, hidden=hidden), 0
-    with atomic_folder(out, KIND) as scratch:
+    with atomic_folder(out, RECORDING) as scratch:
         probe = model.loops(torch.zeros((1, 1), dtype=torch.int64, device=device), num_loops=1)
         layout: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(("labels", "sequences"), (shape[:1], np.int64))
         layout |= {"predictions": (shape, np.int64), "label_log_probs": (shape, np.float64)}
@@ -94,10 +93,10 @@ def record_text(
             states = {"hidden": ((*shape, probe.hidden.shape[-1]), np.float32)}
             arrays |= create_tensors(scratch / "hidden.safetensors", states)
         for batch in windows.batches(tokens):
-            rows, labels, sequences = windows.asked(batch)
+            rows, labels, sequences = windows.targets(batch)
             arrays["labels"][rows], arrays["sequences"][rows] = labels, sequences
-            for part, said in predictions(model, *windows.packed(batch), device):
-                _write(arrays, rows[part], said, labels[part], keep)
+            for part, outputs in window_predictions(model, *windows.packed(batch), device):
+                _write(arrays, rows[part], outputs, labels[part], keep)
             done += len(rows)
             progress(done, windows.decisions, "")
         for array in arrays.values():
@@ -107,7 +106,7 @@ def record_text(
 
 
 @dataclass(frozen=True)
-class Windows:
+class TextWindows:
     """Pieces of documents that run through the model; all but the last token of each is asked what comes next."""
 
     tokens: Integers  # of all documents, one after the other
@@ -134,26 +133,26 @@ class Windows:
         lengths = self.lengths[batch]
         return self.tokens[_counting(self.starts[batch], lengths)], lengths
 
-    def asked(self, batch: Integers) -> tuple[Integers, Integers, Integers]:
+    def targets(self, batch: Integers) -> tuple[Integers, Integers, Integers]:
         """[K] Of their decisions: the place in the recording, the token that comes next, and the document."""
-        asking = self.lengths - 1
-        rows = _counting((asking.cumsum() - asking)[batch], asking[batch])
-        following = self.tokens[_counting(self.starts[batch] + 1, asking[batch])]
-        return rows, following, np.repeat(self.documents[batch], asking[batch])
+        predicted = self.lengths - 1
+        rows = _counting((predicted.cumsum() - predicted)[batch], predicted[batch])
+        following = self.tokens[_counting(self.starts[batch] + 1, predicted[batch])]
+        return rows, following, np.repeat(self.documents[batch], predicted[batch])
 
 
-def cut(documents: Sequence[Integers], context: int, limit: int | None) -> Windows:
+def cut_documents(documents: Sequence[Integers], context: int, limit: int | None) -> TextWindows:
     """The windows of documents, of at most `context` tokens each, with at most `limit` decisions in all."""
     whole = np.array([len(document) for document in documents])
-    asking = np.maximum(whole - 1, 0)
+    predicted = np.maximum(whole - 1, 0)
     if limit is not None:
-        asking = np.clip(limit - (asking.cumsum() - asking), 0, asking)
-    if not asking.any():
+        predicted = np.clip(limit - (predicted.cumsum() - predicted), 0, predicted)
+    if not predicted.any():
         raise UserError("No document of the text has two tokens, so that there is nothing to predict.")
-    counts = -(-asking // (context - 1))
+    counts = -(-predicted // (context - 1))
     number = _counting(np.zeros_like(counts), counts)  # of a window in its document
-    left = np.repeat(asking, counts) - number * (context - 1)
-    return Windows(
+    left = np.repeat(predicted, counts) - number * (context - 1)
+    return TextWindows(
         np.concatenate(documents),
         np.repeat(whole.cumsum() - whole, counts) + number * (context - 1),
         np.minimum(left, context - 1) + 1,
@@ -162,30 +161,27 @@ def cut(documents: Sequence[Integers], context: int, limit: int | None) -> Windo
 
 
 @torch.inference_mode()
-def predictions(
+def window_predictions(
     model: LoopedModel, tokens: Integers, lengths: Integers, device: str | torch.device
 ) -> Iterator[tuple[slice, Loops]]:
     """What the model says at every loop at all tokens but the last of every window, some of them at a time."""
     layout = Layout(torch.from_numpy(lengths).to(device))
-    state = model.begin_packed(torch.from_numpy(tokens).to(device), layout)
-    asked = torch.ones(len(tokens), dtype=torch.bool, device=device)
-    asked[layout.starts + layout.lengths - 1] = False
-    pooled, readable = [], []
-    for _ in range(model.num_loops):
-        state = model.step(state)
-        pooled.append(model.pooled(state)[asked])
-        readable.append(model.readable(state)[asked] if model.head_attends else pooled[-1])
-    hidden, read = torch.stack(pooled), torch.stack(readable)
+    embedded = model.begin_packed(torch.from_numpy(tokens).to(device), layout)
+    predicting = torch.ones(len(tokens), dtype=torch.bool, device=device)
+    predicting[layout.starts + layout.lengths - 1] = False
+    outputs = [[each[predicting] for each in model.read(state)] for state in model.unroll(embedded)]
+    hidden, head_input = (torch.stack(each) for each in zip(*outputs, strict=True))
     halt = model.halt(hidden)
     few = max(1, _NUMBERS // (model.num_loops * model.vocab_size))
     for start in range(0, hidden.shape[1], few):
         part = slice(start, start + few)
-        yield part, Loops(model.predict(read[:, part]), hidden[:, part], _part(halt, part))
+        gate_logits = None if halt is None else halt[:, part]
+        yield part, Loops(model.predict(head_input[:, part]), hidden[:, part], gate_logits)
 
 
 def _write(arrays: dict[str, NDArray[Any]], rows: Integers, out: Loops, labels: Integers, keep: Keep) -> None:
     """Puts what the model said at some decisions in its place; of the logits, only the signals leave the device."""
-    for name, values in told(out.logits, torch.from_numpy(labels).to(out.logits.device)).items():
+    for name, values in logit_signals(out.logits, torch.from_numpy(labels).to(out.logits.device)).items():
         arrays[SIGNAL_PREFIX + name if name in SIGNALS else name][rows] = values
     if out.gate_logits is not None:
         arrays["gate_logits"][rows] = out.gate_logits.T.float().cpu().numpy()
@@ -196,10 +192,6 @@ def _write(arrays: dict[str, NDArray[Any]], rows: Integers, out: Loops, labels: 
         source, compute = SIGNALS[name]
         if source == "hidden":
             arrays[SIGNAL_PREFIX + name][rows] = compute(states)
-
-
-def _part(values: Tensor | None, part: slice) -> Tensor | None:
-    return None if values is None else values[:, part]
 
 
 def _counting(first: Integers, counts: Integers) -> Integers:

@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar
 import altair as alt
 import vl_convert
 
+from loopscope.analysis.schema import Binned, FrontierResult
 from loopscope.artifacts import write_bytes
-from loopscope.bench.promises import PromiseBench
-from loopscope.report.schema import Binned, FrontierResult
+from loopscope.bench.guarantees import GuaranteeBench
 
 Chart = alt.Chart | alt.LayerChart
 Specification = dict[str, Any]
@@ -81,8 +81,8 @@ class Panel:
     def heights(self) -> tuple[float, float]:
         """From the least to the greatest accuracy, with a little room."""
         values = [value for line in self.lines for value in line.accuracy]
-        room = 0.05 * (max(values) - min(values)) + 1e-3
-        return max(0.0, min(values) - room), min(1.0, max(values) + room)
+        margin = 0.05 * (max(values) - min(values)) + 1e-3
+        return max(0.0, min(values) - margin), min(1.0, max(values) + margin)
 
 
 def frontiers(panels: Sequence[Panel], target: float | None, per_row: int = 2) -> Specification | None:
@@ -118,7 +118,7 @@ def styles_of(names: Collection[str]) -> dict[str, Style]:
     return styles | {name: (_COLOURS[k % len(_COLOURS)], _SHAPES[k % len(_SHAPES)]) for k, name in enumerate(more)}
 
 
-def by_difficulty(
+def difficulty_chart(
     rows: Sequence[Sequence[Binning]], percent: bool = False, shared: bool = True
 ) -> Specification | None:
     """Panels in rows; with shared heights they show the same quantity on the same scale."""
@@ -127,7 +127,7 @@ def by_difficulty(
     return data.specification(_grid(charts, "shared" if shared else "independent")) if charts else None
 
 
-def promise_panels(bench: PromiseBench) -> Specification:
+def guarantee_panels(bench: GuaranteeBench) -> Specification:
     """How often promises are broken, and what they cost against hindsight, by the number of examples."""
     data = _Data()
     methods = {"promise": "with a promise", "usual": "laxest within the limit"}
@@ -193,11 +193,7 @@ def write_figure(specification: Specification, folder: Path, name: str) -> None:
 
 
 def _frontier_panel(
-    panel: Panel,
-    styles: dict[str, Style],
-    heights: tuple[float, float],
-    target: float | None,
-    data: "_Data",
+    panel: Panel, styles: dict[str, Style], heights: tuple[float, float], target: float | None, data: "_Data"
 ) -> alt.LayerChart:
     points = [
         {"loops": loops, "accuracy": accuracy, "readout": line.name, "order": index}
@@ -211,12 +207,7 @@ def _frontier_panel(
         legend=alt.Legend(title="readout", symbolType="circle", symbolOpacity=1, labelLimit=260),
     )
     shape = alt.Shape("readout:N", scale=alt.Scale(domain=names, range=[styles[name][1] for name in names]))
-    height = alt.Y(
-        "accuracy:Q",
-        title="accuracy",
-        axis=alt.Axis(format="%"),
-        scale=alt.Scale(domain=list(heights)),
-    )
+    height = alt.Y("accuracy:Q", title="accuracy", axis=alt.Axis(format="%"), scale=alt.Scale(domain=list(heights)))
     base = alt.Chart(data.named(points)).encode(
         x=alt.X("loops:Q", title="average loops", scale=alt.Scale(domain=[1, panel.loops])),
         y=height,

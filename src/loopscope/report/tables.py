@@ -3,9 +3,9 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from loopscope.analysis import Diagnosis, Gap, OverSeeds, PromiseCheck, over_seeds
-from loopscope.exits.promise import Promise
-from loopscope.report.schema import ModelResult, Results
+from loopscope.analysis import Diagnosis, Gap, GuaranteeCheck, OverSeeds, over_seeds
+from loopscope.analysis.schema import ModelResult, Results
+from loopscope.exits.guarantee import Guarantee
 
 
 @dataclass(frozen=True)
@@ -122,20 +122,43 @@ def ordering(results: Results) -> Table:
     return Table("Difficulty ordering", note, ["model", "signal", "bin means", "examples"], rows)
 
 
+def paired_table(results: Results) -> Table | None:
+    """The model's own gate against readouts that need none, example by example."""
+    rows = [
+        [
+            model.label,
+            f"{each.first} - {each.second}",
+            f"{100 * each.accuracy.value:+.2f} [{100 * each.accuracy.low:+.2f}, {100 * each.accuracy.high:+.2f}]",
+            f"{each.loops.value:+.2f} [{each.loops.low:+.2f}, {each.loops.high:+.2f}]",
+            f"{each.only_first_right:,} / {each.only_second_right:,}",
+        ]
+        for model in results.models
+        for each in model.paired
+    ]
+    if not rows:
+        return None
+    note = (
+        "Both at the thresholds that validation chose, on the same test examples: difference in accuracy (points) and "
+        "in average loops with paired 95 % bootstrap intervals, and how many examples only one of them gets right."
+    )
+    columns = ["model", "between", "accuracy", "loops", "only first / second right"]
+    return Table("Paired comparisons", note, columns, rows)
+
+
 def certified(results: Results) -> Table:
     """Calibrated policies: what they promise, and how they did on test data."""
     rows = []
     for model in results.models:
         for each in model.certified:
-            promise, held = each.promise, each.held_out
-            check = held.promise
+            guarantee, held = each.guarantee, each.held_out
+            check = held.guarantee
             rows.append(
                 [
                     model.label,
                     each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}"),
-                    "none" if promise is None else promised(promise),
+                    "none" if guarantee is None else guarantee_cell(guarantee),
                     f"{held.average_loops.value:.2f}"
-                    + ("" if promise is None else f" ({promise.average_loops:.2f} expected)"),
+                    + ("" if guarantee is None else f" ({guarantee.average_loops:.2f} expected)"),
                     "" if held.accuracy is None else f"{held.accuracy.value:.2%} ({held.full_depth_accuracy:.2%})",
                     "" if check is None else _worst(check),
                     "" if check is None else check.verdict + (" (other difficulties)" if check.warnings else ""),
@@ -154,13 +177,13 @@ def certified(results: Results) -> Table:
     return Table("Certified policies", note, columns, rows)
 
 
-def promised(promise: Promise) -> str:
-    sure = "on average" if promise.confidence is None else f"{100 * promise.confidence:g} % sure"
-    where = ", at every difficulty" if promise.per_difficulty else ""
-    return f"{promise.loss} ≤ {_percent(promise.max_drop)}, {sure}{where}"
+def guarantee_cell(guarantee: Guarantee) -> str:
+    sure = "on average" if guarantee.confidence is None else f"{100 * guarantee.confidence:g} % sure"
+    where = ", at every difficulty" if guarantee.per_difficulty else ""
+    return f"{guarantee.loss} ≤ {_percent(guarantee.max_drop)}, {sure}{where}"
 
 
-def _worst(check: PromiseCheck) -> str:
+def _worst(check: GuaranteeCheck) -> str:
     risk = check.worst
     return "" if risk is None else f"{risk.loss:.2%} [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
 

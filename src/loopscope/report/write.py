@@ -3,30 +3,32 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from loopscope.analysis.schema import Results
+from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import write_bytes, write_json
 from loopscope.report.charts import write_figure
-from loopscope.report.explored import Explored
 from loopscope.report.page import render
+from loopscope.report.page.data import Marker
 from loopscope.report.products import Product
-from loopscope.report.schema import Results
 from loopscope.report.tables import Table
 
 
 def write_report(
     results: Results,
-    explored: Iterable[Explored],
+    details: Iterable[ThresholdDetails],
     products: Sequence[Product],
     folder: Path,
     command: str,
     again: str,
+    markers: Sequence[Marker] = (),
 ) -> Path:
-    """Writes the report; returns its page, which says by what command it was made, and its products `again`."""
+    """Writes the report and returns its page; for command, again and markers see `page.render`."""
     write_json(folder / "results.json", results)
     for each in products:
         if each.figure is not None:
             write_figure(each.figure, folder, each.name)
     write_bytes(folder / "tables.md", _markdown(products).encode())
-    write_bytes(folder / "report.html", render(results, explored, products, command, again).encode())
+    write_bytes(folder / "report.html", render(results, details, products, command, again, markers).encode())
     return folder / "report.html"
 
 

@@ -2,5 +2,3 @@
 
 from loopscope.studies.plan import Model, Plan, make_plan
 from loopscope.studies.run import run_study
-
-__all__ = ["Model", "Plan", "make_plan", "run_study"]

@@ -8,23 +8,32 @@ from typing import Any
 
 import msgspec
 
-from loopscope.bench.timings import QuestionBench
+from loopscope.analysis.latency import QuestionBench
+from loopscope.analysis.results import assemble_results
+from loopscope.analysis.schema import ModelResult, Results
+from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readout_kind
-from loopscope.exits.wanted import AUTO, Wanted
+from loopscope.exits.risk_target import AUTO, RiskTarget
 from loopscope.models.checkpoint import CONFIG
 from loopscope.objectives import Objective
 from loopscope.questions import BENCHMARKS, Split
 from loopscope.recording import extrapolation_levels
-from loopscope.report.explored import Explored
-from loopscope.report.results import assemble
-from loopscope.report.schema import ModelResult, Results
-from loopscope.studies.checkpoints import Outside, checkpoint_of, data_of
-from loopscope.studies.files import Checkpoints, Gates, Part, Run, Study, checkpoints_of, read_study, runs_of
-from loopscope.studies.scores import Join, Score, Time
+from loopscope.studies.checkpoint_steps import Join, Score, Time
+from loopscope.studies.external_sources import ExternalSource, external_checkpoint, external_data
 from loopscope.studies.steps import Analyse, Fit, Record, Recording, Step, Train, all_steps
-from loopscope.training.posthoc import GateSettings, host_defaults
+from loopscope.studies.study_file import (
+    Checkpoints,
+    Gates,
+    Study,
+    StudyPart,
+    StudyRun,
+    checkpoints_of,
+    read_study,
+    runs_of,
+)
+from loopscope.training.gate_fitting import GateSettings, host_defaults
 
 
 @dataclass(frozen=True)
@@ -34,11 +43,11 @@ class Model:
     name: str
     analysis: Analyse
     training: Train | None = None  # of a run
-    checkpoint: Outside | None = None
+    checkpoint: ExternalSource | None = None
     timing: Time | None = None
 
     @property
-    def wanted(self) -> list[Step]:
+    def goals(self) -> list[Step]:
         return [self.analysis, *filter(None, [self.timing])]
 
     def result(self, store: Path) -> ModelResult:
@@ -66,17 +75,17 @@ class Plan:
         if not done:
             raise UserError("Nothing of this study is analysed yet; run it with: loopscope study run.")
         timed = [bench for model in done if (bench := model.timed(store)) is not None]
-        return assemble([model.result(store) for model in done], self.study.targets, timed)
+        return assemble_results([model.result(store) for model in done], self.study.targets, timed)
 
-    def explored(self, results: Results, store: Path) -> Iterator[Explored]:
+    def details(self, results: Results, store: Path) -> Iterator[ThresholdDetails]:
         """What the page looks up of the models that have results, in their order."""
         known = {model.name: model for model in self.models}
-        return (known[model.name].analysis.explored(store) for model in results.models)
+        return (known[model.name].analysis.details(store) for model in results.models)
 
     @property
     def steps(self) -> list[Step]:
         """Every step, what is needed before what needs it."""
-        return all_steps(step for model in self.models for step in model.wanted)
+        return all_steps(step for model in self.models for step in model.goals)
 
     def check_names(self, folder: Path) -> None:
         """Refuses to mix links with a run that is somebody's own."""
@@ -131,7 +140,7 @@ def make_plan(
     return Plan(study, tuple(models))
 
 
-def _models(part: Part, study: Study, beside: Path, overrides: list[str], arithmetic: str) -> list[Model]:
+def _models(part: StudyPart, study: Study, beside: Path, overrides: list[str], arithmetic: str) -> list[Model]:
     runs = runs_of(part, beside, overrides)
     for run in runs:
         _check(run, part)
@@ -153,7 +162,7 @@ def _models(part: Part, study: Study, beside: Path, overrides: list[str], arithm
             gates=tuple(_fits(run, part, of)) if run.of.fit else (),
             targets=study.targets,
             unseen=part.unseen,
-            promises=part.promises,
+            guarantees=part.guarantees,
         )
         models.append(Model(run.name, analysis, of))
     return models
@@ -161,11 +170,11 @@ def _models(part: Part, study: Study, beside: Path, overrides: list[str], arithm
 
 def _scored(entry: Checkpoints, study: Study, arithmetic: str) -> list[Model]:
     """Every checkpoint on every benchmark."""
-    _check_promises(entry.promises)
+    _check_guarantees(entry.guarantees)
     models = []
     for source, benchmark in product(entry.models, entry.benchmarks):
-        checkpoint = checkpoint_of(source)
-        data = None if entry.data is None else data_of(entry.data, benchmark)
+        checkpoint = external_checkpoint(source)
+        data = None if entry.data is None else external_data(entry.data, benchmark)
         what: dict[str, Any] = {"checkpoint": checkpoint, "benchmark": benchmark, "data": data, "dtype": entry.dtype}
         what |= {"arithmetic": arithmetic, "limit": entry.limit}
         gates = entry.gates if BENCHMARKS[benchmark].has_training else None
@@ -178,7 +187,7 @@ def _scored(entry: Checkpoints, study: Study, arithmetic: str) -> list[Model]:
             gates=() if gates is None else tuple(_refitted(gates, whole)),
             targets=study.targets,
             unseen=False,
-            promises=entry.promises,
+            guarantees=entry.guarantees,
         )
         timing = Time(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
         models.append(Model(f"{checkpoint.name}-{benchmark}", analysis, None, checkpoint, timing))
@@ -201,12 +210,12 @@ def _refitted(gates: Gates, score: Score) -> list[Fit]:
     return _fitted(gates, msgspec.structs.replace(score, split="train", limit=min(sizes, default=None)), None)
 
 
-def _check(run: Run, part: Part) -> None:
+def _check(run: StudyRun, part: StudyPart) -> None:
     """Says before anything is trained what could only fail afterwards."""
     task = run.settings.task
     if task.train_examples == 0 and (part.unseen or run.of.fit):
-        wanted = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
-        raise UserError(f"{wanted}, so its task needs stored training examples (train_examples above 0).")
+        goals = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
+        raise UserError(f"{goals}, so its task needs stored training examples (train_examples above 0).")
     for size, whole, what in (
         (part.gates.examples if run.of.fit else None, task.train_examples, "gates.examples"),
         (part.extrapolation_examples, task.test_examples, "extrapolation_examples"),
@@ -215,22 +224,22 @@ def _check(run: Run, part: Part) -> None:
             raise UserError(f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}.")
     if run.of.extrapolate:
         extrapolation_levels(run.settings)
-    _check_promises(part.promises)
+    _check_guarantees(part.guarantees)
 
 
-def _check_promises(promises: Iterable[Wanted]) -> None:
-    for promise in promises:
-        if promise.readout != AUTO and readout_kind(promise.readout) == "oracle":
+def _check_guarantees(guarantees: Iterable[RiskTarget]) -> None:
+    for guarantee in guarantees:
+        if guarantee.readout != AUTO and readout_kind(guarantee.readout) == "oracle":
             raise UserError("The oracle needs the labels, so it cannot be promised; choose another readout.")
 
 
-def _references(runs: list[Run], part: Part, trained: dict[str, Train]) -> dict[int, Train]:
+def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]) -> dict[int, Train]:
     """The run that the others of the same seed are measured against."""
-    wanted = part.reference
-    if wanted is None:
+    goals = part.reference
+    if goals is None:
         return {}
-    beta = None if wanted.gate == "none" else wanted.beta
-    sought = (wanted.gate, wanted.prior, beta)
+    beta = None if goals.gate == "none" else goals.beta
+    sought = (goals.gate, goals.prior, beta)
     found = {run.seed: trained[run.name] for run in runs if (run.gate, run.prior, run.beta) == sought}
     for run in runs:
         if run.seed not in found:
@@ -241,7 +250,7 @@ def _references(runs: list[Run], part: Part, trained: dict[str, Train]) -> dict[
     return found
 
 
-def _fits(run: Run, part: Part, of: Train) -> list[Fit]:
+def _fits(run: StudyRun, part: StudyPart, of: Train) -> list[Fit]:
     on = Record(of=of, split="train", hidden=True, examples=part.gates.examples)
     return _fitted(part.gates, on, run.settings.objective)
 

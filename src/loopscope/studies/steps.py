@@ -14,21 +14,21 @@ from typing import ClassVar
 import msgspec
 import torch
 
+from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, only_unseen
+from loopscope.analysis.schema import ModelResult
+from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST, atomic_folder, read_manifest, write_json, write_manifest
 from loopscope.config import Settings, digest, plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy, FittedGate
 from loopscope.exits.calibration import certify
-from loopscope.exits.wanted import Wanted
+from loopscope.exits.risk_target import RiskTarget
 from loopscope.models.checkpoint import WEIGHTS
-from loopscope.recording import Keep, record
-from loopscope.report.explored import Explored
-from loopscope.report.results import Source, analyse, narrowed
-from loopscope.report.schema import ModelResult
-from loopscope.studies.checkpoints import Outside
+from loopscope.recording import Keep, record_task
+from loopscope.studies.external_sources import ExternalSource
 from loopscope.training import train
+from loopscope.training.gate_fitting import GateSettings, fit_gate
 from loopscope.training.loop import logged_steps
-from loopscope.training.posthoc import GateSettings, fit_gate
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import Trajectory
 
@@ -55,8 +55,7 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
     def content(self) -> dict[str, object]:
         """What the artifact depends on; the steps that are needed go in by their keys."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        told = {name: _keys(value) for name, value in fields.items()}
-        return {"kind": self.kind, "version": self.version, **told}
+        return {"kind": self.kind, "version": self.version} | {name: _keys(value) for name, value in fields.items()}
 
     def folder(self, store: Path) -> Path:
         return store / self.key
@@ -84,8 +83,8 @@ class Train(Step, frozen=True, kw_only=True):
 
     @cached_property
     def content(self) -> dict[str, object]:
-        told = super().content
-        return told if self.arithmetic else {name: value for name, value in told.items() if name != "arithmetic"}
+        content = super().content
+        return content if self.arithmetic else {name: value for name, value in content.items() if name != "arithmetic"}
 
     def done(self, store: Path) -> bool:
         return (self.folder(store) / WEIGHTS).is_file()
@@ -119,7 +118,7 @@ class Record(Recording, frozen=True, kw_only=True):
 
     def run(self, store: Path, device: torch.device) -> None:
         keep = Keep(hidden=self.hidden)
-        record(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
+        record_task(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
 
 
 class Fit(Step, frozen=True, kw_only=True):
@@ -145,7 +144,7 @@ class Analyse(Step, frozen=True, kw_only=True):
     gates: tuple[Fit, ...]
     targets: tuple[float, ...]
     unseen: bool
-    promises: tuple[Wanted, ...]
+    guarantees: tuple[RiskTarget, ...]
 
     @property
     def needs(self) -> tuple[Step, ...]:
@@ -158,12 +157,12 @@ class Analyse(Step, frozen=True, kw_only=True):
 
     def run(self, store: Path, device: torch.device) -> None:
         def counted(step: Recording, whole: Trajectory) -> Trajectory:
-            return narrowed(whole, self.unseen, step.folder(store))
+            return only_unseen(whole, self.unseen, step.folder(store))
 
         gates = {gate.gate.name: FittedGate.load(gate.folder(store)) for gate in self.gates}
         validation, test = (Trajectory.load(step.folder(store)) for step in (self.validation, self.test))
         policies, refused = self._certify(validation, gates)
-        source = Source(
+        source = ModelRecordings(
             "",
             counted(self.validation, validation),
             counted(self.test, test),
@@ -177,11 +176,11 @@ class Analyse(Step, frozen=True, kw_only=True):
         against = source if self.is_reference else None
         if self.reference is not None and not self.is_reference:
             theirs, tested = (counted(step, Trajectory.load(step.folder(store))) for step in self.reference)
-            against = Source("reference", theirs, tested)
-        analysed = analyse(source, against, self.targets)
+            against = ModelRecordings("reference", theirs, tested)
+        analysed = analyse_model(source, against, self.targets)
         with atomic_folder(self.folder(store), ANALYSIS) as scratch:
             write_json(scratch / "model.json", analysed.result)
-            write_json(scratch / "explored.json", analysed.explored)
+            write_json(scratch / "details.json", analysed.details)
             for number, policy in enumerate(policies, start=1):
                 policy.save(scratch / ("policy.json" if number == 1 else f"policy-{number}.json"))
             write_manifest(scratch, ANALYSIS, self.version, {}, {"made_of": plain(self.content)})
@@ -189,10 +188,10 @@ class Analyse(Step, frozen=True, kw_only=True):
     def _certify(self, validation: Trajectory, gates: Mapping[str, FittedGate]) -> tuple[list[ExitPolicy], list[str]]:
         """The policies that keep the promises which are sought, and why some cannot be made."""
         policies, refused = [], []
-        for wanted in self.promises:
-            whom = msgspec.structs.replace(wanted, unseen=wanted.unseen or self.unseen)
+        for risk_target in self.guarantees:
+            target = msgspec.structs.replace(risk_target, unseen=risk_target.unseen or self.unseen)
             try:
-                policies.append(certify(validation, whom, gates=gates))
+                policies.append(certify(validation, target, gates=gates))
             except UserError as error:  # not proven, or a model without this readout
                 refused.append(str(error))
         return policies, refused
@@ -201,8 +200,8 @@ class Analyse(Step, frozen=True, kw_only=True):
         read_manifest(self.folder(store), ANALYSIS, self.version)
         return read_json(ModelResult, self.folder(store) / "model.json", "analysis")
 
-    def explored(self, store: Path) -> Explored:
-        return read_json(Explored, self.folder(store) / "explored.json", "analysis")
+    def details(self, store: Path) -> ThresholdDetails:
+        return read_json(ThresholdDetails, self.folder(store) / "details.json", "analysis")
 
 
 def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: False) -> list[Step]:
@@ -212,8 +211,8 @@ def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: 
     """
     found: dict[str, Step] = {}
 
-    def visit(wanted: Iterable[Step]) -> None:
-        for step in wanted:
+    def visit(risk_target: Iterable[Step]) -> None:
+        for step in risk_target:
             if step.key not in found and not unless(step):
                 visit(step.needs)
                 found[step.key] = step
@@ -230,7 +229,7 @@ def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
 def _keys(value: object) -> object:
     if isinstance(value, Step):
         return value.key
-    if isinstance(value, Outside):
+    if isinstance(value, ExternalSource):
         return value.identity
     if isinstance(value, tuple):
         return [_keys(each) for each in value]

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from loopscope.errors import UserError
-from loopscope.tasks.base import Examples, StoredOrOnline, Task, padded
 from loopscope.tasks.draws import Draws, Integers
+from loopscope.tasks.task import Examples, StoredOrOnline, Task, padded
 
 _APPLY = {"+": np.add, "-": np.subtract, "*": np.multiply}
 

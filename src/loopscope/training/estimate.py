@@ -9,7 +9,7 @@ import torch
 from loopscope.errors import UserError
 from loopscope.models.transformer import training_bytes, training_flops
 from loopscope.progress import clock
-from loopscope.training.parallel import ALONE, Workers
+from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.settings import RunSettings
 
 _LONGEST_HOURS = 24.0
@@ -20,7 +20,7 @@ _EFFICIENCY = 0.5
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TimeEstimate:
     seconds: float
     gigaflops: float
     device: str
@@ -35,7 +35,7 @@ class Estimate:
             )
 
 
-def check_memory(settings: RunSettings, device: torch.device, workers: Workers = ALONE) -> None:
+def check_memory(settings: RunSettings, device: torch.device, workers: Workers = SINGLE_WORKER) -> None:
     """Refuses a run that cannot fit the memory of the machine, which its workers share unless each has a device."""
     rows, task = workers.share(settings.training.batch_size), settings.task
     tokens = rows * task.positions
@@ -53,7 +53,9 @@ def check_memory(settings: RunSettings, device: torch.device, workers: Workers =
         )
 
 
-def estimate(settings: RunSettings, device: torch.device, done: int = 0, workers: Workers = ALONE) -> Estimate:
+def estimate_time(
+    settings: RunSettings, device: torch.device, done: int = 0, workers: Workers = SINGLE_WORKER
+) -> TimeEstimate:
     """Time left from the operation count and the rate at which this machine multiplies matrices of this width.
 
     The rate is measured by one worker while the others wait, and taken times their number.
@@ -61,13 +63,13 @@ def estimate(settings: RunSettings, device: torch.device, done: int = 0, workers
     rows, task = settings.training.batch_size, settings.task
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
     flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
-    return time_of(flops, settings.model.width, device, workers)
+    return time_for(flops, settings.model.width, device, workers)
 
 
-def time_of(flops: float, width: int, device: torch.device, workers: Workers = ALONE) -> Estimate:
+def time_for(flops: float, width: int, device: torch.device, workers: Workers = SINGLE_WORKER) -> TimeEstimate:
     """The time for so many operations, most of them in matrix products of this width."""
     rate = matmul_rate(min(width, _WIDEST), device) * workers.count
-    return Estimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
+    return TimeEstimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
 
 
 def matmul_rate(width: int, device: torch.device) -> float:

@@ -34,15 +34,15 @@ from loopscope.errors import UserError
 from loopscope.models import LoopedModel, LoopedTransformer, Ouro, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
 from loopscope.objectives import Objective
-from loopscope.progress import Advance, silent
+from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
 from loopscope.training.optimizers import Optimizers
-from loopscope.training.parallel import ALONE, Workers
+from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.settings import Training
 
-STATE = "state.safetensors"
-METRICS = "metrics.jsonl"
-DATA = "data.json"
+STATE_FILE = "state.safetensors"
+METRICS_FILE = "metrics.jsonl"
+DATA_FILE = "data.json"
 _ORDER = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
 
@@ -50,7 +50,7 @@ Losses = Callable[[Any, torch.device], tuple[Tensor, Tensor, Tensor | None]]
 """Of a batch: cross-entropy [T, B], whether the likeliest answer is right [T, B], and the halt logits [T, B]."""
 
 
-class Learning(Protocol):
+class TrainableSettings(Protocol):
     """The settings that all runs have."""
 
     @property
@@ -65,10 +65,10 @@ class Batch(Protocol):
         """These rows alone: a worker's share."""
 
 
-class Run(ABC):
+class TrainingRun(ABC):
     """What is trained, and on what."""
 
-    settings: Any  # `Learning`, and more
+    settings: Any  # `TrainableSettings`, and more
     folder: Path
 
     @property
@@ -109,11 +109,11 @@ class RunResult:
         for entry in reversed(self.metrics):
             if "validation_accuracy" in entry:
                 return entry
-        raise UserError(f"{self.folder / METRICS} has lost its last lines; train the run again in another folder.")
+        raise UserError(f"{self.folder / METRICS_FILE} has lost its last lines; train the run again in another folder.")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What a step measured, still on its device: a number is fetched only when it is wanted."""
 
     loss: Tensor
@@ -122,7 +122,7 @@ class Outcome:
     gradient_norm: Tensor
     learning_rate: float
 
-    def over(self, workers: Workers) -> "Outcome":
+    def over(self, workers: Workers) -> "StepOutcome":
         """The same of the whole batch; gradients are averaged already."""
         loss, loop_loss, loop_accuracy = map(workers.mean, (self.loss, self.loop_loss, self.loop_accuracy))
         return replace(self, loss=loss, loop_loss=loop_loss, loop_accuracy=loop_accuracy)
@@ -137,37 +137,39 @@ class Outcome:
         }
 
 
-def train_run(run: Run, device: torch.device, progress: Advance = silent, workers: Workers = ALONE) -> RunResult:
+def train_run(
+    run: TrainingRun, device: torch.device, progress: ProgressCallback = silent, workers: Workers = SINGLE_WORKER
+) -> RunResult:
     """Trains the run in its folder, from its beginning or from where it was interrupted."""
     folder, steps = run.folder, run.settings.training.steps
     workers.share(run.settings.training.batch_size)
     with ExitStack() as held:
         with workers.together():
-            if workers.leads:
+            if workers.is_main:
                 _claim(run)
                 if not (folder / WEIGHTS).is_file():
                     held.enter_context(_lock(folder))
                 else:
-                    (folder / STATE).unlink(missing_ok=True)
+                    (folder / STATE_FILE).unlink(missing_ok=True)
         if (folder / WEIGHTS).is_file():
             return RunResult(folder, steps, _read_metrics(folder, steps))
         held.enter_context(deterministic())
         return _train(run, device, progress, workers)
 
 
-def _train(run: Run, device: torch.device, progress: Advance, workers: Workers) -> RunResult:
+def _train(run: TrainingRun, device: torch.device, progress: ProgressCallback, workers: Workers) -> RunResult:
     folder, settings = run.folder, run.settings
     every = settings.training
     with workers.together():
-        if workers.leads:
+        if workers.is_main:
             remove_scratch(folder)
             run.prepare()
     with workers.together():
         model = run.initial_model().to(device)
         optimizers = Optimizers(model, every)
         start = _restore(folder, model, optimizers)
-        if workers.leads:
-            write_bytes(folder / METRICS, b"".join(map(_line, _read_metrics(folder, start))))
+        if workers.is_main:
+            write_bytes(folder / METRICS_FILE, b"".join(map(_line, _read_metrics(folder, start))))
         batch_of = run.batches()
     losses = workers.replicated(run.losses(model))
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
@@ -189,26 +191,26 @@ def _train(run: Run, device: torch.device, progress: Advance, workers: Workers) 
             note = f"loss {outcome.loss.item():.3f}"
         if logging or validating or saving:
             with workers.together():
-                if logging and workers.leads:
+                if logging and workers.is_main:
                     _log(folder, {"step": done, **outcome.numbers()})
-                if validating and workers.leads:
+                if validating and workers.is_main:
                     _log(folder, {"step": done, **run.validate(model, device)})
-                if saving and not last and workers.leads:
+                if saving and not last and workers.is_main:
                     _save(folder, model, optimizers, done)
         progress(done, every.steps, note)
     with workers.together():
-        if workers.leads:
+        if workers.is_main:
             _write_tensors(folder / WEIGHTS, _weights(model))
-            (folder / STATE).unlink(missing_ok=True)
+            (folder / STATE_FILE).unlink(missing_ok=True)
     return RunResult(folder, start, _read_metrics(folder, every.steps))
 
 
 def steps_done(folder: Path) -> int:
     """How many steps of the run in `folder` need not be done again; all of a finished run."""
     if (folder / WEIGHTS).is_file():
-        run = run_of(folder)
+        run = trained_with(folder)
         return 0 if run is None else int(run["training"]["steps"])
-    if not (folder / STATE).is_file():
+    if not (folder / STATE_FILE).is_file():
         return 0
     with _open_state(folder) as file:
         return _saved_step(file)
@@ -217,21 +219,23 @@ def steps_done(folder: Path) -> int:
 def logged_steps(folder: Path) -> int:
     """How far the run in `folder` has come, as it said last; it may have to repeat some of it."""
     try:
-        return int(json.loads((folder / METRICS).read_bytes().splitlines()[-1])["step"])
+        return int(json.loads((folder / METRICS_FILE).read_bytes().splitlines()[-1])["step"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return 0
 
 
 def train_step(
-    answers: Losses, optimizers: Optimizers, batch: Any, step: int, settings: Learning, device: torch.device
-) -> Outcome:
+    answers: Losses, optimizers: Optimizers, batch: Any, step: int, settings: TrainableSettings, device: torch.device
+) -> StepOutcome:
     """One step of training on this batch."""
     loss, losses, correct = _backward(answers, batch, settings, device)
     rate, norm = optimizers.step(step)
-    return Outcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
+    return StepOutcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
 
 
-def _backward(answers: Losses, batch: Any, settings: Learning, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    answers: Losses, batch: Any, settings: TrainableSettings, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
     with _autocast(settings, device):
         losses, correct, gate_logits = answers(batch, device)
@@ -256,11 +260,11 @@ def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int
     return rows
 
 
-def _claim(run: Run) -> None:
+def _claim(run: TrainingRun) -> None:
     """Makes the run's folder its own, or finds that it is; another run's folder is refused."""
     folder = run.folder
     if (folder / CONFIG).is_file():
-        before = run_of(folder)
+        before = trained_with(folder)
         if before is None:
             raise UserError(f"{folder} holds a checkpoint that was not trained here; choose another --out.")
         if changed := differences(before, run.config["run"]):
@@ -274,7 +278,7 @@ def _claim(run: Run) -> None:
     write_json(folder / CONFIG, run.config)
 
 
-def run_of(folder: Path) -> dict[str, Any] | None:
+def trained_with(folder: Path) -> dict[str, Any] | None:
     """The settings of the run that trained the checkpoint in `folder`; None if it was not trained here."""
     if read_json(ModelType, folder / CONFIG, "run configuration").model_type == "loopscope":
         return read_checkpoint_config(folder).run
@@ -288,7 +292,7 @@ class _Trained(msgspec.Struct, frozen=True):
 def _save(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int) -> None:
     tensors = {f"model.{name}": value for name, value in _weights(model).items()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizers.tensors().items()}
-    _write_tensors(folder / STATE, tensors, {"step": str(step)})
+    _write_tensors(folder / STATE_FILE, tensors, {"step": str(step)})
 
 
 def _weights(model: LoopedModel) -> dict[str, Tensor]:
@@ -298,7 +302,7 @@ def _weights(model: LoopedModel) -> dict[str, Tensor]:
 
 def _restore(folder: Path, model: LoopedModel, optimizers: Optimizers) -> int:
     """Puts the run back to its last saved state; returns the number of steps done."""
-    if not (folder / STATE).is_file():
+    if not (folder / STATE_FILE).is_file():
         return 0
     with _open_state(folder) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
@@ -311,10 +315,12 @@ def _restore(folder: Path, model: LoopedModel, optimizers: Optimizers) -> int:
 @contextmanager
 def _open_state(folder: Path) -> Iterator[Any]:
     try:
-        with safe_open(folder / STATE, framework="pt") as file:
+        with safe_open(folder / STATE_FILE, framework="pt") as file:
             yield file
     except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
-        raise UserError(f"{folder / STATE} cannot be read ({error}); remove it, and the run begins again.") from None
+        raise UserError(
+            f"{folder / STATE_FILE} cannot be read ({error}); remove it, and the run begins again."
+        ) from None
 
 
 def _saved_step(file: Any) -> int:
@@ -335,7 +341,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
 
 
 def _log(folder: Path, entry: dict[str, Any]) -> None:
-    with (folder / METRICS).open("ab", buffering=0) as file:
+    with (folder / METRICS_FILE).open("ab", buffering=0) as file:
         file.write(_line(entry))
 
 
@@ -345,17 +351,17 @@ def _line(entry: dict[str, Any]) -> bytes:
 
 def _read_metrics(folder: Path, steps: int) -> list[dict[str, Any]]:
     """What the first `steps` steps logged; a killed run may have logged more, and its last line may be cut off."""
-    if not (folder / METRICS).is_file():
+    if not (folder / METRICS_FILE).is_file():
         return []
-    lines = (folder / METRICS).read_bytes().split(b"\n")[:-1]
+    lines = (folder / METRICS_FILE).read_bytes().split(b"\n")[:-1]
     try:
         entries = [json.loads(line) for line in lines]
         return [entry for entry in entries if entry["step"] <= steps]
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{folder / METRICS} was altered; train the run again in another folder.") from None
+        raise UserError(f"{folder / METRICS_FILE} was altered; train the run again in another folder.") from None
 
 
-def _autocast(settings: Learning, device: torch.device) -> AbstractContextManager[Any]:
+def _autocast(settings: TrainableSettings, device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cuda" and settings.training.bf16:
         return torch.autocast("cuda", torch.bfloat16)
     return nullcontext()

@@ -30,7 +30,7 @@ class Workers:
     count: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the worker that writes and speaks."""
         return self.rank == 0
 
@@ -66,23 +66,23 @@ class Workers:
         try:
             yield
         except Exception as error:
-            self._tell(str(error) or type(error).__name__)
+            self._exchange(str(error) or type(error).__name__)
             raise
-        for words in self._tell(""):
-            if words:
-                raise UserError(words)
+        for message in self._exchange(""):
+            if message:
+                raise UserError(message)
 
-    def _tell(self, words: str) -> list[str]:
-        told = [""] * self.count
-        dist.all_gather_object(told, words)
-        return told
+    def _exchange(self, message: str) -> list[str]:
+        messages = [""] * self.count
+        dist.all_gather_object(messages, message)
+        return messages
 
 
-ALONE = Workers()
+SINGLE_WORKER = Workers()
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Workers]:
+def join_workers(device: str) -> Iterator[Workers]:
     """The workers that torchrun started, on `cpu` or each on its own CUDA device; without torchrun, one alone.
 
     The group is left at the end, and after an error that all workers have. After any other error it is not: leaving it
@@ -90,7 +90,7 @@ def joined(device: str) -> Iterator[Workers]:
     """
     count = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
     if count == 1:
-        yield ALONE
+        yield SINGLE_WORKER
         return
     cuda = device == "cuda" and torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
@@ -108,7 +108,7 @@ def joined(device: str) -> Iterator[Workers]:
     dist.destroy_process_group()
 
 
-def leave(code: int) -> NoReturn:
+def exit_worker(code: int) -> NoReturn:
     """Ends a worker whose work is done, at once: threads of its group may outlive the interpreter and abort it."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -72,7 +72,7 @@ def read_settings(source: str, overrides: list[str]) -> RunSettings:
     return build(RunSettings, with_overrides(_tables(source), overrides), source)
 
 
-def settings_of(run: Path) -> RunSettings:
+def read_run_settings(run: Path) -> RunSettings:
     """The settings of the run in a folder."""
     if not run.is_dir():
         raise UserError(f"There is no folder {run}; give the folder of a finished run.")

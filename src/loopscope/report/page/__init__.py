@@ -10,22 +10,30 @@ from importlib.resources import files
 import vl_convert
 from jinja2 import Environment
 
-from loopscope.report.explored import Explored
+from loopscope.analysis.schema import Results
+from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.report.page.content import cards, made_of, scope
-from loopscope.report.page.data import head_of, packed, thinned
+from loopscope.report.page.data import Marker, packed, page_head, thinned
 from loopscope.report.products import Product
-from loopscope.report.schema import Results
 
 LARGEST = 8_000_000
 """Bytes that the page may have; what is too much is left out of the parts of single models."""
-_SCRIPTS = ("data.js", "charts.js", "tables.js", "frontiers.js", "closer.js", "examples.js", "main.js")
+_SCRIPTS = ("data.js", "charts.js", "tables.js", "frontiers.js", "model.js", "examples.js", "main.js")
 
 
 def render(
-    results: Results, explored: Iterable[Explored], products: Sequence[Product], command: str, again: str
+    results: Results,
+    details: Iterable[ThresholdDetails],
+    products: Sequence[Product],
+    command: str,
+    again: str,
+    markers: Sequence[Marker] = (),
 ) -> str:
-    """The page, which says by what command it was made, and its products `again` (and `--product NAME`)."""
-    everything = list(explored)
+    """The page, which says by what command it was made, and its products `again` (and `--product NAME`).
+
+    `markers` are published numbers that its frontiers show beside the models' own.
+    """
+    everything = list(details)
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
     content = {
         "version": results.loopscope,
@@ -36,7 +44,7 @@ def render(
         "made": made_of(results),
         "command": command,
         "again": again,
-        "head": packed(head_of(results, everything)),
+        "head": packed(page_head(results, everything, markers)),
         "figures": {each.name: packed(each.figure) for each in products if each.figure is not None},
         "style": _file("page.css"),
         "libraries": vl_convert.javascript_bundle(),  # type: ignore[call-arg]  # its stub is wrong

@@ -5,9 +5,9 @@ from collections import Counter
 from typing import NamedTuple
 
 from loopscope.analysis import Gap, over_seeds
-from loopscope.report.results import run_of
-from loopscope.report.schema import ModelResult, Results
-from loopscope.report.tables import gap_cells, headline, promised
+from loopscope.analysis.labels import recorded_run
+from loopscope.analysis.schema import ModelResult, Results
+from loopscope.report.tables import gap_cells, guarantee_cell, headline
 
 
 class Card(NamedTuple):
@@ -56,7 +56,7 @@ def cards(results: Results) -> list[Card]:
         members = [models[name] for name in group.names]
         verdicts = Counter(each.verdict for _, each in members)
         runs = [_run(*each) for each in members]
-        first = {name: said for name, (said, _) in runs[0].gaps.items()}
+        first = {name: cell for name, (cell, _) in runs[0].gaps.items()}
         gaps = _over([each for _, each in members], first) if len(members) > 1 else first
         made.append(Card(label, blamed, dict(verdicts), best_loop, fixed, gate, best, gaps, runs))
     return made
@@ -64,18 +64,18 @@ def cards(results: Results) -> list[Card]:
 
 def _run(place: int, model: ModelResult) -> RunCard:
     gaps = {
-        name: ("its gate is the best readout", "") if gap and gap.first == gap.second else (said, _subtracted(gap))
-        for (name, gap), said in zip(model.diagnosis.gaps.items(), gap_cells(model, shares=False), strict=True)
+        name: ("its gate is the best readout", "") if gap and gap.first == gap.second else (cell, _subtracted(gap))
+        for (name, gap), cell in zip(model.diagnosis.gaps.items(), gap_cells(model, shares=False), strict=True)
     }
     certified = [
-        f"{each.readout} at {each.threshold:.4g} ({promised(each.promise)}): "
+        f"{each.readout} at {each.threshold:.4g} ({guarantee_cell(each.guarantee)}): "
         f"{each.held_out.average_loops.value:.2f} loops on its test examples"
-        + (f"; the promise was {kept.verdict}." if (kept := each.held_out.promise) else ".")
+        + (f"; the promise was {kept.verdict}." if (kept := each.held_out.guarantee) else ".")
         for each in model.certified
-        if each.promise is not None
+        if each.guarantee is not None
     ]
-    told = (seed_of(model), model.diagnosis.sentence, gaps, certified, model.refused)
-    return RunCard(model.name, place, _weights(model), *told)
+    summary = (seed_of(model), model.diagnosis.sentence, gaps, certified, model.refused)
+    return RunCard(model.name, place, _weights(model), *summary)
 
 
 def _subtracted(gap: Gap | None) -> str:
@@ -84,18 +84,18 @@ def _subtracted(gap: Gap | None) -> str:
 
 def _over(models: list[ModelResult], first: dict[str, str]) -> dict[str, str]:
     """The gaps over seeds; where they are not all at the target, it says from which accuracy on."""
-    told = {}
+    cells = {}
     for name, absent in first.items():
         gaps = [model.diagnosis.gaps[name] for model in models]
         known = [gap for gap in gaps if gap is not None]
         if not known:
-            told[name] = absent
+            cells[name] = absent
             continue
         values = over_seeds([None if gap is None else gap.value for gap in gaps])
         lowest = min(gap.accuracy for gap in known)
         below = f" (from @{100 * lowest:g}% on)" if lowest < models[0].diagnosis.target else ""
-        told[name] = _uncounted(str(values), len(gaps)) + below
-    return told
+        cells[name] = _uncounted(str(values), len(gaps)) + below
+    return cells
 
 
 def _uncounted(text: str, seeds: int) -> str:
@@ -134,5 +134,5 @@ def _weights(model: ModelResult) -> str:
 
 def seed_of(model: ModelResult) -> str:
     """The training seed; nothing where it is not known."""
-    run = run_of(model.provenance)
+    run = recorded_run(model.provenance)
     return "" if run is None else str(run["training"]["seed"])

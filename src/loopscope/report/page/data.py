@@ -8,21 +8,37 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loopscope.analysis.exploring import OUTCOMES
+from loopscope.analysis.outcomes import OUTCOMES
+from loopscope.analysis.schema import Binned, ModelResult, Results
+from loopscope.analysis.threshold_details import (
+    ExitsByThreshold,
+    ModelDetails,
+    ReadoutCurve,
+    SampledExamples,
+    ThresholdDetails,
+    rounded,
+)
 from loopscope.report.charts import DARK, MODELS, Specification, Style, styles_of
-from loopscope.report.explored import Curve, Deep, DeepLine, ExampleSheet, Explored, rounded
-from loopscope.report.interactive import interactive
-from loopscope.report.markers import Marker, markers
+from loopscope.report.page.charts import page_charts
 from loopscope.report.page.content import seed_of
-from loopscope.report.schema import Binned, ModelResult, Results
 from loopscope.report.tables import gap_cells
 
 _STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
 """Examples a model, characters of each, and difficulties, in the order in which they are tried."""
 
 
+class Marker(msgspec.Struct, frozen=True):
+    """A published number, beside the models that match it."""
+
+    names: list[str]  # of the models that it belongs to
+    readout: str
+    loops: float
+    accuracy: float
+    text: str
+
+
 class PageGap(msgspec.Struct, frozen=True):
-    said: str
+    text: str
     blamed: bool
     value: float | None
     low: float | None
@@ -40,10 +56,10 @@ class PageModel(msgspec.Struct, frozen=True):
     examples: int
     best: str  # the readout that validation chooses
     gaps: dict[str, PageGap]
-    curves: list[Curve]
+    curves: list[ReadoutCurve]
 
 
-class Head(msgspec.Struct, frozen=True):
+class PageHead(msgspec.Struct, frozen=True):
     targets: list[float]
     stops: list[float]
     groups: list[str]
@@ -56,17 +72,17 @@ class Head(msgspec.Struct, frozen=True):
     charts: dict[str, Specification]
 
 
-class Part(msgspec.Struct, frozen=True):
+class PageModelDetails(msgspec.Struct, frozen=True):
     """What is looked at one model at a time."""
 
     forced: Binned
     exit_distribution: Binned | None
     signals: dict[str, Binned]
     answers: str  # how an answer is written: as a number, or as a letter
-    deep: Deep
+    deep: ModelDetails
 
 
-def head_of(results: Results, explored: Sequence[Explored]) -> Head:
+def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Sequence[Marker]) -> PageHead:
     groups = {name: number for number, group in enumerate(results.groups) for name in group.names}
     models = [
         PageModel(
@@ -80,34 +96,34 @@ def head_of(results: Results, explored: Sequence[Explored]) -> Head:
             gaps=_gaps(model),
             curves=own.curves,
         )
-        for model, own in zip(results.models, explored, strict=True)
+        for model, own in zip(results.models, details, strict=True)
     ]
-    return Head(
+    return PageHead(
         targets=results.targets,
-        stops=explored[0].stops,
+        stops=details[0].stops,
         groups=[group.label for group in results.groups],
         models=models,
-        paper=markers(results),
+        paper=list(markers),
         styles=styles_of({curve.readout for model in models for curve in model.curves}),
         colours=MODELS,
         dark=DARK,
         outcomes=OUTCOMES,
-        charts=interactive(),
+        charts=page_charts(),
     )
 
 
 def _gaps(model: ModelResult) -> dict[str, PageGap]:
     blamed = [f"{part} gap" for part in model.diagnosis.blamed]
     return {
-        name: PageGap(said, name in blamed, *((gap.value, gap.low, gap.high) if gap else (None, None, None)))
-        for (name, gap), said in zip(model.diagnosis.gaps.items(), gap_cells(model, shares=False), strict=True)
+        name: PageGap(text, name in blamed, *((gap.value, gap.low, gap.high) if gap else (None, None, None)))
+        for (name, gap), text in zip(model.diagnosis.gaps.items(), gap_cells(model, shares=False), strict=True)
     }
 
 
-def thinned(results: Results, explored: Sequence[Explored], room: int) -> tuple[list[str], str]:
+def thinned(results: Results, details: Sequence[ThresholdDetails], room: int) -> tuple[list[str], str]:
     """The part of every model, packed into `room` characters if they can be, and what was left out of them."""
     for most, longest, levels in _STEPS:
-        parts = [packed(_part(*each, most, longest, levels)) for each in zip(results.models, explored, strict=True)]
+        parts = [packed(_part(*each, most, longest, levels)) for each in zip(results.models, details, strict=True)]
         if sum(map(len, parts)) <= room:
             break
     coarse = " Histograms join neighbouring difficulties: the page would be too large." if levels < 50 else ""
@@ -119,9 +135,9 @@ def thinned(results: Results, explored: Sequence[Explored], room: int) -> tuple[
     return parts, note
 
 
-def _part(model: ModelResult, explored: Explored, most: int, longest: int, levels: int) -> Part:
-    deep = _coarser(explored.deep, levels)
-    return Part(
+def _part(model: ModelResult, details: ThresholdDetails, most: int, longest: int, levels: int) -> PageModelDetails:
+    deep = _coarser(details.deep, levels)
+    return PageModelDetails(
         forced=_brief(model.forced_accuracy_by_difficulty),
         exit_distribution=None if model.exit_distribution is None else _brief(model.exit_distribution),
         signals={name: _brief(table) for name, table in model.signals.items()},
@@ -130,7 +146,7 @@ def _part(model: ModelResult, explored: Explored, most: int, longest: int, level
     )
 
 
-def _coarser(deep: Deep, most: int) -> Deep:
+def _coarser(deep: ModelDetails, most: int) -> ModelDetails:
     """Neighbouring difficulties joined until there are at most so many."""
     size = len(deep.levels)
     if size <= most:
@@ -141,12 +157,15 @@ def _coarser(deep: Deep, most: int) -> Deep:
         return np.add.reduceat(np.asarray(values), starts, axis=1).tolist()
 
     middles = [deep.levels[(a + b) // 2] for a, b in zip(starts, [*starts[1:], size], strict=True)]
-    lines = {name: DeepLine(joined(line.exits), joined(line.right), line.outcomes) for name, line in deep.lines.items()}
+    lines = {
+        name: ExitsByThreshold(joined(line.exits), joined(line.right), line.outcomes)
+        for name, line in deep.lines.items()
+    }
     counts = np.add.reduceat(np.asarray(deep.counts), starts).tolist()
     return msgspec.structs.replace(deep, binned=True, levels=middles, counts=counts, lines=lines)
 
 
-def _shorter(sheet: ExampleSheet, most: int, longest: int) -> ExampleSheet:
+def _shorter(sheet: SampledExamples, most: int, longest: int) -> SampledExamples:
     """The first `most` of the examples that were drawn, in the order of the recording, cut at `longest` characters."""
     kept = sorted(range(min(most, len(sheet.rows))), key=sheet.rows.__getitem__)
 
@@ -154,7 +173,7 @@ def _shorter(sheet: ExampleSheet, most: int, longest: int) -> ExampleSheet:
         return None if values is None else [values[place] for place in kept]
 
     texts: list[str] | None = take(sheet.texts)
-    return ExampleSheet(
+    return SampledExamples(
         rows=take(sheet.rows),
         texts=None if texts is None else [_cut(text, longest) for text in texts],
         labels=take(sheet.labels),

@@ -76,7 +76,7 @@ function exampleRow(example) {
     make("bdi", { className: "clip", textContent: example.text }),
   );
   const sure = sheet.signals.top1?.[place];
-  const said = sheet.answers[place].flatMap((answer, loop) => [
+  const answers = sheet.answers[place].flatMap((answer, loop) => [
     make("span", {
       className: `${example.right[loop] ? "right" : "wrong"}${loop + 1 === example.loop ? " exit" : ""}`,
       textContent: `${answerSaid(answer)}${example.right[loop] ? "✓" : "✗"}${sure ? ` ${(100 * sure[loop]).toFixed(0)} %` : ""}`,
@@ -87,7 +87,7 @@ function exampleRow(example) {
     open,
     sheet.difficulty ? short(sheet.difficulty[place]) : "",
     answerSaid(sheet.labels[place]),
-    make("span", { className: "said" }, ...said),
+    make("span", { className: "answers" }, ...answers),
     String(example.loop),
     head.outcomes[example.outcome],
   ];
@@ -137,7 +137,7 @@ function showExample(example) {
       loop: loop + 1,
       right: example.right[loop] ? "right" : "wrong",
       answer: answerSaid(sheet.answers[place][loop]),
-      said: percent(value),
+      text: percent(value),
     })),
   );
   chart.parentNode.hidden = !rows.length;

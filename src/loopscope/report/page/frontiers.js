@@ -128,7 +128,7 @@ function shownLines() {
   );
 }
 
-const thresholdSaid = (curve, place) =>
+const thresholdText = (curve, place) =>
   curve.thresholds.length === 0
     ? "none: knows the labels"
     : curve.readout === "fixed"
@@ -160,7 +160,7 @@ function pointRows({ model, curve, shape, colour, dash, index }) {
       tip: {
         model: model.label,
         readout: curve.readout + (certified ? " (calibrated)" : ""),
-        threshold: thresholdSaid(curve, place),
+        threshold: thresholdText(curve, place),
         accuracy: accuracySaid(curve, place),
         "average loops": averageSaid(curve, place),
       },
@@ -209,7 +209,7 @@ function besideRows(shown, stop) {
               row(`paper ${number}`, marker, line.colour, {
                 shape: PAPER,
                 size: 110,
-                tip: { "the paper": marker.said },
+                tip: { "the paper": marker.text },
               }),
             ]
           : [];
@@ -223,7 +223,7 @@ function updateFrontiers() {
   const target = head.stops[stop];
   const name = `D@${short(100 * target)}`;
   const shown = shownLines();
-  $("target-said").textContent = `${short(100 * target)} %`;
+  $("target-text").textContent = `${short(100 * target)} %`;
   const reached = shown.filter(({ curve }) => curve.depth[stop] !== null);
   const least = reached
     .filter(({ curve }) => curve.readout !== "oracle")

@@ -16,11 +16,11 @@ function gapCharts() {
   for (const place of document.querySelectorAll("[data-gap]")) {
     const { gap } = place.dataset;
     const rows = head.models.flatMap((model, index) => {
-      const { value, low, high, blamed, said } = model.gaps[gap];
+      const { value, low, high, blamed, text } = model.gaps[gap];
       const look = { colour: blamed ? BLAMED[gap] : "#8A8A8A", shape: blamed ? "diamond" : "circle" };
       return value === null
         ? []
-        : [{ ...every[index], value, low, high, text: said, said: blamed ? "blamed" : "not blamed", ...look }];
+        : [{ ...every[index], value, low, high, gap: text, text: blamed ? "blamed" : "not blamed", ...look }];
     });
     if (rows.length) draw(place, gap.replace(" ", "-"), head.charts.gap, { gaps: rows, every });
     else place.replaceChildren(make("p", { className: "note", textContent: ABSENT[gap] }));

@@ -61,11 +61,11 @@ async function copy(text) {
 function sort(table, column, ascending) {
   const body = table.tBodies[0];
   const rows = [...body.rows].map((row) => ({ row, text: row.cells[column]?.textContent.trim() ?? "" }));
-  const said = rows.filter(({ text }) => text && !text.startsWith("N/A"));
-  const numbers = said.filter(({ text }) => NUMBER.test(text));
-  const words = new Set(said.map(({ text }) => text).filter((text) => !NUMBER.test(text)));
+  const filled = rows.filter(({ text }) => text && !text.startsWith("N/A"));
+  const numbers = filled.filter(({ text }) => NUMBER.test(text));
+  const words = new Set(filled.map(({ text }) => text).filter((text) => !NUMBER.test(text)));
   const numeric = numbers.length > 0 && words.size <= numbers.length; // a few words, such as "no gate", are no values
-  const known = numeric ? numbers : said;
+  const known = numeric ? numbers : filled;
   const key = ({ text }) => (numeric ? Number(text.match(NUMBER)[0].replaceAll(",", "").replace("−", "-")) : text);
   const compare = numeric
     ? (a, b) => key(a) - key(b) || 0

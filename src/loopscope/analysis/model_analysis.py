@@ -1,0 +1,237 @@
+"""From the recordings of some models to everything that a report says, as data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loopscope.analysis import (
+    ORDERED_SIGNALS,
+    ByDifficulty,
+    Gap,
+    Paired,
+    Side,
+    Subject,
+    depth_gap,
+    diagnose,
+    difficulty_ordering,
+    exit_distribution,
+    exits,
+    forced_accuracy,
+    forced_cross_entropy,
+    hold_out,
+    interval,
+    paired,
+    resampled_sums,
+    signal_by_difficulty,
+)
+from loopscope.analysis.benchmarks import benchmark_result
+from loopscope.analysis.bootstrap import Curves
+from loopscope.analysis.labels import model_label, recorded_run
+from loopscope.analysis.results import assemble_results
+from loopscope.analysis.schema import Binned, Certified, Extrapolation, FrontierResult, ModelResult, Results, Selected
+from loopscope.analysis.threshold_details import ThresholdDetails, detailed_frontier, threshold_details
+from loopscope.config import digest
+from loopscope.errors import UserError
+from loopscope.exits import SIGNALS, ExitPolicy, FittedGate, Frontier, attach, sweep
+from loopscope.exits.readouts import POST_HOC
+from loopscope.exits.signals import FITTED
+from loopscope.exits.thresholds import available_readouts
+from loopscope.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class ModelRecordings:
+    """The recordings of a model, and what was fitted to it."""
+
+    name: str
+    validation: Trajectory
+    test: Trajectory
+    extrapolation: Trajectory | None = None
+    gates: Mapping[str, FittedGate] = field(default_factory=dict)
+    unseen_only: bool = False  # whether examples that training had are left out of the first two
+    whole_test: Trajectory | None = None  # the test recording before any were left out: a promise says whom it counts
+    policies: Sequence[ExitPolicy] = ()  # calibrated ones
+    refused: Sequence[str] = ()  # promises that could not be made
+
+    @cached_property
+    def subject(self) -> Subject:
+        return Subject(self.validation, self.test)
+
+
+def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
+    """The recordings in `run/recordings` (or in `run` itself): `validation` and `test`."""
+    folder = run / "recordings" if (run / "recordings").is_dir() else run
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {run}; give a run whose validation and test splits are recorded.")
+    for split in ("validation", "test"):
+        if not (folder / split).is_dir():
+            raise UserError(
+                f"{folder} has no recording '{split}'; make it with: loopscope record task {run} --split {split}."
+            )
+    whole = {split: Trajectory.load(folder / split) for split in ("validation", "test")}
+    validation, test = (only_unseen(each, unseen_only, folder / split) for split, each in whole.items())
+    return ModelRecordings(run.resolve().name, validation, test, unseen_only=unseen_only, whole_test=whole["test"])
+
+
+def only_unseen(trajectory: Trajectory, unseen_only: bool, folder: Path) -> Trajectory:
+    """The recording in `folder`, or only those of its examples that training did not have."""
+    try:
+        return trajectory.unseen() if unseen_only else trajectory
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
+
+
+def analyse_models(
+    sources: Sequence[ModelRecordings], reference: str | None, targets: Sequence[float]
+) -> tuple[Results, list[ThresholdDetails]]:
+    """Analyses every model, the others against the reference."""
+    names = [source.name for source in sources]
+    if len(set(names)) != len(names):
+        raise UserError("Two of the runs have the same name; give their folders different names.")
+    if reference is not None and reference not in names:
+        raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(names)}.")
+    against = None if reference is None else sources[names.index(reference)]
+    analysed = [analyse_model(source, against, targets) for source in sources]
+    return assemble_results([each.result for each in analysed], targets), [each.details for each in analysed]
+
+
+class ModelAnalysis(NamedTuple):
+    """What is said of a model, and what its page can look up beside it."""
+
+    result: ModelResult
+    details: ThresholdDetails
+
+
+def analyse_model(
+    source: ModelRecordings, reference: ModelRecordings | None, targets: Sequence[float]
+) -> ModelAnalysis:
+    """Everything that is said of one model, some of it against a reference (which it may be itself)."""
+    test = source.test
+    own = {policy.readout.removeprefix(FITTED): policy.gate for policy in source.policies if policy.gate is not None}
+    gates = {**own, **source.gates}
+    validation, evaluation = (attach(recording, gates) for recording in (source.validation, test))
+    provenance = dict(test.provenance)
+    certified = [
+        Certified(policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test))
+        for policy in source.policies
+    ]
+    signals = [name for name in SIGNALS if name in available_readouts(test)]
+    entropy = test.logits is not None or test.label_log_probs is not None
+    frontiers = [sweep(name, validation, evaluation) for name in available_readouts(validation, evaluation)]
+    details = [detailed_frontier(frontier, source.policies, evaluation) for frontier in frontiers]
+    result = ModelResult(
+        name=source.name,
+        label=model_label(provenance, source.name),
+        group=_group(provenance, source.name),
+        is_reference=reference is source,
+        unseen_only=source.unseen_only,
+        provenance=provenance,
+        validation_examples=source.validation.num_examples,
+        test_examples=test.num_examples,
+        forced_accuracy=test.correct.mean(axis=0).tolist(),
+        forced_cross_entropy=test.cross_entropy.mean(axis=0).tolist() if entropy else None,
+        forced_accuracy_by_difficulty=_binned(forced_accuracy(test)),
+        forced_cross_entropy_by_difficulty=_binned(forced_cross_entropy(test)) if entropy else None,
+        exit_distribution=_binned(exit_distribution(test)) if "gate" in signals else None,
+        signals={name: _binned(signal_by_difficulty(name, test)) for name in signals},
+        ordering={
+            name: difficulty_ordering(name, test)
+            for name in ORDERED_SIGNALS
+            if name in signals and test.difficulty is not None
+        },
+        frontiers=[frontier_result(each.frontier, each.grid, targets, evaluation) for each in details],
+        diagnosis=diagnose(source.subject, None if reference is None else reference.subject, targets[0]),
+        paired=_paired({frontier.readout: frontier for frontier in frontiers}, source, evaluation, reference),
+        fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, targets[0]),
+        extrapolation=None if source.extrapolation is None else _extrapolation(source.extrapolation),
+        certified=certified,
+        refused=list(source.refused),
+        benchmark=benchmark_result(source.name, test),
+    )
+    return ModelAnalysis(result, threshold_details(details, certified, evaluation, targets))
+
+
+def frontier_result(
+    frontier: Frontier, curves: Curves, targets: Sequence[float], evaluation: Trajectory
+) -> FrontierResult:
+    """`curves` are the frontier's own, resampled."""
+    point = frontier.select()
+    means = resampled_sums(exits(point.policy, evaluation)) / evaluation.num_examples
+    return FrontierResult(
+        frontier.readout,
+        [] if frontier.readout == "oracle" else frontier.thresholds.tolist(),
+        frontier.accuracy.tolist(),
+        frontier.average_loops.tolist(),
+        {f"{target:g}": frontier.depth_at(target) for target in targets},
+        {f"{target:g}": interval(curves.depth_at(target)) for target in targets},
+        {f"{target:g}": frontier.calibration_depth_at(target) for target in targets},
+        Selected(
+            point.policy.threshold,
+            point.accuracy,
+            point.average_loops,
+            point.calibration_accuracy,
+            point.calibration_average_loops,
+            interval(means[:, 0]),
+            interval(means[:, 1]),
+        ),
+    )
+
+
+def _paired(
+    frontiers: dict[str, Frontier], source: ModelRecordings, evaluation: Trajectory, reference: ModelRecordings | None
+) -> list[Paired]:
+    """The model's own gate against the most accurate readout that needs no gate, and against the reference's margin."""
+    if "gate" not in frontiers:
+        return []
+    others = [name for name in POST_HOC if name in frontiers]
+    points = {name: frontiers[name].select() for name in ("gate", *others)}
+    gate = Side("gate", points["gate"].policy, evaluation)
+    found = []
+    if others:
+        best = min(others, key=lambda name: points[name].rank)
+        found.append(paired(gate, Side(best, points[best].policy, evaluation)))
+    if (
+        reference is not None
+        and reference is not source
+        and np.array_equal(reference.test.required_labels, source.test.required_labels)
+    ):
+        margin = sweep("margin", reference.validation, reference.test).select().policy
+        found.append(paired(gate, Side("margin on the reference", margin, reference.test)))
+    return found
+
+
+def _fitted_gaps(
+    validation: Trajectory, evaluation: Trajectory, gates: Mapping[str, FittedGate], target: float
+) -> list[Gap]:
+    if not gates:
+        return []
+    subject = Subject(validation, evaluation)
+    other = "gate" if subject.has_gate else "margin"
+    gaps = (depth_gap(target, (subject, FITTED + name), (subject, other)) for name in gates)
+    return [gap for gap in gaps if gap is not None]
+
+
+def _extrapolation(recording: Trajectory) -> Extrapolation:
+    names = [name for name in SIGNALS if name in available_readouts(recording)]
+    return Extrapolation(
+        recording.num_examples,
+        _binned(forced_accuracy(recording)),
+        {name: _binned(signal_by_difficulty(name, recording)) for name in names},
+    )
+
+
+def _group(provenance: dict[str, Any], name: str) -> str:
+    run = recorded_run(provenance)
+    if run is None:
+        return name
+    training = {key: value for key, value in run["training"].items() if key != "seed"}
+    return digest({**run, "training": training})[:16]
+
+
+def _binned(table: ByDifficulty) -> Binned:
+    values = [[None if np.isnan(value) else value for value in row] for row in table.values.tolist()]
+    return Binned([float(level) for level in table.levels], table.counts, values)

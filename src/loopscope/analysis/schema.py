@@ -1,0 +1,143 @@
+"""What `results.json` holds. The schema is versioned and described in docs/results.md.
+
+It holds no dates and no host names: the same artifacts give the same bytes.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired
+from loopscope.analysis.latency import QuestionBench
+from loopscope.exits.guarantee import Guarantee
+
+RESULTS_SCHEMA = 4
+
+
+class Binned(msgspec.Struct, frozen=True):
+    levels: list[float]
+    counts: list[int]
+    values: list[list[float | None]]  # [levels][loops]; null where there is no value
+
+
+class Selected(msgspec.Struct, frozen=True):
+    """The operating point that validation chose."""
+
+    threshold: float | None
+    accuracy: float
+    average_loops: float
+    calibration_accuracy: float
+    calibration_average_loops: float
+    accuracy_interval: Interval | None
+    loops_interval: Interval | None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By which validation prefers one point to another: the most accurate first, ties to fewer loops."""
+        return -self.calibration_accuracy, self.calibration_average_loops
+
+
+class FrontierResult(msgspec.Struct, frozen=True):
+    readout: str
+    thresholds: list[float]
+    accuracy: list[float]
+    average_loops: list[float]
+    depth_at: dict[str, float | None]  # on the evaluation curve, as in the paper
+    depth_interval: dict[str, Interval | None]  # over test examples
+    calibration_depth_at: dict[str, float | None]
+    selected: Selected
+
+
+class Extrapolation(msgspec.Struct, frozen=True):
+    """Examples harder than those of training."""
+
+    examples: int
+    forced_accuracy_by_difficulty: Binned
+    signals: dict[str, Binned]
+
+
+class Certified(msgspec.Struct, frozen=True):
+    """A calibrated policy, and how it did on test data."""
+
+    readout: str
+    threshold: float | None
+    guarantee: Guarantee | None  # None: used without it
+    held_out: HeldOut
+
+
+class SubjectResult(msgspec.Struct, frozen=True):
+    """The questions of a benchmark that are of one subject."""
+
+    name: str
+    questions: int
+    accuracy: list[float]  # of every loop, by the metric that is scored
+
+
+class BenchmarkResult(msgspec.Struct, frozen=True):
+    """Which checkpoint answered which benchmark, and what else its answers say."""
+
+    model: str
+    name: str
+    title: str
+    metric: str  # that is scored
+    accuracy: dict[str, list[float]]  # metric -> of every loop
+    subjects: list[SubjectResult]
+
+
+class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str
+    label: str
+    group: str  # the same for runs that differ in their seed only
+    is_reference: bool
+    unseen_only: bool  # whether examples that training had were left out
+    provenance: dict[str, Any]
+    validation_examples: int
+    test_examples: int
+    forced_accuracy: list[float]
+    forced_cross_entropy: list[float] | None
+    forced_accuracy_by_difficulty: Binned
+    forced_cross_entropy_by_difficulty: Binned | None
+    exit_distribution: Binned | None
+    signals: dict[str, Binned]
+    ordering: dict[str, Ordering]
+    frontiers: list[FrontierResult]
+    diagnosis: Diagnosis
+    paired: list[Paired]  # at the operating points that validation chose
+    fitted_gaps: list[Gap]  # D@X of every fitted gate minus that of the model's own gate, or of margin without one
+    extrapolation: Extrapolation | None
+    certified: list[Certified]
+    refused: list[str]  # why a promise that was asked for could not be made
+    benchmark: BenchmarkResult | None = None  # where the examples are a benchmark's questions
+
+    @property
+    def verdict(self) -> str:
+        return "the reference" if self.is_reference else self.diagnosis.verdict
+
+    def frontier(self, readout: str) -> FrontierResult | None:
+        return next((frontier for frontier in self.frontiers if frontier.readout == readout), None)
+
+    def best(self, readouts: Iterable[str]) -> FrontierResult | None:
+        """Of these readouts the one that validation prefers."""
+        found = [frontier for name in readouts if (frontier := self.frontier(name)) is not None]
+        return min(found, key=lambda frontier: frontier.selected.rank, default=None)
+
+
+class GroupResult(msgspec.Struct, frozen=True):
+    """Runs that differ in their seed only, together."""
+
+    label: str
+    names: list[str]
+    depth_at: dict[str, dict[str, OverSeeds]]  # readout -> target -> over the runs
+    selected_accuracy: dict[str, OverSeeds]  # readout -> of the operating points chosen on validation
+    selected_loops: dict[str, OverSeeds]
+    ordering: dict[str, OverSeeds]  # signal -> the bin-mean correlation over the runs
+
+
+class Results(msgspec.Struct, frozen=True, omit_defaults=True):
+    schema_version: int
+    loopscope: str
+    targets: list[float]
+    models: list[ModelResult]
+    groups: list[GroupResult]
+    latency: list[QuestionBench] = []  # of checkpoints whose exits were timed

@@ -1,0 +1,303 @@
+"""Are promises kept, and what do they cost? Thousands of calibrations on populations whose truth is known.
+
+A population is a large recording; a calibration data set is drawn from it with replacement, so that the risk of a
+threshold is known: its loss on the whole population. Beside the promise stands what is usual: the laxest threshold
+whose loss on the same data is within the limit. The cost is told against hindsight: the fewest loops of any threshold
+of the readout whose risk is within the limit.
+
+Shapes: N examples of the population, T loops.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy, calibrate, conformal_risk_control, signal
+from loopscope.exits.losses import losses, lost_at, risk_groups
+from loopscope.exits.refusals import NotProven
+from loopscope.exits.sweep import crossings, totals
+from loopscope.exits.thresholds import available_readouts, gap_grid
+from loopscope.progress import ProgressCallback, silent
+from loopscope.trajectory import Trajectory
+
+MAX_DROP, CONFIDENCE = 0.01, 0.95
+SIZES = (500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
+LOOPS = 6
+_UNIVERSE = 40_000
+_SEQUENCE = 20
+_POINTS = 10_000
+_PRICED = ("calm", "overthinking", "not monotone")
+
+Array = NDArray[Any]
+Method = Callable[[Trajectory], ExitPolicy]
+
+
+@dataclass(frozen=True)
+class Population:
+    name: str
+    trajectory: Trajectory
+    risk_target: Mapping[str, Any] = field(default_factory=dict)  # what `calibrate` is asked for, beyond the defaults
+
+    @property
+    def loss(self) -> Any:
+        return self.risk_target.get("loss", "gap")
+
+
+class Coverage(msgspec.Struct, frozen=True):
+    """One method on one population, over many calibrations."""
+
+    population: str
+    method: str
+    examples: int
+    calibrations: int
+    refused: int  # these exit nowhere early: no risk, full depth
+    broken: float  # share of calibrations whose threshold has a risk above the limit
+    broken_error: float  # its standard error
+    risk: float  # on average
+    risk_error: float
+    loops: float  # on average
+    hindsight_loops: float
+
+
+class GuaranteeBench(msgspec.Struct, frozen=True):
+    max_drop: float
+    confidence: float
+    coverage: list[Coverage]
+    price: list[Coverage]  # of the promise, for several numbers of examples
+
+
+def bench_guarantees(
+    recordings: Mapping[str, Trajectory], size: int, calibrations: int, progress: ProgressCallback
+) -> GuaranteeBench:
+    """All populations at one size, and the price of the promise on some of them, and on recordings, at several."""
+    known = populations()
+    priced = [each for each in known if each.name in _PRICED]
+    priced += [recorded(name, trajectory) for name, trajectory in recordings.items()]
+    fewer = max(1, calibrations // 5)
+    jobs: list[tuple[Population, int, int, list[str] | None]] = [(each, size, calibrations, None) for each in known]
+    jobs += [(each, count, fewer, ["promise"]) for each in priced for count in SIZES]
+    total, before = sum(job[2] for job in jobs), 0
+    found = []
+    for job in jobs:
+        found += coverage(*job, progress=partial(_shifted, progress, before, total))
+        before += job[2]
+    rows = sum(len(methods(each)) for each in known)
+    return GuaranteeBench(MAX_DROP, CONFIDENCE, found[:rows], found[rows:])
+
+
+def _shifted(progress: ProgressCallback, before: int, total: int, done: int, _: int, note: str) -> None:
+    progress(before + done, total, note)
+
+
+def recorded(name: str, trajectory: Trajectory) -> Population:
+    """A recording as a population: what it holds of its readouts, each computed once."""
+    if trajectory.sequences is not None:
+        raise UserError("A recording of sequences cannot be drawn from here; give one with an example a decision.")
+    names = [each for each in available_readouts(trajectory) if each not in ("fixed", "oracle")]
+    if not names or trajectory.num_loops == 1:
+        raise UserError(f"The recording of {name} has one loop, or no signals; give one with logits at every loop.")
+    signals = {each: signal(each, trajectory) for each in names}
+    return Population(name, _recorded(signals, trajectory.correct, trajectory.difficulty), {"readout": "auto"})
+
+
+def populations(seed: int = 0) -> list[Population]:
+    """Synthetic ones: in each, most examples are right from some loop on, and confidence grows from about there."""
+    rng = np.random.default_rng(seed)
+    return [
+        Population("calm", _settling(rng), {"readout": "margin"}),
+        Population("overthinking", _overthinking(rng), {"readout": "margin"}),
+        Population("overthinking, disagreement", _overthinking(rng), {"readout": "margin", "loss": "disagreement"}),
+        Population("not monotone", _bump(rng), {"readout": "margin"}),
+        Population("eight readouts", _many(rng), {"readout": "auto"}),
+        Population("five difficulties", _levels(rng), {"readout": "margin", "per_difficulty": True}),
+        Population("sequences", _sequences(rng), {"readout": "margin"}),
+    ]
+
+
+def _settling(rng: np.random.Generator) -> Trajectory:
+    """Right from a random loop on (3 % never), by chance before; confidence grows from about that loop."""
+    confidence, right = _confidence(rng)
+    return _recorded({"margin": confidence}, right)
+
+
+def _confidence(rng: np.random.Generator, later: Array | float = 0.0) -> tuple[Array, Array]:
+    size = _UNIVERSE
+    settled = np.minimum(rng.geometric(0.55, size) + later, LOOPS)[:, None]
+    loop = np.arange(1, LOOPS + 1)
+    confidence = 1.2 * (loop - settled) + rng.normal(size=(size, 1)) + rng.normal(0, 0.7, (size, LOOPS))
+    right = (loop >= settled) | (rng.random((size, LOOPS)) < 0.3)
+    right[rng.random(size) < 0.03] = False
+    return confidence, right
+
+
+def _overthinking(rng: np.random.Generator) -> Trajectory:
+    """A tenth of the examples are right up to loop 3 and wrong after it; a twentieth waver at loops 3 and 4."""
+    confidence, right = _confidence(rng)
+    kind = rng.random(_UNIVERSE)
+    right[kind < 0.10] = np.arange(1, LOOPS + 1) <= 3
+    wavering = (kind >= 0.10) & (kind < 0.15)
+    right[wavering] = ~np.isin(np.arange(1, LOOPS + 1), (3, 4))
+    return _recorded({"margin": confidence}, right)
+
+
+def _bump(rng: np.random.Generator) -> Trajectory:
+    """Some are most confident where they are wrong, at loop 2, and right before: the risk rises, falls, and rises."""
+    confidence, right = _confidence(rng)
+    confidence[:, 0] += 1.5 * right[:, 0]
+    fooled = rng.random(_UNIVERSE) < 0.012
+    count = int(fooled.sum())
+    right[fooled] = np.arange(1, LOOPS + 1) != 2
+    confidence[fooled, 0] = rng.normal(2.5, 0.2, count)
+    confidence[fooled, 1] = rng.normal(8.0, 0.5, count)
+    return _recorded({"margin": confidence}, right)
+
+
+def _many(rng: np.random.Generator) -> Trajectory:
+    """Eight readouts that see the same confidence, each through noise of its own."""
+    confidence, right = _confidence(rng)
+    names = ("margin", "top1", "entropy", "kl", "logit_change", "hidden_change", "hidden_cosine", "gate")
+    signals = {}
+    for name in names:
+        seen = confidence + rng.normal(0, 0.5, confidence.shape)
+        below = name not in ("margin", "top1", "gate")
+        signals[name] = 1 / (1 + np.exp(-seen)) if name == "gate" else -seen if below else seen
+    return _recorded(signals, right)
+
+
+def _levels(rng: np.random.Generator) -> Trajectory:
+    """Harder ones settle later, and the hardest are the most overconfident."""
+    difficulty = rng.integers(1, 6, _UNIVERSE)
+    confidence, right = _confidence(rng, (difficulty - 1) // 2)
+    confidence[difficulty == 5] += 1.0
+    return _recorded({"margin": confidence}, right, difficulty=difficulty)
+
+
+def _sequences(rng: np.random.Generator) -> Trajectory:
+    """Twenty decisions each; some sequences are overconfident throughout, so that their losses come together."""
+    confidence, right = _confidence(rng)
+    number = np.arange(_UNIVERSE) // _SEQUENCE
+    confidence += 2.5 * (rng.random(number.max() + 1) < 0.1)[number, None]
+    return _recorded({"margin": confidence}, right, sequences=number)
+
+
+def _recorded(
+    signals: Mapping[str, Array], right: Array, difficulty: Array | None = None, sequences: Array | None = None
+) -> Trajectory:
+    return Trajectory(
+        predictions=(~right).astype(np.int64),
+        labels=np.zeros(len(right), dtype=np.int64),
+        signals=signals,
+        difficulty=difficulty,
+        sequences=sequences,
+    )
+
+
+def methods(population: Population) -> dict[str, Method]:
+    """The promise, the promise on average, and the usual way; for sequences also their decisions taken for examples."""
+    risk_target = population.risk_target
+    made: dict[str, Method] = {
+        "promise": lambda drawn: calibrate(drawn, MAX_DROP, CONFIDENCE, **risk_target),
+        "on average": lambda drawn: conformal_risk_control(drawn, MAX_DROP, **risk_target),
+        "usual": lambda drawn: usual(population, drawn),
+    }
+    if population.trajectory.sequences is not None:
+        made["promise, decisions counted"] = lambda drawn: calibrate(
+            _recorded(drawn.signals, drawn.correct), MAX_DROP, CONFIDENCE, **risk_target
+        )
+    return made
+
+
+def usual(population: Population, drawn: Trajectory, points: int = 1000) -> ExitPolicy:
+    """The fewest loops of any threshold whose loss on these examples is within the limit."""
+    best, fewest = ExitPolicy("fixed", drawn.num_loops), float(drawn.num_loops)
+    readout = population.risk_target["readout"]
+    for name in drawn.signals if readout == "auto" else [readout]:
+        thresholds = gap_grid(name, drawn, points)
+        risk, loops = _risks(population, name, thresholds, drawn)
+        loops = np.where(risk <= MAX_DROP, loops, np.inf)
+        if loops.min() < fewest:
+            best, fewest = ExitPolicy(name, float(thresholds[loops.argmin()])), float(loops.min())
+    return best
+
+
+def _risks(population: Population, readout: str, thresholds: Array, trajectory: Trajectory) -> tuple[Array, Array]:
+    """[G] the loss (of the worst difficulty, where it is for each) and the average loops, thresholds laxest first."""
+    crossed, size = crossings(readout, thresholds, trajectory), len(thresholds)
+    lost = losses(population.loss, trajectory)
+    parts = risk_groups(trajectory, population.risk_target.get("per_difficulty", False))
+    risks = [part.totals(crossed, lost, size) / part.units for part in parts]
+    depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
+    return np.max(risks, axis=0), totals(crossed, depth, size) / trajectory.num_examples
+
+
+def hindsight(population: Population) -> float:
+    """The fewest loops of any threshold whose risk is within the limit."""
+    return float(usual(population, population.trajectory, _POINTS).exit_loops(population.trajectory).mean())
+
+
+def truth(population: Population, policy: ExitPolicy) -> tuple[float, float]:
+    """The risk and the average loops of a policy."""
+    trajectory = population.trajectory
+    loops = ExitPolicy(policy.readout, policy.threshold).exit_loops(trajectory)
+    lost = lost_at(population.loss, trajectory, loops)
+    parts = risk_groups(trajectory, population.risk_target.get("per_difficulty", False))
+    return max(part.mean(lost) for part in parts), float(loops.mean())
+
+
+def draw(population: Population, size: int, rng: np.random.Generator) -> Trajectory:
+    """So many examples, or sequences, with replacement."""
+    trajectory = population.trajectory
+    if trajectory.sequences is None:
+        return trajectory.take(rng.integers(0, trajectory.num_examples, size))
+    drawn = rng.integers(0, trajectory.num_examples // _SEQUENCE, size)
+    rows = (drawn[:, None] * _SEQUENCE + np.arange(_SEQUENCE)).ravel()
+    taken = trajectory.take(rows)
+    return _recorded(taken.signals, taken.correct, sequences=np.repeat(np.arange(size), _SEQUENCE))
+
+
+def coverage(
+    population: Population,
+    size: int,
+    calibrations: int,
+    only: Sequence[str] | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = silent,
+) -> list[Coverage]:
+    """Every method on the same calibration data sets."""
+    chosen = {name: make for name, make in methods(population).items() if only is None or name in only}
+    best = hindsight(population)
+    found: dict[str, list[tuple[float, float, bool]]] = {name: [] for name in chosen}
+    rng = np.random.default_rng(seed)
+    for done in range(calibrations):
+        drawn = draw(population, size, rng)
+        for name, make in chosen.items():
+            try:
+                found[name].append((*truth(population, make(drawn)), False))
+            except NotProven:
+                found[name].append((0.0, float(population.trajectory.num_loops), True))
+        progress(done + 1, calibrations, population.name)
+    return [_coverage(population, name, size, np.array(values), best) for name, values in found.items()]
+
+
+def _coverage(population: Population, method: str, size: int, found: Array, best: float) -> Coverage:
+    risk, loops, refused = found.T
+    count, broken = len(found), float((risk > MAX_DROP + 1e-12).mean())
+    return Coverage(
+        population=population.name,
+        method=method,
+        examples=size,
+        calibrations=count,
+        refused=int(refused.sum()),
+        broken=broken,
+        broken_error=float(np.sqrt(broken * (1 - broken) / count)),
+        risk=float(risk.mean()),
+        risk_error=float(risk.std() / np.sqrt(count)),
+        loops=float(loops.mean()),
+        hindsight_loops=best,
+    )

@@ -1,0 +1,242 @@
+"""Does a model keep the contract? It is asked the same in several ways, and its answers must agree.
+
+Recording and engine rely on every line of `check_model`; the first that does not hold is a `UserError` of one sentence.
+
+Shapes: B rows, S states of all rows, D width, V classes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopscope.checks.check import Check
+from loopscope.errors import UserError
+from loopscope.models import LoopedModel, LoopState
+
+_LONGEST = 9
+_LOOPS = 3
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_LOW_PRECISION = 0.05
+
+
+def check_model(
+    model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = None, tolerance: float | None = None
+) -> list[Check]:
+    """All that holds of a model, asked about `rows` of tokens (default: a few random ones, of different lengths)."""
+    return list(contract_checks(model, rows, tolerance))
+
+
+@torch.inference_mode()
+def contract_checks(
+    model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = None, tolerance: float | None = None
+) -> Iterator[Check]:
+    """One by one, as they are made."""
+    for name in ("num_loops", "block_size", "vocab_size"):
+        value = getattr(model, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"The model must set self.{name} to a whole number from 1 on, but it is {value!r}.")
+    if model.training:
+        raise UserError("The model is in training mode; call model.eval() before it is recorded, run or checked.")
+    weights = next(model.parameters())
+    token_rows = _random_rows(model) if rows is None else [torch.from_numpy(np.asarray(row)) for row in rows]
+    contract = _Contract(
+        model,
+        [row.to(weights.device) for row in token_rows],
+        tolerance or _TOLERANCE.get(weights.dtype, _LOW_PRECISION),
+    )
+    for check in contract.checks:
+        yield check()
+
+
+def _random_rows(model: LoopedModel) -> list[Tensor]:
+    """Rows of different lengths, two of which begin alike."""
+    longest, random = min(model.block_size, _LONGEST), torch.Generator().manual_seed(0)
+    lengths = [longest, max(1, longest - 4), longest, max(1, longest // 2)]
+    rows = [torch.randint(model.vocab_size, (length,), generator=random) for length in lengths]
+    rows[2][: longest // 2] = rows[0][: longest // 2]
+    return rows
+
+
+class _Contract:
+    def __init__(self, model: LoopedModel, rows: list[Tensor], tolerance: float) -> None:
+        self.model, self.rows, self.tolerance = model, rows, tolerance
+        self.checks: tuple[Callable[[], Check], ...] = (
+            self.beginning,
+            self.stepping,
+            self.shapes,
+            self.repeating,
+            self.order,
+            self.alone,
+            self.different_loops,
+            self.last_loop,
+            self.looking_ahead,
+        )
+
+    def beginning(self) -> Check:
+        state = self._begun(self.rows)
+        self._check_state(state, "embed")
+        if state.loop.any():
+            raise UserError("embed must return a state at loop 0: loop=torch.zeros_like(layout.lengths).")
+        return self._holds("A state has one entry a token or a row, and begins at loop 0.")
+
+    def stepping(self) -> Check:
+        state = self._begun(self.rows)
+        before = {name: getattr(state, name).clone() for name in _tensors(state)}
+        after = self.model.step(state)
+        self._check_state(after, "step")
+        if type(after) is not type(state) or after.hidden.shape != state.hidden.shape:
+            raise UserError(
+                f"step must return a {type(state).__name__} like the one it was given, with hidden states of the shape "
+                f"{list(state.hidden.shape)}; it returned a {type(after).__name__} with {list(after.hidden.shape)}."
+            )
+        if not torch.equal(after.loop, before["loop"] + 1):
+            raise UserError("step must count: the state that it returns needs loop=state.loop + 1.")
+        for name, tensor in before.items():
+            if not torch.equal(getattr(state, name), tensor):
+                raise UserError(f"step changes '{name}' of the state that it is given; it must return a new state.")
+        return self._holds("A step counts its loop and leaves the state before it as it was.")
+
+    def shapes(self) -> Check:
+        state = self.model.step(self._begun(self.rows))
+        count, tokens = len(self.rows), len(state.hidden)
+        last, worst = state.lengths - 1, 0.0
+        for name in ("pooled", "head_input"):
+            make = getattr(self.model, name)
+            at_last, at_all = make(state, last), make(state)
+            for what, got, expected in (("one position a row", at_last, count), ("no positions", at_all, tokens)):
+                if got.ndim != 2 or len(got) != expected:
+                    raise UserError(f"{name} with {what} must be [{expected}, width], but is {list(got.shape)}.")
+            same = _difference([at_last], [at_all[state.layout.starts + last]])
+            worst = max(worst, self._held(same, f"{name} at one position a row is not what it is there of all tokens."))
+        pooled, logits, *halting = self._outputs(state)
+        if logits.ndim != 2 or len(logits) != count or logits.shape[1] < 2:
+            raise UserError(f"predict must make [{count}, classes] of {count} states, but made {list(logits.shape)}.")
+        if halting and halting[0].shape != (count,):
+            raise UserError(f"halt must make [{count}] of {count} states, but made {list(halting[0].shape)}.")
+        head_input = self.model.head_input(state, last)
+        twice = [self.model.predict(torch.stack((head_input, head_input)))[1]]
+        difference = _difference(twice, [logits])
+        worst = max(worst, self._held(difference, "predict must take states with any number of dimensions in front."))
+        if not all(bool(values.isfinite().all()) for values in (pooled, *halting)):
+            raise UserError("pooled or halt gives a number that is not finite.")
+        if torch.isnan(logits).any() or torch.isposinf(logits).any():
+            raise UserError("predict gives a number that is NaN or infinite.")
+        return self._holds("States, logits and halt logits have their shapes, and are finite.", worst)
+
+    def repeating(self) -> Check:
+        difference = _difference(self._loops(self.rows), self._loops(self.rows))
+        wrong = "The model says something else when it is asked a second time; keep all that changes in the state."
+        return self._holds("The same rows get the same answers.", self._held(difference, wrong))
+
+    def order(self) -> Check:
+        backwards = [values.flip(0) for values in self._loops(self.rows[::-1])]
+        wrong = "What the model says of a row depends on where it stands in the batch."
+        return self._holds(
+            "The order of rows does not matter.", self._held(_difference(backwards, self._together), wrong)
+        )
+
+    def alone(self) -> Check:
+        single = [self._loops([row]) for row in self.rows]
+        alone = [torch.cat(values) for values in zip(*single, strict=True)]
+        wrong = (
+            "What the model says of a row depends on the rows beside it or on their lengths; mask what is padded, and "
+            "let attention stay within a row."
+        )
+        return self._holds(
+            "A row says in a batch what it says alone.", self._held(_difference(alone, self._together), wrong)
+        )
+
+    def different_loops(self) -> Check:
+        """The first row goes through two loops, then the last joins it for one."""
+        first, last = self._begun(self.rows), self._begun(self.rows[-1:])
+        ahead = self.model.step(self.model.step(first)).take(torch.tensor([0], device=first.loop.device))
+        joined = self.model.step(type(first).join([ahead, last]))
+        size = len(self._together) // _LOOPS
+        once, thrice = self._together[:size], self._together[-size:]
+        expected = [torch.cat((late[:1], early[-1:])) for late, early in zip(thrice, once, strict=True)]
+        wrong = (
+            "A row that joins others at a later loop says something else than alone; what step does must depend on "
+            "each row's own state.loop only."
+        )
+        difference = self._held(_difference(self._outputs(joined), expected), wrong)
+        return self._holds("Rows at different loops can share a batch.", difference)
+
+    def last_loop(self) -> Check:
+        state = self._begun(self.rows)
+        last = state.lengths - 1
+        at_last = self.model.pooled(self.model.step(state), last)
+        short = self.model.last_pooled(state, last)
+        difference = _difference([at_last if short is None else short], [at_last])
+        wrong = "last_pooled differs from pooled after one more step."
+        return self._holds("The last loop may leave out what is not read.", self._held(difference, wrong))
+
+    def looking_ahead(self) -> Check:
+        if not self.model.causal:
+            return self._holds("The model may look ahead (causal = False), so that beginnings are not shared.")
+        longest = max(self.rows, key=len)
+        changed = longest.clone()
+        changed[-1] = (longest[-1] + 1) % self.model.vocab_size
+        states = [self.model.step(self.model.step(self._begun([row]))) for row in (longest, changed)]
+        before, after = ([self.model.pooled(state)[:-1]] for state in states)
+        wrong = "What the model says at a token depends on the tokens after it; it must set causal = False."
+        return self._holds("A token does not see what comes after it.", self._held(_difference(after, before), wrong))
+
+    @cached_property
+    def _together(self) -> list[Tensor]:
+        return self._loops(self.rows)
+
+    def _begun(self, rows: list[Tensor]) -> LoopState:
+        lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
+        return self.model.begin(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths)
+
+    def _loops(self, rows: list[Tensor]) -> list[Tensor]:
+        """What is said after each of a few loops: [B, ...] every one."""
+        states = self.model.unroll(self._begun(rows), _LOOPS)
+        return [output for state in states for output in self._outputs(state)]
+
+    def _outputs(self, state: LoopState) -> list[Tensor]:
+        """Pooled states [B, D], logits [B, V], and halt logits [B] where there is a gate, at the last tokens."""
+        last = state.lengths - 1
+        pooled = self.model.pooled(state, last)
+        halting = self.model.halt(pooled)
+        logits = self.model.predict(self.model.head_input(state, last))
+        return [pooled, logits] if halting is None else [pooled, logits, halting]
+
+    def _check_state(self, state: LoopState, method: str) -> None:
+        if not isinstance(state, LoopState):
+            raise UserError(f"{method} must return a LoopState, but returned a {type(state).__name__}.")
+        for name in _tensors(state):
+            by_token, entries = name in state.tokenwise, len(getattr(state, name))
+            expected = sum(map(len, self.rows)) if by_token else len(self.rows)
+            if entries != expected:
+                what = "token" if by_token else "row (tensors that go by token are named in its `tokenwise`)"
+                raise UserError(f"'{name}' of the state that {method} returns has {entries} entries, not one a {what}.")
+
+    def _holds(self, what: str, difference: float = 0.0) -> Check:
+        """By how much it was missed at most, relative to the largest number compared."""
+        return Check("contract", what, difference, "relative", self.tolerance, True)
+
+    def _held(self, difference: float, wrong: str) -> float:
+        if not difference <= self.tolerance:
+            raise UserError(f"{wrong[:-1]} (a difference of {difference:.0e}, relative to the largest number).")
+        return difference
+
+
+def _tensors(state: LoopState) -> list[str]:
+    return [field.name for field in fields(state) if field.name != "layout"]
+
+
+def _difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest, relative to the largest number; infinite where shapes differ or a number is none."""
+    worst = 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine.shape != other.shape or mine.isnan().any() or other.isnan().any():
+            return float("inf")
+        mine, other = (values.double().nan_to_num(neginf=0.0) for values in (mine, other))
+        worst = max(worst, float((mine - other).abs().max() / other.abs().max().clamp(min=1e-9)))
+    return worst

@@ -1,0 +1,105 @@
+"""Measure policies and caches on a text, against full depth.
+
+loopscope bench generation runs/small-ouro --text validation.txt --policy policy.json
+loopscope bench generation runs/small-ouro --text validation.txt --readout gate --threshold 0.5 --cache propagate
+
+Every way continues the beginnings of documents with what really follows, so that all meet the same tokens.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopscope.cli.devices import device_of
+from loopscope.cli.options import CACHE_MODES, add_shared, add_verb, count
+from loopscope.cli.output import percent, print_measured
+from loopscope.cli.policies import check_any_model, load_policy
+from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.bench.generation import GenerationBench
+    from loopscope.engine.generation import Prompt
+
+
+def define(kinds: Any) -> None:
+    parser = add_verb(kinds, "generation", __doc__, execute)
+    parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="a text")
+    parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help="(repeatable)")
+    add_shared(parser, "--any-model")
+    parser.add_argument("--readout", action="append", default=[], metavar="NAME", help="a rule (repeatable)")
+    parser.add_argument("--threshold", action="append", type=float, default=[], metavar="X", help="of each readout")
+    caches = f"{', '.join(CACHE_MODES)} (repeatable; default: every one)"
+    parser.add_argument("--cache", action="append", metavar="MODE", help=caches)
+    parser.add_argument("--prompts", type=count, default=16, metavar="N", help="documents (default: 16)")
+    parser.add_argument("--prompt-tokens", type=count, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--new-tokens", type=count, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="default: 8")
+    add_shared(parser, "--device", "--dtype", "--rounds", "--threads", "--json")
+
+
+def execute(options: argparse.Namespace) -> None:
+    check_any_model(options)
+    if len(options.readout) != len(options.threshold):
+        raise UserError("Every --readout needs its --threshold.")
+    if not options.policy and not options.readout:
+        raise UserError("Give a --policy, or a --readout with its --threshold.")
+    from loopscope.bench.generation import bench_generation
+    from loopscope.exits import ExitPolicy
+    from loopscope.models import load_model
+    from loopscope.models.hub import find_checkpoint
+    from loopscope.progress import track
+
+    policies = [load_policy(path, options.any_model) for path in options.policy]
+    policies += [ExitPolicy(name, at) for name, at in zip(options.readout, options.threshold, strict=True)]
+    folder = find_checkpoint(options.model)
+    model = load_model(folder, device_of(options), options.dtype)
+    prompts, caches = _prompts(folder, options), options.cache or list(CACHE_MODES)
+    with track("measuring") as advance:
+        result = bench_generation(
+            options.model, model, prompts, policies, caches, options.batch_size, options.rounds, advance
+        )
+    _print(result, options.json)
+
+
+def _print(result: "GenerationBench", as_json: bool) -> None:
+    rows = [
+        [
+            timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %",
+            "" if timing.threshold is None else f"{timing.threshold:.4g}",
+            timing.cache,
+            f"{timing.average_loops:.2f}",
+            f"{timing.run_loops:.2f}",
+            percent(timing.agreement),
+            f"{timing.kl:.4f}",
+            str(timing.speedup),
+            str(timing.realised),
+            f"{timing.cache_bytes / 2**20:.1f}",
+        ]
+        for timing in result.ways
+    ]
+    columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "speed-up", "realised", "cache, MiB"]
+    title = (
+        f"{result.model}: {result.prompts} prompts of {result.prompt_tokens} tokens, {result.new_tokens:,} after them, "
+        f"{result.batch_size} at a time; full depth ({result.num_loops} loops): "
+        f"{result.full_tokens_per_second} tokens a second. run: loops that were run for a token, for the memory too. "
+        f"agrees, KL: with full depth's prediction."
+    )
+    print_measured(result, title, columns, rows, as_json)
+
+
+def _prompts(folder: Path, options: argparse.Namespace) -> "list[Prompt]":
+    """The beginnings of the documents that are long enough, and what follows them."""
+    from loopscope.documents import read_documents, tokenize_documents
+    from loopscope.engine.generation import Prompt
+
+    cut, size = options.prompt_tokens, options.prompt_tokens + options.new_tokens
+    documents = tokenize_documents(read_documents(options.text), folder)
+    found = [tokens for tokens in documents if len(tokens) >= size]
+    if len(found) < options.prompts:
+        raise UserError(
+            f"Only {len(found)} documents have {size} tokens; ask for fewer --prompts, or shorter ones "
+            "(--prompt-tokens, --new-tokens)."
+        )
+    some = [found[place * len(found) // options.prompts] for place in range(options.prompts)]
+    return [Prompt(key, tokens[:cut], tokens[cut:size]) for key, tokens in enumerate(some)]

@@ -1,0 +1,42 @@
+"""Measure a training step against the plain padded one.
+
+loopscope bench train demo
+loopscope bench train paper --set training.batch_size=64 --steps 1
+"""
+
+import argparse
+from typing import Any
+
+from loopscope.cli.devices import device_of
+from loopscope.cli.options import add_shared, add_verb, count
+from loopscope.cli.output import print_measured
+
+
+def define(kinds: Any) -> None:
+    parser = add_verb(kinds, "train", __doc__, execute)
+    parser.add_argument("settings", nargs="?", default="demo", help="a preset or a TOML file (default: demo)")
+    parser.add_argument("--steps", type=count, default=4, metavar="N", help="steps of each way a round (default: 4)")
+    add_shared(parser, "--set", "--rounds", "--threads", "--json")
+    parser.set_defaults(device="cpu")
+
+
+def execute(options: argparse.Namespace) -> None:
+    from loopscope.bench.training import bench_train
+    from loopscope.progress import track
+    from loopscope.training import read_settings
+
+    device_of(options)
+    settings = read_settings(options.settings, options.set)
+    with track("measuring training") as advance:
+        result = bench_train(settings, options.settings, options.rounds, options.steps, advance)
+    rows = [
+        ["milliseconds a step", str(result.milliseconds)],
+        ["the plain way", str(result.plain_milliseconds)],
+        ["speed-up", str(result.speedup)],
+        ["block size / mean length", f"{result.padding:.2f}"],
+        ["states a token", f"{result.states_a_token:.2f}"],
+        ["useful GFLOP/s", str(result.useful_gigaflops)],
+        ["share of the matrix-product rate", str(result.share_of_machine)],
+    ]
+    title = f"{result.settings}: width {result.width}, batch {result.batch_size}."
+    print_measured(result, title, ["", "median [quartiles]"], rows, options.json)

@@ -1,0 +1,101 @@
+"""Choose a threshold that comes with a promise.
+
+loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 --confidence 0.95
+loopscope calibrate VALIDATION --loss disagreement --readout margin --out strict.json     (needs no labels)
+loopscope calibrate VALIDATION --per-difficulty --unseen --distinct
+loopscope evaluate TEST --policy policy.json
+loopscope run runs/mine examples.txt --policy policy.json
+
+With probability --confidence over the draw of the recording, exiting early loses at most --max-drop against full depth.
+A fifth of the recording gives the thresholds and chooses the readouts, the rest tests them; --grid gives them from
+another recording. Refused, with the number of examples that it takes, where that cannot be proven.
+docs/guarantees.md says what the promise assumes.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopscope.cli.options import add_shared, add_verb, check_new, values
+from loopscope.cli.output import percent, print_note, print_table
+from loopscope.cli.policies import load_gates
+
+if TYPE_CHECKING:
+    from loopscope.exits import ExitPolicy
+    from loopscope.trajectory import Trajectory
+
+
+def define(subparsers: Any) -> None:
+    parser = add_verb(subparsers, "calibrate", __doc__, execute)
+    parser.add_argument("recording", type=Path, help="a recording that is not for evaluation: validation")
+    parser.add_argument("--max-drop", type=float, default=0.01, metavar="X", help="the loss allowed (default: 0.01)")
+    sure = parser.add_mutually_exclusive_group()
+    sure.add_argument("--confidence", type=float, default=0.95, metavar="X", help="of the promise (default: 0.95)")
+    sure.add_argument("--in-expectation", action="store_true", help="a promise on average instead (conformal)")
+    losses = "gap (default): wrong where full depth is right; disagreement: unlike full depth, which needs no labels"
+    parser.add_argument("--loss", choices=("gap", "disagreement"), default="gap", help=losses)
+    parser.add_argument("--readout", default="auto", metavar="NAME", help="default: auto, the one with fewest loops")
+    add_shared(parser, "--gate")
+    parser.add_argument("--grid", type=Path, metavar="RECORDING", help="another recording that gives the thresholds")
+    parser.add_argument("--per-difficulty", action="store_true", help="promise it at every difficulty")
+    parser.add_argument("--unseen", action="store_true", help="for inputs that training did not have")
+    parser.add_argument("--distinct", action="store_true", help="count every input once, for inputs that are new")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the fifth (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("policy.json"), metavar="FILE", help="default: policy.json")
+    parser.add_argument("--json", action="store_true", help="print the policy as JSON")
+
+
+def execute(options: argparse.Namespace) -> None:
+    check_new(options.out)
+    from loopscope.exits.calibration import certify
+    from loopscope.exits.risk_target import RiskTarget
+    from loopscope.trajectory import Trajectory
+
+    recording = Trajectory.load(options.recording)
+    names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
+    target = RiskTarget(**values(options, *names))
+    grid = None if options.grid is None else Trajectory.load(options.grid)
+    policy = certify(recording, target, grid, load_gates(options.gate, recording), options.seed)
+    policy.save(options.out)
+    _caution(recording, options.unseen, options.distinct)
+    if options.json:
+        print(options.out.read_text(encoding="utf-8"), end="")
+    else:
+        _print(policy, options.out)
+
+
+def _caution(recording: "Trajectory", unseen: bool, distinct: bool) -> None:
+    """Says where the recording is not what a promise for new inputs should rest on."""
+    if recording.seen is not None and recording.seen.any() and not unseen:
+        print_note(
+            f"{recording.seen.sum():,} of the {recording.num_examples:,} examples occur in the training data; if the "
+            "inputs to come do not, add --unseen."
+        )
+    if recording.examples is not None and recording.sequences is None and not distinct:
+        copies = recording.num_examples - len(set(recording.examples))
+        if copies:
+            print_note(f"{copies:,} examples are copies of others; if the inputs to come are new ones, add --distinct.")
+
+
+def _print(policy: "ExitPolicy", path: Path) -> None:
+    guarantee = policy.guarantee
+    assert guarantee is not None
+    low, high = guarantee.average_loops_interval
+    rows = [
+        ["exits by", str(policy)],
+        ["chosen among", ", ".join(guarantee.candidates)],
+        ["loops to expect", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
+        ["loops where the observed loss meets the limit", f"{guarantee.average_loops_at_limit:.3f}"],
+    ]
+    if guarantee.full_depth_accuracy is not None:
+        rows.append(["accuracy at full depth", percent(guarantee.full_depth_accuracy)])
+    what = "examples" if guarantee.tested.sequences is None else "sequences"
+    for each in guarantee.evidence:
+        where = "" if each.difficulty is None else f", difficulty {each.difficulty:g}"
+        p = "" if each.p_value is None else f", p = {each.p_value:.2g} (at most {guarantee.level:.2g})"
+        rows.append([f"observed loss{where}", f"{percent(each.loss, 2)} of {each.units:,} {what}{p}"])
+    if guarantee.full_depth_accuracy == 0 and guarantee.loss == "gap":
+        print_note(
+            "Full depth is right on none of the tested examples, so that nothing can be lost; try --loss disagreement."
+        )
+    print_table(f"{path}: {guarantee.sentence}", ["calibration", ""], rows)

@@ -1,0 +1,129 @@
+"""Sweep the readouts of a recording.
+
+loopscope evaluate runs/demo/recordings/validation runs/demo/recordings/test
+loopscope evaluate VALIDATION TEST --readout margin --readout gate --at 0.95 --json
+loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.json
+
+With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopscope.cli.options import add_shared, add_verb, target_accuracies
+from loopscope.cli.output import percent, print_json, print_note, print_table
+from loopscope.cli.policies import check_any_model, load_gates, load_policy
+from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.analysis import HeldOut
+    from loopscope.exits import ExitPolicy, Frontier
+    from loopscope.trajectory import Trajectory
+
+
+def define(subparsers: Any) -> None:
+    parser = add_verb(subparsers, "evaluate", __doc__, execute)
+    two = "the one that thresholds are chosen on and the one they are evaluated on; with --policy a held-out one"
+    parser.add_argument("recordings", type=Path, nargs="+", metavar="RECORDING", help=two)
+    parser.add_argument("--policy", type=Path, metavar="FILE", help="check this policy on one held-out recording")
+    add_shared(parser, "--any-model")
+    parser.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
+    add_shared(parser, "--gate")
+    parser.add_argument("--at", action="append", type=float, metavar="X", help="an accuracy for D@X (repeatable)")
+    add_shared(parser, "--json")
+
+
+def execute(options: argparse.Namespace) -> int:
+    check_any_model(options)
+    if options.policy is None:
+        return _evaluate_readouts(options)
+    return _evaluate_policy(options)
+
+
+def _evaluate_readouts(options: argparse.Namespace) -> int:
+    if len(options.recordings) != 2:
+        raise UserError(
+            "Give two recordings: the one that thresholds are chosen on, and the one that they are evaluated on."
+        )
+    targets = target_accuracies(options.at or [0.9, 0.95, 0.98, 0.99])
+    from loopscope.analysis import resampled_curves
+    from loopscope.analysis.model_analysis import frontier_result
+    from loopscope.exits import attach
+    from loopscope.exits.sweep import sweep
+    from loopscope.exits.thresholds import available_readouts
+    from loopscope.trajectory import Trajectory
+
+    calibration, evaluation = (Trajectory.load(path) for path in options.recordings)
+    gates = load_gates(options.gate, calibration)
+    calibration, evaluation = attach(calibration, gates), attach(evaluation, gates)
+    names = options.readout or available_readouts(calibration, evaluation)
+    frontiers = [sweep(name, calibration, evaluation) for name in names]
+    if options.json:
+        curves = (resampled_curves(each.readout, each.thresholds, evaluation) for each in frontiers)
+        pairs = zip(frontiers, curves, strict=True)
+        print_json({"readouts": [frontier_result(each, own, targets, evaluation) for each, own in pairs]})
+    else:
+        _print_frontiers(frontiers, evaluation, targets)
+    return 0
+
+
+def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", targets: list[float]) -> None:
+    rows = []
+    for frontier in frontiers:
+        depths = [frontier.depth_at(target) for target in targets]
+        point = frontier.select()
+        rows.append(
+            [
+                frontier.readout,
+                *("N/A" if depth is None else f"{depth:.2f}" for depth in depths),
+                "" if point.policy.threshold is None else f"{point.policy.threshold:.4g}",
+                percent(point.accuracy),
+                f"{point.average_loops:.2f}",
+            ]
+        )
+    title = (
+        f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} examples. D@X: least average loops on the "
+        "evaluation curve that reach X. Selected: the most accurate threshold on calibration data, evaluated."
+    )
+    columns = ["readout", *(f"D@{100 * target:g}" for target in targets), "selected", "accuracy", "loops"]
+    print_table(title, columns, rows)
+
+
+def _evaluate_policy(options: argparse.Namespace) -> int:
+    if len(options.recordings) != 1 or options.readout or options.gate or options.at:
+        raise UserError("With --policy, give one recording, of held-out examples, and no readouts, gates or targets.")
+    from loopscope.analysis import hold_out
+    from loopscope.trajectory import Trajectory
+
+    policy = load_policy(options.policy, options.any_model)
+    held = hold_out(policy, Trajectory.load(options.recordings[0]))
+    if options.json:
+        print_json(held)
+    else:
+        _print_held_out(held, policy, options.policy)
+    return 1 if held.guarantee is not None and held.guarantee.verdict == "broken" else 0
+
+
+def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
+    """How a policy did, and whether its promise was kept."""
+    loops, drop, check = held.average_loops, held.drop, held.guarantee
+    rows = [["loops", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
+    if held.accuracy is not None and drop is not None and held.full_depth_accuracy is not None:
+        rows.append(["accuracy", percent(held.accuracy.value, 2)])
+        rows.append(["accuracy at full depth", percent(held.full_depth_accuracy, 2)])
+        rows.append(["drop", f"{percent(drop.value, 2)} [{100 * drop.low:.2f}, {100 * drop.high:.2f}]"])
+    if check is not None and len(check.risks) > 1:
+        for risk in check.risks:
+            bounds = f"[{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
+            outcome = f"{percent(risk.loss, 2)} {bounds} of {risk.units:,}: {risk.verdict}"
+            rows.append([f"loss at difficulty {risk.difficulty:g}", outcome])
+    what = "examples" if held.sequences is None else f"decisions of {held.sequences:,} sequences"
+    title = f"{path}: {policy} on {held.examples:,} held-out {what}; [ ]: 95 % intervals"
+    print_table(title, ["held out", ""], rows)
+    if check is None:
+        print("The policy promises nothing here.")
+        return
+    print(check.sentence)
+    for warning in check.warnings:
+        print_note(warning)

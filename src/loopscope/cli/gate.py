@@ -1,0 +1,83 @@
+"""Fit an exit gate to a frozen trajectory, or put it into a checkpoint.
+
+loopscope gate fit runs/mine/recordings/train --out gates/linear
+loopscope gate write gates/linear Ouro-1.4B --out Ouro-1.4B-refitted
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from loopscope.cli.options import add_group, add_shared, add_verb, check_new, count, values
+from loopscope.cli.output import print_json, print_note
+
+
+def define(subparsers: Any) -> None:
+    kinds = add_group(subparsers, "gate", __doc__)
+    _define_fit(kinds)
+    _define_write(kinds)
+
+
+def _define_fit(kinds: Any) -> None:
+    text = """Fit a gate to a recording of the train split.
+
+loopscope record task runs/mine --split train --hidden --examples 20000
+loopscope gate fit runs/mine/recordings/train --out gates/linear
+loopscope gate fit runs/mine/recordings/train --kind mlp --objective utility --out gates/mlp-utility
+loopscope evaluate VALIDATION TEST --gate gates/linear            (both recorded with --hidden)
+loopscope run runs/mine examples.txt --gate gates/linear
+
+ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility: whether
+another loop lowers the cross-entropy by more than 0.005. Prior and beta are the model's own unless they are given.
+"""
+    parser = add_verb(kinds, "fit", text, _fit)
+    parser.add_argument("recording", type=Path, help="a recording with hidden states, not of the test split")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the gate's folder")
+    parser.add_argument("--kind", choices=("linear", "mlp"), default="linear", help="default: linear")
+    parser.add_argument("--objective", choices=("ponder", "utility"), default="ponder", help="default: ponder")
+    parser.add_argument("--pairing", choices=("next", "ouro"), default="next", help="of utility: see docs/gates.md")
+    parser.add_argument("--prior", choices=("uniform", "geometric"), help="of ponder (default: the model's)")
+    parser.add_argument("--lambda", type=float, dest="geometric_lambda", metavar="X", help="of a geometric prior")
+    parser.add_argument("--beta", type=float, metavar="X", help="of ponder (default: the model's, or 0.1)")
+    parser.add_argument("--steps", type=count, metavar="N", help="default: 2000")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    add_shared(parser, "--json")
+
+
+def _define_write(kinds: Any) -> None:
+    text = """Write a fitted gate into a copy of a checkpoint.
+
+loopscope gate write gates/linear Ouro-1.4B --out Ouro-1.4B-refitted
+
+The checkpoint's own gate must have the same form: Ouro's is linear.
+"""
+    parser = add_verb(kinds, "write", text, _write)
+    parser.add_argument("gate", type=Path, help="the folder of a fitted gate")
+    parser.add_argument("checkpoint", type=Path, help="the folder of the checkpoint")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new checkpoint's folder")
+
+
+def _fit(options: argparse.Namespace) -> None:
+    check_new(options.out)
+    from loopscope.progress import track
+    from loopscope.training.gate_fitting import fit_gate, gate_settings
+    from loopscope.trajectory import Trajectory
+
+    recording = Trajectory.load(options.recording)
+    names = ("kind", "objective", "pairing", "prior", "geometric_lambda", "beta", "steps", "seed")
+    settings = gate_settings(recording, values(options, *names))
+    with track("fitting") as advance:
+        gate = fit_gate(recording, settings, advance)
+    gate.save(options.out)
+    if options.json:
+        print_json({"gate": str(options.out), "settings": settings})
+    else:
+        print(f"{options.out}: a {gate.kind} gate, fitted to {recording.num_examples:,} examples.")
+
+
+def _write(options: argparse.Namespace) -> None:
+    from loopscope.exits import FittedGate
+    from loopscope.training.gate_fitting import write_back
+
+    write_back(FittedGate.load(options.gate), options.checkpoint, options.out)
+    print_note(f"{options.out} is {options.checkpoint} with the fitted gate.")

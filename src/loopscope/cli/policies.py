@@ -1,0 +1,59 @@
+"""How are policy files and fitted gates read, and for which models are they?"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.exits import ExitPolicy, FittedGate
+    from loopscope.trajectory import Trajectory
+
+POLICIES = "a policy of one of the runs, which the hash in it tells (repeatable)"
+
+
+def check_any_model(options: argparse.Namespace) -> None:
+    if options.any_model and not options.policy:
+        raise UserError("--any-model is for a policy file; give it with --policy.")
+
+
+def load_policy(path: Path, any_model: bool) -> "ExitPolicy":
+    from loopscope.exits import ExitPolicy
+
+    policy = ExitPolicy.load(path)
+    return policy.for_any_model() if any_model else policy
+
+
+def guarantees_answers(policy: "ExitPolicy") -> bool:
+    """Whether what it promises is about whole answers, which says nothing about the tokens of a text."""
+    return policy.guarantee is not None and policy.guarantee.tested.sequences is None
+
+
+def policies_by_model(
+    paths: Sequence[Path], models: Sequence[str | None], any_model: bool = False
+) -> list[list["ExitPolicy"]]:
+    """For each of these models (None: unknown) its own policies; one that names no model is everybody's."""
+    loaded = [load_policy(path, any_model) for path in paths]
+    for path, policy in zip(paths, loaded, strict=True):
+        if policy.model is not None and policy.model not in models and None not in models:
+            raise UserError(
+                f"{path} was calibrated for another model than these; add that run, or use it without its "
+                "promise (--any-model)."
+            )
+    return [[policy for policy in loaded if None in (policy.model, model) or policy.model == model] for model in models]
+
+
+def load_gates(folders: Sequence[Path], calibration: "Trajectory") -> dict[str, "FittedGate"]:
+    """Fitted gates by the names of their folders; their thresholds are chosen on `calibration`."""
+    from loopscope.exits import FittedGate
+
+    gates: dict[str, FittedGate] = {}
+    for folder in folders:
+        name = folder.absolute().name
+        if name in gates:
+            raise UserError(f"Two of the gates are named '{name}'; give their folders different names.")
+        gates[name] = FittedGate.load(folder)
+        gates[name].check_calibration(calibration.split)
+    return gates

@@ -1,0 +1,159 @@
+"""Run a task, a text or a benchmark through every loop of a checkpoint.
+
+loopscope record task runs/demo --split validation
+loopscope record text Ouro-1.4B mine.txt --out recordings/mine
+loopscope record benchmark Ouro-1.4B arc_easy --split test --data DIR
+"""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loopscope.cli.devices import device_of
+from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, count, levels, values
+from loopscope.cli.output import print_by_loop, print_note
+from loopscope.errors import UserError
+
+_KINDS = ("task", "text", "benchmark")
+_SPLIT = "train, validation (default) or test"
+
+
+def define(subparsers: Any) -> None:
+    kinds = add_group(subparsers, "record", __doc__)
+    _define_task(kinds)
+    _define_text(kinds)
+    _define_benchmark(kinds)
+
+
+def _define_task(kinds: Any) -> None:
+    text = """Record a split of the task that a run was trained on.
+
+loopscope record task runs/demo --split validation
+loopscope record task runs/demo --split test --hidden
+loopscope record task runs/paper --split extrapolation --levels 11-14 --examples 10000
+"""
+    parser = add_verb(kinds, "task", text, _record_task, resumes=True)
+    parser.add_argument("run", type=Path, help="the folder of a finished run")
+    parser.add_argument("--split", help="train, validation, test or extrapolation")
+    parser.add_argument("--examples", type=count, metavar="N", help="how many examples (default: the task's)")
+    parser.add_argument("--levels", type=levels, metavar="A-B", help="difficulties (default: the task's)")
+    parser.add_argument("--no-logits", action="store_true", help="keep signals and predictions in place of the logits")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/recordings/SPLIT")
+    add_shared(parser, "--hidden", *COMPUTE)
+
+
+def _define_text(kinds: Any) -> None:
+    text = """Record every next token of a text.
+
+loopscope record text Ouro-1.4B mine.txt --out recordings/mine
+loopscope record text small-ouro train.txt --split train --limit 100000 --hidden --out recordings/train
+
+A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} a line. Promises count
+documents, so give many. --split says what the text is to the model: calibrating on test is refused, for instance.
+"""
+    parser = add_verb(kinds, "text", text, _record_text, resumes=True)
+    parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a text, or several")
+    parser.add_argument("--split", default="validation", help=_SPLIT)
+    parser.add_argument("--context", type=count, metavar="N", help="tokens at a time (default: up to 512)")
+    parser.add_argument("--limit", type=count, metavar="N", help="at most so many tokens")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: MODEL/recordings/SPLIT")
+    add_shared(parser, "--hidden", "--dtype", *COMPUTE)
+
+
+def _define_benchmark(kinds: Any) -> None:
+    text = """Record the questions of a benchmark, in one pass.
+
+loopscope record benchmark Ouro-1.4B arc_easy --split test --data DIR
+loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16 --out recordings/mmlu
+"""
+    parser = add_verb(kinds, "benchmark", text, _record_benchmark, resumes=True)
+    parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
+    parser.add_argument("name", metavar="NAME", help="a benchmark (docs/benchmarks.md has the six)")
+    parser.add_argument("--split", default="validation", help=_SPLIT)
+    parser.add_argument("--limit", type=count, metavar="N", help="at most so many questions")
+    parser.add_argument("--mean-state", action="store_true", help="gate and state averaged over the choices' tokens")
+    parser.add_argument("--batch-tokens", type=count, metavar="N", help="tokens at a time (default: 8192)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: MODEL/recordings/NAME/SPLIT")
+    add_shared(parser, "--data", "--hidden", "--dtype", *COMPUTE)
+
+
+def refuse_old_form(words: Sequence[str]) -> None:
+    """Says what to type in place of `loopscope record RUN`, which does not say what is recorded."""
+    if words[:1] != ["record"] or len(words) < 2 or words[1] in (*_KINDS, "-h", "--help"):
+        return
+    flags = [word.partition("=")[0] for word in words]
+    kind = "text" if "--text" in flags else "benchmark" if "--benchmark" in flags else "task"
+    rest = [word.removeprefix(f"--{kind}").removeprefix("=") for word in words[1:]]
+    command = shlex.join(["loopscope", "record", kind, *filter(None, rest)])
+    others = ", ".join(f"record {other}" for other in _KINDS if other != kind)
+    raise UserError(f"Say what is recorded: {command} (or {others}).")
+
+
+def _record_task(options: argparse.Namespace) -> None:
+    if options.split is None:
+        raise UserError("Say which split is to be recorded, for instance with --split validation.")
+    from loopscope.progress import track
+    from loopscope.recording import Keep, record_task
+
+    out = options.out or options.run / "recordings" / options.split
+    keep = Keep(logits=not options.no_logits, hidden=options.hidden)
+    with track(f"recording {options.split}") as advance:
+        recording = record_task(
+            options.run, options.split, out, keep, options.examples, options.levels, device_of(options), advance
+        )
+    size, loops = recording.num_examples, recording.num_loops
+    summary = {"recording": str(out), "split": recording.split, "examples": size, "loops": loops}
+    title = f"{out}: {size:,} {recording.split} examples, {loops} loops. Forced exits:"
+    print_by_loop(title, summary, {"accuracy": recording.correct.mean(axis=0).tolist()}, options.json)
+
+
+def _record_text(options: argparse.Namespace) -> None:
+    out = _out(options, options.split)
+    from loopscope.progress import track
+    from loopscope.recording import record_text
+
+    device, given = device_of(options), values(options, "context", "limit", "hidden", "dtype")
+    with track(f"recording {options.split}") as advance:
+        recording = record_text(
+            options.model, options.files, options.split, out, device=device, progress=advance, **given
+        )
+    documents, tokens = recording.provenance["documents"], recording.num_examples
+    summary = {"recording": str(out), "split": options.split, "tokens": tokens, "documents": documents}
+    by_loop = {
+        "loss": recording.cross_entropy.mean(axis=0).tolist(),
+        "accuracy": recording.correct.mean(axis=0).tolist(),
+        "agreement": (recording.predicted == recording.predicted[:, -1:]).mean(axis=0).tolist(),
+    }
+    title = f"{out}: {tokens:,} next tokens of {documents:,} {options.split} documents. agreement: with full depth."
+    print_by_loop(title, summary | {"loops": recording.num_loops}, by_loop, options.json)
+
+
+def _record_benchmark(options: argparse.Namespace) -> None:
+    if options.split not in ("train", "validation", "test"):
+        raise UserError(f"A benchmark has no split '{options.split}'; choose train, validation or test.")
+    out = _out(options, options.name, options.split)
+    from loopscope.analysis.benchmarks import metric_accuracies
+    from loopscope.progress import track
+    from loopscope.recording import record_benchmark
+
+    device, given = device_of(options), values(options, "data", "limit", "hidden", "dtype", "batch_tokens")
+    given["mean"] = options.mean_state
+    with track(f"{options.name}, {options.split}") as advance:
+        recording = record_benchmark(
+            options.model, options.name, options.split, out, device=device, progress=advance, **given
+        )
+    questions, metric, cut = recording.num_examples, recording.provenance["metric"], recording.provenance["cut"]
+    if cut:
+        print_note(f"{cut:,} prompts were longer than the model takes and lost their beginnings.")
+    summary = {"recording": str(out), "split": options.split, "questions": questions, "metric": metric}
+    title = f"{out}: {questions:,} {options.split} questions, scored by {metric}. Forced exits:"
+    print_by_loop(title, summary | {"loops": recording.num_loops}, metric_accuracies(recording), options.json)
+
+
+def _out(options: argparse.Namespace, *place: str) -> Path:
+    if options.out is None and not Path(options.model).is_dir():
+        raise UserError("Say with --out where the recording goes.")
+    return options.out or Path(options.model, "recordings", *place)

@@ -1,0 +1,48 @@
+"""Write tables, figures and a page on some runs.
+
+loopscope report runs/demo/fixed-geometric runs/demo/linear-gate --reference fixed-geometric --out report
+loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
+loopscope report runs/mine --policy policy.json --out report --open
+"""
+
+import argparse
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loopscope.cli.options import add_shared, add_verb, option_words, target_accuracies
+from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
+from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
+
+
+def define(subparsers: Any) -> None:
+    parser = add_verb(subparsers, "report", __doc__, execute)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs whose splits are recorded")
+    parser.add_argument("--reference", metavar="NAME", help="the name of the run whose trajectory is the measure")
+    parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
+    add_shared(parser, "--any-model")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the report's folder")
+    parser.add_argument("--at", action="append", type=float, metavar="X", help="a target accuracy (repeatable)")
+    add_shared(parser, "--unseen", "--json", "--product", "--open")
+
+
+def execute(options: argparse.Namespace) -> None:
+    targets = target_accuracies(options.at or [0.95, 0.98, 0.99])
+    check_any_model(options)
+    check_open(options)
+    check_products(options.product or ())
+    from loopscope.analysis.model_analysis import analyse_models, read_recordings
+
+    sources = [read_recordings(run, options.unseen) for run in options.runs]
+    models = [source.test.provenance.get("weights_sha256") for source in sources]
+    policies = policies_by_model(options.policy, models, options.any_model)
+    sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
+    results, details = analyse_models(sources, options.reference, targets)
+    if options.product:
+        show_products(results, options.product, options.out)
+        return
+    given = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
+    given |= {"at": targets, "unseen": options.unseen, "out": options.out}
+    command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(given)])
+    write_and_show(results, details, options, options.out, ("overview",), (command, command))

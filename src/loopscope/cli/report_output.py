@@ -1,0 +1,82 @@
+"""What do `report` and `study` write and print? A folder with a page, or some of its products by name."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loopscope.cli.output import print_json, print_note, print_table
+from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.analysis.schema import Results
+    from loopscope.analysis.threshold_details import ThresholdDetails
+
+_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
+
+
+def check_products(names: Sequence[str]) -> None:
+    """Says before anything is computed whether these products can be made."""
+    try:
+        from loopscope.reproduction.products import PRODUCTS
+    except ImportError as error:
+        raise UserError(f"The report needs {error.name}; install it with: pip install 'loopscope[report]'.") from None
+    PRODUCTS.names(names)
+
+
+def check_open(options: argparse.Namespace) -> None:
+    if options.open and options.product:
+        raise UserError("--open opens the page, which --product does not write; leave one of them out.")
+
+
+def show_products(results: "Results", names: Sequence[str], folder: Path) -> None:
+    """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
+    from loopscope.report.charts import write_figure
+    from loopscope.reproduction.products import PRODUCTS
+
+    made = {product.name: product for product in PRODUCTS.make(results, names)}
+    for name in PRODUCTS.names(names):
+        if name not in made:
+            print_note(f"{name} cannot be made: the models that it shows are not among these.")
+        elif (table := made[name].table) is not None:
+            print_table(table.title, table.columns, table.rows)
+        elif (figure := made[name].figure) is not None:
+            write_figure(figure, folder, name)
+            print(f"{folder / name}.png and .pdf")
+    if not made:
+        raise UserError("None of these products can be made of these models.")
+
+
+def write_and_show(
+    results: "Results",
+    details: "Iterable[ThresholdDetails]",
+    options: argparse.Namespace,
+    folder: Path,
+    products: Sequence[str],
+    commands: tuple[str, str],
+    only_headline: bool = False,
+) -> None:
+    """Writes the report, then prints its tables (or only those that matter most), the first last, and its verdicts.
+
+    `commands` are the one that made it and the one that makes its products again.
+    """
+    import webbrowser
+
+    from loopscope.report.write import write_report
+    from loopscope.reproduction.markers import markers
+    from loopscope.reproduction.products import PRODUCTS
+
+    made = PRODUCTS.make(results, products)
+    page = write_report(results, details, made, folder, *commands, markers(results))
+    if options.open and not webbrowser.open(page.resolve().as_uri()):
+        print_note(f"No browser could be started here; open {page} in one.")
+    if options.json:
+        print_json(results)
+        return
+    shown = [each.table for each in made if each.table is not None and (not only_headline or each.name in _HEADLINES)]
+    for table in reversed(shown):
+        print_table(table.title, table.columns, table.rows)
+    models = {model.name: model for model in results.models}
+    for model in (models[group.names[0]] for group in results.groups if group.names):
+        print(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
+    print(f"\nThe report: {page}")

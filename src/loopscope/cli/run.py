@@ -1,0 +1,175 @@
+"""Answer a file of examples with adaptive depth.
+
+loopscope run runs/demo/fixed-geometric examples.txt --readout margin
+echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - --readout margin --threshold 4
+loopscope run runs/mine examples.txt --readout fixed --threshold 4 --out answers.jsonl
+loopscope run runs/mine examples.txt --gate gates/linear
+loopscope run runs/mine examples.txt --policy policy.json           (as `loopscope calibrate` wrote it)
+
+One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
+order of the examples. Without --threshold it is chosen on the run's validation recording.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from io import TextIOWrapper
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from loopscope.cli.devices import device_of
+from loopscope.cli.options import add_shared, add_verb, check_new, count
+from loopscope.cli.output import percent, print_note
+from loopscope.cli.policies import check_any_model, load_policy
+from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.engine import Request
+    from loopscope.exits import ExitPolicy
+    from loopscope.tasks import Examples
+
+    Parse = Callable[[list[str]], Examples]
+
+_CHUNK = 1024
+"""Lines that are read and parsed at a time."""
+
+
+def define(subparsers: Any) -> None:
+    parser = add_verb(subparsers, "run", __doc__, execute)
+    parser.add_argument("run", type=Path, help="the folder of a finished run")
+    parser.add_argument("examples", help="a file with one example a line, or - for standard input")
+    rule = parser.add_mutually_exclusive_group()
+    rule.add_argument("--readout", default="margin", metavar="NAME", help="the exit rule (default: margin)")
+    rule.add_argument("--gate", type=Path, metavar="DIR", help="a fitted gate as the exit rule")
+    rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit rule and its threshold from a policy file")
+    add_shared(parser, "--any-model")
+    parser.add_argument("--threshold", type=float, metavar="X", help="its threshold (default: as validation chooses)")
+    parser.add_argument("--batch-size", type=count, default=256, metavar="N", help="rows at a time (default: 256)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the answers go (default: standard output)")
+    add_shared(parser, "--device", "--threads")
+
+
+def execute(options: argparse.Namespace) -> None:
+    _check(options)
+    from loopscope.engine import in_order, run
+    from loopscope.models import load_model
+    from loopscope.training.settings import read_run_settings
+
+    settings = read_run_settings(options.run)
+    policy = _policy(options)
+    model = load_model(options.run, device_of(options))
+    total = right = loops = 0
+    with _lines(options.examples) as lines, _output(options.out) as out:
+        reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
+        for answer in in_order(run(model, policy, reader.requests(), options.batch_size)):
+            line, text, label = reader.unanswered.pop(answer.key)
+            is_right = answer.prediction == label
+            entry = {"line": line, "example": text, "answer": answer.prediction, "loop": answer.loop}
+            print(json.dumps(entry | {"right": is_right}), file=out)
+            total, right, loops = total + 1, right + is_right, loops + answer.loop
+    if total:
+        print_note(
+            f"{total:,} examples under {policy}: {percent(right / total)} right, {loops / total:.2f} loops on average."
+        )
+        if policy.guarantee is not None:
+            print_note(policy.guarantee.sentence)
+    if reader.error is not None:
+        raise reader.error
+
+
+def _check(options: argparse.Namespace) -> None:
+    source = options.examples
+    if source != "-" and (not Path(source).exists() or Path(source).is_dir()):
+        raise UserError(f"There is no file {source}; give a file with one example a line, or - for the input.")
+    check_new(options.out)
+    check_any_model(options)
+    if options.policy is not None and options.threshold is not None:
+        raise UserError("A policy file has its own threshold; leave out --threshold.")
+
+
+def _lines(source: str) -> AbstractContextManager[TextIO]:
+    """Bytes that are no text become a character that no example has, so that their line is named."""
+    if source != "-":
+        return Path(source).open(encoding="utf-8-sig", errors="replace")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    return nullcontext(sys.stdin)
+
+
+@contextmanager
+def _output(path: Path | None) -> Iterator[TextIO]:
+    """Standard output, or a file that is there when all is written."""
+    if path is None:
+        yield sys.stdout
+        return
+    from loopscope.artifacts import atomic_file
+
+    with atomic_file(path) as scratch, scratch.open("w", encoding="utf-8") as out:
+        yield out
+
+
+def _policy(options: argparse.Namespace) -> "ExitPolicy":
+    from loopscope.exits import ExitPolicy, FittedGate, attach
+    from loopscope.exits.signals import FITTED
+    from loopscope.exits.sweep import choose
+    from loopscope.trajectory import Trajectory
+
+    if options.policy is not None:
+        return load_policy(options.policy, options.any_model)
+    readout, gate = options.readout, None
+    if options.gate is not None:
+        gate = FittedGate.load(options.gate)
+        readout = FITTED + options.gate.absolute().name
+    if options.threshold is not None or readout == "oracle":
+        return ExitPolicy(readout, options.threshold, gate)
+    recording = options.run / "recordings" / "validation"
+    if not recording.is_dir():
+        raise UserError(
+            f"Without --threshold it is chosen on the validation recording, and {recording} is not there; record it "
+            f"with `loopscope record task {options.run} --split validation`."
+        )
+    validation = Trajectory.load(recording)
+    if gate is not None:
+        gate.check_calibration(validation.split)
+        validation = attach(validation, {readout.removeprefix(FITTED): gate})
+    return replace(choose(readout, validation), gate=gate)
+
+
+class _Reader:
+    """The examples of some lines until the first that is none; those before it are answered all the same."""
+
+    def __init__(self, name: str, lines: Iterable[str], parse: "Parse") -> None:
+        self._name, self._parse = name, parse
+        self._numbered = ((number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip())
+        self.unanswered: dict[int, tuple[int, str, int]] = {}  # line, text and label by key
+        self.error: UserError | None = None
+
+    def requests(self) -> Iterator["Request"]:
+        from loopscope.engine import Request
+
+        key = 0
+        while self.error is None and (chunk := list(islice(self._numbered, _CHUNK))):
+            examples = self._parsed(chunk)
+            rows = zip(examples.tokens, examples.lengths.tolist(), examples.labels.tolist(), strict=True)
+            for (number, text), (tokens, length, label) in zip(chunk, rows, strict=False):
+                self.unanswered[key] = (number, text, label)
+                yield Request(key, (tokens[:length],))
+                key += 1
+
+    def _parsed(self, chunk: list[tuple[int, str]]) -> "Examples":
+        texts = [text for _, text in chunk]
+        try:
+            return self._parse(texts)
+        except UserError:
+            for place, (number, text) in enumerate(chunk):
+                try:
+                    self._parse([text])
+                except UserError as error:
+                    self.error = UserError(f"{self._name}, line {number}: {error}")
+                    return self._parse(texts[:place])
+            raise

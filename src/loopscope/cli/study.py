@@ -1,0 +1,246 @@
+"""Run a study: many runs, one file, one report.
+
+loopscope study plan studies/mano.toml
+loopscope study run studies/mano.toml
+loopscope study status studies/mano.toml
+loopscope study report studies/mano.toml
+"""
+
+import argparse
+import shlex
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopscope.cli.devices import device_of
+from loopscope.cli.options import add_group, add_shared, add_verb, count, option_words, values
+from loopscope.cli.output import print_json, print_note, print_table
+from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
+from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.studies import Model, Plan
+
+_STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
+_STEPS |= {"analysis": "analyses", "timing": "timings"}
+_CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
+"""What of a study's checkpoints the command line can change."""
+
+_KIND_HELP = {
+    "plan": """List what a study makes, and what of it is there.
+
+loopscope study plan studies/mano.toml
+loopscope study plan studies/paper.toml --json
+""",
+    "run": """Make whatever is missing, then the report.
+
+loopscope study run studies/mano.toml
+loopscope study run studies/mano.toml --workers 4 --threads 2
+loopscope study run studies/paper.toml --engine ray --address auto --device cuda --out /shared/paper
+loopscope study run studies/ouro.toml --device cuda
+loopscope study run studies/ouro.toml --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
+
+An interrupted study continues with the same command. Whatever another study made already is used again.
+""",
+    "status": """Say how far a study has come.
+
+loopscope study status studies/mano.toml
+""",
+    "report": """Write the report of what is finished.
+
+loopscope study report studies/mano.toml                          (of what is finished so far)
+loopscope study report studies/mano.toml --product gate_summary   (one table; docs/paper.md lists all products)
+""",
+}
+
+
+def define(subparsers: Any) -> None:
+    kinds = add_group(subparsers, "study", __doc__)
+    for name, execute in (("plan", _plan), ("run", execute_run), ("status", _status), ("report", _report_finished)):
+        parser = add_verb(kinds, name, _KIND_HELP[name], execute, resumes=name == "run")
+        parser.add_argument("study", help="a TOML file, or a study that ships with LoopScope (demo)")
+        parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/NAME-OF-THE-FILE")
+        _add_compute(parser)
+        add_shared(parser, "--device")
+        group = parser.add_argument_group("in place of what the study says of its checkpoints")
+        group.add_argument("--model", action="append", dest="models", metavar="DIR|ID", help="(repeatable)")
+        group.add_argument("--benchmark", action="append", dest="benchmarks", metavar="NAME", help="(repeatable)")
+        group.add_argument("--data", metavar="DIR", help="the benchmarks' files (default: from the Hub)")
+        group.add_argument("--limit", type=count, metavar="N", help="questions of every split")
+        group.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16")
+        parser.set_defaults(product=None)  # of all but `report`
+        if name == "run":
+            _add_execution(parser)
+        if name == "report":
+            add_shared(parser, "--product", "--open")
+
+
+def define_demo(subparsers: Any, text: str | None) -> None:
+    """A verb of its own for the study that ships with LoopScope."""
+    parser = add_verb(subparsers, "demo", text, execute_run, resumes=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
+    _add_compute(parser)
+    _add_execution(parser)
+    parser.set_defaults(study="demo", product=None, device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
+
+
+def _add_compute(parser: argparse.ArgumentParser) -> None:
+    add_shared(parser, "--store")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of all runs")
+    add_shared(parser, "--json")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of every task (default: 1)")
+
+
+def _add_execution(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="worker processes here, or Ray")
+    parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster (auto: the one this machine is in)")
+    parser.add_argument("--workers", type=count, metavar="N", help="tasks at a time here (default: as there are cores)")
+    add_shared(parser, "--force", "--open")
+
+
+def execute_run(options: argparse.Namespace) -> None:
+    if options.address is not None and options.engine != "ray":
+        raise UserError("--address is of a Ray cluster; add --engine ray.")
+    from loopscope.progress import track
+    from loopscope.studies import run_study
+    from loopscope.studies.run import training_time
+
+    plan, store = _make_plan(options)
+    check_products(plan.study.products)
+    plan.check_names(_out(options))
+    if options.engine == "local":
+        device_of(options)
+        if not options.force:
+            for expected in training_time(plan.steps, store, options.device):
+                expected.check()
+    compute = (options.engine, options.address, options.device, options.threads, options.workers)
+    with track(plan.study.title) as advance:
+        try:
+            run_study(plan, store, advance, *compute)
+        finally:
+            plan.link(store, _out(options))
+    _report(options, plan, store)
+
+
+def _report_finished(options: argparse.Namespace) -> None:
+    check_open(options)
+    plan, store = _make_plan(options)
+    check_products(options.product or plan.study.products)
+    if missing := sum(not model.analysis.done(store) for model in plan.models):
+        print_note(f"{missing} of {len(plan.models)} models are not analysed yet; the report is of the others.")
+    _report(options, plan, store)
+
+
+def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
+    """The plan and its store. With other threads or devices floats add up otherwise: those are other artifacts."""
+    from loopscope.studies import make_plan
+
+    usual = (options.device, options.threads) == ("cpu", 1)
+    arithmetic = "" if usual else f"{options.device.partition(':')[0]}, {options.threads} threads"
+    return make_plan(options.study, options.set, arithmetic, values(options, *_CHECKPOINT_OPTIONS)), _store(options)
+
+
+def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
+    results = plan.results(store)
+    folder = _out(options) / "report"
+    if options.product:
+        show_products(results, options.product, folder)
+        return
+    given = {"set": options.set, **values(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
+    given |= {"device": None if options.device == "cpu" else options.device}
+    given |= {"threads": None if options.threads == 1 else options.threads}
+    run, report = (
+        shlex.join(["loopscope", "study", kind, options.study, *option_words(given)]) for kind in ("run", "report")
+    )
+    details = plan.details(results, store)
+    write_and_show(results, details, options, folder, plan.study.products, (run, report), only_headline=True)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from loopscope.progress import clock
+    from loopscope.studies.run import training_time
+    from loopscope.studies.steps import Train
+
+    plan, store = _make_plan(options)
+    if options.json:
+        models = [{"name": model.name, "run": (model.training or model.analysis).key} for model in plan.models]
+        steps = [
+            {"key": step.key, "needs": [need.key for need in step.needs], "done": step.done(store)}
+            for step in plan.steps
+        ]
+        print_json({"title": plan.study.title, "store": str(store), "models": models, "steps": steps})
+        return
+    _print_models(plan)
+    print_table("", ["what", "in all", "there", "to be made"], _counts(plan.steps, store))
+    if left := sum(step.units - step.units_done(store) for step in plan.steps if isinstance(step, Train)):
+        seconds = sum(each.seconds for each in training_time(plan.steps, store))
+        print(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
+    print(f"Artifacts are in {store}.")
+
+
+def _print_models(plan: "Plan") -> None:
+    trained = [
+        [
+            model.name,
+            model.training.key,
+            f"{model.training.settings.training.steps:,}",
+            f"{len(model.analysis.gates) or ''}",
+            "yes" if model.analysis.extrapolation else "",
+            "yes" if model.analysis.is_reference else "",
+        ]
+        for model in plan.models
+        if model.training is not None
+    ]
+    if trained:
+        columns = ["run", "artifact", "steps", "fitted gates", "extrapolates", "reference"]
+        print_table(plan.study.title, columns, trained)
+    scored = [
+        [model.name, model.checkpoint.source, f"{len(model.analysis.gates) or ''}", "yes" if model.timing else ""]
+        for model in plan.models
+        if model.checkpoint is not None
+    ]
+    if scored:
+        print_table(plan.study.title, ["checkpoint on benchmark", "from", "fitted gates", "timed"], scored)
+
+
+def _status(options: argparse.Namespace) -> None:
+    plan, store = _make_plan(options)
+    steps = plan.steps
+    states = {model.name: _state(model, store) for model in plan.models}
+    if options.json:
+        print_json({"models": states, "done": sum(step.done(store) for step in steps), "steps": len(steps)})
+        return
+    print_table(plan.study.title, ["run", "state"], [list(pair) for pair in states.items()])
+    print_table("", ["what", "in all", "there", "to be made"], _counts(steps, store))
+
+
+def _state(model: "Model", store: Path) -> str:
+    training, analysis = model.training, model.analysis
+    if analysis.done(store):
+        return "analysed" + ("; not timed yet" if model.timing and not model.timing.done(store) else "")
+    below = [analysis.validation, analysis.test, *analysis.gates]
+    made = sum(step.done(store) for step in below)
+    if training is None:
+        return f"{made} of {len(below)} recordings and gates are made"
+    if training.done(store):
+        return f"trained; {made} of {len(below)} recordings and gates are made"
+    done = training.units_done(store)
+    return f"training, step {done:,} of {training.units:,}" if done else "not begun"
+
+
+def _counts(steps: Any, store: Path) -> list[list[str]]:
+    every = Counter(step.kind for step in steps)
+    there = Counter(step.kind for step in steps if step.done(store))
+    return [
+        [name, f"{every[kind]:,}", f"{there[kind]:,}", f"{every[kind] - there[kind]:,}"]
+        for kind, name in _STEPS.items()
+        if every[kind]
+    ]
+
+
+def _out(options: argparse.Namespace) -> Path:
+    return options.out or Path("runs") / Path(options.study).stem
+
+
+def _store(options: argparse.Namespace) -> Path:
+    return options.store or _out(options).parent / "store"

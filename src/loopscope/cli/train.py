@@ -1,0 +1,55 @@
+"""Train a looped Transformer.
+
+loopscope train demo --out runs/demo
+loopscope train demo --out runs/gate --set objective.name=learned_gate --set model.gate=linear
+loopscope train paper --out runs/paper --set training.seed=1        (on a GPU)
+loopscope train my.toml --out runs/mine --device cuda
+torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper --device cuda
+
+A killed or interrupted run continues with the same command and ends bit-identical.
+"""
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopscope.cli.devices import device_of
+from loopscope.cli.options import COMPUTE, add_shared, add_verb
+from loopscope.cli.output import print_note, print_trained
+from loopscope.cli.workers import with_workers
+
+if TYPE_CHECKING:
+    from loopscope.training.parallel import Workers
+
+
+def define(subparsers: Any) -> None:
+    parser = add_verb(subparsers, "train", __doc__, execute, resumes=True)
+    parser.add_argument("settings", help="a preset (demo, paper) or a TOML file")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder")
+    add_shared(parser, "--set", "--force", *COMPUTE)
+
+
+def execute(options: argparse.Namespace) -> None:
+    with_workers(options, _train)
+
+
+def _train(options: argparse.Namespace, workers: "Workers") -> None:
+    from loopscope.progress import clock, silent, track
+    from loopscope.training import check_memory, estimate_time, read_settings, train
+    from loopscope.training.loop import steps_done
+
+    with workers.together():
+        settings = read_settings(options.settings, options.set)
+        device = device_of(options)
+        start, steps = steps_done(options.out), settings.training.steps
+        if workers.is_main and start < steps and not options.force:
+            check_memory(settings, device, workers)
+            expected = estimate_time(settings, device, start, workers)
+            expected.check()
+            print_note(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
+    with track("training") if workers.is_main else nullcontext(silent) as advance:
+        result = train(settings, options.out, device, advance, workers)
+    if workers.is_main:
+        state = "was finished already" if start == steps else f"went on from step {start:,}" if start else "is finished"
+        print_trained(result, f"{result.folder} {state}. Validation sample, forced exits:", options.json)

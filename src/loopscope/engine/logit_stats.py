@@ -1,0 +1,154 @@
+"""What do logits over a whole vocabulary say? The signals of `exits.signals`, computed where the logits are.
+
+Tens of thousands of classes stay on the model's device; one number of every row and loop leaves it. The definitions
+are those of `exits.signals`, in float64 where the device has it. All are sums over the classes, taken block by block:
+so many numbers in double precision would not fit a processor's cache, nor, with many rows, the memory.
+
+Shapes: n rows, R rows that are followed, T loops, V vocabulary.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopscope.exits.signals import CONVERGENCE, SIGNALS
+
+Array = NDArray[Any]
+Integers = NDArray[np.int64]
+
+LOGIT_SIGNALS = tuple(name for name, (source, _) in SIGNALS.items() if source == "logits")
+_BLOCK = {"cpu": 1 << 15}
+"""Logits that are worked on at a time: on a processor as many as its cache holds, elsewhere `_MANY`."""
+_MANY = 1 << 24
+
+
+class LogitStats(NamedTuple):
+    """What rows said at a loop, as far as the next loop is compared with it."""
+
+    logits: Tensor  # [n, V] in float32
+    peak: Tensor  # [n] the largest logit
+    log_sum: Tensor  # [n] log sum exp (logits - peak)
+
+
+def logit_statistics(
+    names: Collection[str], logits: Tensor, previous: LogitStats | None = None
+) -> tuple[dict[str, Tensor], LogitStats]:
+    """[n] each of these signals of logits [n, V], NaN where they need a loop before and there is none."""
+    single = logits.float()
+    precise = _accumulator(logits)
+    peak = single.amax(-1).to(precise)
+    missing = bool(single.amin() == -torch.inf)
+    weighing = not {"entropy", "top1", "kl"}.isdisjoint(names)
+    previous_stats = previous if not set(CONVERGENCE).isdisjoint(names) else None
+    total, surprise, drift, change = torch.zeros((4, len(single)), dtype=precise, device=single.device)
+    for columns in _slices(single.shape[1], _block(single)) if weighing or previous_stats else ():
+        now = _zero_missing(single[:, columns], precise, missing)
+        if previous_stats is not None:
+            step = now - _zero_missing(previous_stats.logits[:, columns], precise, missing)
+            change += torch.linalg.vector_norm(step, dim=-1).square()
+        if weighing:
+            shifted = now.sub_(peak[:, None])
+            weights = shifted.exp()
+            if missing:
+                weights.masked_fill_(single[:, columns].isneginf(), 0.0)
+            total += weights.sum(-1)
+            surprise -= shifted.mul_(weights).sum(-1)
+            if previous_stats is not None:
+                drift += step.sub_((peak - previous_stats.peak)[:, None]).mul_(weights).sum(-1)
+    stats = LogitStats(single, peak, total.log())
+    found = {"entropy": surprise / total + stats.log_sum, "top1": 1.0 / total, "logit_change": change.sqrt()}
+    if "margin" in names:
+        first = single.argmax(-1, keepdim=True)
+        found |= {"predictions": first[:, 0], "margin": peak - single.scatter(1, first, -torch.inf).amax(-1)}
+    if previous_stats is not None:
+        found["kl"] = (drift / total - (stats.log_sum - previous_stats.log_sum)).clamp(min=0)
+    else:
+        found |= dict.fromkeys(CONVERGENCE, torch.full_like(total, torch.nan))
+    return {name: found[name] for name in names}, stats
+
+
+def kl_divergence(logits: Tensor, other: Tensor) -> Tensor:
+    """[n] KL(p || q) in nats between the predictions p of logits [n, V] and q of others."""
+    parts = []
+    for rows in _rows(logits):
+        _, stats = logit_statistics(("top1",), other[rows])
+        parts.append(logit_statistics(("kl",), logits[rows], stats)[0]["kl"])
+    return torch.cat(parts)
+
+
+def logit_signals(logits: Tensor, labels: Tensor) -> dict[str, Array]:
+    """[n, T] each, of logits [T, n, V] and labels [n]: predictions, label_log_probs and the signals, by their names."""
+    columns: dict[str, list[Tensor]] = {}
+    for rows in _rows(logits[0]):
+        stats = None
+        for now in logits[:, rows]:
+            found, stats = logit_statistics((*LOGIT_SIGNALS, "predictions"), now, stats)
+            label = stats.logits.gather(1, labels[rows, None])[:, 0]
+            found["label_log_probs"] = label - stats.peak - stats.log_sum
+            for name, values in found.items():
+                columns.setdefault(name, []).append(values)
+    return {name: _table(values, len(logits)) for name, values in columns.items()}
+
+
+class StreamedSignal:
+    """One of these signals, of rows that are followed loop by loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._previous: LogitStats | None = None  # [R, ...] the loop before, by row, if the signal looks back
+
+    def values(self, rows: Integers, loops: Integers, logits: Tensor) -> NDArray[np.float64]:
+        """[n] the signal of these rows, which say logits [n, V] at this loop [n] of theirs."""
+        index, values = torch.from_numpy(rows).to(logits.device), []
+        kept = self._allocated(int(rows.max()) + 1, logits) if self._name in CONVERGENCE else None
+        for part in _rows(logits):
+            previous = None if kept is None else LogitStats(*(each.index_select(0, index[part]) for each in kept))
+            found, stats = logit_statistics((self._name,), logits[part], previous)
+            values.append(found[self._name])
+            for each, new in zip(kept or (), stats, strict=False):
+                each.index_copy_(0, index[part], new)
+        result = torch.cat(values).cpu().numpy().astype(np.float64)
+        return result if kept is None else np.where(loops == 1, np.nan, result)
+
+    def _allocated(self, rows: int, logits: Tensor) -> LogitStats:
+        if self._previous is None:
+            numbers = torch.empty(0, dtype=_accumulator(logits), device=logits.device)
+            self._previous = LogitStats(logits.new_empty((0, logits.shape[1]), dtype=torch.float32), numbers, numbers)
+        if (more := rows - len(self._previous.peak)) > 0:
+            self._previous = LogitStats(
+                *(torch.cat((each, each.new_zeros((more, *each.shape[1:])))) for each in self._previous)
+            )
+        return self._previous
+
+
+def _accumulator(logits: Tensor) -> torch.dtype:
+    return torch.float32 if logits.device.type == "mps" else torch.float64
+
+
+def _zero_missing(logits: Tensor, precise: torch.dtype, missing: bool) -> Tensor:
+    """A copy in this precision, with 0 for a missing class."""
+    values = logits.to(precise, copy=True)
+    return values.masked_fill_(values.isneginf(), 0.0) if missing else values
+
+
+def _block(logits: Tensor) -> int:
+    return _BLOCK.get(logits.device.type, _MANY)
+
+
+def _rows(logits: Tensor) -> Iterator[slice]:
+    """The rows of [n, V] that are worked on together."""
+    return _slices(len(logits), max(1, _block(logits) // logits.shape[1]))
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, length, size))
+
+
+def _table(values: list[Tensor], loops: int) -> Array:
+    """The loops of one part of the rows after the other, as one [n, T]."""
+    parts = [torch.stack(values[first : first + loops], dim=1) for first in range(0, len(values), loops)]
+    return torch.cat(parts).cpu().numpy()

@@ -1,0 +1,105 @@
+"""A gate that was fitted to a finished trajectory: a readout like any other, under the name `gate:NAME`.
+
+It reads pooled states, which a recording keeps with `--hidden` and a running model has, so replay and live running use
+the same few lines of NumPy and the network is not needed. Its weights are a folder, `gate.safetensors` and a manifest.
+
+Shapes: N examples, T loops, D width, H hidden units.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from loopscope.artifacts import atomic_folder, map_tensors, read_manifest, save_tensors, write_manifest
+from loopscope.errors import UserError
+from loopscope.exits.signals import FITTED, exit_cdf
+from loopscope.trajectory import Trajectory
+
+Array = NDArray[Any]
+
+GATE = "gate"
+GATE_SCHEMA = 1
+GATE_WEIGHTS = "gate.safetensors"
+_LAYERS = {2: ("weight", "bias"), 4: ("weight_1", "bias_1", "weight", "bias")}
+_CHUNK = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class FittedGate:
+    """A linear projection of the pooled state to a halt logit, or the same after one hidden layer with GELU."""
+
+    weight: Array  # [D], or [H]
+    bias: Array  # []
+    weight_1: Array | None = None  # [H, D]
+    bias_1: Array | None = None  # [H]
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # how it was fitted, and to which weights
+
+    @property
+    def kind(self) -> str:
+        return "linear" if self.weight_1 is None else "mlp"
+
+    @property
+    def width(self) -> int:
+        return int(self.weight.shape[0] if self.weight_1 is None else self.weight_1.shape[1])
+
+    @property
+    def tensors(self) -> dict[str, Array]:
+        return {name: value for name in _LAYERS[4] if (value := getattr(self, name)) is not None}
+
+    def halt_logits(self, pooled: Array) -> NDArray[np.float64]:
+        """[...] from pooled states [..., D]."""
+        if pooled.shape[-1] != self.width:
+            raise UserError(f"The gate reads states of width {self.width}, but these have width {pooled.shape[-1]}.")
+        states = pooled.astype(np.float64)
+        if self.weight_1 is not None and self.bias_1 is not None:
+            states = states @ self.weight_1.T.astype(np.float64) + self.bias_1
+            states *= ndtr(states)  # GELU
+        return states @ self.weight.astype(np.float64) + self.bias
+
+    def check(self, weights: str | None) -> None:
+        """Refuses another model than the one whose states it was fitted to (where both are known)."""
+        own = self.provenance.get("weights_sha256")
+        if own is not None and weights is not None and own != weights:
+            raise UserError("This gate was fitted to the states of another model; fit one to this model.")
+
+    def check_calibration(self, split: str | None) -> None:
+        """Refuses to choose a threshold on the data that the gate was fitted to."""
+        if split is not None and split == self.provenance.get("split"):
+            raise UserError(f"This gate was fitted to the {split} split, so its threshold must be chosen on another.")
+
+    def save(self, folder: str | Path) -> None:
+        with atomic_folder(Path(folder), GATE) as scratch:
+            save_tensors(scratch / GATE_WEIGHTS, {name: np.asarray(value) for name, value in self.tensors.items()})
+            write_manifest(scratch, GATE, GATE_SCHEMA, {"kind": self.kind, "width": self.width}, self.provenance)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        manifest = read_manifest(Path(folder), GATE, GATE_SCHEMA)
+        return cls.of_tensors(map_tensors(Path(folder) / GATE_WEIGHTS), manifest.provenance)
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
+        if set(tensors) != set(_LAYERS.get(len(tensors), ())):
+            raise UserError(f"These are not the tensors of a gate: {', '.join(sorted(tensors))}.")
+        return cls(**{name: np.array(value) for name, value in tensors.items()}, provenance=provenance)
+
+
+def attach(trajectory: Trajectory, gates: Mapping[str, FittedGate]) -> Trajectory:
+    """The recording with the exit CDF of every gate as the signal `gate:NAME`."""
+    if not gates:
+        return trajectory
+    if trajectory.hidden is None:
+        raise UserError("A fitted gate reads hidden states, and this recording keeps none; record it with --hidden.")
+    signals = dict(trajectory.signals)
+    for name, gate in gates.items():
+        gate.check(trajectory.provenance.get("weights_sha256"))
+        logits = np.empty(trajectory.hidden.shape[:2])
+        for start in range(0, len(logits), _CHUNK):
+            logits[start : start + _CHUNK] = gate.halt_logits(trajectory.hidden[start : start + _CHUNK])
+        signals[FITTED + name] = exit_cdf(logits)
+    return replace(trajectory, signals=signals)

@@ -1,0 +1,56 @@
+"""What does a policy promise, and what does the promise rest on? The part of a policy's file that says so."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from loopscope.config import Settings
+
+Loss = Literal["gap", "disagreement"]
+Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+class DataSummary(Settings, frozen=True, kw_only=True):
+    """Some examples: which, and how many."""
+
+    sha256: str  # `Trajectory.sha256`
+    split: str | None
+    examples: int
+    sequences: int | None  # where an example is one decision of many
+    seen: int | None  # how many of them occur in the training data, if that is known
+    difficulty: dict[str, int] | None  # how many of each; None without difficulties, or with very many
+
+
+class Evidence(Settings, frozen=True, kw_only=True):
+    """What was observed at the threshold: in all, or at one difficulty."""
+
+    difficulty: float | None
+    units: int  # examples, or sequences
+    loss: float  # on average
+    p_value: float | None  # of "the risk is above the limit"; None for a promise in expectation
+
+
+class Guarantee(Settings, frozen=True, kw_only=True):
+    sentence: str
+    loss: Loss
+    max_drop: Share  # the risk that is allowed
+    confidence: Share | None  # None: on average over calibration draws
+    per_difficulty: bool
+    unseen: bool  # for inputs that training did not have
+    distinct: bool  # every input counts once: for inputs that are new
+    loops: int  # T of the model: full depth
+    candidates: list[str]  # the readouts among which the data of the grid chose
+    finalists: list[str]  # those that were tested
+    level: float | None  # the p-value that proves a threshold: 1 - confidence, by the number of finalists
+    recording: str  # the hash of the whole recording; the tested examples may be a part of it
+    tested: DataSummary
+    grid: DataSummary  # where the thresholds come from
+    thresholds: int  # how many were proven, of how many
+    grid_size: int
+    evidence: list[Evidence]
+    full_depth_accuracy: float | None  # of the tested examples; None without labels
+    average_loops: float  # what to expect
+    average_loops_interval: tuple[float, float]  # 95 %, over examples
+    average_loops_at_limit: (
+        float  # of the laxest threshold whose observed loss is within the limit: the promise's price
+    )

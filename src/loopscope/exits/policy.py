@@ -1,0 +1,182 @@
+"""When does a request exit? A readout with its threshold is an exit policy: one object for replay and live running.
+
+Its file is JSON; the weights of a fitted gate lie beside it as safetensors, and the file holds their hash.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.artifacts import atomic_file, map_tensors, save_tensors, sha256, write_json
+from loopscope.config import Settings, build, digest, plain, read_json
+from loopscope.errors import UserError
+from loopscope.exits.fitted_gate import FittedGate, attach
+from loopscope.exits.guarantee import Guarantee
+from loopscope.exits.readouts import readout_kind
+from loopscope.exits.signals import FITTED, signal
+from loopscope.trajectory import Trajectory
+
+
+class GateFile(Settings, frozen=True, kw_only=True):
+    """Where the weights of a policy's fitted gate are, and what they were fitted to."""
+
+    file: str
+    sha256: str
+    provenance: dict[str, Any]
+
+
+class PolicyFile(Settings, frozen=True, kw_only=True):
+    """What the file of a policy says."""
+
+    schema_version: Literal[3] = 3
+    readout: str
+    threshold: float | None = None
+    gate: GateFile | None = None
+    model: str | None = None
+    guarantee: Guarantee | None = None
+    digest: str = ""  # of all of the above, where there is a promise: it is void for another threshold
+
+    def seal(self) -> str:
+        return digest(msgspec.structs.replace(self, digest=""))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Older files (schema 1 and 2) called a guarantee a promise; what sealed them is checked before that."""
+        values = read_json(dict[str, Any], path, "policy")
+        older = values.get("schema_version") in (1, 2)
+        if older:
+            sealed = values.get("digest") == digest({**values, "digest": ""})
+            values |= {"guarantee": values.pop("promise", None), "schema_version": 3}
+        file = build(cls, values, str(path))
+        if file.guarantee is not None and not (sealed if older else file.digest == file.seal()):
+            raise UserError(
+                f"{path} was altered since it was calibrated, so its promise is void; calibrate it again, or set its "
+                "guarantee to null."
+            )
+        return file
+
+
+@dataclass(frozen=True)
+class ExitPolicy:
+    """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
+
+    With the readout `gate:NAME` it carries that fitted gate, unless it is only replayed on recordings that have its
+    signal. A calibrated one carries its promise, and the hash of the weights for which it was made.
+    """
+
+    readout: str
+    threshold: float | None = None
+    gate: FittedGate | None = None
+    model: str | None = None
+    guarantee: Guarantee | None = None
+
+    def __post_init__(self) -> None:
+        kind = readout_kind(self.readout)
+        if self.threshold is not None and not isinstance(self.threshold, (int, float, np.number)):
+            raise UserError(f"A threshold is a number, got {self.threshold!r}.")
+        if kind == "oracle":
+            if self.threshold is not None:
+                raise UserError("The oracle takes no threshold.")
+        elif self.threshold is None or np.isnan(self.threshold):
+            raise UserError(f"The readout '{self.readout}' needs a threshold that is a number.")
+        elif kind == "depth" and (self.threshold < 1 or not float(self.threshold).is_integer()):
+            raise UserError(f"A fixed depth is a whole number from 1 on, got {self.threshold}.")
+        if self.gate is not None and not self.readout.startswith(FITTED):
+            raise UserError(f"The readout '{self.readout}' takes no fitted gate; its name would begin with '{FITTED}'.")
+
+    def __str__(self) -> str:
+        return self.readout + ("" if self.threshold is None else f" at {self.threshold:.6g}")
+
+    def save(self, path: str | Path) -> None:
+        """Writes the policy as JSON, and the weights of its fitted gate beside it."""
+        if self.threshold is not None and np.isinf(self.threshold):
+            raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
+        path, gate = Path(path), None
+        if self.gate is not None:
+            weights = path.with_name(f"{path.name.removesuffix('.json')}.gate.safetensors")
+            with atomic_file(weights) as scratch:
+                save_tensors(scratch, self.gate.tensors)
+            gate = GateFile(file=weights.name, sha256=sha256(weights), provenance=plain(dict(self.gate.provenance)))
+        threshold = None if self.threshold is None else float(self.threshold)
+        file = PolicyFile(
+            readout=self.readout, threshold=threshold, gate=gate, model=self.model, guarantee=self.guarantee
+        )
+        write_json(path, file if self.guarantee is None else msgspec.structs.replace(file, digest=file.seal()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The policy in a file, after the weights of its gate were checked against their hash."""
+        path = Path(path)
+        file = PolicyFile.read(path)
+        if file.gate is None:
+            return cls(file.readout, file.threshold, None, file.model, file.guarantee)
+        weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
+        if not weights.is_file() or sha256(weights) != file.gate.sha256:
+            raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
+        gate = FittedGate.of_tensors(map_tensors(weights), file.gate.provenance)
+        return cls(file.readout, file.threshold, gate, file.model, file.guarantee)
+
+    def check(self, weights: str | None, num_loops: int) -> None:
+        """Refuses another model than the one it was made for (where both are known), or another full depth."""
+        if self.gate is not None:
+            self.gate.check(weights)
+        if self.model is not None and weights is not None and self.model != weights:
+            raise UserError(
+                f"This policy was calibrated for another model (weights {self.model[:12]}, here {weights[:12]}), and "
+                "promises nothing for this one; calibrate it for this model, or use it without its promise "
+                "(--any-model, or policy.for_any_model())."
+            )
+        if self.guarantee is not None and self.guarantee.loops != num_loops:
+            raise UserError(
+                f"This policy was calibrated for {self.guarantee.loops} loops, and here full depth is {num_loops}; "
+                "calibrate it for this depth, or use it without its promise (--any-model, or policy.for_any_model())."
+            )
+
+    def for_any_model(self) -> Self:
+        """The same rule without its promise, for whatever model."""
+        gate = self.gate and replace(
+            self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
+        )
+        return replace(self, gate=gate, model=None, guarantee=None)
+
+    def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
+        """[N] the loop in 1..T at which every example exits."""
+        self.check(trajectory.provenance.get("weights_sha256"), trajectory.num_loops)
+        if readout_kind(self.readout) == "depth":
+            assert self.threshold is not None
+            if self.threshold > trajectory.num_loops:
+                raise UserError(
+                    f"A fixed depth of {self.threshold} is beyond the recording's {trajectory.num_loops} loops."
+                )
+            return np.full(trajectory.num_examples, int(self.threshold))
+        stops = np.array(self.stops(trajectory))
+        stops[:, -1] = True
+        return stops.argmax(axis=1) + 1
+
+    def stops(self, trajectory: Trajectory) -> NDArray[np.bool_]:
+        """[N, T] at which loops the rule says stop; a signal that is NaN never does."""
+        if self.threshold is None:  # the oracle
+            return trajectory.correct
+        return self.decide(self.values(trajectory))
+
+    def values(self, trajectory: Trajectory) -> NDArray[np.float64]:
+        """[N, T] the policy's signal on a recording."""
+        if self.gate is not None:
+            trajectory = attach(trajectory, {self.readout.removeprefix(FITTED): self.gate})
+        return signal(self.readout, trajectory)
+
+    def decide(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether these values of the policy's signal say stop, whatever their shape: recorded or live."""
+        assert self.threshold is not None
+        return values >= self.threshold if readout_kind(self.readout) == "above" else values <= self.threshold
+
+
+def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:
+    """Accuracy and average loops of a policy replayed on a recording."""
+    loops = policy.exit_loops(trajectory)
+    right = trajectory.correct[np.arange(len(loops)), loops - 1]
+    return float(right.mean()), float(loops.mean())

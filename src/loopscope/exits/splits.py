@@ -1,0 +1,33 @@
+"""Which data may choose, and which may only evaluate? What would make a result look better than it is, is refused."""
+
+from loopscope.errors import UserError
+from loopscope.trajectory import Trajectory
+
+EVALUATION_SPLITS = ("test", "extrapolation")
+
+
+def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
+    """Refuses what would make a result look better than it is."""
+    check_split(calibration, "calibration")
+    if calibration.same_data(evaluation):
+        raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
+    check_same_model(calibration, evaluation, "The calibration and the evaluation recording")
+
+
+def check_split(recording: Trajectory, role: str) -> None:
+    """Refuses to choose anything on data that is for evaluation."""
+    if (recording.split or "").strip().lower().startswith(EVALUATION_SPLITS):
+        raise UserError(
+            f"The {role} recording is of the {recording.split} split; thresholds must not be chosen on data "
+            "that is for evaluation: record the validation split and calibrate on that."
+        )
+
+
+def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
+    for what, ours, theirs in (
+        ("loops", first.num_loops, second.num_loops),
+        ("classes", first.num_classes, second.num_classes),
+        ("weights", first.provenance.get("weights_sha256"), second.provenance.get("weights_sha256")),
+    ):
+        if ours is not None and theirs is not None and ours != theirs:
+            raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")

@@ -1,0 +1,189 @@
+"""How do tokens attend beyond their row? To the trunk that they branch off from, and to tokens in a KV cache.
+
+Shapes: B rows, S states, R rows of a group, M tokens of its longest row, N keys, W tokens of its longest tail (all
+branches of a row), H heads, K head width.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loopscope.models.attention import Rotary, causal_attention, masked_attention
+from loopscope.models.kv_cache import AppendingRows, SharedPrefix
+from loopscope.models.layout import AttentionGroup, Layout
+from loopscope.models.packed_attention import packed_attention
+
+_FIRST = np.zeros(1, dtype=np.int64)
+_COPIED = 1 << 24
+"""Numbers of keys that are copied at a time: every row of a batch needs those of what it begins with beside its own."""
+
+
+class Scatter(NamedTuple):
+    """Where the outputs of a dense batch belong."""
+
+    cells: Tensor  # of the batch [R M], without those that are empty
+    states: Tensor  # theirs, in the packed layout
+
+
+def cached_attention(
+    projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None, layer: str
+) -> Tensor:
+    """[S, query, key and value heads, K] -> [S, H K], in the layer that is called `layer`."""
+    cache = layout.cache
+    if layout.branches is None and cache is None:
+        return packed_attention(projected, heads, layout, rotary)
+    query, key, value = torch.split(projected, list(heads), 1)
+    if rotary is not None:
+        angles = layout.compute_once((rotary, key.dtype), lambda: _angles(layout, rotary, key.dtype))
+        query, key = (rotary.apply_rotary(part, angles) for part in (query, key))
+    if isinstance(cache, AppendingRows):
+        _write_kv_cache(layout, cache, layer, key, value)
+    out = torch.empty_like(query)
+    for number, group in enumerate(layout.groups):
+        attention = _GroupAttention(query, key, value, layout, number, group, layer)
+        if isinstance(cache, AppendingRows):
+            attended = attention.appending(cache)
+        else:
+            attended = attention.branches() if cache is None else attention.after_prefix(cache)
+        for dense, scatter in attended:
+            out.index_copy_(0, scatter.states, dense.transpose(1, 2).flatten(0, 1).index_select(0, scatter.cells))
+    return out.flatten(1)
+
+
+def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary.angles(layout.positions, dtype)
+    return cos[:, None], sin[:, None]
+
+
+def _write_kv_cache(layout: Layout, cache: AppendingRows, layer: str, key: Tensor, value: Tensor) -> None:
+    for loop, (tokens, positions) in layout.compute_once("written", lambda: _cache_positions(layout, cache)).items():
+        whole = len(tokens) == len(key)
+        cache.kv_cache.write(layer, loop, positions, *(part if whole else part[tokens] for part in (key, value)))
+
+
+def _cache_positions(layout: Layout, cache: AppendingRows) -> dict[int, tuple[Tensor, Tensor]]:
+    """For every loop its tokens, and where they go in the cache."""
+    device = layout.lengths.device
+    rows = layout.per_token(torch.from_numpy(cache.rows).to(device))
+    loops = layout.per_token(torch.from_numpy(cache.loops).to(device))
+    positions = rows * cache.kv_cache.capacity + layout.positions
+    found = {}
+    for loop in sorted(set(cache.loops.tolist())):
+        tokens = torch.nonzero(loops == loop)[:, 0]
+        found[loop] = (tokens, positions[tokens])
+    return found
+
+
+class _GroupAttention(NamedTuple):
+    """One group of rows: dense outputs [R, H, M, K], and where they belong."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: Layout
+    number: int  # of the group
+    group: AttentionGroup
+    layer: str
+
+    def appending(self, cache: AppendingRows) -> Iterator[tuple[Tensor, Scatter]]:
+        """All keys are in the cache by now, by position; where nothing was before, the rows' own are at hand."""
+        rows, cells = self.group
+        scatter = self._once("inside", lambda: _scatter_of(cells, _inside(self.layout, self.group)))
+        query = _dense(self.query, cells)
+        if not cache.cached[rows].any():
+            yield causal_attention(query, _dense(self.key, cells), _dense(self.value, cells)), scatter
+            return
+        upto = self._once("upto", lambda: int(self.layout.positions[cells].max()) + 1)
+        stored = cache.kv_cache.read(self.layer, int(cache.loops[rows][0]), cache.rows[rows], upto)
+        mask = self._once("mask", lambda: _causal_mask(self.layout, cells, upto))
+        yield masked_attention(query, stored.keys.transpose(1, 2), stored.values.transpose(1, 2), mask), scatter
+
+    def after_prefix(self, cache: SharedPrefix) -> Iterator[tuple[Tensor, Scatter]]:
+        rows, cells = self.group
+        kv_cache, cached = cache.prefixes[rows][0], int(cache.cached[rows][0])
+        size = max(1, _COPIED // ((cached + cells.shape[1]) * self.key[0].numel()))
+        parts = self._once("parts", lambda: _row_parts(self.layout, self.group, cached, size))
+        stored = () if kv_cache is None else kv_cache.read(self.layer, int(cache.loops[rows][0]), _FIRST, cached)
+        for own, mask, scatter in parts:
+            keys, values = _dense(self.key, own), _dense(self.value, own)
+            if stored:
+                keys, values = (
+                    torch.cat((prefix.transpose(1, 2).expand(len(own), -1, -1, -1), new), 2)
+                    for prefix, new in zip(stored, (keys, values), strict=True)
+                )
+            yield masked_attention(_dense(self.query, own), keys, values, mask), scatter
+
+    def branches(self) -> Iterator[tuple[Tensor, Scatter]]:
+        """The trunks by the kernel for causal attention, which reads no mask; then the tails, which are short."""
+        cells = self.group.cells
+        longest, trunk, tail, scatter, mask = self._once("tails", lambda: _tails(self.layout, self.group))
+        keys, values = _dense(self.key, cells), _dense(self.value, cells)
+        query = _dense(self.query, cells[:, :longest])
+        yield causal_attention(query, keys[:, :, :longest], values[:, :, :longest]), trunk
+        if tail.shape[1]:
+            yield masked_attention(_dense(self.query, tail), keys, values, mask), scatter
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        return self.layout.compute_once((name, self.number), make)
+
+
+def _row_parts(layout: Layout, group: AttentionGroup, cached: int, size: int) -> list[tuple[Tensor, Tensor, Scatter]]:
+    """So many rows of a group at a time: their cells, what they see, and where they go."""
+    mask, inside = _prefix_and_own(layout, group, cached), _inside(layout, group)
+    cut = (torch.split(whole, size) for whole in (group.cells, mask, inside))
+    return [(cells, mask, _scatter_of(cells, inside)) for cells, mask, inside in zip(*cut, strict=True)]
+
+
+def _tails(layout: Layout, group: AttentionGroup) -> tuple[int, Scatter, Tensor, Scatter, Tensor]:
+    """The longest trunk, where trunks go, the tails' tokens [R, W], where these go, what they see."""
+    rows, cells = group
+    trunks, lengths = layout.trunks[rows, None], layout.lengths[rows, None]
+    longest, widest = int(trunks.max()), int((lengths - trunks).max())
+    local = trunks + torch.arange(widest, device=cells.device)
+    inside = local < lengths
+    local = local.minimum(lengths - 1)
+    trunk = torch.arange(longest, device=cells.device) < trunks
+    tail = cells.gather(1, local)
+    where = _scatter_of(cells[:, :longest], trunk), tail, _scatter_of(tail, inside)
+    return longest, *where, _own_mask(layout, cells, local)[:, None]
+
+
+def _own_mask(layout: Layout, cells: Tensor, local: Tensor) -> Tensor:
+    """[R, W, M] what the tokens at `local` [R, W] of a row see: all before them of the trunk or of their own branch."""
+    mask = torch.arange(cells.shape[1], device=cells.device) <= local[:, :, None]
+    if layout.branches is None:
+        return mask
+    branch = layout.branch[cells]
+    own = branch.gather(1, local)
+    return mask & ((branch[:, None] == 0) | (branch[:, None] == own[:, :, None]))
+
+
+def _prefix_and_own(layout: Layout, group: AttentionGroup, cached: int) -> Tensor:
+    cells = group.cells
+    own = _own_mask(layout, cells, torch.arange(cells.shape[1], device=cells.device).expand_as(cells))
+    return torch.cat((own.new_ones((*own.shape[:2], cached)), own), 2)[:, None]
+
+
+def _causal_mask(layout: Layout, cells: Tensor, upto: int) -> Tensor | None:
+    """[R, 1, M, N] the places up to a token's own; None: all of them."""
+    mask = torch.arange(upto, device=cells.device) <= layout.positions[cells][:, :, None]
+    return None if bool(mask.all()) else mask[:, None]
+
+
+def _inside(layout: Layout, group: AttentionGroup) -> Tensor:
+    """[R, M] which cells are tokens of their own."""
+    rows, cells = group
+    return torch.arange(cells.shape[1], device=cells.device) < layout.lengths[rows, None]
+
+
+def _scatter_of(cells: Tensor, inside: Tensor) -> Scatter:
+    chosen = torch.nonzero(inside.flatten())[:, 0]
+    return Scatter(chosen, cells.flatten()[chosen])
+
+
+def _dense(packed: Tensor, cells: Tensor) -> Tensor:
+    """[S, H, K] -> [R, H, M, K]"""
+    return packed.index_select(0, cells.flatten()).view(*cells.shape, *packed.shape[1:]).transpose(1, 2)

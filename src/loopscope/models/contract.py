@@ -1,0 +1,205 @@
+"""The model contract: what must a model be able to do to be recorded, diagnosed and run adaptively?
+
+Four things: `embed` (tokens -> state), `step` (the shared block, once), `predict` (state -> logits) and `halt`
+(state -> halt logit, if it has a gate). Nothing in a state ties its rows together: rows can be taken out and joined
+with rows at other loops, because the block is the same at every depth.
+
+Shapes: B rows, M tokens of the longest row, P tokens of all rows, T loops, D width, V vocabulary.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from loopscope.errors import UserError
+from loopscope.models.kv_cache import AppendingRows, SharedPrefix
+from loopscope.models.layout import Layout, share_prefixes
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """The rows of a batch, each at its own loop, packed: a row's tokens stand together, and there is no padding.
+
+    A model may add tensors of its own: [B], or [P, ...] if they go by token (`tokenwise` names those).
+    """
+
+    hidden: Tensor  # [S, D] what the next loop starts from
+    layout: Layout  # where the rows lie in it
+    loop: Tensor  # [B] loops applied so far
+
+    tokenwise: ClassVar[tuple[str, ...]] = ("hidden",)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] tokens of each row."""
+        return self.layout.lengths
+
+    def take(self, rows: Tensor) -> Self:
+        """The rows at these indices (or where this mask is true), in that order."""
+        layout, tokens = self.layout.take(rows)
+        parts = {name: getattr(self, name) for name in self._tensors()}
+        parts = {
+            name: value.index_select(0, tokens) if name in self.tokenwise else value[rows]
+            for name, value in parts.items()
+        }
+        return type(self)(layout=layout, **parts)
+
+    @classmethod
+    def join(cls, states: Sequence[Self]) -> Self:
+        """All rows of `states`, in that order."""
+        states = [state if state.layout.sharing is None else state.take(state.loop >= 0) for state in states]
+        parts = {name: torch.cat([getattr(state, name) for state in states]) for name in cls._tensors()}
+        return cls(layout=Layout.join([state.layout for state in states]), **parts)
+
+    @classmethod
+    def _tensors(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.name != "layout"]
+
+    def at(self, positions: Tensor | None) -> Tensor:
+        """The hidden state [B, D] at one position a row, or [S, D] of all."""
+        if positions is None:
+            return self.hidden
+        return self.hidden.index_select(0, self.layout.states(self.layout.starts + positions))
+
+    def with_cache(self, cache: AppendingRows | SharedPrefix | None) -> Self:
+        """The same rows, after tokens whose keys and values are cached."""
+        return replace(self, layout=self.layout.with_cache(cache))
+
+
+@dataclass(frozen=True)
+class Loops:
+    """What a model says at every loop: at every token, or (without the M) at one position a row."""
+
+    logits: Tensor  # [T, B, M, V]
+    hidden: Tensor  # [T, B, M, D] the pooled states r_t
+    gate_logits: Tensor | None  # [T, B, M]
+
+
+class LoopedModel(nn.Module):
+    """Base of every looped model."""
+
+    num_loops: int
+    """T, the depth the model was trained for."""
+    block_size: int
+    """The longest row that the model takes."""
+    vocab_size: int
+    head_attends: ClassVar[bool] = False
+    """Whether `head_input` looks at other tokens, too, so that it must be asked of all of them."""
+    tied: Mapping[str, str] = MappingProxyType({})
+    """Tensors that are another one: a checkpoint may leave them out."""
+    identify: Callable[[], str] | None = None
+    """Hashes the weights, of a model that was loaded from a checkpoint; large ones take a while."""
+    causal: ClassVar[bool] = True
+    """Whether a token's state depends on the tokens before it only; then rows that begin alike can share states."""
+    unneeded: ClassVar[tuple[str, ...]] = ()
+    """Tensors that a checkpoint may have and that follow from others."""
+
+    @cached_property
+    def weights_sha256(self) -> str | None:
+        """What tells this model from any other, if it was loaded."""
+        return None if self.identify is None else self.identify()
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
+        """The state before the first loop, of the tokens [S] that lie as `layout` says."""
+
+    @abstractmethod
+    def step(self, state: LoopState) -> LoopState:
+        """One application of the shared block."""
+
+    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        """r_t, the state as the head and the gate read it: [B, D] at one position a row, or [S, D] of all."""
+        return state.at(positions)
+
+    def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        """What `predict` reads, in the shape of `pooled`, which it is unless a model does more before its head."""
+        return self.pooled(state, positions)
+
+    @abstractmethod
+    def predict(self, head_input: Tensor) -> Tensor:
+        """Logits [..., V] from what the head reads [..., D]."""
+
+    def halt(self, pooled: Tensor) -> Tensor | None:
+        """Halt logits [...] from pooled states [..., D]; None without a gate."""
+        return None
+
+    def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor | None:
+        """`pooled` after one more loop, the last of these rows, from a model that can leave out what is not read."""
+        return None
+
+    def begin(self, tokens: Tensor, lengths: Tensor | None = None, share: bool = False) -> LoopState:
+        """The state before the first loop, of tokens [B, M] whose rows end at `lengths` (default: M).
+
+        With `share`, rows that begin alike keep their common states once, if the model is causal.
+        """
+        rows, longest = tokens.shape
+        if lengths is None:
+            lengths = torch.full((rows,), longest, device=tokens.device)
+        if lengths.shape != (rows,):
+            raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
+        layout = share_prefixes(tokens, lengths) if share and self.causal else Layout(lengths)
+        return self.begin_packed(layout.pack(tokens), layout)
+
+    def begin_packed(self, tokens: Tensor, layout: Layout) -> LoopState:
+        """The same of tokens [S] that lie as `layout` says."""
+        self.check_length(layout.max_context)
+        return self.embed(tokens, layout)
+
+    def check_length(self, length: int) -> None:
+        """Refuses rows that are too long for the model."""
+        if length > self.block_size:
+            raise UserError(
+                f"The examples have {length} tokens, but the model's block size is {self.block_size}; nothing is cut "
+                "off, so choose shorter examples or a model with a larger block size."
+            )
+
+    def unroll(
+        self,
+        state: LoopState,
+        num_loops: int | None = None,
+        cache: Callable[[int], AppendingRows | SharedPrefix | None] | None = None,
+    ) -> Iterator[LoopState]:
+        """The state after each loop (default: all of the model's); `cache(loop)` is what its rows come after there."""
+        for loop in range(1, 1 + (self.num_loops if num_loops is None else num_loops)):
+            state = self.step(state if cache is None else state.with_cache(cache(loop)))
+            yield state
+
+    def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`pooled` and `head_input`, which are one tensor unless the head attends."""
+        pooled = self.pooled(state, positions)
+        return pooled, self.head_input(state, positions) if self.head_attends else pooled
+
+    def loops(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        num_loops: int | None = None,
+        positions: Tensor | None = None,
+    ) -> Loops:
+        """Logits, pooled states and halt logits of every loop, at every token or at one position a row.
+
+        At every token, pooled states beyond a row's end are zero.
+        """
+        if num_loops is not None and num_loops < 1:
+            raise UserError(f"num_loops must be at least 1, got {num_loops}.")
+        state, outputs = (embedded := self.begin(tokens, lengths, share=True)), []
+        for state in self.unroll(embedded, (num_loops or self.num_loops) - 1):
+            outputs.append(self.read(state, positions))
+        last = None if positions is None else self.last_pooled(state, positions)
+        outputs.append(self.read(self.step(state), positions) if last is None else (last, last))
+        if positions is None:
+            layout, longest = state.layout, tokens.shape[1]
+            outputs = [(layout.unpack(pooled, longest), layout.unpack(read, longest)) for pooled, read in outputs]
+        hidden, head_input = (torch.stack(each) for each in zip(*outputs, strict=True))
+        return Loops(self.predict(head_input), hidden, self.halt(hidden))
+
+
+def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
+    """The state of rows that have gone through no loop yet."""
+    return LoopState(hidden, layout, torch.zeros_like(layout.lengths))

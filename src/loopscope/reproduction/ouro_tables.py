@@ -1,0 +1,280 @@
+"""Checkpoints on benchmarks: the counterparts of the paper's tables on Ouro, and what stands beside them.
+
+Operating points are chosen on validation data (the most accurate threshold, ties to fewer loops), as table 7's are.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from loopscope.analysis import Interval
+from loopscope.analysis.latency import QuestionBench, QuestionTiming
+from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
+from loopscope.exits.readouts import POST_HOC
+from loopscope.exits.signals import FITTED
+from loopscope.questions import BENCHMARKS
+from loopscope.report.tables import Table
+from loopscope.reproduction.published import Claim, PublishedPoint, published
+
+_CHOSEN = (
+    "Operating points chosen on validation data (the most accurate threshold, ties to fewer loops), on test data, with "
+    "95 % bootstrap intervals over its questions. Of the readouts without a gate, the one that validation prefers. "
+)
+_THEIRS = "Paper: as it printed them; it does not say how it chose its points."
+_THINKING = "-Thinking"
+_TIMED = "Ouro-1.4B"
+"""The model that the paper timed."""
+
+
+class Answered(NamedTuple):
+    """A checkpoint on a benchmark."""
+
+    benchmark: BenchmarkResult
+    result: ModelResult
+
+    @property
+    def gate(self) -> FrontierResult | None:
+        return self.result.frontier("gate")
+
+    @property
+    def post_hoc(self) -> FrontierResult | None:
+        """The readout without a gate that validation prefers."""
+        return self.result.best(POST_HOC)
+
+    @property
+    def fitted(self) -> list[FrontierResult]:
+        return [frontier for frontier in self.result.frontiers if frontier.readout.startswith(FITTED)]
+
+    @property
+    def reasons(self) -> bool:
+        return self.benchmark.model.endswith(_THINKING)
+
+
+def answered(results: Results) -> list[Answered]:
+    """Everything that is a checkpoint on a benchmark."""
+    return [Answered(model.benchmark, model) for model in results.models if model.benchmark is not None]
+
+
+def ouro_summary(results: Results) -> Table | None:
+    """The model's own gate beside the best readout without one; reasoning-tuned models have a table of their own."""
+    rows = []
+    for each in answered(results):
+        if each.reasons or each.post_hoc is None:
+            continue
+        sought = (each.benchmark.model, each.benchmark.title)
+        paper = next((row for row in published().ouro if (row.model, row.benchmark) == sought), None)
+        rows.append(
+            [
+                *sought,
+                *(_selected(each.gate) if each.gate else ("no gate", "")),
+                each.post_hoc.readout,
+                *_selected(each.post_hoc),
+                _point(paper.gate) if paper else "",
+                f"{paper.readout} {_point(paper.post_hoc)}" if paper else "",
+            ]
+        )
+    columns = ["model", "benchmark", "gate: accuracy", "loops", "post-hoc", "accuracy", "loops"]
+    columns += ["paper: gate", "paper: post-hoc"]
+    return Table("The model's own gate and the best post-hoc readout", _CHOSEN + _THEIRS, columns, rows)
+
+
+def ouro_thinking(results: Results) -> Table | None:
+    """The best readout of reasoning-tuned models, the gate among them."""
+    rows = []
+    for each in answered(results):
+        best = each.result.best(("gate", *POST_HOC)) if each.reasons else None
+        if best is None:
+            continue
+        sought = (each.benchmark.model, each.benchmark.title)
+        paper = next((row for row in published().ouro_thinking if (row.model, row.benchmark) == sought), None)
+        rows.append([*sought, best.readout, *_selected(best), f"{paper.readout} {_point(paper)}" if paper else ""])
+    note = _CHOSEN + "Here the gate competes with them. " + _THEIRS
+    columns = ["model", "benchmark", "readout", "accuracy", "loops", "paper"]
+    return Table("The best readout of reasoning-tuned models", note, columns, rows)
+
+
+def ouro_claims(results: Results) -> Table | None:
+    """What the paper counts in its tables, counted in ours."""
+    base = [each for each in answered(results) if not each.reasons and each.gate and each.post_hoc]
+    pairs = [(each.gate.selected, each.post_hoc.selected) for each in base if each.gate and each.post_hoc]
+    accurate = [other.accuracy > gate.accuracy for gate, other in pairs]
+    fewer = [other.average_loops < gate.average_loops for gate, other in pairs]
+    found = [paired for each in base for paired in each.result.paired[:1]]  # gate minus post-hoc
+    surely = [paired.accuracy.high < 0 for paired in found], [paired.loops.low > 0 for paired in found]
+    best = [each.result.best(("gate", *POST_HOC)) for each in answered(results) if each.reasons]
+    counted = {
+        "ouro_more_accurate": (accurate, surely[0]),
+        "ouro_fewer_loops": (fewer, surely[1]),
+        "ouro_both": (_both(accurate, fewer), _both(*surely)),
+        "thinking_not_the_gate": ([each is not None and each.readout != "gate" for each in best], None),
+    }
+    rows = [
+        [claim.about, f"{sum(ours)} of {len(ours)}", "" if sure is None else str(sum(sure)), _claimed(claim)]
+        for claim in published().claims
+        if claim.key in counted and (ours := counted[claim.key][0])
+        for sure in [counted[claim.key][1]]
+    ]
+    benches = [bench for bench in results.latency if bench.model == _TIMED]
+    speedups = [way.speedup.median for bench in benches for way in bench.policies if way.readout == "gate"]
+    rows += [
+        [claim.about, f"{min(speedups):.2f} to {max(speedups):.2f}", "", f"{claim.low:g} to {claim.high:g}"]
+        for claim in published().claims
+        if claim.key == "ouro_gate_speedup" and speedups
+    ]
+    note = (
+        "What the paper counts in its tables 3 and 8, in ours, whichever models they have. Beyond chance: where the "
+        "paired 95 % interval on the same test questions lies on that side of zero."
+    )
+    return Table("The paper's counts", note, ["claim", "ours", "beyond chance", "paper"], rows)
+
+
+def ouro_readouts(results: Results) -> Table | None:
+    """Static depth, the gate, every readout, fitted gates and the oracle: a column a benchmark."""
+    every = answered(results)
+    titles = list(dict.fromkeys(each.benchmark.title for each in every))
+    rows = []
+    for model in dict.fromkeys(each.benchmark.model for each in every):
+        cells: dict[str, dict[str, str]] = {}
+        for each in (each for each in every if each.benchmark.model == model):
+            for name, text in _all_points(each.result):
+                cells.setdefault(name, {})[each.benchmark.title] = text
+        order = sorted(cells, key=lambda name: (name == "oracle", name.startswith(FITTED)))
+        rows += [[model, name, *(cells[name].get(title, "") for title in titles)] for name in order]
+    note = (
+        "Test accuracy at average loops. Static depth: every question at the same loop. All others at the threshold "
+        f"that validation chose; {FITTED}KIND-OBJECTIVE are gates fitted to the frozen trajectory on the benchmark's "
+        "train split. The oracle exits at the first correct loop."
+    )
+    return Table("Every readout on every benchmark", note, ["model", "readout", *titles], rows)
+
+
+def ouro_refitted(results: Results) -> Table | None:
+    """Gates fitted to the frozen trajectory against the released one."""
+    rows = []
+    for each in answered(results):
+        for gap in each.result.fitted_gaps:
+            fitted, other = each.result.frontier(gap.first), each.result.frontier(gap.second)
+            if fitted is not None and other is not None:
+                more = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}] @{100 * gap.accuracy:g}%"
+                points = [gap.second, _at(other), gap.first, _at(fitted)]
+                rows.append([each.benchmark.model, each.benchmark.title, *points, more])
+    note = (
+        "Section 5.4 on a checkpoint: gates fitted to its frozen trajectory on the benchmark's train split, beside its "
+        "own gate (margin where it has none). Points as validation chooses them, on test data; then the loops that the "
+        "fitted gate takes more to reach the same accuracy, the highest whole percent that both reach (95 % interval)."
+    )
+    columns = ["model", "benchmark", "released", "accuracy at loops", "refitted", "accuracy at loops", "more loops"]
+    return Table("The released gate and refitted ones", note, columns, rows)
+
+
+def ouro_metrics(results: Results) -> Table | None:
+    """Both metrics of every loop."""
+    every = answered(results)
+    loops = max((len(each.result.forced_accuracy) for each in every), default=0)
+    rows = []
+    for each in every:
+        for metric, values in each.benchmark.accuracy.items():
+            metric_cell = metric + (" (scored)" if metric == each.benchmark.metric else "")
+            shown = [_percent(value) for value in values] + [""] * (loops - len(values))
+            rows.append(
+                [each.benchmark.model, each.benchmark.title, f"{each.result.test_examples:,}", metric_cell, *shown]
+            )
+    note = "Every test question at the same loop; acc_norm divides the score of a choice by its characters."
+    columns = ["model", "benchmark", "questions", "metric", *(f"loop {loop}" for loop in range(1, loops + 1))]
+    return Table("Both metrics at every loop", note, columns, rows)
+
+
+def mmlu_subjects(results: Results) -> Table | None:
+    """Every subject, and all of them."""
+    rows = []
+    every = [each for each in answered(results) if each.benchmark.subjects]
+    loops = max((len(each.result.forced_accuracy) for each in every), default=0)
+    for each in every:
+        parts = [(part.name, part.questions, part.accuracy) for part in each.benchmark.subjects]
+        parts.append(("all", each.result.test_examples, each.result.forced_accuracy))
+        rows += [
+            [each.benchmark.model, name, f"{count:,}", *map(_percent, values), *[""] * (loops - len(values))]
+            for name, count, values in parts
+        ]
+    note = "Every test question at the same loop. All: over questions, so that a large subject counts for more."
+    columns = ["model", "subject", "questions", *(f"loop {loop}" for loop in range(1, loops + 1))]
+    return Table("MMLU by subject", note, columns, rows)
+
+
+def ouro_latency(results: Results) -> Table | None:
+    """Time a question: the final loop, the gate and the best other readout, live."""
+    rows = []
+    for bench in results.latency:
+        title = BENCHMARKS[bench.benchmark].title if bench.benchmark in BENCHMARKS else bench.benchmark
+        for timing in bench.policies:
+            realised = timing.speedup.median * timing.average_loops / bench.num_loops
+            rows.append(
+                [
+                    bench.model,
+                    title,
+                    timing.readout,
+                    _percent(timing.accuracy),
+                    f"{timing.average_loops:.2f}",
+                    str(timing.milliseconds),
+                    str(timing.speedup),
+                    f"{realised:.0%}",
+                    _paper_latency(bench, title, timing),
+                ]
+            )
+    note = (
+        "Questions run live, one way after the other within a round; median and quartiles over rounds. Accuracy and "
+        "loops are of the questions that were timed. Realised: the speed-up as a share of loops saved (T / average "
+        "loops). Paper: of its own GPU; its times are proportional to its loops, so that overhead does not show."
+    )
+    columns = ["model", "benchmark", "readout", "accuracy", "loops", "ms a question", "speed-up", "realised", "paper"]
+    return Table("Time a question", note, columns, rows)
+
+
+def _all_points(model: ModelResult) -> Iterable[tuple[str, str]]:
+    for loop, accuracy in enumerate(model.forced_accuracy, start=1):
+        yield f"static depth {loop}", _percent(accuracy)
+    for frontier in model.frontiers:
+        name = "static depth, chosen" if frontier.readout == "fixed" else frontier.readout
+        yield name, _at(frontier)
+
+
+def _at(frontier: FrontierResult) -> str:
+    return f"{_percent(frontier.selected.accuracy)} at {frontier.selected.average_loops:.2f}"
+
+
+def _selected(frontier: FrontierResult) -> tuple[str, str]:
+    point = frontier.selected
+    accuracy = f"{_percent(point.accuracy)}{_bounds(point.accuracy_interval, 100, 1)}"
+    return accuracy, f"{point.average_loops:.2f}{_bounds(point.loops_interval, 1, 2)}"
+
+
+def _bounds(interval: Interval | None, scale: float, digits: int) -> str:
+    return "" if interval is None else f" [{scale * interval.low:.{digits}f}, {scale * interval.high:.{digits}f}]"
+
+
+def _both(first: list[bool], second: list[bool]) -> list[bool]:
+    return [a and b for a, b in zip(first, second, strict=True)]
+
+
+def _claimed(claim: Claim) -> str:
+    return f"{claim.low:g} of {claim.of}" + ("" if claim.borne_out else " (its own table has another number)")
+
+
+def _paper_latency(bench: QuestionBench, title: str, timing: QuestionTiming) -> str:
+    """The paper timed one model; of its rows the one of the same kind: final loop, gate, or its best other readout."""
+    if bench.model != _TIMED:
+        return ""
+    sought = (title, _role(timing.readout))
+    row = next((row for row in published().ouro_latency if (row.benchmark, _role(row.readout)) == sought), None)
+    return "" if row is None else f"{row.readout} {_point(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
+
+
+def _role(readout: str) -> str:
+    return readout if readout in ("fixed", "gate") else "other"
+
+
+def _point(point: PublishedPoint) -> str:
+    return f"{_percent(point.accuracy)} at {point.loops:.2f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,138 @@
+"""What did the paper publish? The numbers of its tables, its claims and where it disagrees with itself.
+
+They are the paper's, typed from its tables into `paper.toml`, so that they can be shown beside one's own and labelled
+as such; nothing here is measured. The file says how names and units translate.
+"""
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from loopscope.config import Settings, build, read_toml
+
+Readout = Literal["fixed", "gate", "entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine"]
+BenchmarkTitle = Literal["MMLU", "ARC-Easy", "ARC-Challenge", "OpenBookQA", "HellaSwag", "CommonsenseQA"]
+
+
+class Published(Settings, frozen=True, kw_only=True):
+    """Over seeds."""
+
+    mean: float
+    deviation: float
+
+
+class Citation(Settings, frozen=True, kw_only=True):
+    title: str
+    authors: tuple[str, ...]
+    year: int | None = None
+
+
+class TrainedWith(Settings, frozen=True, kw_only=True):
+    gate: Literal["none", "linear", "mlp", "unstated"]  # none: a fixed prior
+    prior: Literal["uniform", "geometric"]
+    geometric_lambda: float | None = msgspec.field(default=None, name="lambda")
+    beta: float | None = None  # None where the paper does not say it, or there is no gate
+
+
+class PublishedFrontier(Settings, frozen=True, kw_only=True):
+    training: TrainedWith
+    readout: Readout
+    depth_at: dict[str, Published]  # the paper's D@X for X of 0.95, 0.98, 0.99; what it marks N/A is not there
+
+
+class OverSeedsPoint(Settings, frozen=True, kw_only=True):
+    training: TrainedWith
+    readout: Readout
+    accuracy: Published
+    loops: Published
+
+
+class PublishedPoint(Settings, frozen=True, kw_only=True):
+    accuracy: float
+    loops: float
+
+
+class OuroPair(Settings, frozen=True, kw_only=True):
+    model: str
+    benchmark: BenchmarkTitle
+    gate: PublishedPoint
+    readout: Readout  # the post-hoc one
+    post_hoc: PublishedPoint
+
+
+class OuroBest(PublishedPoint, frozen=True, kw_only=True):
+    model: str
+    benchmark: BenchmarkTitle
+    readout: Readout
+
+
+class Latency(PublishedPoint, frozen=True, kw_only=True):
+    readout: Readout
+    milliseconds: float  # an example
+    speedup: float
+
+
+class OuroLatency(Latency, frozen=True, kw_only=True):
+    benchmark: BenchmarkTitle
+
+
+class ManoLatency(Latency, frozen=True, kw_only=True):
+    training: TrainedWith
+
+
+class PublishedFigure(Settings, frozen=True, kw_only=True):
+    label: str
+    number: str
+    section: str  # or the appendix's letter
+    title: str
+
+
+class PublishedTable(PublishedFigure, frozen=True, kw_only=True):
+    key: str  # the field of `Paper` with its rows
+
+
+class Claim(Settings, frozen=True, kw_only=True):
+    """A number of the text; `borne_out` where the paper's own table agrees."""
+
+    key: str
+    section: str
+    table: str
+    about: str
+    low: float
+    high: float
+    of: int | None = None  # where it counts
+    borne_out: bool
+
+
+class Inconsistency(Settings, frozen=True, kw_only=True):
+    key: str
+    kind: Literal["contradiction", "tension", "unstated"]
+    where: tuple[str, ...]
+    one: str
+    other: str
+
+
+class Paper(Settings, frozen=True, kw_only=True):
+    citation: Citation
+    fixed_prior: tuple[PublishedFrontier, ...]
+    fixed_vs_gate: tuple[PublishedFrontier, ...]
+    ouro: tuple[OuroPair, ...]
+    ouro_latency: tuple[OuroLatency, ...]
+    mano_latency: tuple[ManoLatency, ...]
+    uniform_ordering: dict[str, Published]  # by readout
+    geometric_ordering: dict[str, Published]
+    parity: tuple[OverSeedsPoint, ...]
+    ouro_thinking: tuple[OuroBest, ...]
+    tables: tuple[PublishedTable, ...]
+    figures: tuple[PublishedFigure, ...]
+    claims: tuple[Claim, ...]
+    inconsistencies: tuple[Inconsistency, ...]
+
+
+@cache
+def published() -> Paper:
+    """The paper's numbers; read once."""
+    return build(Paper, read_toml(Path(str(files("loopscope.reproduction") / "paper.toml"))), "paper.toml")

@@ -1,0 +1,183 @@
+"""What is a study? A file that lists runs or checkpoints, what is recorded of and fitted to them, and the products.
+
+A study has parts, one a task or scale. Every `[[parts.runs]]` is the product of its lists: gates x priors x betas x
+seeds. Or it has `[[checkpoints]]`: models that are there already x benchmarks. docs/studies.md describes the format.
+"""
+
+from collections.abc import Mapping
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from loopscope.config import Count, NonNegative, Seed, Settings, build, plain, read_toml
+from loopscope.errors import UserError
+from loopscope.exits.risk_target import RiskTarget
+from loopscope.models.gates import GateKind
+from loopscope.questions import BENCHMARKS
+from loopscope.training.settings import RunSettings, read_settings
+
+Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+Prior = Literal["uniform", "final"] | Lambda
+Target = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+T = TypeVar("T")
+Some = Annotated[tuple[T, ...], msgspec.Meta(min_length=1)]
+
+_RESERVED = ("report", "store")
+_LISTED = ("objective.", "model.gate", "training.seed")
+"""Settings that the lists of `[[parts.runs]]` decide."""
+
+
+class RunGrid(Settings, frozen=True, kw_only=True):
+    """Training runs: every combination of the lists. Without a gate they have a fixed prior."""
+
+    gate: Some[GateKind] = ("none",)
+    prior: Some[Prior] = ("uniform",)  # "uniform", the lambda of a geometric prior, or "final": the last loop only
+    beta: Some[NonNegative] = (0.1,)  # of runs with a gate
+    seed: Some[Seed] = (0,)
+    set: tuple[str, ...] = ()  # a.b=c, on top of the part's
+    fit: bool = False  # fit the part's post-hoc gates to these trajectories
+    extrapolate: bool = False  # record examples harder than those of training, too
+    name: Name | None = None  # of a single run; otherwise it is made from what the run is
+
+
+class Gates(Settings, frozen=True, kw_only=True):
+    """The post-hoc gates that are fitted to every trajectory with `fit`."""
+
+    kind: Some[Literal["linear", "mlp"]] = ("linear", "mlp")
+    objective: Some[Literal["ponder", "utility"]] = ("ponder", "utility")
+    pairing: Literal["next", "ouro"] = "next"
+    examples: Count | None = None  # of the train split (default: all)
+    steps: Count = 2_000
+
+
+class Reference(Settings, frozen=True, kw_only=True):
+    """The run against whose trajectory (of the same seed) the others of its part are measured."""
+
+    gate: GateKind = "none"
+    prior: Prior
+    beta: NonNegative = 0.1  # of one with a gate
+
+
+class StudyPart(Settings, frozen=True, kw_only=True):
+    settings: str  # a preset, or a TOML file beside the study's
+    name: Name | None = None  # what the names of its runs begin with (default: the task)
+    set: tuple[str, ...] = ()
+    unseen: bool = False  # count only examples that training did not have
+    reference: Reference | None = None
+    runs: Some[RunGrid]
+    gates: Gates = Gates()
+    extrapolation_examples: Count | None = None
+    guarantees: tuple[RiskTarget, ...] = ()  # sought for every run; for unseen inputs where the part is
+
+
+class Checkpoints(Settings, frozen=True, kw_only=True):
+    """Checkpoints that are there already, on benchmarks: every model on every benchmark."""
+
+    models: Some[str]  # folders (seen from where the command is run), or ids of the Hub
+    benchmarks: Some[str]
+    data: str | None = None  # a folder with the benchmarks' files (default: they come from the Hub)
+    limit: Count | None = None  # questions of every split (default: all)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # default: as the checkpoint is stored
+    shards: Count = 1  # parts in which the test split is scored
+    gates: Gates | None = None  # fitted to every trajectory, on the benchmark's own train split
+    guarantees: tuple[RiskTarget, ...] = ()  # sought for every model on every benchmark
+    latency: tuple[str, ...] = ()  # the benchmarks on which exits are timed
+    timed: Count = 100  # questions of each
+
+    def __post_init__(self) -> None:
+        for name in (*self.benchmarks, *self.latency):
+            if name not in BENCHMARKS:
+                raise ValueError(f"there is no benchmark '{name}'; choose of {', '.join(BENCHMARKS)}")
+        if missing := [name for name in self.latency if name not in self.benchmarks]:
+            raise ValueError(f"latency has '{missing[0]}', which is not among the benchmarks")
+
+
+class Study(Settings, frozen=True, kw_only=True):
+    title: str
+    targets: Some[Target] = (0.95, 0.98, 0.99)
+    products: tuple[str, ...] = ("paper",)  # names of products, or of groups of them
+    parts: tuple[StudyPart, ...] = ()
+    checkpoints: tuple[Checkpoints, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.parts and not self.checkpoints:
+            raise ValueError("a study needs [[parts]] with training runs, or [[checkpoints]]")
+
+
+class StudyRun(Settings, frozen=True, kw_only=True):
+    """One training run of a study."""
+
+    name: str
+    settings: RunSettings
+    gate: GateKind
+    prior: Prior
+    beta: NonNegative | None
+    seed: Seed
+    of: RunGrid
+
+
+def read_study(source: str) -> tuple[Study, Path]:
+    """A study that ships with LoopScope, or one in a file; and the folder that its own files are beside."""
+    folder = files("loopscope.studies") / "shipped"
+    shipped = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
+    path = Path(str(folder / f"{source}.toml")) if source in shipped else Path(source)
+    if not path.is_file():
+        raise UserError(f"There is no study '{source}'; give a TOML file, or one of: {', '.join(shipped)}.")
+    return build(Study, read_toml(path), source), path.parent
+
+
+def checkpoints_of(study: Study, changes: Mapping[str, Any]) -> list[Checkpoints]:
+    """The checkpoints of a study, with what the command line says in place of what the file says."""
+    if changes and not study.checkpoints:
+        raise UserError(f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none.")
+    made = []
+    for entry in study.checkpoints:
+        values = {**plain(entry), **changes}
+        timed = [name for name in entry.latency if name in values["benchmarks"]]
+        made.append(build(Checkpoints, {**values, "latency": timed}, "the checkpoints"))
+    return made
+
+
+def runs_of(part: StudyPart, beside: Path, overrides: list[str]) -> list[StudyRun]:
+    """Every run of a part, in the order of the file; overrides are for what the file's lists do not decide."""
+    if decided := [text for text in overrides if text.strip().startswith(_LISTED)]:
+        raise UserError(f"'--set {decided[0]}': in a study the lists of its runs decide this; change its file.")
+    source = str(beside / part.settings) if (beside / part.settings).is_file() else part.settings
+    made: list[StudyRun] = []
+    for entry in part.runs:
+        every = product(entry.gate, entry.prior, entry.beta, entry.seed)
+        combinations = list(dict.fromkeys((g, p, None if g == "none" else b, s) for g, p, b, s in every))
+        if entry.name is not None and len(combinations) > 1:
+            raise UserError(f"'{entry.name}' names {len(combinations)} runs; a name is for one run.")
+        if entry.name in _RESERVED:
+            raise UserError(f"'{entry.name}' cannot be the name of a run; choose another.")
+        for gate, prior, beta, seed in combinations:
+            changes = [*part.set, *entry.set, *_changes(gate, prior, beta, seed), *overrides]
+            settings = read_settings(source, changes)
+            task = part.name or type(settings.task).__name__.lower()
+            name = entry.name or f"{task}-{_name(gate, prior, beta, seed)}"
+            made.append(StudyRun(name=name, settings=settings, gate=gate, prior=prior, beta=beta, seed=seed, of=entry))
+    return made
+
+
+def _changes(gate: GateKind, prior: Prior, beta: float | None, seed: int) -> list[str]:
+    if prior == "final":
+        if gate != "none":
+            raise UserError("A run with a gate needs a prior over all loops: 'uniform', or a lambda.")
+        return [f"training.seed={seed}", "objective.name=final", "model.gate=none"]
+    objective = "fixed_prior" if gate == "none" else "learned_gate"
+    changes = [f"training.seed={seed}", f"objective.name={objective}", f"model.gate={gate}"]
+    changes += [] if beta is None else [f"objective.beta={beta}"]
+    if prior == "uniform":
+        return [*changes, "objective.prior=uniform"]
+    return [*changes, "objective.prior=geometric", f"objective.geometric_lambda={prior}"]
+
+
+def _name(gate: GateKind, prior: Prior, beta: float | None, seed: int) -> str:
+    family = "fixed" if beta is None else f"{gate}-b{beta:g}"
+    words = prior if isinstance(prior, str) else f"geometric{prior:g}"
+    return f"{words}-{family}-s{seed}"

@@ -1,0 +1,146 @@
+"""Can a gate that is fitted to a finished trajectory stop better than the one that was trained with it?
+
+The trajectory is frozen: a gate is fitted on a recording's pooled states and cross-entropies, so it can only act as a
+readout. Two objectives: `ponder`, the learned gate's own (expected cross-entropy plus beta KL to the prior), and
+`utility`, which predicts at every loop whether another one lowers the cross-entropy.
+
+Shapes: T loops, B rows of a batch, D width.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from loopscope.artifacts import SCRATCH, atomic_folder
+from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
+from loopscope.errors import UserError
+from loopscope.exits import FittedGate
+from loopscope.exits.splits import EVALUATION_SPLITS
+from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256
+from loopscope.models.gates import Gate
+from loopscope.objectives import Objective
+from loopscope.progress import ProgressCallback, silent
+from loopscope.tasks import Draws
+from loopscope.trajectory import Trajectory
+
+_SHARPNESS, _WORTH = 50.0, 0.005
+"""Another loop is worth it from an improvement of about 0.005 nats on."""
+
+
+class GateSettings(Settings, frozen=True, kw_only=True):
+    kind: Literal["linear", "mlp"] = "linear"
+    objective: Literal["ponder", "utility"] = "ponder"
+    prior: Literal["uniform", "geometric"] = "uniform"  # of `ponder`
+    geometric_lambda: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
+    beta: NonNegative = 0.1
+    pairing: Literal["next", "ouro"] = "next"  # of `utility`: the gate at t speaks of loop t + 1, or (Ouro's) of loop t
+    steps: Count = 2_000
+    batch_size: Count = 1_024
+    learning_rate: Positive = 1e-2
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        if self.pairing != "next" and self.objective != "utility":
+            raise ValueError("pairing is of the objective 'utility'")
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.objective}" + ("-ouro" if self.pairing == "ouro" else "")
+
+
+def gate_settings(recording: Trajectory, changes: dict[str, Any]) -> GateSettings:
+    """Prior and beta as the model's that made the recording, where it has them (beta 0.1 without a gate)."""
+    run = recording.provenance.get("run")
+    objective = run.get("objective") if isinstance(run, dict) else None
+    host = build(Objective, objective, "the recording") if isinstance(objective, dict) else None
+    return build(GateSettings, {**host_defaults(host), **changes}, "the gate")
+
+
+def host_defaults(objective: Objective | None) -> dict[str, Any]:
+    """What a fitted gate takes over from the objective that its host was trained with."""
+    if objective is None or objective.name == "final":
+        return {}
+    taken = {"prior": objective.prior, "geometric_lambda": objective.geometric_lambda}
+    return taken | ({"beta": objective.beta} if objective.name == "learned_gate" else {})
+
+
+def fit_gate(recording: Trajectory, settings: GateSettings, progress: ProgressCallback = silent) -> FittedGate:
+    """A gate for the pooled states of `recording`, which must keep them."""
+    if recording.hidden is None:
+        raise UserError("A gate is fitted on hidden states, and this recording keeps none; record it with --hidden.")
+    if recording.num_loops < 2:
+        raise UserError("With one loop there is no exit to choose, so no gate to fit.")
+    if (recording.split or "").startswith(EVALUATION_SPLITS):
+        raise UserError(f"A gate must not be fitted on the {recording.split} split; record the training split.")
+    hidden, count = recording.hidden, recording.num_examples
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        gate = Gate(settings.kind, hidden.shape[2])
+    losses = torch.from_numpy(recording.cross_entropy.astype(np.float32))
+    optimizer = torch.optim.AdamW(gate.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
+    for step in range(settings.steps):
+        rows = Draws(settings.seed, step).integers(np.full(min(settings.batch_size, count), count))
+        logits = gate(torch.from_numpy(np.asarray(hidden[rows], dtype=np.float32)))
+        loss = gate_loss(settings, losses[torch.from_numpy(rows)].T, logits.T)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        progress(step + 1, settings.steps, "")
+    state = gate.state_dict()
+    tensors = {name: state[source].numpy() for name, source in Gate.tensors(settings.kind).items()}
+    tensors["weight"], tensors["bias"] = tensors["weight"][0], tensors["bias"][0]
+    provenance = {
+        "gate": plain(settings),
+        "weights_sha256": recording.provenance.get("weights_sha256"),
+        "split": recording.split,
+        "examples": count,
+    }
+    return FittedGate.of_tensors(tensors, provenance)
+
+
+def gate_loss(settings: GateSettings, losses: Tensor, logits: Tensor) -> Tensor:
+    """What is minimised, from cross-entropies [T, B] and halt logits [T, B]."""
+    if settings.objective == "ponder":
+        objective = Objective(
+            name="learned_gate", prior=settings.prior, geometric_lambda=settings.geometric_lambda, beta=settings.beta
+        )
+        return objective.loss(losses, logits)
+    append = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _WORTH))
+    speaking = logits[:-1] if settings.pairing == "next" else logits[1:]
+    return F.binary_cross_entropy_with_logits(-speaking, append)  # sigmoid of a halt logit is the probability to stop
+
+
+def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
+    """A copy of a checkpoint whose own gate is this one; the gates must have the same form."""
+    names = gate_tensors(checkpoint)
+    if set(names) != set(gate.tensors):
+        own = "no gate" if not names else f"{'a linear' if len(names) == 2 else 'an MLP'} gate"
+        raise UserError(f"{checkpoint} has {own}, so a fitted {gate.kind} gate cannot take its place.")
+    if out.exists():
+        raise UserError(f"{out} is there already; choose another --out, or remove it.")
+    gate.check(weights_sha256(checkpoint))
+    with atomic_folder(out, "checkpoint") as scratch:
+        beside = shutil.ignore_patterns("recordings", "gates", "policy*", f"{SCRATCH}*")
+        shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
+        for file in weight_files(scratch):
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+                metadata = opened.metadata()
+            theirs = {part: name for part, name in names.items() if name in tensors}
+            for part, name in theirs.items():
+                value = torch.from_numpy(np.array(gate.tensors[part]))
+                if value.numel() != tensors[name].numel():
+                    raise UserError(f"The gate is {gate.width} wide, and that of {checkpoint} is not.")
+                tensors[name] = value.reshape(tensors[name].shape).to(tensors[name].dtype)
+            if theirs:
+                save_file(tensors, file, metadata)

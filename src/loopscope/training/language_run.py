@@ -1,0 +1,224 @@
+"""How is a language model trained? An Ouro in the layout of its checkpoints, on windows of a text, at every token.
+
+The objective of a task's runs, over tokens in place of answers: with a learned gate and a uniform prior it is Ouro's
+stage I, sum_t q_t L_t + beta KL(q || uniform). The run's folder is a checkpoint: beside the files of every run it holds
+a tokenizer, trained on the text, and its `config.json` is Ouro's with the settings of the run added.
+
+Shapes: B windows, C tokens of context, T loops, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from loopscope.artifacts import sha256, write_json
+from loopscope.config import Count, NonNegative, Positive, Settings, build, plain, read_toml, with_overrides
+from loopscope.documents import read_documents, tokenize_documents
+from loopscope.errors import UserError
+from loopscope.models import Ouro, OuroConfig
+from loopscope.models.tokenizer import FILE as TOKENIZER
+from loopscope.objectives import Objective
+from loopscope.training.loop import DATA_FILE, TrainingRun, epoch_rows
+from loopscope.training.settings import Training
+from loopscope.training.tokenizer import SMALLEST, train_tokenizer
+
+_VALIDATED = 16
+"""Windows that are validated at a time."""
+_EMBEDDING = 0.3
+"""The spread of the first embeddings: at 1, PyTorch's, AdamW takes long to move them."""
+_END = 0
+"""The token between documents."""
+
+
+class OuroShape(Settings, frozen=True, kw_only=True):
+    """The architecture, under the names of Ouro's `config.json`."""
+
+    hidden_size: Count = 256
+    intermediate_size: Count = 704
+    num_hidden_layers: Count = 4
+    num_attention_heads: Count = 4
+    num_key_value_heads: Count | None = None  # default: as many as heads
+    total_ut_steps: Count = 4
+    max_position_embeddings: Count = 4_096
+    rope_theta: Positive = 10_000.0
+    rms_norm_eps: NonNegative = 1e-6
+    tie_word_embeddings: bool = False
+
+
+class PretrainSettings(Settings, frozen=True, kw_only=True):
+    model: OuroShape = OuroShape()
+    vocab_size: Count = 4_096  # of the tokenizer that is trained
+    context: Count = 256  # tokens of a window
+    objective: Objective = Objective(name="learned_gate", prior="uniform", beta=0.05)
+    training: Training = Training()
+
+    def __post_init__(self) -> None:
+        if self.context > self.model.max_position_embeddings:
+            raise ValueError("context is longer than model.max_position_embeddings")
+        if self.vocab_size < SMALLEST:
+            raise ValueError(f"vocab_size must be at least {SMALLEST}: all bytes, and the special tokens")
+        self.ouro  # noqa: B018 - refuses a shape that Ouro does not have
+
+    @property
+    def ouro(self) -> OuroConfig:
+        shape, layers = self.model, self.model.num_hidden_layers
+        return OuroConfig(
+            **{**plain(shape), "num_key_value_heads": shape.num_key_value_heads or shape.num_attention_heads},
+            vocab_size=self.vocab_size,
+            hidden_act="silu",
+            head_dim=shape.hidden_size // shape.num_attention_heads,
+            attention_bias=False,
+            mlp_bias=False,
+            use_sliding_window=False,
+            layer_types=["full_attention"] * layers,
+        )
+
+    @property
+    def flops(self) -> float:
+        """Multiply-adds x 2 of one training step, forward and backward; a token looks at half of its window."""
+        shape, ouro = self.model, self.ouro
+        keys = ouro.num_key_value_heads * ouro.head_width
+        layer = 2 * shape.hidden_size * (shape.hidden_size + keys) + 3 * shape.hidden_size * shape.intermediate_size
+        layer += shape.hidden_size * self.context
+        token = shape.num_hidden_layers * layer + shape.hidden_size * self.vocab_size
+        return 6.0 * shape.total_ut_steps * token * self.context * self.training.batch_size
+
+
+def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
+    return build(PretrainSettings, with_overrides(read_toml(source), overrides), str(source))
+
+
+@dataclass(frozen=True)
+class TokenWindows:
+    tokens: NDArray[np.int64]  # [B, C + 1]: what is read, and one place later what is to be said
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def take(self, rows: NDArray[np.int64]) -> Self:
+        return type(self)(self.tokens[rows])
+
+
+@dataclass(frozen=True)
+class LanguageRun(TrainingRun):
+    settings: PretrainSettings
+    train: tuple[Path, ...]
+    validation: tuple[Path, ...]
+    folder: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        texts = {name: [sha256(path) for path in getattr(self, name)] for name in ("train", "validation")}
+        return {
+            "architectures": ["OuroForCausalLM"],
+            "model_type": "ouro",
+            **{key: value for key, value in plain(self.settings.ouro).items() if value is not None},
+            "early_exit_threshold": 1.0,
+            "bos_token_id": _END,
+            "eos_token_id": _END,
+            "dtype": "float32",
+            "run": {**plain(self.settings), "text_sha256": texts},
+        }
+
+    def prepare(self) -> None:
+        if not (self.folder / TOKENIZER).is_file():
+            documents, longest = read_documents(self.train), self.settings.model.max_position_embeddings
+            train_tokenizer(documents, self.settings.vocab_size, longest, self.folder)
+        if not (self.folder / DATA_FILE).is_file():
+            streams = {"train": self._train, "validation": self._validation}
+            for name, found in streams.items():
+                if len(found) <= self.settings.context:
+                    raise UserError(
+                        f"The {name} text has {len(found)} tokens, less than one window of {self.settings.context} and "
+                        "the token after it; give more text, or a shorter context."
+                    )
+            write_json(
+                self.folder / DATA_FILE, {"tokens": {name: len(token_stream) for name, token_stream in streams.items()}}
+            )
+
+    def initial_model(self) -> Ouro:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.training.seed)
+            model = Ouro(self.settings.ouro)
+            nn.init.normal_(model.model.embed_tokens.weight, std=_EMBEDDING)
+        for name, weight in model.named_parameters():
+            if name.endswith(
+                "layernorm_2.weight"
+            ):  # what a layer adds: all of a loop's layers as much as the state has
+                nn.init.constant_(weight, (2 * self.settings.model.num_hidden_layers) ** -0.5)
+        return model
+
+    def losses(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, Ouro)
+        return TokenLosses(model)
+
+    def batches(self) -> Callable[[int], TokenWindows]:
+        windows = cut_windows(self._train, self.settings.context)
+        rows = epoch_rows(len(windows), self.settings.training)
+        return lambda step: windows.take(rows(step))
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
+        """Mean cross-entropy and accuracy of every loop over the first windows of the validation text."""
+        windows = cut_windows(self._validation, self.settings.context)
+        size = min(self.settings.training.validation_sample, len(windows))
+        losses = self.losses(model)
+        sums = []
+        for start in range(0, size, _VALIDATED):
+            batch = windows.take(np.arange(start, min(start + _VALIDATED, size)))
+            loss, correct, _ = losses(batch, device)
+            sums.append(torch.stack((loss.double().sum(1), correct.double().sum(1))))
+        loss, accuracy = torch.stack(sums).sum(0) / (size * self.settings.context)
+        return {"validation_loss": loss.tolist(), "validation_accuracy": accuracy.tolist()}
+
+    @cached_property
+    def _train(self) -> NDArray[np.int64]:
+        return token_stream(self.train, self.folder)
+
+    @cached_property
+    def _validation(self) -> NDArray[np.int64]:
+        return token_stream(self.validation, self.folder)
+
+
+def token_stream(paths: Sequence[Path], checkpoint: Path) -> NDArray[np.int64]:
+    """All documents of a text, one after the other, each with the end token before it."""
+    end = np.array([_END])
+    return np.concatenate(
+        [part for tokens in tokenize_documents(read_documents(paths), checkpoint) for part in (end, tokens)]
+    )
+
+
+def cut_windows(tokens: NDArray[np.int64], context: int) -> TokenWindows:
+    """The windows of a stream; every token but the first is to be said once, up to the last whole window."""
+    count = (len(tokens) - 1) // context
+    return TokenWindows(np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[: count * context : context])
+
+
+class TokenLosses(nn.Module):
+    """Of every next token [T, B C]: cross-entropy, whether it is the likeliest, and the halt logits."""
+
+    def __init__(self, model: Ouro) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: TokenWindows, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
+        targets = tokens[:, 1:].flatten()
+        embedded = self.model.begin(tokens[:, :-1])
+        losses, correct, halts = [], [], []
+        for state in self.model.unroll(embedded):
+            pooled = self.model.pooled(state)
+            logits = self.model.predict(pooled).float()
+            losses.append(F.cross_entropy(logits, targets, reduction="none"))
+            correct.append(logits.argmax(-1) == targets)
+            halts.append(self.model.halt(pooled))
+        gate_logits = torch.stack([halt for halt in halts if halt is not None])
+        return torch.stack(losses), torch.stack(correct), gate_logits

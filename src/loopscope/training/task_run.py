@@ -1,0 +1,140 @@
+"""How is a looped Transformer trained on a task? By the answers that it gives at every loop.
+
+Shapes: B rows, T loops.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loopscope.artifacts import write_json
+from loopscope.config import plain
+from loopscope.models import CheckpointConfig, LoopedTransformer
+from loopscope.progress import ProgressCallback, silent
+from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
+from loopscope.training.loop import DATA_FILE, RunResult, TrainingRun, epoch_rows, train_run
+from loopscope.training.parallel import SINGLE_WORKER, Workers
+from loopscope.training.settings import RunSettings
+
+
+def train(
+    settings: RunSettings,
+    folder: Path,
+    device: torch.device,
+    progress: ProgressCallback = silent,
+    workers: Workers = SINGLE_WORKER,
+) -> RunResult:
+    """Trains the run in `folder`, from its beginning or from where it was interrupted."""
+    return train_run(TaskRun(settings, folder), device, progress, workers)
+
+
+@dataclass(frozen=True)
+class TaskRun(TrainingRun):
+    settings: RunSettings
+    folder: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = CheckpointConfig(
+            vocab_size=self.settings.task.vocab_size,
+            block_size=self.settings.block_size,
+            model=self.settings.model,
+            run=plain(self.settings),
+        )
+        return plain(config)
+
+    def prepare(self) -> None:
+        if not (self.folder / DATA_FILE).is_file():
+            write_json(self.folder / DATA_FILE, describe_data(self.settings))
+
+    def initial_model(self) -> LoopedTransformer:
+        return initial_model(self.settings)
+
+    def losses(self, model: LoopedTransformer) -> nn.Module:
+        return AnswerLosses(model)
+
+    def batches(self) -> Callable[[int], Examples]:
+        return training_batches(self.settings)
+
+    def validate(self, model: LoopedTransformer, device: torch.device) -> dict[str, Any]:
+        return validate(model, self._sample, device)
+
+    @cached_property
+    def _sample(self) -> Examples:
+        size = min(self.settings.training.validation_sample, self.settings.task.validation_examples)
+        return drawn(self.settings.task, "validation").take(np.arange(size))
+
+
+def initial_model(settings: RunSettings) -> LoopedTransformer:
+    """The model before its first step; the run's seed decides its weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.training.seed)
+        return LoopedTransformer(settings.model, settings.task.vocab_size, settings.block_size)
+
+
+def answer_losses(
+    model: LoopedTransformer, batch: Examples, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross-entropy [T, B] at the answer marker, whether the answer is right [T, B], and the halt logits [T, B]."""
+    tokens, lengths, labels = (
+        torch.from_numpy(array).to(device, non_blocking=True) for array in (batch.tokens, batch.lengths, batch.labels)
+    )
+    out = model.loops(tokens, lengths, positions=lengths - 1)
+    logits = out.logits.float()
+    targets = labels.expand(len(logits), -1)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return losses, logits.argmax(-1) == targets, out.gate_logits
+
+
+class AnswerLosses(nn.Module):
+    """`answer_losses` of a model, as a module: only a module's gradients can be averaged over workers."""
+
+    def __init__(self, model: LoopedTransformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Examples, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        return answer_losses(self.model, batch, device)
+
+
+@torch.no_grad()
+def validate(model: LoopedTransformer, examples: Examples, device: torch.device) -> dict[str, Any]:
+    """Mean cross-entropy and accuracy of every loop."""
+    loss: Tensor | float = 0.0
+    right: Tensor | float = 0.0
+    for rows in examples.same_length_batches(1024):
+        losses, correct, _ = answer_losses(model, examples.take(rows), device)
+        loss, right = loss + losses.double().sum(1), right + correct.double().sum(1)
+    return {
+        "validation_loss": (torch.as_tensor(loss) / len(examples)).tolist(),
+        "validation_accuracy": (torch.as_tensor(right) / len(examples)).tolist(),
+    }
+
+
+def training_batches(settings: RunSettings) -> Callable[[int], Examples]:
+    """The batch of every step: drawn online, or the next rows of the shuffled epochs of the train split."""
+    task, size, seed = settings.task, settings.training.batch_size, settings.training.seed
+    if task.train_examples == 0:
+        return lambda step: task.batch(seed, step, size).by_length()
+    examples, rows = drawn(task, "train"), epoch_rows(task.train_examples, settings.training)
+    return lambda step: examples.take(rows(step)).by_length()
+
+
+def describe_data(settings: RunSettings) -> dict[str, Any]:
+    """Split sizes, and how much of validation and test occurs in the training data."""
+    task = settings.task
+    sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
+    if task.train_examples == 0:
+        return {"examples": sizes | {"train": "online"}}
+    known = training_fingerprints(task)
+    return {
+        "examples": sizes,
+        "share_seen_in_training": {name: overlap(drawn(task, name), known) for name in ("validation", "test")},
+    }

@@ -1,0 +1,136 @@
+"""`loopscope bench` from the command line: what each kind measures, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmark_slices import DATA
+
+import loopscope as ls
+from cli.conftest import recording_of, refusal, run
+
+
+def test_bench_exits_of_a_run(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "exits", recorded, "--rounds", 2, "--waiting", "--json") == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["examples"] == 150
+    assert [policy["readout"] for policy in result["policies"]] == ["top1", "margin", "kl", "hidden_change"]
+    for policy in result["policies"]:
+        assert policy["agreement"]["differing"] == 0
+        assert policy["accuracy"] == policy["agreement"]["replayed_accuracy"]
+        ideal = 3 / policy["average_loops"]
+        assert policy["realised"]["median"] == pytest.approx(policy["speedup"]["median"] / ideal)
+        assert policy["waiting_realised"]["median"] > 0
+    assert result["machine"]["gigaflops"]["median"] > 0
+    assert run("bench", "exits", recorded, "--rounds", 1, "--readout", "margin") == 0
+    table = capsys.readouterr().out
+    assert all(word in table for word in ("final loop", "margin", "realised", "0.29")), table
+
+
+def test_bench_exits_of_a_gate(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "exits", mine, "--rounds", 1, "--json") == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [policy["readout"] for policy in result["policies"]] == ["gate"]
+
+
+def test_bench_exits_at_random(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--settings", "demo", "--set", "model.width=16", "--examples", 200, "--rounds", 1, "--batch-size", 16)
+    assert (
+        run("bench", "exits", *words, "--readout", "margin", "--readout", "kl", "--loops", 2.5, "--waiting", "--json")
+        == 0
+    )
+    (result,) = json.loads(capsys.readouterr().out)
+    for policy in result["policies"]:
+        assert policy["average_loops"] == pytest.approx(2.5, abs=0.1)
+        assert policy["accuracy"] is None
+        assert policy["waiting_realised"] is not None
+        assert policy["agreement"]["differing"] == 0
+
+
+def test_bench_exits_of_a_random_gate(capsys: pytest.CaptureFixture[str]) -> None:
+    gated = (
+        "--set",
+        "model.gate=linear",
+        "--set",
+        "objective.name=learned_gate",
+        "--readout",
+        "gate",
+        "--readout",
+        "gate",
+    )
+    words = ("--settings", "demo", "--set", "model.width=16", *gated, "--examples", 100, "--rounds", 1, "--loops", 2)
+    assert run("bench", "exits", *words, "--json") == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert [policy["readout"] for policy in result["policies"]] == ["gate"]
+
+
+def test_the_other_benches(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--set", "task.train_examples=500", "--set", "training.batch_size=32", "--set", "model.width=16")
+    assert run("bench", "train", "demo", *small, "--steps", 2, "--rounds", 2, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert 0 < result["states_a_token"] < 1
+    assert result["padding"] == pytest.approx(25 / result["mean_length"])
+    assert run("bench", "record", recorded, "--rounds", 2, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["signals_ratio"]["median"] > 1
+    assert run("bench", "sweep", "--examples", 300, "--rounds", 2, "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["readouts"]) == 8
+    for words in (("train", "demo", *small), ("record", recorded), ("sweep", "--examples", 300)):
+        assert run("bench", *words, "--rounds", 1) == 0
+        assert "GFLOP/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("exits", "nowhere"), ("record", "nowhere"), ("sweep", "--classes", 1)])
+def test_benches_refuse_what_they_cannot_measure(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", *words) == 2
+    assert capsys.readouterr().err.startswith("loopscope: ")
+
+
+def test_bench_exits_of_a_policy(mine: Path, policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("bench", "exits", mine, "--policy", policy, "--rounds", 1, "--batch-size", 64)
+    assert run(*words, "--json") == 0
+    ((timing,),) = (result["policies"] for result in json.loads(capsys.readouterr().out))
+    assert (timing["readout"], timing["max_drop"]) == ("margin", 0.1)
+    assert timing["agreement"]["differing"] == 0
+    loops = ls.ExitPolicy.load(policy).exit_loops(ls.Trajectory.load(recording_of(mine, "test")))
+    assert timing["average_loops"] == pytest.approx(loops.mean())
+    assert run(*words, "--readout", "kl") == 0
+    table = capsys.readouterr().out
+    assert "margin, loss ≤ 10 %" in table
+    assert "│ kl " in table
+    assert "needs the run" in refusal(capsys, "bench", "exits", "--policy", policy)
+
+
+def test_scoring_is_measured(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--benchmark", "mmlu", "--data", str(DATA), "--limit", "6", "--rounds", "1", "--json")
+    assert run("bench", "scoring", checkpoint, *words) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["largest_difference"] < 1e-3
+    assert measured["shared_tokens"] > 100
+    assert all(measured[name]["median"] > 0 for name in ("per_choice", "per_choice_and_depth", "per_question"))
+
+
+def test_generation_is_measured(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("<|endoftext|>".join(f"{word} " * 40 for word in ("sun", "moon", "sea", "sky")), encoding="utf-8")
+    options = ["--text", str(text), "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "1"]
+    rules = ["--readout", "fixed", "--threshold", "4", "--readout", "fixed", "--threshold", "2", "--json"]
+    assert run("bench", "generation", checkpoint, *options, *rules) == 0
+    measured = {(way["threshold"], way["cache"]): way for way in json.loads(capsys.readouterr().out)["ways"]}
+    assert len(measured) == 6
+    for cache in ("full", "propagate"):  # full depth is full depth
+        assert measured[4, cache]["agreement"] == 1
+        assert measured[4, cache]["kl"] < 1e-9
+    assert measured[2, "full"]["average_loops"] == 2
+    assert measured[2, "full"]["kl"] > 0
+    assert run("bench", "generation", checkpoint, *options[:2], "--readout", "gate") == 2
+    assert "--threshold" in capsys.readouterr().err
+
+
+def test_guarantees_are_measured(mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--calibrations", 2, "--examples", 50)
+    assert run("bench", "guarantees", recording_of(mine, "test"), *few, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "mine" in {price["population"] for price in result["price"]}
+    both = (recording_of(mine, "test"), recording_of(mine, "validation"))
+    assert "Two of the recordings are of one run" in refusal(capsys, "bench", "guarantees", *both)
+    assert "ends in .png" in refusal(capsys, "bench", "guarantees", "--figure", tmp_path / "promises.pdf")

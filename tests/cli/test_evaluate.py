@@ -1,0 +1,70 @@
+"""`loopscope evaluate`: readouts are swept, and a policy's promise is checked on held-out examples."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import crafted, recording_of, refusal, run
+
+
+def test_readouts_are_swept(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recordings = recorded / "recordings"
+    assert run("record", "task", recorded, "--split", "test", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert run("evaluate", recordings / "validation", recordings / "test") == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("fixed", "margin", "hidden_cosine", "oracle", "D@95"))
+    assert "gate" not in table
+    assert run("evaluate", recordings / "validation", recordings / "test", "--json", "--at", "0.4") == 0
+    result = json.loads(capsys.readouterr().out)
+    fixed = result["readouts"][0]
+    assert fixed["readout"] == "fixed"
+    assert fixed["accuracy"] == pytest.approx(summary["accuracy"])
+    assert set(fixed["depth_at"]) == {"0.4"}
+
+
+def test_a_broken_promise_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    crafted(True, "validation").save(tmp_path / "validation")
+    crafted(False, "test").save(tmp_path / "test")
+    file = tmp_path / "policy.json"
+    assert run("calibrate", tmp_path / "validation", "--max-drop", 0.05, "--readout", "margin", "--out", file) == 0
+    capsys.readouterr()
+    assert run("evaluate", tmp_path / "test", "--policy", file) == 1
+    out = capsys.readouterr().out
+    assert "Broken: 100.00 % of 400 held-out examples are wrong where full depth is right" in out
+    assert "promised: at most 5 %." in out
+    assert run("evaluate", tmp_path / "test", "--policy", file, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["guarantee"]["verdict"] == "broken"
+    assert run("evaluate", tmp_path / "test", "--policy", file, "--any-model") == 0
+
+
+def test_of_few_sequences_the_risk_is_uncertain(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = texts / "policy.json"
+    assert run("calibrate", texts / "validation", "--readout", "margin", "--max-drop", 0.2, "--out", file) == 0
+    capsys.readouterr()
+    assert run("evaluate", texts / "test", "--policy", file, "--json") == 1
+    (risk,) = json.loads(capsys.readouterr().out)["guarantee"]["risks"]
+    assert risk["low"] == pytest.approx(0.83, abs=0.01)  # all of 20 are lost: as Clopper-Pearson's
+
+
+def test_a_promise_for_sequences_is_not_checked_on_loose_examples(
+    texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = texts / "policy.json"
+    assert run("calibrate", texts / "validation", "--readout", "margin", "--max-drop", 0.2, "--out", file) == 0
+    crafted(False, "test").save(texts / "loose")
+    capsys.readouterr()
+    run("evaluate", texts / "loose", "--policy", file)
+    assert "400 held-out sequences" not in capsys.readouterr().out  # there are none
+
+
+def test_evaluate_takes_two_recordings_or_one_with_a_policy(
+    mine: Path, policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = (recording_of(mine, "validation"), recording_of(mine, "test"))
+    assert "Give two recordings" in refusal(capsys, "evaluate", recording_of(mine, "test"))
+    assert "give one recording" in refusal(capsys, "evaluate", *both, "--policy", policy)
+    assert "no readouts" in refusal(
+        capsys, "evaluate", recording_of(mine, "test"), "--policy", policy, "--readout", "margin"
+    )

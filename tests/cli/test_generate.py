@@ -1,0 +1,147 @@
+"""`loopscope generate`: prompts in, text or JSON lines out, and what cannot be generated."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmark_slices import byte_pairs
+from conftest import random_trajectory
+
+import loopscope as ls
+from cli.conftest import run
+from loopscope.engine import generation
+from loopscope.models.tokenizer import Detokenizer
+
+
+def test_a_prompt_is_continued_as_it_comes(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--max-new-tokens", "6", "--readout", "gate", "--threshold", "0.6", "--show-loops")
+    assert run("generate", checkpoint, "A student wants to", *options) == 0
+    out, err = capsys.readouterr()
+    assert out.count("[") == 6
+    assert "6 tokens in" in err
+    assert "of 4 loops on average" in err
+
+
+def test_many_prompts(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "The sun"}\n{"messages": [{"role": "user", "content": "The moon"}]}\n', encoding="utf-8"
+    )
+    words = ("--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "5")
+    assert run("generate", checkpoint, *words, "--out", str(tmp_path / "texts.jsonl"), "--loops", "2") == 0
+    lines = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [len(line["tokens"]) for line in lines] == [5, 5]
+    assert all(loops == 2 for line in lines for loops in line["loops"])
+    assert [line["finish_reason"] for line in lines] == ["length", "length"]
+    assert lines[0]["text"] == byte_pairs().decode(lines[0]["tokens"], skip_special_tokens=True)
+    assert run("generate", checkpoint, "The sun", "--max-new-tokens", "5", "--loops", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == lines[0]["tokens"]
+
+
+def test_a_text_is_spelled_as_it_comes_without_decoding_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_pairs()
+    written = "Grüße, 你好 🙂 and some more words. " * 20
+    tokens = tokenizer(written)["input_ids"]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "decode", None)  # never of all tokens
+        text = Detokenizer(tokenizer)
+        parts = [text.add(token) for token in tokens]
+    assert "".join(parts) + text.rest() == written
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(parts)
+    for token in tokenizer("🙂")["input_ids"][:2]:  # it ends within a character
+        assert text.add(token) == ""
+    assert text.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_an_interrupted_run_leaves_what_was_finished(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n", encoding="utf-8")
+    whole = generation.stream
+
+    def cut(*given: Any, **options: Any) -> Iterator[Any]:
+        """Text 1 goes on and on; 2 ends, then somebody presses Ctrl-C."""
+        for token in whole(*given, **options):
+            yield replace(token, finish_reason=None) if token.key == 0 else token
+            if token.key == 1 and token.finish_reason:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "stream", cut)
+    words = ("--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3", "--batch-size", "2")
+    assert run("generate", checkpoint, *words, "--out", str(tmp_path / "texts.jsonl")) == 130
+    (line,) = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert (line["number"], line["prompt"], len(line["tokens"])) == (2, "two", 3)
+    err = capsys.readouterr().err
+    assert "prompts that were finished are written" in err
+    assert "same command" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"prompt": 5}', "a.jsonl, line 1 is neither"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"messages": [1]}', "a.jsonl, line 2 is neither"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}', "line 1 is neither"),
+        ("a.jsonl", b'{"messages": []}', "line 1 is neither"),
+        ("a.jsonl", b"[5]", "line 1 is neither"),
+        ("a.txt", b"\n\n", "There is no prompt in"),
+        ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_prompts(
+    tmp_path: Path, name: str, content: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the model is looked for: here there is none."""
+    (tmp_path / name).write_bytes(content)
+    assert run("generate", str(tmp_path / "nowhere"), "--prompts", str(tmp_path / name)) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_chat_ends_with_its_turn(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Chat and plain text are different prompts."""
+    tokens = []
+    for more in ((), ("--chat",)):
+        assert run("generate", checkpoint, "The sun", "--max-new-tokens", "4", "--json", *more) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert tokens[0] != tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), "Give a prompt"),
+        (("x", "--prompts", "y"), "Give a prompt"),
+        (("x", "--readout", "gate"), "--threshold"),
+        (("x", "--temperature", "-1"), "temperature"),
+        (("x", "--top-p", "2"), "top_p"),
+        (("x", "--seed", "9" * 23), "seed"),
+        (("x", "--seed", "-1"), "seed"),
+        (("x", "--top-k", "9" * 23), "top_k"),
+        (("x", "--dtype", "int8"), "There is no precision 'int8'"),
+        (("x", "--loops", "9"), "beyond the model's 4 loops"),
+        (("--prompts", "nowhere.txt"), "There is no file nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_generated(
+    checkpoint: str, options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", checkpoint, *options) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_promise_about_whole_answers_is_none_about_text(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warned = []
+    for sequences in (None, np.arange(2000)):
+        recording = random_trajectory(rows=2000, split="validation", sequences=sequences)
+        file = tmp_path / f"{sequences is None}.json"
+        ls.calibrate(recording, 0.9, 0.5, readout="margin").save(file)
+        assert run("generate", checkpoint, "x", "--max-new-tokens", "2", "--policy", str(file)) == 0
+        warned.append("promise is about whole answers" in capsys.readouterr().err)
+    assert warned == [True, False]

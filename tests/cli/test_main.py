@@ -1,0 +1,246 @@
+"""The command line as a whole: help, usage and errors, one sentence with exit code 2 for whatever is wrong."""
+
+import argparse
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loopscope.cli
+from cli.conftest import run, settings
+from loopscope.cli import VERBS, main, make_parser
+from loopscope.engine import generation
+
+README = Path(__file__).parents[2] / "README.md"
+SOURCES = Path(loopscope.cli.__file__).parent
+HEAVY = ("torch", "numpy", "rich", "msgspec", "altair", "transformers")
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    groups = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {name: each for group in groups for name, each in group.items()}
+
+
+def every_parser(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    yield name, parser
+    for verb, each in subparsers(parser).items():
+        yield from every_parser(f"{name} {verb}", each)
+
+
+PARSERS = dict(every_parser("loopscope", make_parser()))
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validation, test = (recorded / "recordings" / split for split in ("validation", "test"))
+    corrupt = tmp_path / "corrupt"
+    corrupt.mkdir()
+    for file in test.iterdir():
+        (corrupt / file.name).write_bytes(file.read_bytes()[: -3 if file.suffix == ".safetensors" else None])
+    out = ("--out", tmp_path / "run")
+    for words, sentence in [
+        (("train", "demo", *out, "--set", "task.moduls=3"), "unknown key `moduls`"),
+        (("train", "demo", *out, "--set", "task.modulus=many"), "task.modulus"),
+        (("train", "demo", *out, "--set", "task.modulus=1"), "task.modulus"),
+        (("train", "demo", *out, "--set", "training.steps=-5"), "training.steps"),
+        (("train", "demo", *out, "--device", "abacus"), "'abacus' is not available"),
+        (("train", "nowhere.toml", *out), "neither a preset"),
+        (("train", "paper", *out, "--set", "training.steps=100000000"), "--force"),
+        (("train", "demo", "--out", recorded, *settings("training.seed=9")), "training.seed"),
+        (("train", "demo", "--out", recorded / "config.json", *settings()), "not a run"),
+        (("record", "task", tmp_path / "nowhere", "--split", "test"), "There is no folder"),
+        (("record", "task", tmp_path, "--split", "test"), "run configuration"),
+        (("record", "task", recorded, "--split", "dev"), "no split 'dev'"),
+        (("record", "task", recorded, "--split", "test", "--examples", "7"), "another recording"),
+        (("record", "task", recorded, "--split", "extrapolation", "--levels", "1-4"), "above 2"),
+        (("evaluate", validation, tmp_path / "nowhere"), "There is no folder"),
+        (("evaluate", validation, recorded), "no manifest.json"),
+        (("evaluate", validation, corrupt), "trajectory.safetensors"),
+        (("evaluate", validation, test, "--readout", "gate"), "has no gate"),
+        (("evaluate", validation, test, "--readout", "mood"), "no readout 'mood'"),
+        (("evaluate", validation, test, "--at", "95"), "between 0 and 1"),
+        (("evaluate", test, validation), "test split"),
+        (("evaluate", validation, validation), "same data"),
+    ]:
+        assert run(*words) == 2, words
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        last = captured.err.splitlines()[-1]
+        assert sentence in last, (words, last)
+        assert last.startswith("loopscope: ")
+        assert last.endswith(".")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "the following arguments are required"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["record"], "WHAT"),
+        (["record", "task", "x", "--split", "test", "--levels", "4-2"], "'4-2' is an empty range"),
+        (["train", "demo", "--threads", "0"], "'0' is not a whole number from 1 on"),
+        (["gate", "fit", "x", "--out", "y", "--mood", "5"], "loopscope gate fit: error: unrecognized arguments"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert "error:" in err
+    assert message in err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"loopscope \d+\.\d+\.\d+\n", out)
+    assert out.split()[1] == version("loopscope")
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_help_has_examples(name: str) -> None:
+    assert re.search(r"^  (loopscope|echo .*) \w+ ", PARSERS[name].format_help(), re.MULTILINE)
+
+
+def test_no_help_lower_cases_a_name() -> None:
+    """Apart from where it is part of a file's name or a value, such as `small-ouro` or `policy.json`."""
+    names = r"ouro|hub|json|toml|png|pdf|cpu|gpu|ray|bpe|utf|loopscope|d@x|kl|pytorch|mib|gflop"
+    lowered = re.compile(rf"(?<![\w./{{,-])(?:{names})(?![\w./,}}-])")
+    for name, parser in PARSERS.items():
+        prose = [parser.description or "", *(action.help or "" for action in parser._actions)]
+        assert parser.description, name
+        assert parser.description[0].isupper(), name
+        for text in prose:
+            plain = text.replace("cpu (default)", "")  # what is typed
+            assert not lowered.search(plain), (name, text)
+    for name in ("loopscope pretrain", "loopscope generate"):
+        assert ("an Ouro on" if "pretrain" in name else "the Hub") in PARSERS[name].format_help()
+
+
+def test_the_verbs_stand_in_the_order_of_the_stages() -> None:
+    assert list(subparsers(make_parser())) == [verb.__name__.rpartition(".")[2] for verb in VERBS]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["record", "task", "--help"], ["fly"], ["record", "runs/mine"], ["generate", "m", "--cache", "all"]],
+)
+def test_an_answer_is_quick_where_nothing_heavy_is_needed(words: list[str]) -> None:
+    check = (
+        "import sys, loopscope.cli as c\n"
+        f"try: c.main({words!r})\n"
+        "except SystemExit: pass\n"
+        f"sys.exit(any(name in sys.modules for name in {HEAVY!r}))"
+    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    assert subprocess.run([sys.executable, "-c", check], **quiet).returncode == 0
+
+
+def test_work_on_recordings_loads_no_network() -> None:
+    check = "import sys, loopscope as ls; ls.sweep, ls.Trajectory, ls.ExitPolicy; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def imported(path: Path, everywhere: bool) -> set[str]:
+    """The modules of the command line that a file imports, within functions too if `everywhere`."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if everywhere else iter(tree.body)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loopscope.cli"):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.removeprefix("loopscope.cli.") for name in found if name.startswith("loopscope.cli.")}
+
+
+def test_verbs_import_shared_pieces_and_not_each_other() -> None:
+    verbs = {verb.__name__.removeprefix("loopscope.cli.") for verb in VERBS}
+    for path in SOURCES.rglob("*.py"):
+        name = ".".join(path.relative_to(SOURCES).with_suffix("").parts)
+        if name == "__init__":
+            continue
+        others = {each.split(".")[0] for each in imported(path, everywhere=True)} & verbs - {name.split(".")[0]}
+        assert others == ({"study"} if name == "demo" else set()), name
+        assert imported(path, everywhere=True) == imported(path, everywhere=False), f"{name} hides an import"
+
+
+def test_the_readme_s_commands_are_real(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every `loopscope` command of the README parses, and every make target exists."""
+    text = README.read_text()
+    makefile = (README.parent / "Makefile").read_text()
+    targets = set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    assert {"demo", "test"} <= targets
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    commands = re.findall(r"^loopscope (.+?)(?:\s+#.*)?$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        make_parser().parse_args(shlex.split(command))
+
+
+def test_the_examples_of_every_help_are_real() -> None:
+    for name, parser in PARSERS.items():
+        for command in re.findall(r"^  loopscope (.+?)(?:\s+\([a-z].*\))?$", parser.epilog or "", re.MULTILINE):
+            try:
+                make_parser().parse_args(shlex.split(command))
+            except SystemExit:
+                pytest.fail(f"{name} shows an example that does not parse: {command}")
+
+
+def test_progress_in_a_log_has_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loopscope.progress import track
+
+    now = iter(range(0, 10_000, 60))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    with track("training") as advance:
+        for step in range(1, 5):
+            advance(step, 4, "loss 1.0")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "training: 2/4, 2 min left. loss 1.0"
+    assert lines[-1].startswith("training: 4/4, 0 s left")
+
+
+def test_a_device_without_room_is_a_sentence(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(generation, "stream", full)
+    assert run("generate", checkpoint, "x") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("loopscope: there is not enough memory")
+    assert all(option in err for option in ("--batch-tokens", "--batch-size", "--dtype"))
+
+
+@pytest.mark.parametrize(
+    ("words", "resumes"),
+    [(("generate", "demo", "x"), False), (("train", "demo", "--out", "nowhere"), True), (("demo",), True)],
+)
+def test_only_what_resumes_says_so_when_interrupted(
+    words: tuple[str, ...], resumes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loopscope.training.read_settings", interrupted)
+    monkeypatch.setattr("loopscope.models.hub.find_checkpoint", interrupted)
+    monkeypatch.setattr("loopscope.studies.make_plan", interrupted)
+    assert main(list(words)) == 130
+    assert ("same command" in capsys.readouterr().err) == resumes

@@ -1,0 +1,99 @@
+"""Policy files: which model they are for, and what is refused of one that was altered."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import loopscope as ls
+from cli.conftest import read_json, recording_of, refusal, run
+from loopscope.cli.policies import policies_by_model
+
+
+def test_on_another_model_it_is_refused(
+    mine: Path, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples.txt").write_text("+ 1 2\n")
+    for words in (
+        ("evaluate", recording_of(mine, "test"), "--policy", foreign),
+        ("run", mine, tmp_path / "examples.txt", "--policy", foreign),
+        ("report", mine, "--policy", foreign, "--out", tmp_path / "report"),
+        ("bench", "exits", mine, "--policy", foreign, "--rounds", 1),
+    ):
+        assert "calibrated for another model" in refusal(capsys, *words)
+    assert not (tmp_path / "report").exists()
+
+
+def test_on_any_model_it_promises_nothing(
+    mine: Path, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples.txt").write_text("+ 1 2\n")
+    assert run("evaluate", recording_of(mine, "test"), "--policy", foreign, "--any-model") == 0
+    assert "The policy promises nothing here." in capsys.readouterr().out
+    assert run("run", mine, tmp_path / "examples.txt", "--policy", foreign, "--any-model") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    words = ("report", mine, "--policy", foreign, "--any-model", "--out", tmp_path / "report", "--json")
+    assert run(*words) == 0
+    (certified,) = json.loads(capsys.readouterr().out)["models"][0]["certified"]
+    assert certified["guarantee"] is certified["held_out"]["guarantee"] is None
+    assert "--any-model" in (tmp_path / "report" / "report.html").read_text()  # the command that made it
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tresholds": 1}, "unknown key `tresholds`"),
+        ({"schema_version": 4}, "schema_version"),
+        ({"threshold": "low"}, "threshold"),
+        ({"readout": "mood", "guarantee": None}, "no readout 'mood'"),
+        ({"guarantee": {"max_drop": 0.1}}, "guarantee"),
+        ({"threshold": 0.0}, "was altered"),
+        ({"model": None}, "was altered"),
+        ({"readout": "top1"}, "was altered"),
+        ({"digest": ""}, "was altered"),
+    ],
+)
+def test_an_altered_file_is_refused(
+    changes: dict[str, object],
+    sentence: str,
+    mine: Path,
+    policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(read_json(policy)))  # written otherwise, it is the same
+    assert ls.ExitPolicy.load(file) == ls.ExitPolicy.load(policy)
+    file.write_text(json.dumps(read_json(policy) | changes))
+    assert sentence in refusal(capsys, "evaluate", recording_of(mine, "test"), "--policy", file)
+
+
+def test_an_altered_promise_is_refused(
+    mine: Path, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, data = tmp_path / "policy.json", read_json(policy)
+    for changes, sentence in (
+        ({"max_drop": 1.5}, "max_drop"),
+        ({"mood": 1}, "unknown key `mood`"),
+        ({"max_drop": 0.05}, "was altered"),
+        ({"confidence": 0.99}, "was altered"),
+        ({"per_difficulty": True}, "was altered"),
+    ):
+        file.write_text(json.dumps(data | {"guarantee": data["guarantee"] | changes}))
+        assert sentence in refusal(capsys, "evaluate", recording_of(mine, "test"), "--policy", file)
+    file.write_bytes(policy.read_bytes()[:-20])
+    assert "not a readable policy" in refusal(capsys, "evaluate", recording_of(mine, "test"), "--policy", file)
+    assert "There is no policy" in refusal(
+        capsys, "evaluate", recording_of(mine, "test"), "--policy", tmp_path / "nowhere.json"
+    )
+
+
+def test_of_several_models_each_has_its_own(tmp_path: Path) -> None:
+    for name, model in (("first", "a"), ("second", "b"), ("everybody", None)):
+        ls.ExitPolicy("margin", 1.0, model=model).save(tmp_path / name)
+    paths = [tmp_path / name for name in ("second", "first", "everybody")]
+    found = policies_by_model(paths, ["a", "b"])
+    assert [[policy.model for policy in policies] for policies in found] == [["a", None], ["b", None]]
+    assert [len(policies) for policies in policies_by_model(paths, ["a"], any_model=True)] == [3]
+    with pytest.raises(ls.UserError, match="second was calibrated for another model"):
+        policies_by_model(paths, ["a"])

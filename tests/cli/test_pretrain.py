@@ -1,0 +1,27 @@
+"""From a text to a checkpoint whose gate went through both of Ouro's stages."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import TINY_OURO, tiny_text
+
+from cli.conftest import run
+
+
+def test_from_a_text_to_stage_ii(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, validation = tiny_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY_OURO)
+    folder, recordings, gate, refitted = (tmp_path / name for name in ("run", "recordings", "gate", "stage2"))
+    pretrain = ("pretrain", tmp_path / "tiny.toml", "--text", train, "--validation", validation, "--out", folder)
+    assert run(*pretrain, "--set", "training.steps=4", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["validation_loss"]) == 3
+    record = ("record", "text", folder, train, "--split", "train", "--limit", 300, "--hidden")
+    assert run(*record, "--out", recordings, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["tokens"], summary["loops"], summary["agreement"][-1]) == (300, 3, 1.0)
+    assert run("gate", "fit", recordings, "--objective", "utility", "--steps", 5, "--out", gate) == 0
+    assert run("gate", "write", gate, folder, "--out", refitted) == 0
+    assert run("record", "text", refitted, validation, "--limit", 100) == 0
+    assert "100 next tokens" in capsys.readouterr().out
+    assert (refitted / "recordings" / "validation" / "manifest.json").is_file()

@@ -1,0 +1,122 @@
+"""`loopscope record`: a task, a text, a benchmark, and what each of them does not take."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from benchmark_slices import DATA
+
+from cli.conftest import refusal, run
+from loopscope.cli import make_parser
+from loopscope.trajectory import Trajectory
+
+COMMON = {"split", "hidden", "out", "device", "threads", "json"}
+OPTIONS = {
+    "task": COMMON | {"run", "examples", "levels", "no_logits"},
+    "text": COMMON | {"model", "files", "context", "limit", "dtype"},
+    "benchmark": COMMON | {"model", "name", "data", "limit", "mean_state", "batch_tokens", "dtype"},
+}
+
+
+def test_a_recording_is_summed_up(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("record", "task", recorded, "--split", "test", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert list(summary) == ["recording", "split", "examples", "loops", "accuracy"]
+    assert (summary["examples"], summary["loops"]) == (150, 3)
+    assert run("record", "task", recorded, "--split", "test") == 0
+    assert "150 test examples, 3 loops" in capsys.readouterr().out
+
+
+def test_a_text_is_summed_up(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"The sun is in {name}.<|endoftext|>The sea is not.")
+    words = ("record", "text", checkpoint, tmp_path / "a.txt", tmp_path / "b.txt", "--out", tmp_path / "out")
+    assert run(*words, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert list(summary) == [
+        *("recording", "split", "tokens", "documents", "loops"),
+        *("loss", "accuracy", "agreement"),
+    ]
+    assert (summary["split"], summary["documents"], summary["loops"]) == ("validation", 4, 4)
+    assert run(*words) == 0
+    table = capsys.readouterr().out
+    assert all(word in table for word in ("loss", "accuracy", "agreement", "100.0 %"))
+
+
+def test_a_benchmark_is_recorded_and_evaluated(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("validation", "test"):
+        where = ("--data", DATA, "--split", split, "--limit", 12, "--out", tmp_path / split)
+        assert run("record", "benchmark", checkpoint, "openbookqa", *where, "--json") == 0
+        summary = json.loads(capsys.readouterr().out)
+        assert list(summary) == ["recording", "split", "questions", "metric", "loops", "acc", "acc_norm"]
+        assert summary["metric"] == "acc_norm"
+        assert len(summary["acc"]) == len(summary["acc_norm"]) == 4
+        recording = Trajectory.load(tmp_path / split)
+        assert summary["acc_norm"] == recording.correct.mean(axis=0).tolist()
+    assert run("evaluate", tmp_path / "validation", tmp_path / "test") == 0
+    assert "hidden_cosine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("nothing",), "There is no benchmark 'nothing'"),
+        (("mmlu", "--split", "train"), "MMLU has no training questions"),
+        (("openbookqa", "--split", "extrapolation"), "choose train, validation or test"),
+        (("openbookqa", "--dtype", "int8"), "There is no precision 'int8'"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_recorded(
+    checkpoint: str, tmp_path: Path, words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ("--data", DATA, "--out", tmp_path / "out")
+    assert sentence in refusal(capsys, "record", "benchmark", checkpoint, *words, *where)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("task", "nowhere"), "--split validation"),
+        (("text", "nowhere", "t.txt"), "with --out"),
+        (("benchmark", "nowhere", "openbookqa"), "with --out"),
+    ],
+)
+def test_what_is_missing_is_named(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sentence in refusal(capsys, "record", *words)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_each_takes_only_what_means_something_for_it(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    positional = {"task": ["run"], "text": ["model", "t.txt"], "benchmark": ["model", "openbookqa"]}[kind]
+    options = vars(make_parser().parse_args(["record", kind, *positional]))
+    assert set(options) - {"execute", "resumes", "parser"} == OPTIONS[kind]
+    flags = {"--levels": ["1-2"], "--no-logits": [], "--mean-state": []}
+    for name in set.union(*OPTIONS.values()) - OPTIONS[kind] - {"run", "model", "files", "name"}:
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(SystemExit) as stop:
+            run("record", kind, *positional, flag, *flags.get(flag, ["5"]))
+        assert stop.value.code == 2
+        err = capsys.readouterr().err
+        assert f"loopscope record {kind}: error: unrecognized arguments: {flag}" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["runs/mine", "--split", "test"], "loopscope record task runs/mine --split test "),
+        (["my run", "--split", "test"], "loopscope record task 'my run' --split test "),
+        (["--split", "test", "runs/mine"], "loopscope record task --split test runs/mine "),
+        (["Ouro", "--text", "a.txt", "b.txt", "--hidden"], "loopscope record text Ouro a.txt b.txt --hidden "),
+        (["Ouro", "--benchmark=mmlu", "--limit", "5"], "loopscope record benchmark Ouro mmlu --limit 5 "),
+        (["Ouro", "--benchmark", "mmlu"], "loopscope record benchmark Ouro mmlu "),
+    ],
+)
+def test_the_old_form_says_what_to_type(words: list[str], command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("record", *words) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"loopscope: Say what is recorded: {command}(or record ")
+    make_parser().parse_args(shlex.split(command)[1:])

@@ -1,0 +1,59 @@
+"""`loopscope report`: a page that opens, says how it was made, and shows policies."""
+
+import html
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli.conftest import crafted, read_json, recording_of, run
+
+
+def test_a_report_opens_and_says_how_to_make_it_again(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)))  # as if there were none
+    out = tmp_path / "a study run's"
+    assert run("report", recorded, "--out", out, "--at", 0.5, "--open") == 0
+    assert opened == [(out / "report.html").resolve().as_uri()]
+    assert "No browser could be started here" in capsys.readouterr().err
+    page = html.unescape((out / "report.html").read_text())
+    (command,) = set(re.findall(r"<code>(loopscope report .* --product depths)</code>", page))
+    assert run(*shlex.split(command)[1:]) == 0
+    assert "Depth to accuracy" in capsys.readouterr().out
+    assert run("report", recorded, "--out", out, "--product", "depths", "--open") == 2
+    assert "leave one of them out" in capsys.readouterr().err
+
+
+def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("report", mine, "--policy", policy, "--out", tmp_path) == 0
+    assert "Certified policies" in capsys.readouterr().out
+    (model,) = json.loads((tmp_path / "results.json").read_bytes())["models"]
+    (certified,) = model["certified"]
+    assert certified["guarantee"] == read_json(policy)["guarantee"]
+    assert certified["threshold"] == read_json(policy)["threshold"]
+    assert run("evaluate", recording_of(mine, "test"), "--policy", policy, "--json") == 0
+    assert certified["held_out"] == json.loads(capsys.readouterr().out)
+    assert "gap ≤ 10%, 80 % sure" in (tmp_path / "tables.md").read_text()
+
+
+def test_a_report_on_unseen_examples_breaks_no_promise_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, easy = np.arange(400) % 10 > 0, crafted(True, "").logits
+    logits = np.where(seen[:, None, None], easy, crafted(False, "").logits)  # one in ten is new, and lost
+    for split, rows in (("validation", slice(None)), ("test", slice(None, None, -1))):
+        crafted(True, split, logits=logits[rows], labels=easy[rows, -1].argmax(-1), seen=seen[rows]).save(
+            tmp_path / split
+        )
+    file = tmp_path / "policy.json"
+    words = ("--max-drop", 0.15, "--readout", "margin", "--out", file)
+    assert run("calibrate", tmp_path / "validation", *words) == 0
+    assert run("evaluate", tmp_path / "test", "--policy", file) == 0
+    capsys.readouterr()
+    words = ("--policy", file, "--unseen", "--product", "certified", "--out", tmp_path)
+    assert run("report", tmp_path, *words) != 0 or "broken" not in capsys.readouterr().out

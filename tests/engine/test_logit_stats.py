@@ -1,0 +1,91 @@
+"""Signals of a whole vocabulary on the device: the numbers of `exits.signals`, however many rows there are?"""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.special import log_softmax
+
+from loopscope.engine import logit_stats
+from loopscope.exits import SIGNALS
+from loopscope.exits.signals import CONVERGENCE
+
+NAMES = [name for name, (source, _) in SIGNALS.items() if source == "logits"]
+ROWS, LOOPS = 23, 4
+
+
+def some_logits(classes: int, missing: bool = False) -> NDArray[np.float32]:
+    """[T, N, V] with rows that are undecided, tied, sure, and the same at every loop."""
+    rng = np.random.default_rng(classes)
+    logits = rng.normal(size=(LOOPS, ROWS, classes)).astype(np.float32) * rng.choice([0.1, 3, 30], (ROWS, 1))
+    logits[:, 0] = 0
+    logits[:, 1] = np.round(logits[:, 1])  # the likeliest are several
+    logits[:, 2, 7] = 1e4
+    logits[:, 3, 5] = logits[:, 3].max(axis=1) + np.array([20, 25, 30, 35])
+    logits[:, 4] = logits[0, 4]
+    if missing:
+        logits[:, :, classes // 2 :: 3] = -np.inf
+    return logits.astype(np.float32)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("classes", [50, 5000])
+def test_a_recording_has_the_same_numbers(classes: int, missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = some_logits(classes, missing)
+    rows = logits.swapaxes(0, 1)
+    labels = np.arange(ROWS) % (classes // 2)
+    for numbers in (37, 7 * classes, 1 << 24):
+        monkeypatch.setattr(logit_stats, "_BLOCK", {"cpu": numbers})
+        signals = logit_stats.logit_signals(torch.from_numpy(logits), torch.from_numpy(labels))
+        assert set(signals) == {"predictions", "label_log_probs", *NAMES}
+        assert np.array_equal(signals["predictions"], rows.argmax(axis=-1))
+        expected = log_softmax(rows.astype(np.float64), axis=-1)[np.arange(ROWS), :, labels]
+        assert signals["label_log_probs"] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        for name in NAMES:
+            assert signals[name] == pytest.approx(SIGNALS[name][1](rows), rel=1e-9, abs=1e-9, nan_ok=True), name
+            assert np.isnan(signals[name][:, 0]).all() == (name in CONVERGENCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_at_different_loops_are_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come when they like, and a place that is free again takes another one, at its first loop."""
+    monkeypatch.setattr(logit_stats, "_BLOCK", {"cpu": 2 * 50})
+    logits = some_logits(50)
+    expected = SIGNALS[name][1](logits.swapaxes(0, 1))
+    looking, rng = logit_stats.StreamedSignal(name), np.random.default_rng(0)
+    waiting = list(range(ROWS))
+    at: dict[int, int] = {}  # who is at a place
+    loop: dict[int, int] = {}
+    while waiting or at:
+        for place in range(6):
+            if place not in at and waiting and rng.random() < 0.5:
+                at[place], loop[place] = waiting.pop(), 0
+        places = rng.permutation(list(at)).astype(np.int64)
+        if not len(places):
+            continue
+        who, when = np.array([at[p] for p in places]), np.array([loop[p] + 1 for p in places])
+        values = looking.values(places, when, torch.from_numpy(logits[when - 1, who]))
+        assert values == pytest.approx(expected[who, when - 1], rel=1e-9, abs=1e-9, nan_ok=True)
+        for place in places.tolist():
+            loop[place] += 1
+            if loop[place] == LOOPS:
+                del at[place]
+
+
+def test_half_precision_is_read_as_it_is_recorded() -> None:
+    half = torch.from_numpy(some_logits(50)).bfloat16()
+    signals = logit_stats.logit_signals(half, torch.zeros(ROWS, dtype=torch.int64))
+    for name in NAMES:
+        expected = SIGNALS[name][1](half.float().numpy().swapaxes(0, 1))
+        assert signals[name] == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True), name
+        assert signals[name].dtype == np.float64
+
+
+def test_a_device_without_double_precision_does_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logit_stats, "_accumulator", lambda logits: torch.float32)
+    logits = torch.from_numpy(some_logits(50))
+    signals = logit_stats.logit_signals(logits, torch.zeros(ROWS, dtype=torch.int64))
+    assert np.array_equal(logits.numpy(), some_logits(50))
+    for name in NAMES:
+        expected = SIGNALS[name][1](some_logits(50).swapaxes(0, 1))
+        assert signals[name] == pytest.approx(expected, rel=1e-4, abs=1e-4, nan_ok=True), name

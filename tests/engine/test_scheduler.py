@@ -1,0 +1,291 @@
+"""The engine: is it the replay, whatever the batch? Does it stay within its batch, and compute only what it needs?"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDEN, random_trajectory
+
+import loopscope as ls
+from loopscope.engine import Answer, Request, choices, compare, in_order, run, task_requests
+from loopscope.exits import SIGNALS
+from loopscope.models import LoopedModel
+from loopscope.recording import Keep, record_task
+from loopscope.training.settings import read_run_settings
+
+
+@pytest.fixture(scope="module")
+def recorded(gated_run: Path, tmp_path_factory: pytest.TempPathFactory) -> ls.Trajectory:
+    return record_task(gated_run, "test", tmp_path_factory.mktemp("engine") / "test", Keep(hidden=True))
+
+
+@pytest.fixture(scope="module")
+def model(gated_run: Path) -> LoopedModel:
+    return ls.load_model(gated_run)
+
+
+@pytest.fixture(scope="module")
+def requests(gated_run: Path) -> list[Request]:
+    return list(task_requests(read_run_settings(gated_run).task.split("test")))
+
+
+def policy_of(readout: str, recorded: ls.Trajectory) -> ls.ExitPolicy:
+    """A threshold in the widest gap between signals near the middle: equal examples must not sit on it."""
+    values = np.sort(ls.signal(readout, recorded)[:, :-1].ravel())
+    values = values[~np.isnan(values)]
+    middle = values[int(0.3 * len(values)) : int(0.7 * len(values)) + 2]
+    widest = int(np.diff(middle).argmax())
+    return ls.ExitPolicy(readout, float(middle[widest : widest + 2].mean()))
+
+
+@pytest.mark.parametrize("readout", SIGNALS)
+def test_every_request_exits_where_the_replay_says(
+    readout: str, model: LoopedModel, requests: list[Request], recorded: ls.Trajectory
+) -> None:
+    policy = policy_of(readout, recorded)
+    assert len(set(policy.exit_loops(recorded))) > 1
+    orders = [np.arange(len(requests)), np.random.default_rng(0).permutation(len(requests))]
+    for batch_size, order in ((1, orders[0]), (7, orders[1]), (64, orders[1]), (1000, orders[0])):
+        answers = list(run(model, policy, (requests[row] for row in order), batch_size))
+        assert len({answer.key for answer in answers}) == len(requests) == len(answers)
+        agreement = compare(answers, policy, recorded)
+        assert agreement.differing == 0
+        assert agreement.close == 0
+        by_key = {answer.key: answer for answer in answers}
+        logits = np.stack([by_key[row].logits for row in range(len(requests))])
+        loops = np.array([by_key[row].loop for row in range(len(requests))])
+        assert np.allclose(logits, recorded.logits[np.arange(len(loops)), loops - 1], atol=1e-5)
+
+
+def test_a_difference_is_noticed(model: LoopedModel, requests: list[Request], recorded: ls.Trajectory) -> None:
+    policy = policy_of("margin", recorded)
+    answers = list(run(model, policy, requests))
+    changed = [Answer(answers[0].key, 4 - answers[0].loop, answers[0].logits), *answers[1:]]
+    if answers[0].loop == 2:
+        changed[0] = Answer(answers[0].key, 1, answers[0].logits)
+    assert compare(changed, policy, recorded).differing == 1
+
+
+def test_fixed_depth(model: LoopedModel, requests: list[Request], recorded: ls.Trajectory) -> None:
+    answers = list(run(model, ls.ExitPolicy("fixed", 2), requests, 32))
+    assert {answer.loop for answer in answers} == {2}
+    assert compare(answers, ls.ExitPolicy("fixed", 2), recorded).differing == 0
+
+
+def test_a_stream_without_end_is_answered(model: LoopedModel, requests: list[Request], recorded: ls.Trajectory) -> None:
+    """Never more rows than the batch has room for are taken in, and nobody waits for the end."""
+    pulled = 0
+
+    def endless() -> Iterator[Request]:
+        nonlocal pulled
+        for number in count():
+            pulled += 1
+            yield Request(number, requests[number % len(requests)].rows)
+
+    most = 0
+    for answered, _ in enumerate(islice(run(model, policy_of("margin", recorded), endless(), 16), 300)):
+        most = max(most, pulled - answered)
+    assert 1 < most <= 17
+
+
+def test_the_batch_is_kept_full(
+    model: LoopedModel, requests: list[Request], recorded: ls.Trajectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = []
+    step = model.step
+    monkeypatch.setattr(model, "step", lambda state: rows.append(len(state.loop)) or step(state))
+    policy = policy_of("margin", recorded)
+    list(run(model, policy, requests, 20))
+    assert sum(rows) == policy.exit_loops(recorded).sum()  # nobody runs a loop more than needed
+    assert set(rows[: -recorded.num_loops]) == {20}  # until the queue is empty
+
+
+@pytest.mark.parametrize(("readout", "all_logits"), [("gate", False), ("hidden_change", False), ("margin", True)])
+def test_only_what_the_policy_needs_is_computed(
+    readout: str,
+    all_logits: bool,
+    model: LoopedModel,
+    requests: list[Request],
+    recorded: ls.Trajectory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = {"predict": 0, "halt": 0}
+    for name in asked:
+        real = getattr(model, name)
+
+        def counted(pooled: torch.Tensor, name: str = name, real=real) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            asked[name] += len(pooled)
+            return real(pooled)
+
+        monkeypatch.setattr(model, name, counted)
+    policy = policy_of(readout, recorded)
+    list(run(model, policy, requests, 20))
+    loops = int(policy.exit_loops(recorded).sum())
+    assert asked["predict"] == (loops if all_logits else len(requests))
+    assert asked["halt"] == (loops if readout == "gate" else 0)
+
+
+def question_scores(model: LoopedModel, request: Request) -> np.ndarray:
+    """[T, C] written out, one choice at a time."""
+    scores = []
+    for row, scored, norm in zip(request.rows, request.scored, request.norms, strict=True):
+        tokens = torch.from_numpy(row)[None]
+        log_probs = model.loops(tokens).logits.double().log_softmax(-1)[:, 0]
+        places = range(len(row) - scored, len(row))
+        scores.append(sum(log_probs[:, place - 1, int(row[place])] for place in places) / norm)
+    return torch.stack(scores, dim=1).numpy()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("readout", ["margin", "kl", "gate", "hidden_cosine"])
+def test_choices_of_a_question_stop_together(readout: str) -> None:
+    model = ls.load_model(GOLDEN / "ouro-tiny")
+    rng = np.random.default_rng(0)
+    asked = []
+    for key in range(12):
+        context = rng.integers(0, 50, int(rng.integers(3, 9)))
+        continuations = [rng.integers(0, 50, int(rng.integers(1, 5))) for _ in range(int(rng.integers(2, 6)))]
+        asked.append(choices(key, context, continuations, [len(part) for part in continuations]))
+    most = max(len(request.rows) for request in asked)
+    logits = np.full((len(asked), model.num_loops, most), -np.inf)
+    hidden, gates = [], []
+    for row, request in enumerate(asked):
+        logits[row, :, : len(request.rows)] = question_scores(model, request)
+        context = torch.from_numpy(request.rows[0][: -request.scored[0]])[None]
+        out = model.loops(context, positions=torch.tensor([context.shape[1] - 1]))
+        hidden.append(out.hidden[:, 0].numpy())
+        gates.append(out.gate_logits[:, 0].numpy())
+    recorded = ls.Trajectory(
+        logits=logits.astype(np.float32),
+        labels=np.zeros(len(asked), dtype=int),
+        hidden=np.stack(hidden),
+        gate_logits=np.stack(gates),
+    )
+    policy = policy_of(readout, recorded)
+    assert len(set(policy.exit_loops(recorded))) > 1
+    for batch_size in (1, 6, 100):  # a question that is larger than the batch runs alone
+        answers = list(run(model, policy, asked, batch_size))
+        assert compare(answers, policy, recorded).differing == 0
+        for answer in answers:
+            expected = recorded.logits[answer.key, answer.loop - 1]
+            assert len(answer.logits) == len(asked[answer.key].rows)
+            assert np.allclose(answer.logits, expected[np.isfinite(expected)], atol=1e-4)
+
+
+def test_impossible_requests_are_refused(model: LoopedModel, requests: list[Request], gated_run: Path) -> None:
+    row = np.array([1, 2, 3])
+    for rows, scored, norms in (([], [], []), ([row[:0]], [], []), ([row, row], [], []), ([row, row], [1], [])):
+        with pytest.raises(ls.UserError):
+            Request(0, rows, scored, norms)
+    for scored, norms in (([3, 1], ()), ([0, 1], ()), ([1, 1], (0.0, 1.0))):
+        with pytest.raises(ls.UserError):
+            Request(0, [row, row], scored, norms)
+    margin = ls.ExitPolicy("margin", 1.0)
+    with pytest.raises(ls.UserError, match="cannot run together"):
+        list(run(model, margin, [requests[0], choices(1, row, [row, row])]))
+    with pytest.raises(ls.UserError, match="block size is 11"):
+        list(run(model, margin, [Request(0, [np.ones(12, dtype=np.int64)])]))
+    with pytest.raises(ls.UserError, match="batch_size"):
+        list(run(model, margin, requests, 0))
+    with pytest.raises(ls.UserError, match="vocabulary"):
+        list(run(model, margin, [Request(0, [np.array([0, 99])])]))
+
+
+def test_those_before_a_bad_request_are_answered(model: LoopedModel, requests: list[Request]) -> None:
+    answered = []
+    with pytest.raises(ls.UserError, match="vocabulary"):
+        for answer in run(model, ls.ExitPolicy("margin", 1.0), [*requests[:5], Request(9, [np.array([99])])], 6):
+            answered.append(answer.key)
+    assert sorted(answered) == [0, 1, 2, 3, 4]
+
+
+def test_a_row_that_overflows_harms_nobody_else(requests: list[Request]) -> None:
+    from conftest import tiny_settings
+
+    from loopscope.training import initial_model
+
+    model = initial_model(tiny_settings()).eval()
+    row = np.array([6, 4, 0, 1, 7])
+    with torch.no_grad():
+        model.embedding.weight[2] = torch.inf
+        answers = list(run(model, ls.ExitPolicy("fixed", 2), [Request(0, [row]), Request(1, [np.full(6, 2)])], 4))
+    assert np.isfinite(next(answer for answer in answers if answer.key == 0).logits[[0, 1]]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint8, np.int32, np.uint64])
+def test_tokens_of_any_whole_type(dtype: type, model: LoopedModel, requests: list[Request]) -> None:
+    (answer,) = run(model, ls.ExitPolicy("fixed", 1), [Request(0, [requests[0].rows[0].astype(dtype)])])
+    (same,) = run(model, ls.ExitPolicy("fixed", 1), [requests[0]])
+    assert np.array_equal(answer.logits, same.logits)
+    with pytest.raises(ls.UserError, match="whole numbers"):
+        Request(0, [np.array([1.0])])
+    with pytest.raises(ls.UserError, match="num_loops"):
+        list(run(model, ls.ExitPolicy("fixed", 1), [requests[0]], num_loops=0))
+
+
+def test_only_who_exits_needs_scores() -> None:
+    """A gate policy asks the head about the choices of those questions that exit, and of no others."""
+    model = ls.load_model(GOLDEN / "ouro-tiny")
+    asked, real = [], model.predict
+    model.predict = lambda pooled: asked.append(len(pooled)) or real(pooled)  # type: ignore[method-assign]
+    rng = np.random.default_rng(0)
+    questions = [choices(key, rng.integers(0, 50, 5), [rng.integers(0, 50, 2) for _ in range(3)]) for key in range(20)]
+    loops = [answer.loop for answer in run(model, ls.ExitPolicy("gate", 0.5), questions, 12)]
+    assert len(set(loops)) > 1
+    assert sum(asked) == 20 * (1 + 3)  # the first tokens of all choices are predicted at one place
+
+
+def test_no_gate_no_gate_readout(requests: list[Request]) -> None:
+    from conftest import tiny_settings
+
+    from loopscope.training import initial_model
+
+    with pytest.raises(ls.UserError, match="no gate"):
+        list(run(initial_model(tiny_settings()), ls.ExitPolicy("gate", 0.5), requests))
+
+
+def test_in_order() -> None:
+    keys = [2, 0, 1, 4, 3]
+    answers = [Answer(key, 1, np.zeros(2, dtype=np.float32)) for key in keys]
+    assert [answer.key for answer in in_order(answers)] == [0, 1, 2, 3, 4]
+
+
+def test_nothing_asked_nothing_answered(model: LoopedModel) -> None:
+    assert list(run(model, ls.ExitPolicy("margin", 1.0), [])) == []
+
+
+def promising(weights: str | None, recorded: ls.Trajectory) -> ls.ExitPolicy:
+    """A policy with a promise, for three loops of the model with these weights; some examples exit early."""
+    data = random_trajectory(loops=3, split="validation", provenance={"weights_sha256": weights})
+    policy = ls.calibrate(data, 0.3, readout="margin")
+    assert policy.model == weights
+    return replace(policy, threshold=policy_of("margin", recorded).threshold)
+
+
+def test_a_promise_holds_for_its_own_model_only(
+    model: LoopedModel, requests: list[Request], recorded: ls.Trajectory
+) -> None:
+    own, foreign = promising(model.weights_sha256, recorded), promising("0" * 64, recorded)
+    assert compare(ls.run(model, own, requests), own, recorded).differing == 0
+    waiting = iter(requests)
+    with pytest.raises(ls.UserError, match="calibrated for another model"):
+        next(ls.run(model, foreign, waiting))
+    assert len(list(waiting)) == len(requests)  # nothing was taken
+    anybody = foreign.for_any_model()
+    assert (anybody.guarantee, anybody.threshold) == (None, own.threshold)
+    answers = {answer.key: answer.loop for answer in ls.run(model, anybody, requests)}
+    assert answers == {answer.key: answer.loop for answer in ls.run(model, own, requests)}
+
+
+def test_a_promise_holds_for_its_own_depth_only(
+    model: LoopedModel, requests: list[Request], recorded: ls.Trajectory
+) -> None:
+    own = promising(model.weights_sha256, recorded)
+    with pytest.raises(ls.UserError, match="calibrated for 3 loops, and here full depth is 2"):
+        next(ls.run(model, own, requests, num_loops=2))
+    assert {answer.loop for answer in ls.run(model, own, requests, num_loops=3)} == {1, 2, 3}
+    assert {answer.loop for answer in ls.run(model, own.for_any_model(), requests, num_loops=2)} == {1, 2}

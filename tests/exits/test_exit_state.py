@@ -1,0 +1,55 @@
+"""Live decisions: the same as a replay, whoever else is there and whenever they came."""
+
+import numpy as np
+import pytest
+from conftest import random_trajectory
+
+import loopscope as ls
+from loopscope.exits import SIGNALS
+from loopscope.exits.exit_state import ExitState
+
+READOUTS = [*SIGNALS, "fixed"]
+
+
+def threshold(readout: str, trajectory: ls.Trajectory) -> float:
+    if readout == "fixed":
+        return 3
+    values = ls.signal(readout, trajectory)
+    return float(np.nanquantile(values[:, :-1], 0.6 if ls.READOUTS[readout] == "above" else 0.4))
+
+
+@pytest.mark.parametrize("readout", READOUTS)
+def test_follows_the_replay(readout: str) -> None:
+    """Requests come in at random times and leave when they are told to."""
+    trajectory = random_trajectory(rows=120, loops=5)
+    policy = ls.ExitPolicy(readout, threshold(readout, trajectory))
+    expected = policy.exit_loops(trajectory)
+    assert len(set(expected)) > 1 or readout == "fixed"
+    exit_state = ExitState(policy, trajectory.num_loops)
+    source = None if exit_state.source is None else np.asarray(getattr(trajectory, exit_state.source), dtype=np.float32)
+    rng = np.random.default_rng(0)
+    waiting, active, loop, exits = list(range(120)), np.empty(0, int), np.empty(0, int), {}
+    while waiting or len(active):
+        new = [waiting.pop() for _ in range(min(len(waiting), int(rng.integers(0, 9))))]
+        exit_state.admit(len(new))
+        active, loop = np.append(active, new).astype(int), np.append(loop, [0] * len(new)).astype(int) + 1
+        if not len(active):
+            continue
+        stops = exit_state.stops(loop, None if source is None else source[active, loop - 1])
+        exits |= dict(zip(active[stops].tolist(), loop[stops].tolist(), strict=True))
+        exit_state.keep(~stops)
+        active, loop = active[~stops], loop[~stops]
+    single = ls.Trajectory(
+        logits=np.asarray(trajectory.logits, dtype=np.float32),
+        labels=trajectory.labels,
+        hidden=np.asarray(trajectory.hidden, dtype=np.float32),
+        gate_logits=np.asarray(trajectory.gate_logits, dtype=np.float32),
+    )
+    assert [exits[row] for row in range(120)] == policy.exit_loops(single).tolist()
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    with pytest.raises(ls.UserError, match="needs the labels"):
+        ExitState(ls.ExitPolicy("oracle"), 4)
+    with pytest.raises(ls.UserError, match="beyond the model's 4 loops"):
+        ExitState(ls.ExitPolicy("fixed", 5), 4)

@@ -1,0 +1,114 @@
+"""The protocol: can rows be taken, joined and sit at different loops without disturbing each other?"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GOLDEN, tiny_settings
+
+import loopscope as ls
+from loopscope.models import LoopedModel
+from loopscope.training import initial_model
+
+
+@pytest.fixture(params=["transformer", "learned positions", "ouro", "huginn"])
+def model(request: pytest.FixtureRequest) -> LoopedModel:
+    if request.param in ("ouro", "huginn"):
+        return ls.load_model(GOLDEN / f"{request.param}-tiny")
+    positions = "learned" if "positions" in request.param else "rotary"
+    return initial_model(tiny_settings(f"model.positions={positions}")).eval()
+
+
+def random_tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 8, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_padding_changes_nothing(model: LoopedModel) -> None:
+    tokens, lengths = random_tokens(3, 9), torch.tensor([9, 4, 6])
+    together = model.loops(tokens, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        alone = model.loops(tokens[row : row + 1, :length])
+        assert torch.allclose(together.logits[:, row, :length], alone.logits[:, 0], atol=1e-5)
+        assert torch.allclose(together.hidden[:, row, :length], alone.hidden[:, 0], atol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_at_different_loops_share_a_batch(model: LoopedModel) -> None:
+    """A row that joins late goes through the same states as it would alone."""
+    first, second = random_tokens(2, 8), random_tokens(5, 5)[3:]
+    state = model.step(model.step(model.begin(first)))
+    joined = type(state).join([state.take(torch.tensor([1])), model.begin(second)])
+    assert joined.loop.tolist() == [2, 0, 0]
+    assert joined.lengths.tolist() == [8, 5, 5]
+    joined = model.step(joined)
+    assert joined.loop.tolist() == [3, 1, 1]
+    last = joined.lengths - 1
+    expected = model.loops(first[1:], num_loops=3).logits[2, :, -1], model.loops(second, num_loops=1).logits[0, :, -1]
+    assert torch.allclose(model.predict(model.head_input(joined, last)), torch.cat(expected), atol=1e-5)
+    kept = joined.take(joined.loop == 1)
+    assert torch.allclose(model.predict(model.head_input(kept, kept.lengths - 1)), expected[1], atol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_that_begin_alike_share_their_states(model: LoopedModel) -> None:
+    tokens, lengths = random_tokens(4, 9), torch.tensor([5, 9, 9, 7])
+    tokens[1, :6] = tokens[2, :6]
+    tokens[3, :3] = tokens[2, :3]
+    shared, alone = model.begin(tokens, lengths, share=True), model.begin(tokens, lengths)
+    assert len(shared.hidden) < len(alone.hidden)
+    for _ in range(2):
+        shared, alone = model.step(shared), model.step(alone)
+    rows = torch.tensor([3, 1])
+    for ours, theirs in ((shared, alone), (shared.take(rows), alone.take(rows)), (type(shared).join([shared]), alone)):
+        for positions in (ours.lengths - 1, torch.zeros_like(ours.lengths)):
+            assert torch.allclose(model.pooled(ours, positions), model.pooled(theirs, positions), atol=1e-5)
+            assert torch.allclose(model.head_input(ours, positions), model.head_input(theirs, positions), atol=1e-5)
+    assert torch.allclose(shared.layout.unpack(shared.hidden, 9), alone.layout.unpack(alone.hidden, 9), atol=1e-5)
+
+
+@torch.no_grad()
+def test_one_position_a_row_is_a_row_of_all_positions(model: LoopedModel) -> None:
+    tokens, positions = random_tokens(3, 7), torch.tensor([2, 6, 0])
+    everywhere, there = model.loops(tokens), model.loops(tokens, positions=positions)
+    rows = torch.arange(3)
+    assert torch.allclose(everywhere.logits[:, rows, positions], there.logits, atol=1e-6)
+    assert torch.allclose(everywhere.hidden[:, rows, positions], there.hidden, atol=1e-6)
+    assert (everywhere.gate_logits is None) == (there.gate_logits is None)
+    if everywhere.gate_logits is not None and there.gate_logits is not None:
+        assert torch.allclose(everywhere.gate_logits[:, rows, positions], there.gate_logits, atol=1e-6)
+
+
+@torch.no_grad()
+def test_more_loops_than_trained_begin_the_same_way(model: LoopedModel) -> None:
+    tokens = random_tokens(2, 6)
+    assert model.loops(tokens).logits.shape[0] == model.num_loops
+    longer = model.loops(tokens, num_loops=model.num_loops + 2)
+    assert torch.equal(longer.logits[: model.num_loops], model.loops(tokens).logits)
+
+
+@torch.no_grad()
+def test_impossible_calls_are_refused_and_no_rows_are_no_problem(model: LoopedModel) -> None:
+    tokens = random_tokens(2, 5)
+    with pytest.raises(ls.UserError, match="num_loops"):
+        model.loops(tokens, num_loops=0)
+    with pytest.raises(ls.UserError, match="one number a row"):
+        model.loops(tokens, torch.tensor([5, 5, 5]))
+    nobody = model.step(model.begin(tokens).take(torch.tensor([], dtype=torch.long)))
+    assert nobody.hidden.shape[0] == 0
+    assert model.predict(model.head_input(nobody, nobody.lengths - 1)).shape[0] == 0
+
+
+def test_attention_is_causal(model: LoopedModel) -> None:
+    tokens = random_tokens(1, 6)
+    changed = tokens.clone()
+    changed[0, -1] = 7 - tokens[0, -1]
+    with torch.no_grad():
+        before, after = model.loops(tokens).logits, model.loops(changed).logits
+    assert torch.equal(before[:, :, :-1], after[:, :, :-1])
+    assert not torch.allclose(before[:, :, -1], after[:, :, -1])
+
+
+def test_nothing_is_cut_off(gated_run: Path) -> None:
+    with pytest.raises(ls.UserError, match="block size is 11"):
+        ls.load_model(gated_run).begin(random_tokens(1, 12))

@@ -1,0 +1,184 @@
+"""Checkpoints on benchmarks: the paper's tables on Ouro from known recordings, its numbers beside ours."""
+
+import msgspec
+import numpy as np
+import pytest
+from conftest import answers
+
+from loopscope.analysis.latency import Machine, QuestionBench, QuestionTiming, Spread
+from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
+from loopscope.analysis.schema import Results
+from loopscope.questions import BENCHMARKS
+from loopscope.reproduction.products import OURO, PRODUCTS
+from loopscope.reproduction.published import published
+from loopscope.training.gate_fitting import GateSettings, fit_gate
+
+
+def source(model: str, benchmark: str, **changes: object) -> ModelRecordings:
+    told = {"benchmark": benchmark, "metric": BENCHMARKS[benchmark].metric, "weights_sha256": model, "model": model}
+    subjects = 3 if benchmark == "mmlu" else 1
+    train, validation, test = (
+        answers(benchmark, split, len(model), 90, subjects=subjects, provenance=told, **changes)
+        for split in ("train", "validation", "test")
+    )
+    gates = {"linear-utility": fit_gate(train, GateSettings(objective="utility", steps=5))}
+    return ModelRecordings(f"{model}-{benchmark}", validation, test, gates=gates if benchmark == "arc_easy" else {})
+
+
+def timed(model: str, benchmark: str) -> QuestionBench:
+    def once(value: float) -> Spread:
+        return Spread(value, value, value)
+
+    ways = [("fixed", 4.0, 100.0, 1.0), ("gate", 2.0, 60.0, 1.5), ("kl", 2.5, 80.0, 1.25)]
+    policies = [QuestionTiming(name, None, 0.5, loops, once(time), once(speed), 0) for name, loops, time, speed in ways]
+    return QuestionBench(model, benchmark, 10, 4, Machine(1, 1, 8, once(1.0), [1.0]), policies)
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    pairs = [("Ouro-1.4B", "arc_easy"), ("Ouro-1.4B", "hellaswag"), ("Ouro-2.6B", "mmlu")]
+    pairs += [("Ouro-2.6B-Thinking", "arc_easy"), ("small-ouro", "mmlu")]
+    made = analyse_models([source(model, benchmark) for model, benchmark in pairs], None, [0.9])[0]
+    latency = [timed("Ouro-1.4B", "arc_easy"), timed("small-ouro", "mmlu")]
+    return msgspec.structs.replace(made, latency=latency)
+
+
+def rows(results: Results, name: str) -> list[list[str]]:
+    (product,) = PRODUCTS.make(results, [name])
+    assert product.table is not None
+    assert all(len(row) == len(product.table.columns) for row in product.table.rows)
+    return product.table.rows
+
+
+def test_all_products_are_made(results: Results) -> None:
+    assert [product.name for product in PRODUCTS.make(results, list(OURO))] == list(OURO)
+    assert PRODUCTS.make(analyse_models([source("x", "mmlu")], None, [0.9])[0], ["ouro_thinking", "ouro_latency"]) == []
+
+
+def test_the_gate_stands_beside_the_best_other_readout_and_the_paper_s(results: Results) -> None:
+    summary = {(row[0], row[1]): row for row in rows(results, "ouro_summary")}
+    assert set(summary) == {
+        ("Ouro-1.4B", "ARC-Easy"),
+        ("Ouro-1.4B", "HellaSwag"),
+        ("Ouro-2.6B", "MMLU"),
+        ("small-ouro", "MMLU"),
+    }
+    row = summary["Ouro-1.4B", "ARC-Easy"]
+    assert row[-2:] == ["82.9 % at 2.72", "hidden_cosine 83.2 % at 2.69"]
+    assert summary["small-ouro", "MMLU"][-2:] == ["", ""]
+    model = results.models[0]
+    gate = model.frontier("gate")
+    assert gate is not None
+    assert row[2].startswith(f"{100 * gate.selected.accuracy:.1f} % [")
+    assert row[3].startswith(f"{gate.selected.average_loops:.2f} [")
+    points = {
+        frontier.readout: frontier.selected
+        for frontier in model.frontiers
+        if frontier.readout not in ("gate", "fixed", "oracle", "gate:linear-utility")
+    }
+    assert len(points) == 7
+    best = max(points.values(), key=lambda each: (each.calibration_accuracy, -each.calibration_average_loops))
+    assert points[row[4]] is best
+    assert model.paired[0].second == row[4]
+
+
+def test_a_model_without_a_gate_is_shown() -> None:
+    bare = analyse_models([source("huginn", "arc_easy", gate_logits=None)], None, [0.9])[0]
+    assert rows(bare, "ouro_summary")[0][2:4] == ["no gate", ""]
+
+
+def test_thinking_models_have_their_own_table(results: Results) -> None:
+    (row,) = rows(results, "ouro_thinking")
+    best = results.models[3].best(["gate", "entropy", "top1", "margin", "kl", "logit_change", "hidden_change"])
+    other = results.models[3].frontier("hidden_cosine")
+    assert best is not None
+    assert other is not None
+    chosen = min((best, other), key=lambda each: each.selected.rank)
+    assert row[:3] == ["Ouro-2.6B-Thinking", "ARC-Easy", chosen.readout]
+    assert row[-1] == "gate 87.6 % at 2.28"
+
+
+def test_the_paper_s_counts_are_counted(results: Results) -> None:
+    counts = {row[0]: row[1:] for row in rows(results, "ouro_claims")}
+    claims = {claim.key: claim.about for claim in published().claims}
+    summary = [results.models[place] for place in (0, 1, 2, 4)]
+    pairs = [(model.frontier("gate"), model.frontier(model.paired[0].second)) for model in summary]
+    fewer = sum(b.selected.average_loops < a.selected.average_loops for a, b in pairs if a and b)
+    sure = sum(model.paired[0].loops.low > 0 for model in summary)
+    assert counts[claims["ouro_fewer_loops"]] == [f"{fewer} of 4", f"{sure}", "7 of 12"]
+    assert counts[claims["ouro_more_accurate"]][-1] == "5 of 12"
+    assert counts[claims["thinking_not_the_gate"]][-1] == "7 of 12 (its own table has another number)"
+    assert not any("of 12" in claim for claim in counts)  # ours are of fewer
+    assert counts[claims["ouro_gate_speedup"]] == ["1.50 to 1.50", "", "1.24 to 1.58"]
+
+
+def test_every_readout_has_a_row_static_depth_and_the_oracle_too(results: Results) -> None:
+    table = rows(results, "ouro_readouts")
+    (columns,) = [product.table.columns for product in PRODUCTS.make(results, ["ouro_readouts"]) if product.table]
+    assert columns == ["model", "readout", "ARC-Easy", "HellaSwag", "MMLU"]
+    first = {row[1]: row[2:] for row in table if row[0] == "Ouro-1.4B"}
+    assert first["static depth 4"] == [f"{100 * m.forced_accuracy[3]:.1f} %" for m in results.models[:2]] + [""]
+    assert list(first)[-1] == "oracle"
+    assert {"static depth, chosen", "gate", "hidden_cosine", "gate:linear-utility"} <= set(first)
+    assert first["gate:linear-utility"][1:] == ["", ""]
+
+
+def test_both_metrics_and_every_subject(results: Results) -> None:
+    metrics = {tuple(row[:2]): [] for row in rows(results, "ouro_metrics")}
+    for row in rows(results, "ouro_metrics"):
+        metrics[tuple(row[:2])].append(row[3])
+    assert metrics["Ouro-1.4B", "ARC-Easy"] == ["acc", "acc_norm (scored)"]
+    assert metrics["Ouro-2.6B", "MMLU"] == ["acc (scored)", "acc_norm"]
+    subjects = [row for row in rows(results, "mmlu_subjects") if row[0] == "Ouro-2.6B"]
+    assert [row[1:3] for row in subjects] == [["s0", "30"], ["s1", "30"], ["s2", "30"], ["all", "90"]]
+    test = source("Ouro-2.6B", "mmlu").test
+    assert subjects[1][3] == f"{100 * test.correct[1::3, 0].mean():.1f} %"
+    assert subjects[3][3] == f"{100 * test.correct[:, 0].mean():.1f} %"
+
+
+def test_times_stand_beside_the_paper_s(results: Results) -> None:
+    table = rows(results, "ouro_latency")
+    assert [row[2] for row in table] == ["fixed", "gate", "kl"] * 2
+    assert table[1][4:8] == ["2.00", "60 [60, 60]", "1.5 [1.5, 1.5]", "75%"]
+    assert [row[-1] for row in table[:3]] == [
+        "fixed 84.0 % at 4.00, 170.9 ms, 1.00",
+        "gate 82.4 % at 2.53, 108 ms, 1.58",
+        "margin 82.8 % at 2.98, 127.3 ms, 1.34",
+    ]
+    assert [row[-1] for row in table[3:]] == [""] * 3  # the paper timed one model
+
+
+def test_refitted_gates_are_compared_with_the_released_one(results: Results) -> None:
+    table = rows(results, "ouro_refitted")
+    assert [row[:3] for row in table] == [[m, "ARC-Easy", "gate"] for m in ("Ouro-1.4B", "Ouro-2.6B-Thinking")]
+    gap = results.models[0].fitted_gaps[0]
+    assert table[0][-1] == f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}] @{100 * gap.accuracy:g}%"
+
+
+def test_figures_show_the_models_that_they_are_of(results: Results) -> None:
+    def titles(name: str) -> list[str]:
+        (product,) = PRODUCTS.make(results, [name])
+        assert product.figure is not None
+        return [panel["title"] for row in product.figure["vconcat"] for panel in row["hconcat"]]
+
+    assert titles("ouro_frontiers") == ["Ouro-1.4B, HellaSwag", "Ouro-2.6B, MMLU"]
+    assert titles("ouro_14b_frontiers") == ["ARC-Easy", "HellaSwag"]
+    assert titles("benchmark_frontiers") == ["Ouro-2.6B-Thinking, ARC-Easy", "small-ouro, MMLU"]
+    assert titles("refitted_frontiers") == ["Ouro-1.4B, ARC-Easy", "Ouro-2.6B-Thinking, ARC-Easy"]
+
+
+def test_results_say_what_they_are_of_and_read_back(results: Results) -> None:
+    assert [model.label for model in results.models[:2]] == ["Ouro-1.4B, ARC-Easy", "Ouro-1.4B, HellaSwag"]
+    again = msgspec.json.decode(msgspec.json.encode(results), type=Results)
+    assert again.models[2].benchmark is not None
+    assert again.models[2].benchmark.metric == "acc"
+    assert again.latency == results.latency
+    plain = analyse_models(
+        [ModelRecordings("a", *(answers("mmlu", s, rows=40, provenance={}) for s in ("validation", "test")))],
+        None,
+        [0.9],
+    )[0]
+    told = msgspec.to_builtins(plain)
+    assert "latency" not in told
+    assert "benchmark" not in told["models"][0]  # what the schema had before is unchanged
+    assert np.isfinite(told["models"][0]["forced_accuracy"]).all()

@@ -1,0 +1,157 @@
+"""The paper's numbers: are they typed as printed, and do its own counts follow from them?"""
+
+import re
+from importlib.resources import files
+from typing import get_args
+
+import msgspec
+import pytest
+
+from loopscope.exits.readouts import READOUTS
+from loopscope.reproduction.published import ManoLatency, Paper, Published, PublishedFrontier, Readout, published
+
+PAPER = published()
+CLAIMS = {claim.key: claim for claim in PAPER.claims}
+
+
+def frontier(rows: tuple[PublishedFrontier, ...], gate: str, prior: str, readout: str) -> PublishedFrontier:
+    [row] = [row for row in rows if (row.training.gate, row.training.prior, row.readout) == (gate, prior, readout)]
+    return row
+
+
+def test_values_are_as_printed() -> None:
+    uniform = frontier(PAPER.fixed_prior, "none", "uniform", "entropy")
+    assert uniform.depth_at["0.95"] == Published(mean=2.19, deviation=0.51)
+    assert uniform.depth_at.get("0.99") is None  # N/A
+    geometric = frontier(PAPER.fixed_prior, "none", "geometric", "top1")
+    assert geometric.training.geometric_lambda == 0.3
+    assert geometric.depth_at["0.95"] == Published(mean=1.38, deviation=0.17)
+    assert geometric.depth_at["0.99"] == Published(mean=1.5, deviation=0.16)
+    assert frontier(PAPER.fixed_vs_gate, "mlp", "geometric", "gate").depth_at == {
+        "0.95": Published(mean=3.58, deviation=0.36)
+    }
+    assert PAPER.uniform_ordering["hidden_change"] == Published(mean=0.35, deviation=0.48)
+    assert PAPER.geometric_ordering["kl"] == Published(mean=0.87, deviation=0.2)
+    mlp = next(row for row in PAPER.parity if (row.training.gate, row.training.prior) == ("mlp", "geometric"))
+    assert (mlp.accuracy, mlp.loops) == (Published(mean=0.987, deviation=0.002), Published(mean=2.28, deviation=0.65))
+    hellaswag = PAPER.ouro[4]
+    assert (hellaswag.model, hellaswag.benchmark, hellaswag.readout) == ("Ouro-1.4B", "HellaSwag", "hidden_change")
+    assert (hellaswag.gate.accuracy, hellaswag.gate.loops) == (0.728, 3.94)
+    assert (hellaswag.post_hoc.accuracy, hellaswag.post_hoc.loops) == (0.729, 3.13)
+    last = PAPER.ouro_thinking[-1]
+    assert (last.model, last.benchmark, last.readout) == ("Ouro-2.6B-Thinking", "OpenBookQA", "top1")
+    assert (last.accuracy, last.loops) == (0.406, 2.72)
+
+
+def test_tables_have_the_rows_of_the_paper() -> None:
+    rows = {table.number: len(getattr(PAPER, table.key)) for table in PAPER.tables}
+    assert rows == {"1": 8, "2": 6, "3": 12, "4a": 12, "4b": 7, "5": 4, "6": 4, "7": 6, "8": 12}
+    assert [figure.number for figure in PAPER.figures] == [str(number) for number in range(1, 24)]
+    rest = {"citation", "tables", "figures", "claims", "inconsistencies"}
+    assert {table.key for table in PAPER.tables} == {field.name for field in msgspec.structs.fields(Paper)} - rest
+    for model in ("Ouro-1.4B", "Ouro-2.6B"):
+        benchmarks = [row.benchmark for row in PAPER.ouro if row.model == model]
+        assert len(set(benchmarks)) == 6
+        assert sorted(benchmarks) == sorted(
+            row.benchmark for row in PAPER.ouro_thinking if row.model == f"{model}-Thinking"
+        )
+
+
+def test_names_are_loopscopes() -> None:
+    assert set(get_args(Readout)) == set(READOUTS) - {"oracle"}
+    assert {*PAPER.uniform_ordering, *PAPER.geometric_ordering} <= set(READOUTS)
+    targets = {target for row in PAPER.fixed_prior + PAPER.fixed_vs_gate for target in row.depth_at}
+    assert targets == {"0.95", "0.98", "0.99"}
+
+
+def test_what_table_2_repeats_of_table_1_is_the_same() -> None:
+    for prior in ("uniform", "geometric"):
+        assert frontier(PAPER.fixed_prior, "none", prior, "margin") == frontier(
+            PAPER.fixed_vs_gate, "none", prior, "margin"
+        )
+
+
+def test_depth_grows_with_the_target() -> None:
+    for row in PAPER.fixed_prior + PAPER.fixed_vs_gate:
+        means = [row.depth_at[target].mean for target in ("0.95", "0.98", "0.99") if target in row.depth_at]
+        assert means == sorted(means)
+
+
+def test_the_counts_follow_from_the_tables() -> None:
+    more_accurate = [row.post_hoc.accuracy > row.gate.accuracy for row in PAPER.ouro]
+    fewer_loops = [row.post_hoc.loops < row.gate.loops for row in PAPER.ouro]
+    assert sum(more_accurate) == CLAIMS["ouro_more_accurate"].low == 5
+    assert sum(fewer_loops) == CLAIMS["ouro_fewer_loops"].low == 7
+    assert sum(a and b for a, b in zip(more_accurate, fewer_loops, strict=True)) == CLAIMS["ouro_both"].low == 3
+    assert sum(row.gate.accuracy > row.post_hoc.accuracy for row in PAPER.ouro) == 6
+    gate_dominates = [r.gate.accuracy >= r.post_hoc.accuracy and r.gate.loops < r.post_hoc.loops for r in PAPER.ouro]
+    assert sum(gate_dominates) == 3
+    assert sum(row.readout != "gate" for row in PAPER.ouro_thinking) == 8
+    assert CLAIMS["thinking_not_the_gate"].low == 7
+    assert [claim.key for claim in PAPER.claims if not claim.borne_out] == ["thinking_not_the_gate"]
+
+
+def test_claims_about_depth_and_speed_follow_from_the_tables() -> None:
+    adaptive = [row for row in PAPER.fixed_prior if row.readout != "fixed" and row.training.prior == "geometric"]
+    at_99 = [row.depth_at["0.99"].mean for row in adaptive]
+    assert at_99 == pytest.approx([CLAIMS["confidence_99"].low] * 3, abs=0.051)
+    margin = frontier(PAPER.fixed_vs_gate, "none", "geometric", "margin").depth_at
+    assert margin["0.95"].mean == pytest.approx(CLAIMS["margin_95_to_99"].low, abs=0.051)
+    assert margin["0.99"].mean == pytest.approx(CLAIMS["margin_95_to_99"].high, abs=0.051)
+    gates = [row.speedup for row in PAPER.ouro_latency if row.readout == "gate"]
+    assert (min(gates), max(gates)) == (CLAIMS["ouro_gate_speedup"].low, CLAIMS["ouro_gate_speedup"].high)
+    mano: dict[tuple[str, str], ManoLatency] = {(row.training.gate, row.readout): row for row in PAPER.mano_latency}
+    for readout in ("top1", "margin", "kl"):
+        assert mano["none", readout].speedup == CLAIMS[f"mano_{readout}_speedup"].low
+    for readout in ("top1", "margin"):
+        assert mano["none", readout].loops == CLAIMS["mano_confidence_loops"].low
+        assert mano["none", readout].accuracy == CLAIMS["mano_confidence_accuracy"].low
+    gate = mano["unstated", "gate"]
+    assert (gate.loops, gate.speedup) == (CLAIMS["mano_gate_loops"].low, CLAIMS["mano_gate_speedup"].low)
+    assert gate.accuracy == pytest.approx(CLAIMS["mano_gate_accuracy"].low, abs=0.005)
+    ordering = PAPER.geometric_ordering
+    for readout in ("entropy", "margin"):
+        assert ordering[readout].mean == CLAIMS["geometric_confidence_ordering"].low
+    assert ordering["kl"].mean == CLAIMS["geometric_kl_ordering"].low > PAPER.uniform_ordering["kl"].mean
+    assert ordering["hidden_change"].mean == CLAIMS["geometric_hidden_ordering"].low
+    ratio = ordering["hidden_change"].mean / PAPER.uniform_ordering["hidden_change"].mean
+    assert ratio == pytest.approx(CLAIMS["hidden_ordering_ratio"].low, abs=0.05)
+
+
+def test_ouros_latency_is_proportional_to_its_loops() -> None:
+    """What the paper calls measured has no overhead in it; MANO's, by contrast, has."""
+    full = {row.benchmark: row.milliseconds for row in PAPER.ouro_latency if row.readout == "fixed"}
+    assert len(full) == 4
+    for row in PAPER.ouro_latency:
+        assert row.speedup == round(4 / row.loops, 2)
+        assert row.milliseconds == pytest.approx(full[row.benchmark] * row.loops / 4, rel=0.002)
+    for timed in PAPER.mano_latency:
+        assert timed.speedup == pytest.approx(0.066 / timed.milliseconds, abs=0.02)
+        assert timed.speedup < 6 / timed.loops or timed.readout == "fixed"
+
+
+def test_fixed_depths_are_those_of_two_seeds() -> None:
+    """No three whole numbers have a mean of n.50; two neighbours do, with this sample deviation."""
+    cells = [cell for row in PAPER.fixed_prior if row.readout == "fixed" for cell in row.depth_at.values()]
+    halves = [cell for cell in cells if cell.mean % 1]
+    assert len(halves) == 4
+    assert all(cell.mean % 1 == 0.5 and cell.deviation == round(0.5**0.5, 2) for cell in halves)
+
+
+def test_references_lead_somewhere() -> None:
+    labels = [item.label for item in (*PAPER.tables, *PAPER.figures)]
+    assert len(set(labels)) == len(labels)
+    for claim in PAPER.claims:
+        assert claim.table in labels
+        assert claim.low <= claim.high
+    for found in PAPER.inconsistencies:
+        assert found.where
+        assert all(place in labels for place in found.where if ":" in place)
+        assert all(re.fullmatch(r"abstract|[A-I1-6](\.\d)?", place) for place in found.where if ":" not in place)
+    for keys in ([claim.key for claim in PAPER.claims], [found.key for found in PAPER.inconsistencies]):
+        assert len(set(keys)) == len(keys)
+
+
+def test_it_is_read_once_and_ships_with_the_package() -> None:
+    assert published() is PAPER
+    assert (files("loopscope") / "reproduction" / "paper.toml").is_file()

@@ -1,0 +1,124 @@
+"""Post-hoc gates: their objectives by hand, fits on trajectories whose best exits are known, and writing back."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDEN, random_trajectory
+
+import loopscope as ls
+from loopscope.artifacts import sha256
+from loopscope.engine import compare, run, task_requests
+from loopscope.exits import FittedGate, attach
+from loopscope.objectives import Objective
+from loopscope.recording import Keep, record_task
+from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_loss, gate_settings, write_back
+from loopscope.training.settings import read_run_settings
+
+LOSSES = torch.tensor([[1.0, 0.2], [0.5, 0.3], [0.5, 0.1]])  # [T, B]
+LOGITS = torch.tensor([[0.3, -1.0], [2.0, 0.0], [5.0, -3.0]])
+
+
+def test_the_utility_objective_by_hand() -> None:
+    append = 1 / (1 + np.exp(-50 * (np.array([[0.5, 0.0], [0.0, 0.2]]) - 0.005)))
+    for pairing, rows in (("next", LOGITS[:2]), ("ouro", LOGITS[1:])):
+        stop = 1 / (1 + np.exp(-rows.numpy().astype(np.float64)))
+        expected = -(append * np.log(1 - stop) + (1 - append) * np.log(stop)).mean()
+        settings = GateSettings(objective="utility", pairing=pairing)  # type: ignore[arg-type]
+        assert gate_loss(settings, LOSSES, LOGITS).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_ponder_objective_is_the_learned_gates_own() -> None:
+    settings = GateSettings(prior="geometric", geometric_lambda=0.5, beta=0.7)
+    own = Objective(name="learned_gate", prior="geometric", geometric_lambda=0.5, beta=0.7)
+    assert gate_loss(settings, LOSSES, LOGITS) == own.loss(LOSSES, LOGITS)
+
+
+def sample_by_pattern(rows: int = 4000, seed: int = 0) -> ls.Trajectory:
+    """Half of the examples are right from loop 1 on, half from loop 3 on, and the states say which."""
+    rng = np.random.default_rng(seed)
+    late = rng.integers(0, 2, rows).astype(bool)
+    right = ~late[:, None] | (np.arange(4) >= 2)
+    logits = np.where(right, 4.0, -4.0)[:, :, None] * np.array([1.0, 0.0])
+    hidden = rng.normal(size=(rows, 4, 5))
+    hidden[:, :, 0] = np.where(right, 1.0, -1.0)
+    return ls.Trajectory(logits=logits, labels=np.zeros(rows, int), hidden=hidden, split="train" if seed == 0 else None)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("objective", ["ponder", "utility"])
+def test_it_finds_exits_that_the_states_tell(kind: str, objective: str) -> None:
+    settings = GateSettings(kind=kind, objective=objective, steps=200)  # type: ignore[arg-type]
+    gate = fit_gate(sample_by_pattern(), settings)
+    calibration, evaluation = (attach(sample_by_pattern(seed=seed), {"fit": gate}) for seed in (1, 2))
+    frontier = ls.sweep("gate:fit", calibration, evaluation)
+    if objective == "ponder":
+        assert frontier.depth_at(1.0) == pytest.approx(2.0, abs=0.05)  # half exit at 1, half at 3
+    else:  # nothing is gained from loop 1 to loop 2 by anybody, so its target is to stop there
+        assert frontier.depth_at(0.5) == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_same_seed_gives_the_same_gate() -> None:
+    first, second = (fit_gate(sample_by_pattern(), GateSettings(steps=20)) for _ in range(2))
+    assert np.array_equal(first.weight, second.weight)
+
+
+def test_it_takes_over_the_hosts_prior(gated_run: Path, tmp_path: Path) -> None:
+    recording = record_task(gated_run, "train", tmp_path / "train", Keep(hidden=True), 200)
+    settings = gate_settings(recording, {"kind": "mlp"})
+    assert (settings.prior, settings.geometric_lambda, settings.beta) == ("geometric", 0.3, 0.1)
+    assert gate_settings(recording, {"beta": 0.5}).beta == 0.5
+    assert gate_settings(sample_by_pattern(), {}).prior == "uniform"
+
+
+def test_the_engine_runs_it_as_the_replay_does(gated_run: Path, tmp_path: Path) -> None:
+    recordings = {
+        split: record_task(gated_run, split, tmp_path / split, Keep(hidden=True)) for split in ("train", "test")
+    }
+    gate = fit_gate(recordings["train"], GateSettings(kind="mlp", steps=50))
+    test = attach(recordings["test"], {"fit": gate})
+    values = np.sort(ls.signal("gate:fit", test)[:, :-1].ravel())
+    middle = values[len(values) // 3 : 2 * len(values) // 3]
+    widest = int(np.diff(middle).argmax())
+    policy = ls.ExitPolicy("gate:fit", float(middle[widest : widest + 2].mean()), gate)
+    requests = list(task_requests(read_run_settings(gated_run).task.split("test")))
+    agreement = compare(run(ls.load_model(gated_run), policy, requests, 16), policy, recordings["test"])
+    assert (agreement.differing, agreement.close) == (0, 0)
+    assert 1 < agreement.average_loops < 3
+
+
+def test_it_becomes_ouros_gate(tmp_path: Path) -> None:
+    checkpoint = GOLDEN / "ouro-tiny"
+    model = ls.load_model(checkpoint)
+    tokens = torch.randint(0, model.vocab_size, (64, 7), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        out = model.loops(tokens, positions=torch.full((64,), 6))
+    recording = ls.Trajectory(
+        logits=out.logits.transpose(0, 1).numpy(),
+        labels=tokens[:, 0].numpy(),
+        hidden=out.hidden.transpose(0, 1).numpy(),
+        provenance={"weights_sha256": sha256(checkpoint / "model.safetensors")},
+    )
+    gate = fit_gate(recording, GateSettings(steps=30))
+    write_back(gate, checkpoint, tmp_path / "new")
+    with torch.inference_mode():
+        again = ls.load_model(tmp_path / "new").loops(tokens, positions=torch.full((64,), 6))
+    assert again.gate_logits is not None
+    assert np.allclose(again.gate_logits.T.numpy(), gate.halt_logits(recording.hidden), atol=1e-4)  # type: ignore[arg-type]
+    assert torch.equal(again.logits, out.logits)
+    with pytest.raises(ls.UserError, match="has a linear gate, so a fitted mlp gate"):
+        write_back(fit_gate(recording, GateSettings(kind="mlp", steps=2)), checkpoint, tmp_path / "other")
+    with pytest.raises(ls.UserError, match="is there already"):
+        write_back(gate, checkpoint, tmp_path / "new")
+    with pytest.raises(ls.UserError, match="another model"):
+        write_back(FittedGate(gate.weight, gate.bias, provenance={"weights_sha256": "x"}), checkpoint, tmp_path / "b")
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    with pytest.raises(ls.UserError, match="record it with --hidden"):
+        fit_gate(random_trajectory(hidden=None), GateSettings())
+    with pytest.raises(ls.UserError, match="must not be fitted on the test split"):
+        fit_gate(random_trajectory(split="test"), GateSettings())
+    with pytest.raises(ls.UserError, match="no gate to fit"):
+        fit_gate(random_trajectory(loops=1), GateSettings())
