@@ -1,35 +1,52 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+
+# What .venv has; each one builds on the one before.
+DEMO := .venv/.demo
+DEV := .venv/.dev
+RAY := .venv/.ray
+
+# `make test` has one worker a core, or as many as asked for (0: one test after the other). The tests of a file stay together and share its fixtures.
+PYTEST_WORKERS ?= auto
+PYTEST_DIST ?= loadfile
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "LoopScope needs Python 3.11 or newer; run: make PYTHON=python3.12 ..."; exit 2; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report,dev]'
-	@touch $(STAMP)
+$(DEMO): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "LoopScope needs Python 3.11 or newer; run: make PYTHON=python3.12 ..."; exit 2; }
+	"$(PYTHON)" -m venv .venv
+	$(PIP) -e '.[report]'
+	@touch $@
 
-install: $(STAMP)  ## create .venv and install everything into it
+$(DEV): $(DEMO)
+	$(PIP) -e '.[report,dev]'
+	@touch $@
 
-demo: $(STAMP)  ## train, record, diagnose and report four small looped Transformers
+$(RAY): $(DEV)
+	$(PIP) -e '.[report,dev,ray]'
+	@touch $@
+
+install: $(DEV)  ## create .venv and install everything for development into it
+
+demo: $(DEMO)  ## train, record, diagnose and report four small looped Transformers
 	$(BIN)/loopscope demo --out runs/demo
 
-test: $(STAMP)  ## the quick tests
-	@scripts/browser
-	$(BIN)/python -m pytest
+test: $(DEV)  ## the quick tests
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist $(PYTEST_DIST)
 
-test-all: $(STAMP)  ## the quick tests and the long ones, with Ray
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report,dev,ray]'
-	@scripts/browser
+test-all: $(RAY)  ## the quick tests and the long ones, with Ray
 	$(BIN)/python -m pytest -m ''
 
-check: $(STAMP)  ## linter, formatter, type checker, import layers
+browser: $(DEV)  ## install a Chromium for the tests of the page; asks the system's package manager, with sudo if need be
+	@scripts/browser
+
+check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help install demo test test-all check
+.PHONY: help install demo test test-all browser check

@@ -173,6 +173,6 @@ def browser() -> Iterator[Any]:
     from chromium import find, started
 
     if (path := find()) is None:
-        pytest.skip("there is no Chromium; scripts/browser installs one")
+        pytest.skip("there is no Chromium; `make browser` installs one")
     with started(path) as browser:
         yield browser

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from loopscope.training.loop import _lock
 from loopscope.training.parallel import Workers, join_workers
 
 CPU = torch.device("cpu")
+PACKAGE = Path(ls.__file__).parent
 LONGER = [*GATED, "training.steps=100", "training.checkpoint_every=4", "training.validate_every=50"]
 
 
@@ -149,10 +151,22 @@ def refusal(process: "subprocess.Popen[str]") -> str:
     out, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert out == ""
-    assert "loopscope/" not in err, "a traceback of ours"
+    assert not our_frames(err), "a traceback of ours"
     assert "exitcode  : 2 " in err
     (sentence,) = (line for line in err.splitlines() if line.startswith("loopscope: "))
     return sentence
+
+
+def our_frames(err: str) -> list[str]:
+    """What tracebacks say of files of the package. torchrun always ends a failed run with one of its own."""
+    return [line for line in err.splitlines() if f'File "{PACKAGE}{os.sep}' in line]
+
+
+def test_a_traceback_of_ours_is_told_from_that_of_torchrun() -> None:
+    with pytest.raises(ls.UserError) as caught:
+        read_settings("demo", ["training.nothing=1"])
+    assert our_frames("".join(traceback.format_exception(caught.value)))
+    assert not our_frames(f'  File "{PACKAGE.parent}/torch/distributed/run.py", line 1, in main\nloopscope.cli FAILED')
 
 
 def test_without_torchrun_a_worker_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
