@@ -1,0 +1,41 @@
+"""Are the docs readable as text, and does what they point to exist?"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "recipes/**/*.md")
+    for path in ROOT.glob(pattern)
+    if not path.name.endswith("tables.md")  # written by a study
+)
+WIDTH = 110
+
+
+def prose(page: Path) -> Iterator[str]:
+    """The lines that are neither code nor rows of a table, pictures or quotations."""
+    inside = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif not inside and not line.lstrip().startswith(("|", "!", ">")):
+            yield line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_wrapped(page: Path) -> None:
+    assert [line for line in prose(page) if len(line) > WIDTH and " " in line.strip(" -`")[:WIDTH]] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_to_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh))`", text)
+    homes = (ROOT, ROOT / "src" / "loopscope", page.parent)
+    assert [file for file in files if not any((home / file).exists() for home in homes)] == []
