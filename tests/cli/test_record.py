@@ -1,7 +1,6 @@
 """`loopscope record`: a task, a text, a benchmark, and what each of them does not take."""
 
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -104,19 +103,8 @@ def test_each_takes_only_what_means_something_for_it(kind: str, capsys: pytest.C
         assert f"loopscope record {kind}: error: unrecognized arguments: {flag}" in err
 
 
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        (["runs/mine", "--split", "test"], "loopscope record task runs/mine --split test "),
-        (["my run", "--split", "test"], "loopscope record task 'my run' --split test "),
-        (["--split", "test", "runs/mine"], "loopscope record task --split test runs/mine "),
-        (["Ouro", "--text", "a.txt", "b.txt", "--hidden"], "loopscope record text Ouro a.txt b.txt --hidden "),
-        (["Ouro", "--benchmark=mmlu", "--limit", "5"], "loopscope record benchmark Ouro mmlu --limit 5 "),
-        (["Ouro", "--benchmark", "mmlu"], "loopscope record benchmark Ouro mmlu "),
-    ],
-)
-def test_the_old_form_says_what_to_type(words: list[str], command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("record", *words) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert sentence.startswith(f"loopscope: Say what is recorded: {command}(or record ")
-    make_parser().parse_args(shlex.split(command)[1:])
+def test_record_says_what_may_be_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run("record", "runs/mine", "--split", "test")
+    assert stop.value.code == 2
+    assert "invalid choice: 'runs/mine' (choose from 'task', 'text', 'benchmark')" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_addresses_change_with_what_makes_a_recording_and_with_nothing_else(smal
 
 def ls_cache() -> None:
     """A file that changes while one process runs is another study's."""
-    from loopscope.studies.external_sources import external_data, external_checkpoint
+    from loopscope.studies.external_sources import external_checkpoint, external_data
 
     external_checkpoint.cache_clear()
     external_data.cache_clear()

@@ -56,7 +56,6 @@ Or stage by stage:
 def main(arguments: Sequence[str] | None = None) -> int:
     words, resumes = sys.argv[1:] if arguments is None else list(arguments), False
     try:
-        record.refuse_old_form(words)
         options, unknown = make_parser().parse_known_args(words)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the verb

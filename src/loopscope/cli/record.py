@@ -6,8 +6,6 @@ loopscope record benchmark Ouro-1.4B arc_easy --split test --data DIR
 """
 
 import argparse
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, coun
 from loopscope.cli.output import print_by_loop, print_note
 from loopscope.errors import UserError
 
-_KINDS = ("task", "text", "benchmark")
 _SPLIT = "train, validation (default) or test"
 
 
@@ -78,18 +75,6 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
     parser.add_argument("--batch-tokens", type=count, metavar="N", help="tokens at a time (default: 8192)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: MODEL/recordings/NAME/SPLIT")
     add_shared(parser, "--data", "--hidden", "--dtype", *COMPUTE)
-
-
-def refuse_old_form(words: Sequence[str]) -> None:
-    """Says what to type in place of `loopscope record RUN`, which does not say what is recorded."""
-    if words[:1] != ["record"] or len(words) < 2 or words[1] in (*_KINDS, "-h", "--help"):
-        return
-    flags = [word.partition("=")[0] for word in words]
-    kind = "text" if "--text" in flags else "benchmark" if "--benchmark" in flags else "task"
-    rest = [word.removeprefix(f"--{kind}").removeprefix("=") for word in words[1:]]
-    command = shlex.join(["loopscope", "record", kind, *filter(None, rest)])
-    others = ", ".join(f"record {other}" for other in _KINDS if other != kind)
-    raise UserError(f"Say what is recorded: {command} (or {others}).")
 
 
 def _record_task(options: argparse.Namespace) -> None:

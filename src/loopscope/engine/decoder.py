@@ -45,9 +45,7 @@ class Decoder:
         self._tokens: Integers = np.zeros((rows, 64), dtype=np.int64)
         self._lengths: Integers = np.zeros(rows, dtype=np.int64)
         self._loops: Integers = np.zeros(rows, dtype=np.int64)  # that the last token has been through
-        self._cached: Integers = np.zeros(
-            (rows, self._depth + 1), dtype=np.int64
-        )  # tokens that have been through each loop
+        self._cached: Integers = np.zeros((rows, self._depth + 1), dtype=np.int64)  # tokens through each loop
         self._head_cached: Integers = np.zeros_like(self._cached)  # tokens that the head has read at each loop
         self._prefilling: NDArray[np.bool_] = np.zeros(rows, dtype=bool)  # no token after the prompt yet
         self._active: Integers = np.empty(0, dtype=np.int64)  # the active rows, in the order of the exit state

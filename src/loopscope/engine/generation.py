@@ -93,9 +93,9 @@ def stream(
 ) -> Iterator[Token]:
     """Tokens as they are ready. Without a policy every token goes through all loops.
 
-    A text ends with a token in `stop`, or when `until(key, token)`, which is asked of every token, says so. A prompt
-    that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what is
-    drawn: a prompt has random numbers of its own.
+    A text ends with a token in `stop`, or when `stopping_criterion(key, token)`, which is asked of every token, says
+    so. A prompt that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what
+    is drawn: a prompt has random numbers of its own.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if value < 1:
@@ -120,7 +120,8 @@ def stream(
         exits, loops, logits = decoder.step()
         if not len(exits):
             continue
-        chosen = _choose(logits.float(), [rows[row] for row in exits.tolist()], sampling)
+        logits = logits.float()
+        chosen = _choose(logits, [rows[row] for row in exits.tolist()], sampling)
         unfinished, generated = [], []
         for place, (row, took, token) in enumerate(zip(exits.tolist(), loops.tolist(), chosen, strict=True)):
             finish_reason = rows[row].add(token, stop)
@@ -128,9 +129,7 @@ def stream(
                 finish_reason = "stop"
             stats.tokens, stats.loops = stats.tokens + 1, stats.loops + took
             stats.token_loops, stats.cache_bytes = decoder.token_loops, decoder.cache_bytes
-            yield Token(
-                rows[row].prompt.key, token, took, finish_reason, logits[place].float() if with_logits else None
-            )
+            yield Token(rows[row].prompt.key, token, took, finish_reason, logits[place] if with_logits else None)
             if finish_reason is None:
                 unfinished.append(row)
                 generated.append(token)
@@ -186,19 +185,16 @@ def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
 
 def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
     """The next token of every row, from its logits [n, V]."""
-    forced = [None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows]
     if sampling.temperature == 0:
-        likeliest = logits.argmax(-1).tolist()
-        return [
-            token if forced_token is None else forced_token
-            for token, forced_token in zip(likeliest, forced, strict=True)
-        ]
-    ordered, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
-    shares = ordered.softmax(-1)
-    if sampling.top_k:
-        shares[:, sampling.top_k :] = 0
-    shares[shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True)] = 0
-    drawn = torch.tensor([row.draws.random() for row in rows], dtype=torch.float64, device=logits.device)
-    reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
-    picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0].tolist()
-    return [token if forced_token is None else forced_token for token, forced_token in zip(picked, forced, strict=True)]
+        picked = logits.argmax(-1)
+    else:
+        ordered, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+        shares = ordered.softmax(-1)
+        if sampling.top_k:
+            shares[:, sampling.top_k :] = 0
+        shares[shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True)] = 0
+        drawn = torch.tensor([row.draws.random() for row in rows], dtype=torch.float64, device=logits.device)
+        reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
+        picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
+    forced = (None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows)
+    return [token if other is None else other for token, other in zip(picked.tolist(), forced, strict=True)]

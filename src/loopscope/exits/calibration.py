@@ -2,8 +2,8 @@
 
 One part of the data proposes: it gives the grid of thresholds, their order from the safest on (the strictest first,
 unless a laxer one looks safer) and, with `auto`, two readouts. The other part tests: thresholds are proven in that
-order up to the first that is not (`exits.risk`), and the one of them that takes the fewest loops is the policy's; with
-two readouts, each at half of delta.
+order up to the first that is not (`exits.risk_control`), and the one of them that takes the fewest loops is the
+policy's; with two readouts, each at half of delta.
 
 The unit that is counted is the example, or, where one request yields many decisions, the sequence, whose loss is the
 share of its decisions that lose. The promise can be made for every difficulty: then a threshold is proven if it is at
@@ -218,9 +218,8 @@ def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory,
     parts = risk_groups(tested, target.per_difficulty)
     rooms = {group.difficulty: _room(group, target) for group in parts}
     proposals = {name: _propose(name, proposing, rooms, target) for name in candidates}
-    halved = target.delta is not None and all(
-        most(part.units, target.max_drop, target.delta / 2) >= 0 for part in parts
-    )
+    delta = target.delta
+    halved = delta is not None and all(most(part.units, target.max_drop, delta / 2) >= 0 for part in parts)
     best = sorted(proposals.values(), key=lambda each: each.loops)[: 2 if halved else 1]
     return [_walk(each.readout, each.thresholds, tested, target, each.order) for each in best]
 

@@ -1,6 +1,6 @@
 """How does a policy decide while the model runs? Loop by loop, on those that are still active, from the same functions.
 
-A follower keeps what its signal looks back on (the loop before, or all halt logits so far) and nothing else, so its
+An exit state keeps what its signal looks back on (the loop before, or all halt logits so far) and nothing else, so its
 decisions are those of a replay of the same values.
 
 Shapes: N active requests, T loops, V classes, D width.

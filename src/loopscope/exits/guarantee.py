@@ -51,6 +51,4 @@ class Guarantee(Settings, frozen=True, kw_only=True):
     full_depth_accuracy: float | None  # of the tested examples; None without labels
     average_loops: float  # what to expect
     average_loops_interval: tuple[float, float]  # 95 %, over examples
-    average_loops_at_limit: (
-        float  # of the laxest threshold whose observed loss is within the limit: the promise's price
-    )
+    average_loops_at_limit: float  # of the laxest threshold whose observed loss is within the limit: the price

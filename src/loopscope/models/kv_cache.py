@@ -42,9 +42,8 @@ class KVCache:
         found = self._keys_values.get(self._key(layer, loop))
         if found is None:
             shape = (self.rows, self.capacity, *keys.shape[1:])
-            found = self._keys_values[self._key(layer, loop)] = KeysValues(
-                keys.new_zeros(shape), values.new_zeros(shape)
-            )
+            found = KeysValues(keys.new_zeros(shape), values.new_zeros(shape))
+            self._keys_values[self._key(layer, loop)] = found
         for stored, new in zip(found, (keys, values), strict=True):
             stored.view(-1, *new.shape[1:]).index_copy_(0, places, new)
 
