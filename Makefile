@@ -40,6 +40,9 @@ test: $(DEV)  ## the quick tests
 test-all: $(RAY)  ## the quick tests and the long ones, with Ray
 	$(BIN)/python -m pytest -m ''
 
+test-page: $(DEV)  ## the page of a report in a browser; `make browser` installs one
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m '' tests/report/test_page.py
+
 browser: $(DEV)  ## install a Chromium for the tests of the page; asks the system's package manager, with sudo if need be
 	@scripts/browser
 
@@ -49,4 +52,4 @@ check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help install demo test test-all browser check
+.PHONY: help install demo test test-all test-page browser check

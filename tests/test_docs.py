@@ -1,5 +1,6 @@
 """Are the docs readable as text, and does what they point to exist?"""
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ def test_what_a_page_points_to_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
+    modules = re.findall(r"\bimport (loopscope(?:\.\w+)+)", text)
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
     files = re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh))`", text)
     homes = (ROOT, ROOT / "src" / "loopscope", page.parent)
     assert [file for file in files if not any((home / file).exists() for home in homes)] == []

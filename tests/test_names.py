@@ -1,6 +1,7 @@
 """Does a name mean one thing, and is it a word of the field?"""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -50,5 +51,24 @@ def test_identifiers_are_words_of_the_field() -> None:
     assert not found
 
 
+def test_scripts_of_the_page_speak_the_same_words() -> None:
+    found = {
+        (path.name, name)
+        for path in Path(ls.__file__).parent.rglob("*.js")
+        for name in re.findall(r"(?:const|let|function) (\w+)", path.read_text())
+        if not OUR_OWN_ENGLISH.isdisjoint(re.sub("([A-Z])", r" \1", name).lower().split())
+    }
+    assert not found
+
+
+def test_every_file_has_its_place_in_the_architecture() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/.]+)`", text))
+    modules = {path.stem for path in SOURCES if "cli" not in path.parts and path.parent.name != "loopscope"}
+    assert modules - {"__init__"} <= named
+
+
 def test_the_version_is_known() -> None:
     assert ls.__version__ == version("loopscope")
+    citation = (Path(__file__).parents[1] / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {ls.__version__}\n" in citation

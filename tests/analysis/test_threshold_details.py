@@ -8,7 +8,7 @@ import loopscope as ls
 from loopscope.analysis import interval, resampled_curves
 from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
-from loopscope.analysis.threshold_details import ThresholdDetails, stops_of
+from loopscope.analysis.threshold_details import ThresholdDetails, slider_targets
 from loopscope.exits.policy import accuracy_and_loops
 from loopscope.report.page.data import _STEPS, _coarser, _shorter, thinned
 
@@ -35,8 +35,8 @@ def test_depths_are_those_of_the_frontier(made: tuple[Results, list[ThresholdDet
     for curve in details.curves:
         frontier = ls.sweep(curve.readout, model.validation, model.test)
         resampled = resampled_curves(curve.readout, frontier.thresholds, model.test)
-        for place in range(0, len(details.stops), 11):
-            stop = details.stops[place]
+        for place in range(0, len(details.slider_targets), 11):
+            stop = details.slider_targets[place]
             depth = frontier.depth_at(stop)
             assert curve.depth[place] == (None if depth is None else pytest.approx(depth, rel=1e-4))
             bounds = interval(resampled.depth_at(stop))
@@ -46,7 +46,7 @@ def test_depths_are_those_of_the_frontier(made: tuple[Results, list[ThresholdDet
 
 
 def test_the_targets_are_among_the_stops() -> None:
-    stops = stops_of([0.95, 0.333])
+    stops = slider_targets([0.95, 0.333])
     assert 0.95 in stops
     assert 0.333 in stops
     assert stops == sorted(stops)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from loopscope.exits.risk_control import conformal, fewest, fixed_sequence, leading, most, p_values, risk_interval
+from loopscope.exits.risk_control import (
+    conformal,
+    count_leading,
+    fixed_sequence,
+    max_losses,
+    min_units,
+    p_values,
+    risk_interval,
+)
 
 
 def test_the_binomial_p_value_is_exact() -> None:
@@ -49,7 +57,7 @@ def test_a_p_value_is_below_delta_no_more_often_than_delta(rate: float) -> None:
     [(500, 0.01, 1), (1_000, 0.01, 4), (2_000, 0.01, 12), (5_000, 0.01, 38), (10_000, 0.01, 83), (500, 0.005, -1)],
 )
 def test_the_largest_count_that_still_proves(n: int, alpha: float, number: int) -> None:
-    assert most(n, alpha, 0.05) == number
+    assert max_losses(n, alpha, 0.05) == number
     assert p_values(number + 1.0, n, alpha, binary=True) > 0.05
     if number >= 0:
         assert p_values(float(number), n, alpha, binary=True) <= 0.05
@@ -61,25 +69,25 @@ def test_the_walk_ends_at_the_first_failure_and_returns_the_last_that_passed() -
     assert fixed_sequence([0.01, 0.05], 0.05) == 2
     assert fixed_sequence([], 0.05) == 0
     assert fixed_sequence([0.01, np.nan], 0.05) == 1
-    assert leading(np.array([True, True, False, True])) == 2
+    assert count_leading(np.array([True, True, False, True])) == 2
 
 
 def test_conformal_risk_control_adds_the_example_to_come() -> None:
     losses = np.array([0.0, 1.0, 2.0, 4.0])
     for n, expected in [(99, 1), (199, 2), (299, 3), (98, 0)]:  # (losses + 1) / (n + 1) <= 0.01
         assert conformal(losses, n, 0.01) == expected
-    assert most(199, 0.01, None) == 1
-    assert most(98, 0.01, None) == -1
+    assert max_losses(199, 0.01, None) == 1
+    assert max_losses(98, 0.01, None) == -1
 
 
 def test_the_number_that_is_needed() -> None:
-    assert fewest(0.01, 0.05) == 299
-    assert fewest(0.005, 0.05) == 598
-    assert fewest(0.01, None) == 99
-    assert fewest(0.01, 0.05, rate=0.01) is None
-    assert fewest(0.06, 0.05, rate=3 / 50) is None  # but for rounding
-    assert fewest(0.3, 1 - 1e-12) == 1
-    needed = fewest(0.01, 0.05, rate=0.005)
+    assert min_units(0.01, 0.05) == 299
+    assert min_units(0.005, 0.05) == 598
+    assert min_units(0.01, None) == 99
+    assert min_units(0.01, 0.05, rate=0.01) is None
+    assert min_units(0.06, 0.05, rate=3 / 50) is None  # but for rounding
+    assert min_units(0.3, 1 - 1e-12) == 1
+    needed = min_units(0.01, 0.05, rate=0.005)
     assert needed is not None
     assert p_values(0.005 * needed, needed, 0.01, binary=True) <= 0.05
     assert p_values(0.005 * needed / 2, needed // 2, 0.01, binary=True) > 0.05

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from conftest import answers
 
-from loopscope.analysis.latency import Machine, QuestionBench, QuestionTiming, Spread
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
+from loopscope.analysis.timings import Machine, QuestionBench, QuestionTiming, Spread
 from loopscope.questions import BENCHMARKS
 from loopscope.reproduction.products import OURO, PRODUCTS
 from loopscope.reproduction.published import published

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loopscope.exits.readouts import READOUTS
-from loopscope.reproduction.published import ManoLatency, Paper, Published, PublishedFrontier, Readout, published
+from loopscope.reproduction.published import ManoLatency, Paper, PublishedFrontier, PublishedValue, Readout, published
 
 PAPER = published()
 CLAIMS = {claim.key: claim for claim in PAPER.claims}
@@ -21,19 +21,22 @@ def frontier(rows: tuple[PublishedFrontier, ...], gate: str, prior: str, readout
 
 def test_values_are_as_printed() -> None:
     uniform = frontier(PAPER.fixed_prior, "none", "uniform", "entropy")
-    assert uniform.depth_at["0.95"] == Published(mean=2.19, deviation=0.51)
+    assert uniform.depth_at["0.95"] == PublishedValue(mean=2.19, deviation=0.51)
     assert uniform.depth_at.get("0.99") is None  # N/A
     geometric = frontier(PAPER.fixed_prior, "none", "geometric", "top1")
     assert geometric.training.geometric_lambda == 0.3
-    assert geometric.depth_at["0.95"] == Published(mean=1.38, deviation=0.17)
-    assert geometric.depth_at["0.99"] == Published(mean=1.5, deviation=0.16)
+    assert geometric.depth_at["0.95"] == PublishedValue(mean=1.38, deviation=0.17)
+    assert geometric.depth_at["0.99"] == PublishedValue(mean=1.5, deviation=0.16)
     assert frontier(PAPER.fixed_vs_gate, "mlp", "geometric", "gate").depth_at == {
-        "0.95": Published(mean=3.58, deviation=0.36)
+        "0.95": PublishedValue(mean=3.58, deviation=0.36)
     }
-    assert PAPER.uniform_ordering["hidden_change"] == Published(mean=0.35, deviation=0.48)
-    assert PAPER.geometric_ordering["kl"] == Published(mean=0.87, deviation=0.2)
+    assert PAPER.uniform_ordering["hidden_change"] == PublishedValue(mean=0.35, deviation=0.48)
+    assert PAPER.geometric_ordering["kl"] == PublishedValue(mean=0.87, deviation=0.2)
     mlp = next(row for row in PAPER.parity if (row.training.gate, row.training.prior) == ("mlp", "geometric"))
-    assert (mlp.accuracy, mlp.loops) == (Published(mean=0.987, deviation=0.002), Published(mean=2.28, deviation=0.65))
+    assert (mlp.accuracy, mlp.loops) == (
+        PublishedValue(mean=0.987, deviation=0.002),
+        PublishedValue(mean=2.28, deviation=0.65),
+    )
     hellaswag = PAPER.ouro[4]
     assert (hellaswag.model, hellaswag.benchmark, hellaswag.readout) == ("Ouro-1.4B", "HellaSwag", "hidden_change")
     assert (hellaswag.gate.accuracy, hellaswag.gate.loops) == (0.728, 3.94)

@@ -12,7 +12,7 @@ import torch
 from conftest import GOLDEN, answers
 
 import loopscope as ls
-from loopscope.analysis.latency import Machine, QuestionBench, QuestionTiming, Spread
+from loopscope.analysis.timings import Machine, QuestionBench, QuestionTiming, Spread
 from loopscope.cli import main
 from loopscope.exits import ExitPolicy
 from loopscope.models.checkpoint import save_model

@@ -21,10 +21,10 @@ LOGITS = torch.tensor([[0.3, -1.0], [2.0, 0.0], [5.0, -3.0]])
 
 
 def test_the_utility_objective_by_hand() -> None:
-    append = 1 / (1 + np.exp(-50 * (np.array([[0.5, 0.0], [0.0, 0.2]]) - 0.005)))
+    continue_target = 1 / (1 + np.exp(-50 * (np.array([[0.5, 0.0], [0.0, 0.2]]) - 0.005)))
     for pairing, rows in (("next", LOGITS[:2]), ("ouro", LOGITS[1:])):
         stop = 1 / (1 + np.exp(-rows.numpy().astype(np.float64)))
-        expected = -(append * np.log(1 - stop) + (1 - append) * np.log(stop)).mean()
+        expected = -(continue_target * np.log(1 - stop) + (1 - continue_target) * np.log(stop)).mean()
         settings = GateSettings(objective="utility", pairing=pairing)  # type: ignore[arg-type]
         assert gate_loss(settings, LOSSES, LOGITS).item() == pytest.approx(expected, rel=1e-5)
 

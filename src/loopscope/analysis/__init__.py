@@ -13,5 +13,5 @@ from loopscope.analysis.difficulty import (
     signal_by_difficulty,
 )
 from loopscope.analysis.held_out import GuaranteeCheck, HeldOut, hold_out
-from loopscope.analysis.paired import Paired, Side, exits, paired
+from loopscope.analysis.paired import Paired, Side, exits_of, paired
 from loopscope.analysis.seeds import OverSeeds, over_seeds

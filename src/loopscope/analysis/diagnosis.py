@@ -57,10 +57,10 @@ class Gap:
         """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
         if self.examples < _FEWEST:
             return 0
-        max_context = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
+        reaches_more = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
         missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
-        if max_context and missed:
-            return int(max_context)
+        if reaches_more and missed:
+            return int(reaches_more)
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
 
@@ -201,10 +201,8 @@ def _sentence(
     if reference is subject and not subject.has_gate:
         best = subject.best(target)
         depth = subject.curves(best).depth_at(target)[0]
-        max_context = (
-            "" if np.isnan(depth) else f" With {best} it reaches {_percent(target)} in {depth:.2f} loops on average."
-        )
-        return f"It is the reference, and has no gate of its own.{max_context}{ceiling}"
+        reached = f" With {best} it reaches {_percent(target)} in {depth:.2f} loops on average."
+        return f"It is the reference, and has no gate of its own.{'' if np.isnan(depth) else reached}{ceiling}"
     findings = f"{_on_readout(subject, readout)}; {_on_trajectory(subject, reference, trajectory)}"
     if subject.test.num_examples < _FEWEST:
         head = f"Nothing can be told from {subject.test.num_examples} test examples"

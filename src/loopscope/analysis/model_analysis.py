@@ -19,7 +19,7 @@ from loopscope.analysis import (
     diagnose,
     difficulty_ordering,
     exit_distribution,
-    exits,
+    exits_of,
     forced_accuracy,
     forced_cross_entropy,
     hold_out,
@@ -160,7 +160,7 @@ def frontier_result(
 ) -> FrontierResult:
     """`curves` are the frontier's own, resampled."""
     point = frontier.select()
-    means = resampled_sums(exits(point.policy, evaluation)) / evaluation.num_examples
+    means = resampled_sums(exits_of(point.policy, evaluation)) / evaluation.num_examples
     return FrontierResult(
         frontier.readout,
         [] if frontier.readout == "oracle" else frontier.thresholds.tolist(),

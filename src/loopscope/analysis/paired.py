@@ -40,7 +40,7 @@ def paired(first: Side, second: Side, resamples: int = RESAMPLES, seed: int = SE
     """Compares two policies; they may run on trajectories of different models, if the examples are the same."""
     if not np.array_equal(first.trajectory.required_labels, second.trajectory.required_labels):
         raise UserError("A paired comparison needs the same examples in both recordings, in the same order.")
-    ours, theirs = (exits(side.policy, side.trajectory) for side in (first, second))
+    ours, theirs = (exits_of(side.policy, side.trajectory) for side in (first, second))
     means = resampled_sums(ours - theirs, resamples, seed) / len(ours)
     return Paired(
         first.name,
@@ -53,7 +53,7 @@ def paired(first: Side, second: Side, resamples: int = RESAMPLES, seed: int = SE
     )
 
 
-def exits(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
+def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
     """[N, 2] whether each example is right where the policy lets it exit, and at which loop that is."""
     loops = policy.exit_loops(trajectory)
     right = np.take_along_axis(trajectory.correct, loops[:, None] - 1, axis=1)[:, 0]

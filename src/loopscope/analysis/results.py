@@ -6,9 +6,9 @@ import msgspec
 
 from loopscope.analysis.difficulty import ORDERED_SIGNALS
 from loopscope.analysis.labels import group_labels, run_labels, tell_apart
-from loopscope.analysis.latency import QuestionBench
 from loopscope.analysis.schema import RESULTS_SCHEMA, FrontierResult, GroupResult, ModelResult, Results
 from loopscope.analysis.seeds import OverSeeds, over_seeds
+from loopscope.analysis.timings import QuestionBench
 from loopscope.artifacts import loopscope_version
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired
-from loopscope.analysis.latency import QuestionBench
+from loopscope.analysis.timings import QuestionBench
 from loopscope.exits.guarantee import Guarantee
 
 RESULTS_SCHEMA = 4

@@ -87,12 +87,12 @@ class ModelDetails(msgspec.Struct, frozen=True):
 
 
 class ThresholdDetails(msgspec.Struct, frozen=True):
-    stops: list[float]  # [S] the target accuracies
+    slider_targets: list[float]  # [S] the target accuracies
     curves: list[ReadoutCurve]
     deep: ModelDetails
 
 
-def stops_of(targets: Sequence[float]) -> list[float]:
+def slider_targets(targets: Sequence[float]) -> list[float]:
     """Every half percent, and the targets of the report."""
     return sorted({*(step / 200 for step in range(1, 201)), *targets})
 
@@ -134,7 +134,7 @@ def threshold_details(
     targets: Sequence[float],
 ) -> ThresholdDetails:
     """Everything that the page shows of one model; all frontiers are of the same evaluation recording."""
-    stops = stops_of(targets)
+    stops = slider_targets(targets)
     levels, bins = difficulty_bins(evaluation)
     rows = sample_by_pattern(evaluation, MOST_EXAMPLES)
     lines, crossed_rows = {}, {}

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from loopscope.analysis.latency import Machine, Spread
+from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import fastest, interleaved, spread
 from loopscope.engine import Agreement, Request, compare, run, task_requests
 from loopscope.errors import UserError
@@ -182,14 +182,15 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
     for start in range(0, len(requests), batch_size):
         rows = sorted((request.rows[0] for request in requests[start : start + batch_size]), key=len)
         lengths = torch.tensor([len(row) for row in rows])
-        state = model.begin_packed(torch.from_numpy(np.concatenate(rows)), Layout(lengths))
+        embedded = model.begin_packed(torch.from_numpy(np.concatenate(rows)), Layout(lengths))
         exit_state = ExitState(policy, model.num_loops)
         exit_state.admit(len(rows))
         done = np.zeros(len(rows), dtype=bool)
-        while not done.all():
-            state = model.step(state)
+        for state in model.unroll(embedded):
             pooled = model.pooled(state, lengths - 1)
             read = {"logits": model.predict, "gate_logits": model.halt}.get(exit_state.source or "")
             now = pooled if read is None else read(pooled)
             assert now is not None
             done |= exit_state.stops(state.loop.numpy(), now.numpy())
+            if done.all():
+                break

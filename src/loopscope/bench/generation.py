@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.analysis.latency import Machine, Spread
+from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.engine.decoder import CacheMode
 from loopscope.engine.generation import GenerationStats, Prompt, stream
@@ -38,7 +38,7 @@ class GenerationTiming(msgspec.Struct, frozen=True):
     speedup: Spread  # tokens a second, against full depth
     realised: Spread  # share of the ideal speed-up, T by the average loops
     tokens_per_second: Spread
-    run_loops: float  # loops that were run for a token of text, those for the memory included
+    run_loops: float  # loops that were run for a token of text, those for the cache included
     cache_bytes: int
 
 

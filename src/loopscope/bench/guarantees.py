@@ -42,11 +42,11 @@ Method = Callable[[Trajectory], ExitPolicy]
 class Population:
     name: str
     trajectory: Trajectory
-    risk_target: Mapping[str, Any] = field(default_factory=dict)  # what `calibrate` is asked for, beyond the defaults
+    risk_options: Mapping[str, Any] = field(default_factory=dict)  # what `calibrate` is asked for, beyond the defaults
 
     @property
     def loss(self) -> Any:
-        return self.risk_target.get("loss", "gap")
+        return self.risk_options.get("loss", "gap")
 
 
 class Coverage(msgspec.Struct, frozen=True):
@@ -200,15 +200,15 @@ def _recorded(
 
 def methods(population: Population) -> dict[str, Method]:
     """The promise, the promise on average, and the usual way; for sequences also their decisions taken for examples."""
-    risk_target = population.risk_target
+    risk_options = population.risk_options
     made: dict[str, Method] = {
-        "promise": lambda drawn: calibrate(drawn, MAX_DROP, CONFIDENCE, **risk_target),
-        "on average": lambda drawn: conformal_risk_control(drawn, MAX_DROP, **risk_target),
+        "promise": lambda drawn: calibrate(drawn, MAX_DROP, CONFIDENCE, **risk_options),
+        "on average": lambda drawn: conformal_risk_control(drawn, MAX_DROP, **risk_options),
         "usual": lambda drawn: usual(population, drawn),
     }
     if population.trajectory.sequences is not None:
         made["promise, decisions counted"] = lambda drawn: calibrate(
-            _recorded(drawn.signals, drawn.correct), MAX_DROP, CONFIDENCE, **risk_target
+            _recorded(drawn.signals, drawn.correct), MAX_DROP, CONFIDENCE, **risk_options
         )
     return made
 
@@ -216,7 +216,7 @@ def methods(population: Population) -> dict[str, Method]:
 def usual(population: Population, drawn: Trajectory, points: int = 1000) -> ExitPolicy:
     """The fewest loops of any threshold whose loss on these examples is within the limit."""
     best, fewest = ExitPolicy("fixed", drawn.num_loops), float(drawn.num_loops)
-    readout = population.risk_target["readout"]
+    readout = population.risk_options["readout"]
     for name in drawn.signals if readout == "auto" else [readout]:
         thresholds = gap_grid(name, drawn, points)
         risk, loops = _risks(population, name, thresholds, drawn)
@@ -230,7 +230,7 @@ def _risks(population: Population, readout: str, thresholds: Array, trajectory: 
     """[G] the loss (of the worst difficulty, where it is for each) and the average loops, thresholds laxest first."""
     crossed, size = crossings(readout, thresholds, trajectory), len(thresholds)
     lost = losses(population.loss, trajectory)
-    parts = risk_groups(trajectory, population.risk_target.get("per_difficulty", False))
+    parts = risk_groups(trajectory, population.risk_options.get("per_difficulty", False))
     risks = [part.totals(crossed, lost, size) / part.units for part in parts]
     depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
     return np.max(risks, axis=0), totals(crossed, depth, size) / trajectory.num_examples
@@ -246,7 +246,7 @@ def truth(population: Population, policy: ExitPolicy) -> tuple[float, float]:
     trajectory = population.trajectory
     loops = ExitPolicy(policy.readout, policy.threshold).exit_loops(trajectory)
     lost = lost_at(population.loss, trajectory, loops)
-    parts = risk_groups(trajectory, population.risk_target.get("per_difficulty", False))
+    parts = risk_groups(trajectory, population.risk_options.get("per_difficulty", False))
     return max(part.mean(lost) for part in parts), float(loops.mean())
 
 

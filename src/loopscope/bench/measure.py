@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.analysis.latency import Machine, Spread
+from loopscope.analysis.timings import Machine, Spread
 from loopscope.progress import ProgressCallback
 from loopscope.training.estimate import matmul_rate
 

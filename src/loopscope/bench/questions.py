@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from loopscope.analysis.latency import QuestionBench, QuestionTiming
+from loopscope.analysis.timings import QuestionBench, QuestionTiming
 from loopscope.bench.measure import interleaved, spread
 from loopscope.engine import compare, run
 from loopscope.errors import UserError

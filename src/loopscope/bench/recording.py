@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from loopscope.analysis.latency import Machine, Spread
+from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.models import load_model
 from loopscope.progress import ProgressCallback

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from loopscope.analysis.latency import Machine, Spread
+from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.exits import READOUTS, SIGNALS, ExitPolicy, sweep
 from loopscope.exits.policy import accuracy_and_loops

@@ -66,26 +66,19 @@ class _Contract:
     def __init__(self, model: LoopedModel, rows: list[Tensor], tolerance: float) -> None:
         self.model, self.rows, self.tolerance = model, rows, tolerance
         self.checks: tuple[Callable[[], Check], ...] = (
-            self.beginning,
-            self.stepping,
-            self.shapes,
-            self.repeating,
-            self.order,
-            self.alone,
-            self.different_loops,
-            self.last_loop,
-            self.looking_ahead,
+            *(self.embedding, self.one_step, self.shapes, self.repeats, self.order),
+            *(self.alone, self.different_loops, self.last_loop, self.causality),
         )
 
-    def beginning(self) -> Check:
-        state = self._begun(self.rows)
+    def embedding(self) -> Check:
+        state = self._embedded(self.rows)
         self._check_state(state, "embed")
         if state.loop.any():
             raise UserError("embed must return a state at loop 0: loop=torch.zeros_like(layout.lengths).")
         return self._holds("A state has one entry a token or a row, and begins at loop 0.")
 
-    def stepping(self) -> Check:
-        state = self._begun(self.rows)
+    def one_step(self) -> Check:
+        state = self._embedded(self.rows)
         before = {name: getattr(state, name).clone() for name in _tensors(state)}
         after = self.model.step(state)
         self._check_state(after, "step")
@@ -102,7 +95,7 @@ class _Contract:
         return self._holds("A step counts its loop and leaves the state before it as it was.")
 
     def shapes(self) -> Check:
-        state = self.model.step(self._begun(self.rows))
+        state = self.model.step(self._embedded(self.rows))
         count, tokens = len(self.rows), len(state.hidden)
         last, worst = state.lengths - 1, 0.0
         for name in ("pooled", "head_input"):
@@ -128,7 +121,7 @@ class _Contract:
             raise UserError("predict gives a number that is NaN or infinite.")
         return self._holds("States, logits and halt logits have their shapes, and are finite.", worst)
 
-    def repeating(self) -> Check:
+    def repeats(self) -> Check:
         difference = _difference(self._loops(self.rows), self._loops(self.rows))
         wrong = "The model says something else when it is asked a second time; keep all that changes in the state."
         return self._holds("The same rows get the same answers.", self._held(difference, wrong))
@@ -153,7 +146,7 @@ class _Contract:
 
     def different_loops(self) -> Check:
         """The first row goes through two loops, then the last joins it for one."""
-        first, last = self._begun(self.rows), self._begun(self.rows[-1:])
+        first, last = self._embedded(self.rows), self._embedded(self.rows[-1:])
         ahead = self.model.step(self.model.step(first)).take(torch.tensor([0], device=first.loop.device))
         joined = self.model.step(type(first).join([ahead, last]))
         size = len(self._together) // _LOOPS
@@ -167,7 +160,7 @@ class _Contract:
         return self._holds("Rows at different loops can share a batch.", difference)
 
     def last_loop(self) -> Check:
-        state = self._begun(self.rows)
+        state = self._embedded(self.rows)
         last = state.lengths - 1
         at_last = self.model.pooled(self.model.step(state), last)
         short = self.model.last_pooled(state, last)
@@ -175,13 +168,13 @@ class _Contract:
         wrong = "last_pooled differs from pooled after one more step."
         return self._holds("The last loop may leave out what is not read.", self._held(difference, wrong))
 
-    def looking_ahead(self) -> Check:
+    def causality(self) -> Check:
         if not self.model.causal:
             return self._holds("The model may look ahead (causal = False), so that beginnings are not shared.")
         longest = max(self.rows, key=len)
         changed = longest.clone()
         changed[-1] = (longest[-1] + 1) % self.model.vocab_size
-        states = [self.model.step(self.model.step(self._begun([row]))) for row in (longest, changed)]
+        states = [self.model.step(self.model.step(self._embedded([row]))) for row in (longest, changed)]
         before, after = ([self.model.pooled(state)[:-1]] for state in states)
         wrong = "What the model says at a token depends on the tokens after it; it must set causal = False."
         return self._holds("A token does not see what comes after it.", self._held(_difference(after, before), wrong))
@@ -190,13 +183,13 @@ class _Contract:
     def _together(self) -> list[Tensor]:
         return self._loops(self.rows)
 
-    def _begun(self, rows: list[Tensor]) -> LoopState:
+    def _embedded(self, rows: list[Tensor]) -> LoopState:
         lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
         return self.model.begin(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths)
 
     def _loops(self, rows: list[Tensor]) -> list[Tensor]:
         """What is said after each of a few loops: [B, ...] every one."""
-        states = self.model.unroll(self._begun(rows), _LOOPS)
+        states = self.model.unroll(self._embedded(rows), _LOOPS)
         return [output for state in states for output in self._outputs(state)]
 
     def _outputs(self, state: LoopState) -> list[Tensor]:

@@ -15,8 +15,10 @@ from loopscope.bench.measure import interleaved, spread
 from loopscope.checks.check import Check, CheckKind
 from loopscope.checks.sample import Array, PlainOutputs, TokenSample, divergence, read
 from loopscope.engine import Prompt, Request, generate, in_order, run, stream
+from loopscope.engine.agreement import close_calls
 from loopscope.engine.decoder import CACHE_MODES
 from loopscope.exits import ExitPolicy
+from loopscope.exits.signals import margin
 from loopscope.models import LoopedModel
 from loopscope.progress import silent
 from loopscope.trajectory import Trajectory
@@ -65,7 +67,7 @@ def _batch(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
 
 
 def _cache(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
-    """At full depth no token exits early, so that all that is remembered of it is its own; `last` keeps one loop."""
+    """At full depth no token exits early, so that all that is cached of it is its own; `latest` keeps one loop."""
     for cache in CACHE_MODES:
         outputs: dict[int, list[Array]] = {key: [] for key in range(len(sample.rows))}
         texts: dict[int, list[int]] = {key: [] for key in outputs}
@@ -104,12 +106,12 @@ def _replay(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) ->
     if model.num_loops == 1:
         return
     known = _trajectory(read(model, sample.rows, _DECISIONS))
-    prefix_cache = [row[:end] for row in sample.rows for end in range(max(1, len(row) + 1 - _DECISIONS), len(row) + 1)]
+    prefixes = [row[:end] for row in sample.rows for end in range(max(1, len(row) + 1 - _DECISIONS), len(row) + 1)]
     for readout in ("gate", "margin", "hidden_change"):
         if readout == "gate" and known.gate_logits is None:
             continue
         policy = _halfway(readout, known)
-        requests = (Request(key, (row,)) for key, row in enumerate(prefix_cache))
+        requests = (Request(key, (row,)) for key, row in enumerate(prefixes))
         answers = list(in_order(run(model, policy, requests, 5)))
         loops, tokens = (np.array([getattr(each, name) for each in answers]) for name in ("loop", "prediction"))
         yield _compared(f"engine, {readout}", policy, known, loops, tokens, dtype)
@@ -138,15 +140,10 @@ def _halfway(readout: str, trajectory: Trajectory) -> ExitPolicy:
 def _compared(what: str, policy: ExitPolicy, trajectory: Trajectory, loops: Array, tokens: Array, dtype: str) -> Check:
     """How many decisions differ from the replay, those apart whose signal comes close to the threshold."""
     replayed = policy.exit_loops(trajectory)
-    assert policy.threshold is not None
-    close = np.abs(policy.values(trajectory) - policy.threshold) <= CLOSE[dtype] * abs(policy.threshold)
-    reached = np.arange(1, trajectory.num_loops + 1) <= np.maximum(loops, replayed)[:, None]
-    unsure = (close & reached)[:, :-1].any(axis=1)
+    unsure = close_calls(policy, trajectory, np.maximum(loops, replayed), CLOSE[dtype])
     assert trajectory.logits is not None
     logits_at_exit = trajectory.logits[np.arange(len(loops)), replayed - 1]
-    tied = np.sort(logits_at_exit, axis=1)[:, -2:] @ np.array([-1.0, 1.0]) <= CLOSE[dtype] * np.abs(logits_at_exit).max(
-        axis=1
-    )
+    tied = margin(logits_at_exit) <= CLOSE[dtype] * np.abs(logits_at_exit).max(axis=1)
     differing = (loops != replayed) | ((tokens != logits_at_exit.argmax(-1)) & ~tied)
     note = f"at {policy.threshold:.3g}: {loops.mean():.2f} loops" + (
         f"; {unsure.sum()} too close to tell" if unsure.any() else ""

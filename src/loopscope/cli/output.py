@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loopscope.analysis.latency import Machine
+    from loopscope.analysis.timings import Machine
     from loopscope.training import RunResult
 
 

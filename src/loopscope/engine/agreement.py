@@ -36,11 +36,7 @@ def compare(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajector
     replayed = policy.exit_loops(trajectory)
     rows = np.arange(len(loops))
     expected = trajectory.predicted[rows, replayed - 1]
-    close: NDArray[np.bool_] = np.zeros(len(loops), dtype=bool)
-    if policy.readout != "fixed" and policy.threshold is not None:
-        distance = np.abs(policy.values(trajectory) - policy.threshold) <= _CLOSE * abs(policy.threshold)
-        reached = np.arange(1, trajectory.num_loops + 1) <= np.maximum(loops, replayed)[:, None]
-        close = np.asarray((distance & reached)[:, :-1].any(axis=1))  # at the last loop everybody exits
+    close = close_calls(policy, trajectory, np.maximum(loops, replayed), _CLOSE)
     differing = (loops != replayed) | (predicted != expected)
     return Agreement(
         examples=len(loops),
@@ -52,3 +48,14 @@ def compare(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajector
         average_loops=float(loops.mean()),
         replayed_average_loops=float(replayed.mean()),
     )
+
+
+def close_calls(
+    policy: ExitPolicy, trajectory: Trajectory, loops: NDArray[np.int64], tolerance: float
+) -> NDArray[np.bool_]:
+    """[N] whose signal comes so near (relative) to the threshold up to these loops that rounding may decide."""
+    if policy.readout == "fixed" or policy.threshold is None:
+        return np.zeros(len(loops), dtype=bool)
+    near = np.abs(policy.values(trajectory) - policy.threshold) <= tolerance * abs(policy.threshold)
+    reached = np.arange(1, trajectory.num_loops + 1) <= loops[:, None]
+    return np.asarray((near & reached)[:, :-1].any(axis=1))  # at the last loop everybody exits

@@ -130,7 +130,7 @@ class Decoder:
     def _embed_new(self, rows: Integers, counts: Integers) -> LoopState:
         """Tokens that have not been through anything."""
         none = np.zeros_like(rows)
-        tokens = self._tokens.flatten()[self._cache_positions(rows, counts).cpu().numpy()]
+        tokens = self._tokens.flatten()[self._cache_indices(rows, counts).cpu().numpy()]
         cache = AppendingRows(self._kv_cache, rows, self._cached[rows, none], none)
         layout = Layout(torch.from_numpy(counts).to(self._device), cache=cache)
         state = self._model.begin_packed(torch.from_numpy(tokens).to(self._device), layout)
@@ -143,11 +143,11 @@ class Decoder:
     def _stored_states(self, rows: Integers, counts: Integers, loops: Integers) -> LoopState:
         """The last `counts` tokens of rows as these loops left them."""
         layout, cache = Layout(torch.from_numpy(counts).to(self._device)), self._kv_cache
-        extra = {name: cache.read_states(name, 0, self._cache_positions(rows, counts)) for name in self._extra_states}
+        extra = {name: cache.read_states(name, 0, self._cache_indices(rows, counts)) for name in self._extra_states}
         hidden = []
         for loop in dict.fromkeys(loops.tolist()):  # rows are sorted by loop
             here = loops == loop
-            hidden.append(cache.read_states("hidden", loop, self._cache_positions(rows[here], counts[here])))
+            hidden.append(cache.read_states("hidden", loop, self._cache_indices(rows[here], counts[here])))
         return self._kind(
             hidden=torch.cat(hidden), layout=layout, loop=torch.from_numpy(loops).to(self._device), **extra
         )
@@ -176,7 +176,7 @@ class Decoder:
             for loop in set(self._loops[decoded].tolist()):
                 exited = decoded[self._loops[decoded] == loop]
                 deeper = range(loop + 1, self._depth + 1)
-                self._kv_cache.propagate(loop, deeper, self._cache_positions(exited, np.ones_like(exited)))
+                self._kv_cache.propagate(loop, deeper, self._cache_indices(exited, np.ones_like(exited)))
         self._cached[rows] = self._head_cached[rows] = self._lengths[rows, None]
 
     def _finish_prefill(self, rows: Integers) -> None:
@@ -186,13 +186,13 @@ class Decoder:
                 self._run_loop(short, np.full(len(short), loop))
 
     def _store_states(self, name: str, values: Tensor, rows: Integers, counts: Integers, loops: Integers) -> None:
-        positions = self._cache_positions(rows, counts)
+        indices = self._cache_indices(rows, counts)
         each = torch.from_numpy(np.repeat(loops, counts)).to(self._device)
         for loop in dict.fromkeys(loops.tolist()):
             here = each == loop
-            self._kv_cache.write_states(name, loop, positions[here], values[here])
+            self._kv_cache.write_states(name, loop, indices[here], values[here])
 
-    def _cache_positions(self, rows: Integers, counts: Integers) -> Tensor:
+    def _cache_indices(self, rows: Integers, counts: Integers) -> Tensor:
         """Where the last `counts` tokens of rows lie in the cache."""
         layout = Layout(torch.from_numpy(counts))
         first = torch.from_numpy(rows * self._kv_cache.capacity + self._lengths[rows] - counts)

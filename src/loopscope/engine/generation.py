@@ -65,7 +65,7 @@ class GenerationStats:
 
     tokens: int = 0
     loops: int = 0  # over all tokens
-    token_loops: int = 0  # that were run: prompts, and what the memory needed, included
+    token_loops: int = 0  # that were run: prompts, and what the cache needed, included
     cache_bytes: int = 0
 
 

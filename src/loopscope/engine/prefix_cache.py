@@ -42,15 +42,15 @@ class PrefixCache:
         """What stands before these requests, which are about to go through these loops."""
         if not any(request.shared for request in requests):
             return None
-        prefixes: NDArray[np.object_] = np.full(len(requests), None, dtype=object)
+        kv_caches: NDArray[np.object_] = np.full(len(requests), None, dtype=object)
         for place, (request, loop) in enumerate(zip(requests, loops.tolist(), strict=True)):
             if request.shared:
                 if request.prefix not in self._prefixes:
                     tokens = request.rows[0][: request.shared]
                     self._prefixes[request.prefix] = Prefix(self._model, tokens, self._device)
                 self._prefixes[request.prefix].run_to(loop)
-                prefixes[place] = self._prefixes[request.prefix].kv_cache
-        return SharedPrefix(prefixes, np.array([request.shared for request in requests]), loops)
+                kv_caches[place] = self._prefixes[request.prefix].kv_cache
+        return SharedPrefix(kv_caches, np.array([request.shared for request in requests]), loops)
 
     def evict_unused(self, requests: Requests) -> None:
         """Forgets those that none of these requests begins with."""

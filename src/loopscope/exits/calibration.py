@@ -27,7 +27,7 @@ from loopscope.exits.guarantee import Evidence, Guarantee
 from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.refusals import NotProven, not_safe, set_aside, too_few
-from loopscope.exits.risk_control import conformal, fewest, fixed_sequence, leading, most, p_values
+from loopscope.exits.risk_control import conformal, count_leading, fixed_sequence, max_losses, min_units, p_values
 from loopscope.exits.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.exits.signals import FITTED
 from loopscope.exits.splits import check_same_model, check_split
@@ -140,7 +140,7 @@ def _check_size(counted: Trajectory, tested: Trajectory, target: RiskTarget, spl
     units = {group.difficulty: 0 for group in risk_groups(counted, target.per_difficulty)}
     units |= {group.difficulty: group.units for group in risk_groups(tested, target.per_difficulty)}
     smallest = min(units, key=units.__getitem__)
-    needed = fewest(target.max_drop, target.delta)
+    needed = min_units(target.max_drop, target.delta)
     if needed is not None and units[smallest] < needed:
         raise too_few(units[smallest], smallest, counted, target, split)
 
@@ -219,7 +219,7 @@ def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory,
     rooms = {group.difficulty: _room(group, target) for group in parts}
     proposals = {name: _propose(name, proposing, rooms, target) for name in candidates}
     delta = target.delta
-    halved = delta is not None and all(most(part.units, target.max_drop, delta / 2) >= 0 for part in parts)
+    halved = delta is not None and all(max_losses(part.units, target.max_drop, delta / 2) >= 0 for part in parts)
     best = sorted(proposals.values(), key=lambda each: each.loops)[: 2 if halved else 1]
     return [_walk(each.readout, each.thresholds, tested, target, each.order) for each in best]
 
@@ -243,7 +243,7 @@ def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, f
 
 def _room(group: RiskGroup, target: RiskTarget) -> float:
     """The largest observed loss with which so many units still prove a threshold (a hundredth of one, if none does)."""
-    return max(most(group.units, target.max_drop, target.delta), 0.01) / group.units
+    return max(max_losses(group.units, target.max_drop, target.delta), 0.01) / group.units
 
 
 def _guarantee(
@@ -292,7 +292,7 @@ def _guarantee(
 
 
 def _refusal(walk: _Walk, counted: Trajectory, target: RiskTarget, split: bool) -> NotProven:
-    first = leading(walk.loops > walk.trajectory.num_loops - _ROUNDING)
+    first = count_leading(walk.loops > walk.trajectory.num_loops - _ROUNDING)
     if first == len(walk.thresholds):
         return NotProven(f"No threshold of '{walk.readout}' lets an example exit early; try another readout.", None)
     rates = (walk.loss / walk.units)[:, first]

@@ -5,7 +5,7 @@ from math import ceil
 
 from loopscope.errors import UserError
 from loopscope.exits.losses import RiskGroup, risk_groups, unit_count
-from loopscope.exits.risk_control import fewest
+from loopscope.exits.risk_control import min_units
 from loopscope.exits.risk_target import AUTO, RiskTarget
 from loopscope.trajectory import Trajectory
 
@@ -22,7 +22,7 @@ class NotProven(UserError):  # noqa: N818 - a refusal, not a mistake
 
 def too_few(tested: int, difficulty: float | None, counted: Trajectory, target: RiskTarget, split: bool) -> NotProven:
     """Even without any loss so many tested units would be too few; `split`: a part of the recording is not tested."""
-    needed = fewest(target.max_drop, target.delta)
+    needed = min_units(target.max_drop, target.delta)
     assert needed is not None
     record = _to_record(needed, difficulty, counted, target, split)
     return NotProven(
@@ -37,7 +37,7 @@ def not_safe(
 ) -> NotProven:
     """Not even the safest threshold that lets anybody exit early is proven; this group loses the most by it."""
     level = None if target.delta is None else target.delta / (2 if target.readout == AUTO else 1)
-    needed = fewest(target.max_drop, level, rate, group.binary)
+    needed = min_units(target.max_drop, level, rate, group.binary)
     observed = (
         f"Even the safest threshold of '{readout}' that lets anybody exit early loses {100 * rate:.2f} % of the "
         f"{group.units:,} tested {_what(group.difficulty, counted)}"

@@ -42,10 +42,10 @@ def p_values(total_loss: ArrayLike, units: int, alpha: float | Values, binary: b
 
 def fixed_sequence(p: ArrayLike, delta: float) -> int:
     """How many thresholds, from the first on, are proven: all up to the first that is not."""
-    return leading(np.asarray(p) <= delta)
+    return count_leading(np.asarray(p) <= delta)
 
 
-def leading(holds: NDArray[np.bool_]) -> int:
+def count_leading(holds: NDArray[np.bool_]) -> int:
     """How many, from the first on, hold."""
     return len(holds) if holds.all() else int(holds.argmin())
 
@@ -55,10 +55,10 @@ def conformal(total_loss: ArrayLike, units: int, alpha: float) -> int:
 
     The losses of every unit must not fall from a threshold to a laxer one; take their running maximum first.
     """
-    return leading((np.asarray(total_loss) + 1) / (units + 1) <= alpha + _ROUNDING)
+    return count_leading((np.asarray(total_loss) + 1) / (units + 1) <= alpha + _ROUNDING)
 
 
-def fewest(alpha: float, delta: float | None, rate: float = 0.0, binary: bool = True) -> int | None:
+def min_units(alpha: float, delta: float | None, rate: float = 0.0, binary: bool = True) -> int | None:
     """About the fewest units that prove a threshold whose observed loss is `rate`; None if it is too near to alpha.
 
     Without a delta: those that conformal risk control needs.
@@ -75,7 +75,7 @@ def fewest(alpha: float, delta: float | None, rate: float = 0.0, binary: bool = 
     return units
 
 
-def most(units: int, alpha: float, delta: float | None) -> int:
+def max_losses(units: int, alpha: float, delta: float | None) -> int:
     """The largest number of losses of 1 among so many units that is still proven; -1 if none is."""
     if delta is None:
         return int(np.floor((units + 1) * alpha - 1 + _ROUNDING))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from loopscope.harness.lm_eval_model import LoopScopeLM
 
 
-class Used(Settings, frozen=True):
+class LoopUsage(Settings, frozen=True):
     """How deep a task went."""
 
     decisions: int  # one a question; one a token of what is generated, or scored without choices
@@ -40,7 +40,7 @@ class Evaluation(Settings, frozen=True):
     shots: dict[str, Any]
     samples: dict[str, Any]  # how many of how many documents
     versions: dict[str, Any]  # of the task definitions
-    loops: dict[str, Used]
+    loops: dict[str, LoopUsage]
 
 
 def load(pretrained: Any, **options: Any) -> "LoopScopeLM":
@@ -90,7 +90,7 @@ def evaluate(
         samples=evaluated["n-samples"],
         versions=evaluated["versions"],
         loops={
-            name: Used(new, (total - loops_before) / new)
+            name: LoopUsage(new, (total - loops_before) / new)
             for name, (count, total) in model.used.items()
             for count_before, loops_before in [before.get(name, (0, 0))]
             if (new := count - count_before)

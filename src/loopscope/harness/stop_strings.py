@@ -60,5 +60,5 @@ def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
 
 
 def longest_first(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """So that the memory grows once, and no long one is left for the end."""
+    """So that the cache grows once, and no long one is left for the end."""
     return sorted(prompts, key=lambda prompt: -len(prompt.tokens))

@@ -1,4 +1,4 @@
-"""What is a looped model? The protocol, the paper's looped Transformer, Ouro, Huginn, gates and checkpoints."""
+"""What is a looped model? The contract, the paper's looped Transformer, Ouro, Huginn, gates and checkpoints."""
 
 from loopscope.models.checkpoint import CheckpointConfig, load_model, read_checkpoint_config
 from loopscope.models.contract import LoopedModel, Loops, LoopState, initial_loop_state

@@ -59,21 +59,21 @@ def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _write_kv_cache(layout: Layout, cache: AppendingRows, layer: str, key: Tensor, value: Tensor) -> None:
-    for loop, (tokens, positions) in layout.compute_once("written", lambda: _cache_positions(layout, cache)).items():
+    for loop, (tokens, indices) in layout.compute_once("written", lambda: _cache_indices(layout, cache)).items():
         whole = len(tokens) == len(key)
-        cache.kv_cache.write(layer, loop, positions, *(part if whole else part[tokens] for part in (key, value)))
+        cache.kv_cache.write(layer, loop, indices, *(part if whole else part[tokens] for part in (key, value)))
 
 
-def _cache_positions(layout: Layout, cache: AppendingRows) -> dict[int, tuple[Tensor, Tensor]]:
+def _cache_indices(layout: Layout, cache: AppendingRows) -> dict[int, tuple[Tensor, Tensor]]:
     """For every loop its tokens, and where they go in the cache."""
     device = layout.lengths.device
     rows = layout.per_token(torch.from_numpy(cache.rows).to(device))
     loops = layout.per_token(torch.from_numpy(cache.loops).to(device))
-    positions = rows * cache.kv_cache.capacity + layout.positions
+    indices = rows * cache.kv_cache.capacity + layout.positions
     found = {}
     for loop in sorted(set(cache.loops.tolist())):
         tokens = torch.nonzero(loops == loop)[:, 0]
-        found[loop] = (tokens, positions[tokens])
+        found[loop] = (tokens, indices[tokens])
     return found
 
 
@@ -103,7 +103,7 @@ class _GroupAttention(NamedTuple):
 
     def after_prefix(self, cache: SharedPrefix) -> Iterator[tuple[Tensor, Scatter]]:
         rows, cells = self.group
-        kv_cache, cached = cache.prefixes[rows][0], int(cache.cached[rows][0])
+        kv_cache, cached = cache.kv_caches[rows][0], int(cache.cached[rows][0])
         size = max(1, _COPIED // ((cached + cells.shape[1]) * self.key[0].numel()))
         parts = self._once("parts", lambda: _row_parts(self.layout, self.group, cached, size))
         stored = () if kv_cache is None else kv_cache.read(self.layer, int(cache.loops[rows][0]), _FIRST, cached)

@@ -4,7 +4,7 @@ Four things: `embed` (tokens -> state), `step` (the shared block, once), `predic
 (state -> halt logit, if it has a gate). Nothing in a state ties its rows together: rows can be taken out and joined
 with rows at other loops, because the block is the same at every depth.
 
-Shapes: B rows, M tokens of the longest row, P tokens of all rows, T loops, D width, V vocabulary.
+Shapes: B rows, M tokens of the longest row, P tokens of all rows, S their states, T loops, D width, V vocabulary.
 """
 
 from abc import abstractmethod

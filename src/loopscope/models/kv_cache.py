@@ -37,15 +37,15 @@ class KVCache:
     _keys_values: dict[tuple[str, int], KeysValues] = field(default_factory=dict, init=False)
     _states: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)  # [R, C, D]
 
-    def write(self, layer: str, loop: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [P, H, K] of tokens at these places (row times capacity plus position)."""
+    def write(self, layer: str, loop: int, indices: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [P, H, K] of tokens at these indices (row times capacity plus position)."""
         found = self._keys_values.get(self._key(layer, loop))
         if found is None:
             shape = (self.rows, self.capacity, *keys.shape[1:])
             found = KeysValues(keys.new_zeros(shape), values.new_zeros(shape))
             self._keys_values[self._key(layer, loop)] = found
         for stored, new in zip(found, (keys, values), strict=True):
-            stored.view(-1, *new.shape[1:]).index_copy_(0, places, new)
+            stored.view(-1, *new.shape[1:]).index_copy_(0, indices, new)
 
     def read(self, layer: str, loop: int, rows: Integers, upto: int) -> KeysValues:
         """Those of the first `upto` tokens of these rows."""
@@ -53,25 +53,25 @@ class KVCache:
         whole = np.array_equal(rows, np.arange(self.rows))
         return KeysValues(*(_rows_up_to(stored, None if whole else rows, upto) for stored in found))
 
-    def write_states(self, name: str, loop: int, places: Tensor, states: Tensor) -> None:
+    def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
         """States [P, D] of tokens, from which their next loop can begin later."""
         stored = self._states.get((name, loop))
         if stored is None:
             stored = self._states[name, loop] = states.new_zeros((self.rows, self.capacity, states.shape[1]))
-        stored.view(-1, states.shape[1]).index_copy_(0, places, states)
+        stored.view(-1, states.shape[1]).index_copy_(0, indices, states)
 
-    def read_states(self, name: str, loop: int, places: Tensor) -> Tensor:
+    def read_states(self, name: str, loop: int, indices: Tensor) -> Tensor:
         """[P, D]"""
         stored = self._states[name, loop]
-        return stored.view(-1, stored.shape[2]).index_select(0, places)
+        return stored.view(-1, stored.shape[2]).index_select(0, indices)
 
-    def propagate(self, loop: int, loops: Iterable[int], places: Tensor) -> None:
+    def propagate(self, loop: int, loops: Iterable[int], indices: Tensor) -> None:
         """Fills the deeper `loops` of these tokens with what their `loop` has."""
         for (layer, stored_loop), found in list(self._keys_values.items()):
             if stored_loop == loop:
-                keys, values = (stored.view(-1, *stored.shape[2:]).index_select(0, places) for stored in found)
+                keys, values = (stored.view(-1, *stored.shape[2:]).index_select(0, indices) for stored in found)
                 for deeper in loops:
-                    self.write(layer, deeper, places, keys, values)
+                    self.write(layer, deeper, indices, keys, values)
 
     def grow(self, capacity: int, rows: int = 0) -> None:
         """Makes room for longer rows, or for more of them."""
@@ -127,14 +127,14 @@ class AppendingRows:
 class SharedPrefix:
     """Rows that begin with a prefix that was run before; each names its cache (of one row), or None."""
 
-    prefixes: NDArray[np.object_]  # [B] of KVCache | None
+    kv_caches: NDArray[np.object_]  # [B] of KVCache | None
     cached: Integers  # [B] how many tokens it has
     loops: Integers  # [B]
 
     def take(self, rows: Integers) -> "SharedPrefix":
-        return SharedPrefix(self.prefixes[rows], self.cached[rows], self.loops[rows])
+        return SharedPrefix(self.kv_caches[rows], self.cached[rows], self.loops[rows])
 
     @property
     def group_keys(self) -> Integers:
-        names = np.array([id(prefix) for prefix in self.prefixes], dtype=np.int64)
+        names = np.array([id(cache) for cache in self.kv_caches], dtype=np.int64)
         return np.unique(names, return_inverse=True)[1] * (int(self.loops.max(initial=0)) + 1) + self.loops

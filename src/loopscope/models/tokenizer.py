@@ -51,11 +51,15 @@ def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
 
 
 class Detokenizer:
-    """Tokens become text as they come, none of it decoded twice."""
+    """Tokens become text as they come."""
 
     def __init__(self, tokenizer: Any) -> None:
         from tokenizers.decoders import DecodeStream
 
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise UserError(
+                "Text is spelt by a fast tokenizer (transformers' PreTrainedTokenizerFast); give one of those."
+            )
         self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
         self.tokens: list[int] = []
         self.text = ""

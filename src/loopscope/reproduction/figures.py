@@ -14,7 +14,7 @@ from loopscope.report.figures import (
     readout_lines,
     signal_panels,
 )
-from loopscope.reproduction.ouro_tables import Answered, answered
+from loopscope.reproduction.ouro_tables import BenchmarkModel, benchmark_models
 from loopscope.reproduction.variants import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
 
 _HEURISTICS = ("entropy", "top1", "margin")
@@ -53,25 +53,25 @@ def exit_distributions_by_family(
 def ouro_frontiers(results: Results) -> Specification | None:
     shown = (("Ouro-1.4B", "hellaswag"), ("Ouro-2.6B", "mmlu"))
     return _benchmarks(
-        [each for each in answered(results) if (each.benchmark.model, each.benchmark.name) in shown], per_row=2
+        [each for each in benchmark_models(results) if (each.benchmark.model, each.benchmark.name) in shown], per_row=2
     )
 
 
 def frontiers_of_model(results: Results, model: str) -> Specification | None:
-    return _benchmarks([each for each in answered(results) if each.benchmark.model == model], named=False)
+    return _benchmarks([each for each in benchmark_models(results) if each.benchmark.model == model], named=False)
 
 
 def benchmark_frontiers(results: Results) -> Specification | None:
     """Every model that has no figure of its own."""
-    return _benchmarks([each for each in answered(results) if each.benchmark.model not in OURO_MODELS])
+    return _benchmarks([each for each in benchmark_models(results) if each.benchmark.model not in OURO_MODELS])
 
 
 def refitted_frontiers(results: Results) -> Specification | None:
-    return _benchmarks([each for each in answered(results) if each.fitted], fitted=True)
+    return _benchmarks([each for each in benchmark_models(results) if each.fitted], fitted=True)
 
 
 def _benchmarks(
-    every: Iterable[Answered], named: bool = True, fitted: bool = False, per_row: int = 3
+    every: Iterable[BenchmarkModel], named: bool = True, fitted: bool = False, per_row: int = 3
 ) -> Specification | None:
     """A panel a benchmark: the gate, every readout without one (or gates fitted to the trajectory), static depth."""
     panels = []

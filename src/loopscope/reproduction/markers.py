@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from loopscope.analysis.schema import Results
 from loopscope.report.page.data import Marker
-from loopscope.reproduction.ouro_tables import answered
+from loopscope.reproduction.ouro_tables import benchmark_models
 from loopscope.reproduction.published import published
 from loopscope.reproduction.tables import matches
 from loopscope.reproduction.variants import TaskVariants
@@ -45,7 +45,7 @@ def _ouro(results: Results) -> Iterable[Marker]:
     ]
     points += [(row.model, row.benchmark, row.readout, row) for row in published().ouro_thinking]
     for model, benchmark, readout, point in points:
-        for each in answered(results):
+        for each in benchmark_models(results):
             if (each.benchmark.model, each.benchmark.title) == (model, benchmark):
                 words = f"accuracy {point.accuracy:.1%}, {point.loops:.2f} loops, {readout}, {model} on {benchmark}"
                 yield Marker([each.result.name], readout, point.loops, point.accuracy, words)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from loopscope.analysis import Interval
-from loopscope.analysis.latency import QuestionBench, QuestionTiming
 from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
+from loopscope.analysis.timings import QuestionBench, QuestionTiming
 from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.signals import FITTED
 from loopscope.questions import BENCHMARKS
@@ -25,7 +25,7 @@ _TIMED = "Ouro-1.4B"
 """The model that the paper timed."""
 
 
-class Answered(NamedTuple):
+class BenchmarkModel(NamedTuple):
     """A checkpoint on a benchmark."""
 
     benchmark: BenchmarkResult
@@ -49,15 +49,15 @@ class Answered(NamedTuple):
         return self.benchmark.model.endswith(_THINKING)
 
 
-def answered(results: Results) -> list[Answered]:
+def benchmark_models(results: Results) -> list[BenchmarkModel]:
     """Everything that is a checkpoint on a benchmark."""
-    return [Answered(model.benchmark, model) for model in results.models if model.benchmark is not None]
+    return [BenchmarkModel(model.benchmark, model) for model in results.models if model.benchmark is not None]
 
 
 def ouro_summary(results: Results) -> Table | None:
     """The model's own gate beside the best readout without one; reasoning-tuned models have a table of their own."""
     rows = []
-    for each in answered(results):
+    for each in benchmark_models(results):
         if each.reasons or each.post_hoc is None:
             continue
         sought = (each.benchmark.model, each.benchmark.title)
@@ -80,7 +80,7 @@ def ouro_summary(results: Results) -> Table | None:
 def ouro_thinking(results: Results) -> Table | None:
     """The best readout of reasoning-tuned models, the gate among them."""
     rows = []
-    for each in answered(results):
+    for each in benchmark_models(results):
         best = each.result.best(("gate", *POST_HOC)) if each.reasons else None
         if best is None:
             continue
@@ -94,13 +94,13 @@ def ouro_thinking(results: Results) -> Table | None:
 
 def ouro_claims(results: Results) -> Table | None:
     """What the paper counts in its tables, counted in ours."""
-    base = [each for each in answered(results) if not each.reasons and each.gate and each.post_hoc]
+    base = [each for each in benchmark_models(results) if not each.reasons and each.gate and each.post_hoc]
     pairs = [(each.gate.selected, each.post_hoc.selected) for each in base if each.gate and each.post_hoc]
     accurate = [other.accuracy > gate.accuracy for gate, other in pairs]
     fewer = [other.average_loops < gate.average_loops for gate, other in pairs]
     found = [paired for each in base for paired in each.result.paired[:1]]  # gate minus post-hoc
     surely = [paired.accuracy.high < 0 for paired in found], [paired.loops.low > 0 for paired in found]
-    best = [each.result.best(("gate", *POST_HOC)) for each in answered(results) if each.reasons]
+    best = [each.result.best(("gate", *POST_HOC)) for each in benchmark_models(results) if each.reasons]
     counted = {
         "ouro_more_accurate": (accurate, surely[0]),
         "ouro_fewer_loops": (fewer, surely[1]),
@@ -129,7 +129,7 @@ def ouro_claims(results: Results) -> Table | None:
 
 def ouro_readouts(results: Results) -> Table | None:
     """Static depth, the gate, every readout, fitted gates and the oracle: a column a benchmark."""
-    every = answered(results)
+    every = benchmark_models(results)
     titles = list(dict.fromkeys(each.benchmark.title for each in every))
     rows = []
     for model in dict.fromkeys(each.benchmark.model for each in every):
@@ -150,7 +150,7 @@ def ouro_readouts(results: Results) -> Table | None:
 def ouro_refitted(results: Results) -> Table | None:
     """Gates fitted to the frozen trajectory against the released one."""
     rows = []
-    for each in answered(results):
+    for each in benchmark_models(results):
         for gap in each.result.fitted_gaps:
             fitted, other = each.result.frontier(gap.first), each.result.frontier(gap.second)
             if fitted is not None and other is not None:
@@ -168,7 +168,7 @@ def ouro_refitted(results: Results) -> Table | None:
 
 def ouro_metrics(results: Results) -> Table | None:
     """Both metrics of every loop."""
-    every = answered(results)
+    every = benchmark_models(results)
     loops = max((len(each.result.forced_accuracy) for each in every), default=0)
     rows = []
     for each in every:
@@ -186,7 +186,7 @@ def ouro_metrics(results: Results) -> Table | None:
 def mmlu_subjects(results: Results) -> Table | None:
     """Every subject, and all of them."""
     rows = []
-    every = [each for each in answered(results) if each.benchmark.subjects]
+    every = [each for each in benchmark_models(results) if each.benchmark.subjects]
     loops = max((len(each.result.forced_accuracy) for each in every), default=0)
     for each in every:
         parts = [(part.name, part.questions, part.accuracy) for part in each.benchmark.subjects]

@@ -17,7 +17,7 @@ Readout = Literal["fixed", "gate", "entropy", "top1", "margin", "kl", "logit_cha
 BenchmarkTitle = Literal["MMLU", "ARC-Easy", "ARC-Challenge", "OpenBookQA", "HellaSwag", "CommonsenseQA"]
 
 
-class Published(Settings, frozen=True, kw_only=True):
+class PublishedValue(Settings, frozen=True, kw_only=True):
     """Over seeds."""
 
     mean: float
@@ -40,14 +40,14 @@ class TrainedWith(Settings, frozen=True, kw_only=True):
 class PublishedFrontier(Settings, frozen=True, kw_only=True):
     training: TrainedWith
     readout: Readout
-    depth_at: dict[str, Published]  # the paper's D@X for X of 0.95, 0.98, 0.99; what it marks N/A is not there
+    depth_at: dict[str, PublishedValue]  # the paper's D@X for X of 0.95, 0.98, 0.99; what it marks N/A is not there
 
 
 class OverSeedsPoint(Settings, frozen=True, kw_only=True):
     training: TrainedWith
     readout: Readout
-    accuracy: Published
-    loops: Published
+    accuracy: PublishedValue
+    loops: PublishedValue
 
 
 class PublishedPoint(Settings, frozen=True, kw_only=True):
@@ -122,8 +122,8 @@ class Paper(Settings, frozen=True, kw_only=True):
     ouro: tuple[OuroPair, ...]
     ouro_latency: tuple[OuroLatency, ...]
     mano_latency: tuple[ManoLatency, ...]
-    uniform_ordering: dict[str, Published]  # by readout
-    geometric_ordering: dict[str, Published]
+    uniform_ordering: dict[str, PublishedValue]  # by readout
+    geometric_ordering: dict[str, PublishedValue]
     parity: tuple[OverSeedsPoint, ...]
     ouro_thinking: tuple[OuroBest, ...]
     tables: tuple[PublishedTable, ...]

@@ -6,7 +6,7 @@ from loopscope.analysis import ENOUGH, Interval, OverSeeds, over_seeds
 from loopscope.analysis.schema import Results
 from loopscope.exits.signals import FITTED
 from loopscope.report.tables import Table, share
-from loopscope.reproduction.published import Published, TrainedWith, published
+from loopscope.reproduction.published import PublishedValue, TrainedWith, published
 from loopscope.reproduction.variants import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
 
 _OURS = (
@@ -153,7 +153,7 @@ def extrapolation_summary(results: Results) -> Table | None:
     return Table("Extrapolation", note, ["training", "", *(f"{level:g}" for level in levels)], rows)
 
 
-def _ordering(results: Results, prior: VariantPrior, paper: Mapping[str, Published]) -> Table | None:
+def _ordering(results: Results, prior: VariantPrior, paper: Mapping[str, PublishedValue]) -> Table | None:
     group = TaskVariants(results, "mano").fixed(prior)
     if group is None:
         return None
@@ -241,9 +241,9 @@ def _first(group: TrainedVariant, value: float | None, bounds: Interval | None, 
     return "; " + (f"{scale * value:.{digits}f} " if value is not None else "") + text
 
 
-def _paper(value: Published) -> str:
+def _paper(value: PublishedValue) -> str:
     return f"{value.mean:.2f} ± {value.deviation:.2f}"
 
 
-def _paper_share(value: Published) -> str:
+def _paper_share(value: PublishedValue) -> str:
     return str(share(OverSeeds(value.mean, value.deviation, 3, 3)))

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from loopscope.analysis.latency import QuestionBench
+from loopscope.analysis.timings import QuestionBench
 from loopscope.artifacts import atomic_folder, read_manifest, write_json, write_manifest
 from loopscope.bench.questions import time_benchmark
 from loopscope.config import plain, read_json

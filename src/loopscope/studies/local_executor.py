@@ -78,9 +78,9 @@ def _begin(threads: int, parent: int) -> None:
     """Prepares a worker, and lets it end with the study that it works for, however that one ended."""
     pin(threads)
 
-    def update() -> None:
+    def exit_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=update, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()

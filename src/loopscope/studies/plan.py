@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from loopscope.analysis.latency import QuestionBench
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.analysis.timings import QuestionBench
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readout_kind
@@ -214,8 +214,8 @@ def _check(run: StudyRun, part: StudyPart) -> None:
     """Says before anything is trained what could only fail afterwards."""
     task = run.settings.task
     if task.train_examples == 0 and (part.unseen or run.of.fit):
-        goals = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
-        raise UserError(f"{goals}, so its task needs stored training examples (train_examples above 0).")
+        reason = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
+        raise UserError(f"{reason}, so its task needs stored training examples (train_examples above 0).")
     for size, whole, what in (
         (part.gates.examples if run.of.fit else None, task.train_examples, "gates.examples"),
         (part.extrapolation_examples, task.test_examples, "extrapolation_examples"),
@@ -235,11 +235,11 @@ def _check_guarantees(guarantees: Iterable[RiskTarget]) -> None:
 
 def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]) -> dict[int, Train]:
     """The run that the others of the same seed are measured against."""
-    goals = part.reference
-    if goals is None:
+    reference = part.reference
+    if reference is None:
         return {}
-    beta = None if goals.gate == "none" else goals.beta
-    sought = (goals.gate, goals.prior, beta)
+    beta = None if reference.gate == "none" else reference.beta
+    sought = (reference.gate, reference.prior, beta)
     found = {run.seed: trained[run.name] for run in runs if (run.gate, run.prior, run.beta) == sought}
     for run in runs:
         if run.seed not in found:

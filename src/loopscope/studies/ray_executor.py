@@ -55,8 +55,8 @@ def _check(ray: Any, device: str, threads: int) -> None:
     gpus = 1 if device.startswith("cuda") else 0
     if not any(node.get("CPU", 0) >= threads and node.get("GPU", 0) >= gpus for node in nodes):
         most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
-        goals = f"{threads} CPUs" + (" and a GPU" if gpus else "")
-        raise UserError(f"No node of the Ray cluster has {goals} (the largest has {most} CPUs); ask for less.")
+        resources = f"{threads} CPUs" + (" and a GPU" if gpus else "")
+        raise UserError(f"No node of the Ray cluster has {resources} (the largest has {most} CPUs); ask for less.")
 
 
 def _run(ray: Any, steps: list[Step], store: Path, progress: StudyProgress, device: str, threads: int) -> Failures:

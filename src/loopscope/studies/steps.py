@@ -136,7 +136,7 @@ class Fit(Step, frozen=True, kw_only=True):
 
 class Analyse(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = ANALYSIS
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     validation: Recording
     test: Recording
     reference: tuple[Recording, Recording] | None  # validation and test of the measure; its own where it is the measure
@@ -211,8 +211,8 @@ def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: 
     """
     found: dict[str, Step] = {}
 
-    def visit(risk_target: Iterable[Step]) -> None:
-        for step in risk_target:
+    def visit(needed: Iterable[Step]) -> None:
+        for step in needed:
             if step.key not in found and not unless(step):
                 visit(step.needs)
                 found[step.key] = step

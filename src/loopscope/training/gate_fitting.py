@@ -115,9 +115,10 @@ def gate_loss(settings: GateSettings, losses: Tensor, logits: Tensor) -> Tensor:
             name="learned_gate", prior=settings.prior, geometric_lambda=settings.geometric_lambda, beta=settings.beta
         )
         return objective.loss(losses, logits)
-    append = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _WORTH))
-    speaking = logits[:-1] if settings.pairing == "next" else logits[1:]
-    return F.binary_cross_entropy_with_logits(-speaking, append)  # sigmoid of a halt logit is the probability to stop
+    continue_target = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _WORTH))
+    paired_logits = logits[:-1] if settings.pairing == "next" else logits[1:]
+    # The sigmoid of a halt logit is the probability to stop.
+    return F.binary_cross_entropy_with_logits(-paired_logits, continue_target)
 
 
 def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:

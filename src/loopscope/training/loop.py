@@ -5,7 +5,7 @@ A run folder holds `config.json` (all settings), `data.json` (split sizes and th
 is a function of (settings, step), so the state file is all that a killed run needs to end bit-identical to one that
 ran through; nothing in the folder depends on the time or on the machine's name. Several workers may train one run:
 each takes its share of every batch, and the first alone writes. What is trained on what is the run's affair: on the
-answers of a task (`answers`) or on the tokens of a text (`language`).
+answers of a task (`task_run`) or on the tokens of a text (`language_run`).
 
 Shapes: B rows (or tokens), T loops.
 """

@@ -35,7 +35,7 @@ class RunCard(NamedTuple):
     refused: list[str]
 
 
-class Made(NamedTuple):
+class RunProvenance(NamedTuple):
     """Where the numbers of a model come from."""
 
     name: str
@@ -113,9 +113,9 @@ def scope(results: Results) -> str:
     return f"{runs} {'run' if runs == 1 else 'runs'}{trained}; {tested} test examples each{unseen}."
 
 
-def made_of(results: Results) -> list[Made]:
+def made_of(results: Results) -> list[RunProvenance]:
     return [
-        Made(
+        RunProvenance(
             model.name,
             model.label,
             seed_of(model),

@@ -61,7 +61,7 @@ class PageModel(msgspec.Struct, frozen=True):
 
 class PageHead(msgspec.Struct, frozen=True):
     targets: list[float]
-    stops: list[float]
+    slider_targets: list[float]
     groups: list[str]
     models: list[PageModel]
     paper: list[Marker]
@@ -100,7 +100,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
     ]
     return PageHead(
         targets=results.targets,
-        stops=details[0].stops,
+        slider_targets=details[0].slider_targets,
         groups=[group.label for group in results.groups],
         models=models,
         paper=list(markers),

@@ -26,7 +26,7 @@ function outcomeOf(right, loop) {
   return right.slice(loop).some(Boolean) ? 2 : earlier ? 3 : 4;
 }
 
-const answerSaid = (label) =>
+const answerText = (label) =>
   policy.part.answers === "letter" && label < 26 ? String.fromCharCode(65 + label) : String(label);
 
 function exampleRows() {
@@ -79,14 +79,14 @@ function exampleRow(example) {
   const answers = sheet.answers[place].flatMap((answer, loop) => [
     make("span", {
       className: `${example.right[loop] ? "right" : "wrong"}${loop + 1 === example.loop ? " exit" : ""}`,
-      textContent: `${answerSaid(answer)}${example.right[loop] ? "✓" : "✗"}${sure ? ` ${(100 * sure[loop]).toFixed(0)} %` : ""}`,
+      textContent: `${answerText(answer)}${example.right[loop] ? "✓" : "✗"}${sure ? ` ${(100 * sure[loop]).toFixed(0)} %` : ""}`,
     }),
     loop + 1 < example.right.length ? ", " : "",
   ]);
   const cells = [
     open,
     sheet.difficulty ? short(sheet.difficulty[place]) : "",
-    answerSaid(sheet.labels[place]),
+    answerText(sheet.labels[place]),
     make("span", { className: "answers" }, ...answers),
     String(example.loop),
     head.outcomes[example.outcome],
@@ -118,7 +118,7 @@ function showExample(example) {
       make("div", { className: "scroll" }, make("table", {}, make("thead"), make("tbody"))),
     );
   }
-  const label = answerSaid(sheet.labels[place]);
+  const label = answerText(sheet.labels[place]);
   detail
     .querySelector(".words")
     .replaceChildren(
@@ -136,7 +136,7 @@ function showExample(example) {
       value,
       loop: loop + 1,
       right: example.right[loop] ? "right" : "wrong",
-      answer: answerSaid(sheet.answers[place][loop]),
+      answer: answerText(sheet.answers[place][loop]),
       text: percent(value),
     })),
   );
@@ -161,7 +161,7 @@ function showExample(example) {
       ...sheet.answers[place].map((answer, loop) =>
         make("td", {
           className: example.right[loop] ? "right" : "wrong",
-          textContent: `${answerSaid(answer)} ${example.right[loop] ? "✓" : "✗"}`,
+          textContent: `${answerText(answer)} ${example.right[loop] ? "✓" : "✗"}`,
         }),
       ),
     ),

@@ -19,8 +19,8 @@ function startFrontiers() {
   const first = groups.map((_, group) => models.findIndex((model) => model.group === group));
   for (const index of first.slice(0, FIRST_MODELS)) lines.models.add(index);
   const known = Object.keys(head.styles);
-  const wanted = new Set(["gate", "oracle", ...[...lines.models].map((index) => models[index].best)]);
-  for (const name of known) if (wanted.has(name)) lines.readouts.add(name);
+  const listed = new Set(["gate", "oracle", ...[...lines.models].map((index) => models[index].best)]);
+  for (const name of known) if (listed.has(name)) lines.readouts.add(name);
   const box = (checked, change, ...label) => {
     const input = make("input", { type: "checkbox", checked });
     input.addEventListener("change", () => (change(input.checked), updateFrontiers()));
@@ -59,8 +59,8 @@ function startFrontiers() {
   const lowest = models
     .flatMap((model) => model.curves.flatMap((curve) => curve.accuracy))
     .reduce((least, value) => Math.min(least, value), head.targets[0]);
-  slider.min = Math.max(0, head.stops.findIndex((stop) => stop >= lowest) - 1);
-  slider.max = head.stops.length - 1;
+  slider.min = Math.max(0, head.slider_targets.findIndex((stop) => stop >= lowest) - 1);
+  slider.max = head.slider_targets.length - 1;
   slider.value = firstStop();
   slider.addEventListener("input", updateFrontiers);
   $("colour-by").value = lines.models.size > 1 ? "model" : "readout";
@@ -75,9 +75,9 @@ function startFrontiers() {
 
 // The report's target, or the highest accuracy below it that a line reaches.
 function firstStop() {
-  const wanted = head.stops.indexOf(head.targets[0]);
+  const first = head.slider_targets.indexOf(head.targets[0]);
   const reached = shownLines().map(({ curve }) =>
-    curve.depth.findLastIndex((depth, stop) => depth !== null && stop <= wanted),
+    curve.depth.findLastIndex((depth, stop) => depth !== null && stop <= first),
   );
   return Math.max(Number($("target").min), ...reached);
 }
@@ -134,10 +134,10 @@ const thresholdText = (curve, place) =>
     : curve.readout === "fixed"
       ? `loop ${curve.thresholds[place]}`
       : short(curve.thresholds[place]);
-const accuracySaid = (curve, place) =>
+const accuracyText = (curve, place) =>
   `${percent(curve.accuracy[place])} ${span(curve.accuracy_low[place], curve.accuracy_high[place], (value) => fixed(100 * value, 1))}`;
-const averageSaid = (curve, place) =>
-  `${loopsSaid(curve.loops[place])} ${span(curve.loops_low[place], curve.loops_high[place], loopsSaid)}`;
+const averageText = (curve, place) =>
+  `${loopsText(curve.loops[place])} ${span(curve.loops_low[place], curve.loops_high[place], loopsText)}`;
 
 const TICK = "M0,-1L0,1"; // a mark of D@X
 const PAPER = "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z";
@@ -161,8 +161,8 @@ function pointRows({ model, curve, shape, colour, dash, index }) {
         model: model.label,
         readout: curve.readout + (certified ? " (calibrated)" : ""),
         threshold: thresholdText(curve, place),
-        accuracy: accuracySaid(curve, place),
-        "average loops": averageSaid(curve, place),
+        accuracy: accuracyText(curve, place),
+        "average loops": averageText(curve, place),
       },
     };
   });
@@ -170,7 +170,7 @@ function pointRows({ model, curve, shape, colour, dash, index }) {
 
 // What is drawn beside the lines: the frame, the depths at the target, and the paper's numbers.
 function besideRows(shown, stop) {
-  const target = head.stops[stop];
+  const target = head.slider_targets[stop];
   const row = (line, at, colour, mark) => ({
     ...at,
     line,
@@ -195,7 +195,7 @@ function besideRows(shown, stop) {
         tip: {
           model: model.label,
           readout: curve.readout,
-          [`D@${short(100 * target)}`]: `${loopsSaid(curve.depth[stop])} ${span(curve.depth_low[stop], curve.depth_high[stop], loopsSaid)}`,
+          [`D@${short(100 * target)}`]: `${loopsText(curve.depth[stop])} ${span(curve.depth_low[stop], curve.depth_high[stop], loopsText)}`,
         },
       }),
     );
@@ -220,7 +220,7 @@ function besideRows(shown, stop) {
 
 function updateFrontiers() {
   const stop = Number($("target").value);
-  const target = head.stops[stop];
+  const target = head.slider_targets[stop];
   const name = `D@${short(100 * target)}`;
   const shown = shownLines();
   $("target-text").textContent = `${short(100 * target)} %`;
@@ -231,7 +231,7 @@ function updateFrontiers() {
   $("depth-summary").textContent = !shown.length
     ? "No line is switched on."
     : least
-      ? `${reached.length} of ${shown.length} lines reach ${short(100 * target)} %; the least depth (the oracle apart) is ${loopsSaid(least.curve.depth[stop])} loops: ${least.curve.readout}, ${least.model.label}.`
+      ? `${reached.length} of ${shown.length} lines reach ${short(100 * target)} %; the least depth (the oracle apart) is ${loopsText(least.curve.depth[stop])} loops: ${least.curve.readout}, ${least.model.label}.`
       : `No line that is shown reaches ${short(100 * target)} %.`;
   const table = $("depth-table");
   const titles = ["model", "readout", name, "95 % interval", "resamples that reach it"];
@@ -248,8 +248,8 @@ function updateFrontiers() {
         ...[
           model.label,
           curve.readout,
-          loopsSaid(curve.depth[stop]),
-          span(curve.depth_low[stop], curve.depth_high[stop], loopsSaid),
+          loopsText(curve.depth[stop]),
+          span(curve.depth_low[stop], curve.depth_high[stop], loopsText),
           percent(curve.depth_reached[stop]),
         ].map((text) => make("td", {}, make("bdi", { textContent: text }))),
       ),
@@ -284,7 +284,7 @@ async function zoom(factor) {
   const depths = shownLines()
     .map(({ curve }) => curve.depth[stop])
     .filter((depth) => depth !== null);
-  const towards = { loops: depths.length ? total(depths) / depths.length : null, accuracy: head.stops[stop] };
+  const towards = { loops: depths.length ? total(depths) / depths.length : null, accuracy: head.slider_targets[stop] };
   for (const [field, scale] of [
     ["loops", "x"],
     ["accuracy", "y"],

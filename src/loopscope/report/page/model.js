@@ -72,7 +72,7 @@ function chooseReadout(name) {
 
 // Where the curve has its D@X at the report's first target; -1 where it does not reach it.
 function depthPlace(curve) {
-  const depth = curve.depth[head.stops.indexOf(head.targets[0])];
+  const depth = curve.depth[head.slider_targets.indexOf(head.targets[0])];
   return curve.loops.findIndex((loops, place) => loops === depth && !curve.extra.includes(place));
 }
 
@@ -94,8 +94,8 @@ function choosePlace(place) {
   for (const jump of $("jumps").children) jump.setAttribute("aria-pressed", jump.dataset.place === String(place));
   const line = part.deep.lines[curve.readout];
   const facts = [
-    ["accuracy", accuracySaid(curve, place)],
-    ["average loops", `${averageSaid(curve, place)} of ${model.loops}`],
+    ["accuracy", accuracyText(curve, place)],
+    ["average loops", `${averageText(curve, place)} of ${model.loops}`],
     ...head.outcomes.map((name, kind) => [name, percent(line.outcomes[place][kind] / model.examples)]),
   ];
   $("point").replaceChildren(

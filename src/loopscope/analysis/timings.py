@@ -1,4 +1,4 @@
-"""What is said of exits that were timed on a benchmark's questions? Data alone, for whoever only shows it."""
+"""What was timed, how much did it spread, and on which machine? Data alone, for whoever only shows it."""
 
 import msgspec
 
