@@ -3,7 +3,7 @@
 `LoopedAlbert` is the whole adapter. `main` trains a small ALBERT on parity for half a minute (its mask token is the
 answer marker), checks it, records it, sweeps readouts, certifies an exit policy and runs it live.
 
-Shapes: B rows, M tokens of the longest row, S tokens of all rows, D width, V vocabulary.
+Shapes: B rows, M tokens of the longest row, D width, V vocabulary.
 """
 
 import torch
@@ -13,12 +13,12 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 
 import loopscope as ls
 from loopscope.engine import Agreement, compare, task_requests
-from loopscope.models import Layout, LoopedModel, LoopState, initial_loop_state
+from loopscope.models import SimpleLoopedModel
 from loopscope.objectives import Objective
 from loopscope.tasks import Parity
 
 
-class LoopedAlbert(LoopedModel):
+class LoopedAlbert(SimpleLoopedModel):
     causal = False  # every token sees its whole row
 
     def __init__(self, albert: AlbertForMaskedLM) -> None:
@@ -30,29 +30,16 @@ class LoopedAlbert(LoopedModel):
         self.num_loops, self.block_size = config.num_hidden_layers, config.max_position_embeddings
         self.vocab_size = config.vocab_size
 
-    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        """[S] tokens, taken as one long row: embeddings look at one token at a time."""
+    def embed_rows(self, tokens: Tensor, mask: Tensor) -> Tensor:
         bottom = self.albert.albert
-        embedded = bottom.embeddings(tokens[None], position_ids=layout.positions[None])[0]
-        return initial_loop_state(bottom.encoder.embedding_hidden_mapping_in(embedded), layout)
+        return bottom.encoder.embedding_hidden_mapping_in(bottom.embeddings(tokens))
 
-    def step(self, state: LoopState) -> LoopState:
-        """ALBERT attends to a padded batch [B, M, D], so the rows are unpacked for it."""
-        layout = state.layout
-        padded = layout.unpack(state.hidden, layout.longest)
-        outside = torch.arange(layout.longest, device=padded.device) >= layout.lengths[:, None]
-        mask = torch.zeros_like(outside, dtype=padded.dtype).masked_fill_(outside, torch.finfo(padded.dtype).min)
-        padded = self.albert.albert.encoder.albert_layer_groups[0](padded, mask[:, None, None])
-        return LoopState(layout.pack(padded), layout, state.loop + 1)
+    def block(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        hidden_from = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, torch.finfo(hidden.dtype).min)
+        return self.albert.albert.encoder.albert_layer_groups[0](hidden, hidden_from[:, None, None])
 
-    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        return state.at(positions)
-
-    def predict(self, pooled: Tensor) -> Tensor:
-        return self.albert.predictions(pooled)
-
-    def halt(self, pooled: Tensor) -> None:
-        return None  # no gate
+    def predict(self, head_input: Tensor) -> Tensor:
+        return self.albert.predictions(head_input)
 
 
 TASK = Parity(max_bits=8)

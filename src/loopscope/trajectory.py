@@ -191,7 +191,7 @@ class Trajectory:
         """Whether both hold the same data: the same split of the same model, or the same labels and answers."""
         if self is other:
             return True
-        names = ("weights_sha256", "benchmark", "text_sha256")
+        names = ("weights_sha256", "benchmark", "text_sha256", "tokens_sha256")
         ours, theirs = ([trajectory.provenance.get(name) for name in names] for trajectory in (self, other))
         if ours[0] is not None and ours == theirs and self.split is not None and self.split == other.split:
             return True

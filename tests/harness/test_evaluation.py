@@ -148,6 +148,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 def test_models_in_memory_are_evaluated_too() -> None:
-    found = harness.evaluate(harness.load(outspoken(), tokenizer=byte_pairs()), ["openbookqa"], data=DATA, limit=3)
+    model = outspoken()
+    found = harness.evaluate(harness.load(model, tokenizer=byte_pairs()), ["openbookqa"], data=DATA, limit=3)
     assert found.samples["openbookqa"]["effective"] == 3
-    assert found.model["model_sha"] == ""
+    assert found.model["model_sha"] == model.weights_sha256

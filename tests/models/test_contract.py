@@ -1,5 +1,7 @@
 """The protocol: can rows be taken, joined and sit at different loops without disturbing each other?"""
 
+import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
 from loopscope.models import LoopedModel
+from loopscope.models.checkpoint import weights_sha256
 from loopscope.training import initial_model
 
 
@@ -112,3 +115,25 @@ def test_attention_is_causal(model: LoopedModel) -> None:
 def test_nothing_is_cut_off(gated_run: Path) -> None:
     with pytest.raises(ls.UserError, match="block size is 11"):
         ls.load_model(gated_run).begin(random_tokens(1, 12))
+
+
+def test_a_model_in_memory_is_known_by_its_parameters() -> None:
+    first, second = (initial_model(tiny_settings()) for _ in range(2))
+    known = first.weights_sha256
+    assert known == second.weights_sha256 == first.weights_sha256
+    assert first.double().float().weights_sha256 == known  # it is the same model in another precision
+    with torch.no_grad():
+        next(second.parameters()).view(-1)[0].add_(1e-3)
+    assert second.weights_sha256 != known
+
+
+def test_a_loaded_model_that_is_changed_is_another_one(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "ouro-tiny", tmp_path / "model")
+    model, other = (ls.load_model(tmp_path / "model") for _ in range(2))
+    assert model.weights_sha256 == weights_sha256(tmp_path / "model") == other.weights_sha256
+    model.halt(torch.zeros(1, model.config.hidden_size))
+    assert model.weights_sha256 == other.weights_sha256  # running it changes nothing
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert model.weights_sha256 != other.weights_sha256
+    assert pickle.loads(pickle.dumps(model)).weights_sha256 == model.weights_sha256

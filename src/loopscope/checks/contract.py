@@ -8,6 +8,7 @@ Shapes: B rows, S states of all rows, D width, V classes.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.checks.check import Check
+from loopscope.engine import Prompt, Request, choices, in_order, run, stream
 from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy
 from loopscope.models import LoopedModel, LoopState
 
 _LONGEST = 9
@@ -67,7 +70,7 @@ class _Contract:
         self.model, self.rows, self.tolerance = model, rows, tolerance
         self.checks: tuple[Callable[[], Check], ...] = (
             *(self.embedding, self.one_step, self.shapes, self.repeats, self.order),
-            *(self.alone, self.different_loops, self.last_loop, self.causality),
+            *(self.alone, self.different_loops, self.last_loop, self.causality, self.kv_cache, self.branches),
         )
 
     def embedding(self) -> Check:
@@ -179,6 +182,63 @@ class _Contract:
         wrong = "What the model says at a token depends on the tokens after it; it must set causal = False."
         return self._holds("A token does not see what comes after it.", self._held(_difference(after, before), wrong))
 
+    def kv_cache(self) -> Check:
+        """Rows are written token by token, at one loop, at several, and with exits, against one plain pass."""
+        if not self.model.kv_cache:
+            return self._holds("It declares no KV cache, so that text is refused.")
+        if not self.model.causal:
+            raise UserError("A model with a KV cache is causal: earlier tokens are not run again when later ones come.")
+        plain = [self.model.loops(row[None]).logits[:, 0] for row in self.rows]
+        if plain[0].shape[-1] != self.model.vocab_size:
+            raise UserError(
+                f"predict answers with {plain[0].shape[-1]} classes and there are {self.model.vocab_size} tokens, so "
+                "that no answer can be the next token; do not declare kv_cache."
+            )
+        prompts = [_half_forced(key, row) for key, row in enumerate(self.rows) if len(row) > 1]
+        depths = {1, min(_LOOPS, self.model.num_loops)}
+        policies = [*(ExitPolicy("fixed", depth) for depth in depths), _exits_by_margin(plain)]
+        worst = 0.0
+        for policy in policies:
+            following = {prompt.key: len(prompt.tokens) - 1 for prompt in prompts}
+            for token in stream(self.model, prompts, policy, batch_size=2, with_logits=True):
+                expected = plain[token.key][token.loops - 1, following[token.key]]
+                following[token.key] += 1
+                assert token.logits is not None
+                worst = max(worst, _difference([token.logits], [expected]))
+        wrong = (
+            "What the model says after cached tokens is not what it says in a plain pass; each layer that attends does "
+            "so by cached_attention, under a name of its own, and positions are layout.positions."
+        )
+        return self._holds("Text written with the KV cache is that of the plain pass.", self._held(worst, wrong))
+
+    def branches(self) -> Check:
+        """Two continuations of one context each, with and without a prefix of its own, against a plain pass of each."""
+        if not self.model.branches:
+            return self._holds("It declares no branches, so that questions with choices are refused.")
+        requests: list[Request] = []
+        expected: list[list[float]] = []
+        depth = min(_LOOPS, self.model.num_loops)
+        for row, other in pairwise(row for row in self.rows if len(row) > 1):
+            middle = len(row) // 2
+            context, continuations = row[:middle].cpu().numpy(), [row[middle:], other[:1], other[: len(row) - middle]]
+            tokens = [continuation.cpu().numpy() for continuation in continuations]
+            for shared in {0, middle - 1} if self.model.kv_cache else {0}:
+                requests.append(choices(len(requests), context, tokens, shared=shared))
+                expected.append([self._plain_score(row[:middle], each, depth) for each in continuations])
+        answers = in_order(run(self.model, ExitPolicy("fixed", depth), requests, 3, depth))
+        scores = torch.from_numpy(np.stack([answer.logits for answer in answers]))
+        wrong = (
+            "The model scores choices otherwise than a plain pass over each; every layer that attends does so by "
+            "cached_attention, and positions are layout.positions."
+        )
+        difference = self._held(_difference([scores], [torch.tensor(expected)]), wrong)
+        return self._holds("Choices that branch off from a context have the scores of a plain pass.", difference)
+
+    def _plain_score(self, context: Tensor, continuation: Tensor, depth: int) -> float:
+        logits = self.model.loops(torch.cat((context, continuation))[None], num_loops=depth).logits[-1, 0]
+        predicting = logits[len(context) - 1 : -1].double().log_softmax(-1)
+        return float(predicting.gather(1, continuation[:, None]).sum())
+
     @cached_property
     def _together(self) -> list[Tensor]:
         return self._loops(self.rows)
@@ -218,6 +278,17 @@ class _Contract:
         if not difference <= self.tolerance:
             raise UserError(f"{wrong[:-1]} (a difference of {difference:.0e}, relative to the largest number).")
         return difference
+
+
+def _half_forced(key: int, row: Tensor) -> Prompt:
+    tokens = row.cpu().numpy()
+    return Prompt(key, tokens[: len(row) // 2], tokens[len(row) // 2 :])
+
+
+def _exits_by_margin(plain: list[Tensor]) -> ExitPolicy:
+    """About half of the tokens exit before the last loop, so that later ones find some that are not cached as deep."""
+    two = torch.cat([logits[0] for logits in plain]).float().topk(2).values
+    return ExitPolicy("margin", float((two[:, 0] - two[:, 1]).median()))
 
 
 def _tensors(state: LoopState) -> list[str]:

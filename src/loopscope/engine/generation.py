@@ -102,6 +102,8 @@ def stream(
             raise UserError(f"{name} must be at least 1, got {value}.")
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
+    model.require("causal", "Writing text")
+    model.require("kv_cache", "Writing text")
     policy = policy or ExitPolicy("fixed", model.num_loops)
     policy.check(model.weights_sha256 if policy.model is not None or policy.gate is not None else None, model.num_loops)
     sampling, stats = sampling or Sampling(), stats or GenerationStats()

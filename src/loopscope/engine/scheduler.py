@@ -138,6 +138,10 @@ class _RunningBatch:
         tokens = np.concatenate([row for request in new for row in request.rows])
         mixed = any(bool(request.scored) != self._questions for request in new)
         sees = self._questions and not self._model.causal
+        if self._questions:
+            self._model.require("branches", "Questions with choices")
+            if any(request.shared for request in new):
+                self._model.require("kv_cache", "Requests that share what they begin with")
         choiceless = self._questions and self._exit_state.source == "logits" and any(len(r.rows) < 2 for r in new)
         if not (mixed or sees or choiceless) and max(lengths) <= self._model.block_size and self._known(tokens):
             return None

@@ -135,7 +135,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         return {
             "model_num_parameters": sum(each.numel() for each in self.model.parameters()),
             "model_dtype": str(weights.dtype).removeprefix("torch."),
-            "model_sha": self.model.weights_sha256 or "",
+            "model_sha": self.model.weights_sha256,
             "exit_policy": str(self.policy),
             "cache": self._cache,
             "num_loops": self.model.num_loops,

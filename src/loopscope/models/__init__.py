@@ -5,4 +5,5 @@ from loopscope.models.contract import LoopedModel, Loops, LoopState, initial_loo
 from loopscope.models.huginn import Huginn, HuginnConfig
 from loopscope.models.layout import Layout
 from loopscope.models.ouro import Ouro, OuroConfig
+from loopscope.models.simple import SimpleLoopedModel
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings

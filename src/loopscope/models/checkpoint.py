@@ -73,8 +73,9 @@ def load_model(
     with torch.device("meta"):
         model = _BUILDERS[kind](path)
     _fill(model, path, device, None if dtype is None else DTYPES[dtype])
-    model.identify = partial(weights_sha256, path.resolve())
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    model.identify_by(partial(weights_sha256, path.resolve()))
+    return model
 
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:

@@ -4,15 +4,20 @@ Four things: `embed` (tokens -> state), `step` (the shared block, once), `predic
 (state -> halt logit, if it has a gate). Nothing in a state ties its rows together: rows can be taken out and joined
 with rows at other loops, because the block is the same at every depth.
 
+What else a model can do it declares: `kv_cache` (its tokens attend to cached ones, so that it writes text), `branches`
+(a row may end in several continuations, the choices of a question), `causal` (a token sees none after it). Whatever is
+not declared is refused, and `check_model` holds what is declared against the plain pass.
+
 Shapes: B rows, M tokens of the longest row, P tokens of all rows, S their states, T loops, D width, V vocabulary.
 """
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -93,17 +98,41 @@ class LoopedModel(nn.Module):
     """Whether `head_input` looks at other tokens, too, so that it must be asked of all of them."""
     tied: Mapping[str, str] = MappingProxyType({})
     """Tensors that are another one: a checkpoint may leave them out."""
-    identify: Callable[[], str] | None = None
-    """Hashes the weights, of a model that was loaded from a checkpoint; large ones take a while."""
     causal: ClassVar[bool] = True
     """Whether a token's state depends on the tokens before it only; then rows that begin alike can share states."""
+    kv_cache: ClassVar[bool] = False
+    """Whether tokens attend to those whose keys and values `layout.cache` has: by `cached_attention`, in every layer
+    that attends."""
+    branches: ClassVar[bool] = False
+    """Whether the branches of a row (`layout.branches`) see its trunk and themselves, and not each other."""
     unneeded: ClassVar[tuple[str, ...]] = ()
     """Tensors that a checkpoint may have and that follow from others."""
 
-    @cached_property
-    def weights_sha256(self) -> str | None:
-        """What tells this model from any other, if it was loaded."""
-        return None if self.identify is None else self.identify()
+    _identity: tuple[tuple[tuple[int, int], ...], str | Callable[[], str]] | None = None
+    """The versions of all tensors, and the hash of what they hold, or what will hash it."""
+
+    @property
+    def weights_sha256(self) -> str:
+        """What tells this model from any other: the hash of the file that it was loaded from, or of its parameters.
+
+        A loaded model whose parameters were changed since is another model. What writes into `parameter.data` changes
+        them unseen.
+        """
+        if self._identity is None or self._identity[0] != self._versions():
+            self.identify_by(partial(parameters_sha256, self))
+        assert self._identity is not None
+        versions, known = self._identity
+        if not isinstance(known, str):
+            self._identity = (versions, known := known())
+        return known
+
+    def identify_by(self, hashed: Callable[[], str]) -> None:
+        """Lets the weights as they are now be known by what this returns, which is asked for when it is needed."""
+        self._identity = (self._versions(), hashed)
+
+    def _versions(self) -> tuple[tuple[int, int], ...]:
+        tensors = (*self.parameters(), *self.buffers())
+        return tuple((id(each), 0 if each.is_inference() else each._version) for each in tensors)
 
     @abstractmethod
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
@@ -148,8 +177,20 @@ class LoopedModel(nn.Module):
 
     def begin_packed(self, tokens: Tensor, layout: Layout) -> LoopState:
         """The same of tokens [S] that lie as `layout` says."""
+        if layout.cache is not None:
+            self.require("kv_cache", "Rows after cached tokens")
+        if layout.branches is not None:
+            self.require("branches", "Questions with choices")
         self.check_length(layout.max_context)
         return self.embed(tokens, layout)
+
+    def require(self, capability: Literal["kv_cache", "branches", "causal"], what: str) -> None:
+        """Refuses what takes a capability that the model does not declare."""
+        if not getattr(self, capability):
+            raise UserError(
+                f"{what} cannot be run with this model: {type(self).__name__} declares {_LACKING[capability]}; "
+                "docs/your-model.md says how a model gets there."
+            )
 
     def check_length(self, length: int) -> None:
         """Refuses rows that are too long for the model."""
@@ -198,6 +239,22 @@ class LoopedModel(nn.Module):
             outputs = [(layout.unpack(pooled, longest), layout.unpack(read, longest)) for pooled, read in outputs]
         hidden, head_input = (torch.stack(each) for each in zip(*outputs, strict=True))
         return Loops(self.predict(head_input), hidden, self.halt(hidden))
+
+
+_LACKING = {
+    "kv_cache": "no KV cache (kv_cache = True)",
+    "branches": "no branches (branches = True)",
+    "causal": "that it looks ahead (causal = False)",
+}
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """The hash of all parameters and buffers, with their names; large models take a while."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:

@@ -80,6 +80,7 @@ class HuginnState(LoopState):
 
 
 class Huginn(LoopedModel):
+    kv_cache = branches = True
     head_attends = True
     unneeded = ("lm_head.weight", "freqs_cis")  # the embedding again, and the angles of the rotary positions
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from loopscope.errors import UserError
 from loopscope.models.kv_cache import AppendingRows, SharedPrefix
 
 _Value = TypeVar("_Value")
@@ -151,12 +152,14 @@ class Layout:
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, M, ...] -> [S, ...]"""
-        return self._to_states(padded[self._inside(padded.shape[1])])
+        self.require_plain("Layout.pack")
+        return self._to_states(padded[self.mask(padded.shape[1])])
 
     def unpack(self, packed: Tensor, longest: int) -> Tensor:
         """[S, ...] -> [B, M, ...], zeros beyond the rows' ends."""
+        self.require_plain("Layout.unpack")
         padded = packed.new_zeros((len(self.lengths), longest, *packed.shape[1:]))
-        padded[self._inside(longest)] = packed if self.sharing is None else packed[self.sharing.places]
+        padded[self.mask(longest)] = packed if self.sharing is None else packed[self.sharing.places]
         return padded
 
     @cached_property
@@ -202,7 +205,17 @@ class Layout:
         every = torch.arange(heads, device=width.device)
         return self._to_states(self.count_up_from(torch.cat(starts))[:, None] + every * width[:, None]).flatten()
 
-    def _inside(self, longest: int) -> Tensor:
+    def require_plain(self, function: str) -> None:
+        """Refuses rows that attend beyond themselves, for a function that would ignore it."""
+        if self.cache is not None or self.branches is not None:
+            what = "a KV cache" if self.cache is not None else "branches"
+            raise UserError(
+                f"{function} knows rows alone, and these have {what}: attend with cached_attention, or do not declare "
+                "kv_cache and branches for this model."
+            )
+
+    def mask(self, longest: int) -> Tensor:
+        """[B, M] which cells of a padded batch are tokens."""
         return torch.arange(longest, device=self.lengths.device) < self.lengths[:, None]
 
     def _to_states(self, values: Tensor) -> Tensor:

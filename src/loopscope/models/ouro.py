@@ -72,6 +72,8 @@ def read_ouro_config(folder: Path) -> OuroConfig:
 
 
 class Ouro(LoopedModel):
+    kv_cache = branches = True
+
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
         self.config = config

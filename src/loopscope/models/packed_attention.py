@@ -14,6 +14,7 @@ from loopscope.models.layout import Layout
 
 def packed_attention(projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None) -> Tensor:
     """[S, query, key and value heads, K] -> [S, H K]; every token attends to itself and to its row before it."""
+    layout.require_plain("packed_attention")
     if not len(projected):
         return projected[:, : heads[0]].flatten(1)
     attended = []
@@ -29,6 +30,7 @@ def packed_attention_at(
     query: Tensor, projected: Tensor, positions: Tensor, layout: Layout, rotary: Rotary | None
 ) -> Tensor:
     """One query a row [B, H, K], at `positions` [B]; key and value heads [S, 2 H, K] of all states -> [B, H K]."""
+    layout.require_plain("packed_attention_at")
     if not len(projected):
         return query.flatten(1)
     query = query[:, :, None]

@@ -41,6 +41,8 @@ class TransformerSettings(Settings, frozen=True, kw_only=True):
 
 
 class LoopedTransformer(LoopedModel):
+    kv_cache = branches = True
+
     def __init__(self, settings: TransformerSettings, vocab_size: int, block_size: int) -> None:
         super().__init__()
         self.num_loops = settings.loops

@@ -6,6 +6,7 @@ the signals that need them are kept. Logits can be left out the same way.
 Shapes: N examples, T loops, B rows of a batch, V classes, D width.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def record_model(
         labels=None if labels is None else examples.labels,
         difficulty=None if difficulty is None else examples.difficulty,
         split=split,
-        provenance={} if model.weights_sha256 is None else {"weights_sha256": model.weights_sha256},
+        provenance={"weights_sha256": model.weights_sha256, "tokens_sha256": _hash(examples)},
     )
 
 
@@ -163,6 +164,13 @@ def _examples(
     if inside.min() < 0 or inside.max() >= model.vocab_size:
         raise UserError(f"There is a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
     return examples
+
+
+def _hash(examples: Examples) -> str:
+    """What tells these inputs from others."""
+    found = hashlib.sha256(np.ascontiguousarray(examples.lengths).data)
+    found.update(examples.tokens[np.arange(examples.tokens.shape[1]) < examples.lengths[:, None]].data)
+    return found.hexdigest()
 
 
 def split_examples(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
