@@ -43,7 +43,7 @@ def test_on_any_model_it_promises_nothing(
     ("changes", "sentence"),
     [
         ({"tresholds": 1}, "unknown key `tresholds`"),
-        ({"schema_version": 4}, "schema_version"),
+        ({"schema_version": 5}, "schema_version"),
         ({"threshold": "low"}, "threshold"),
         ({"readout": "mood", "guarantee": None}, "no readout 'mood'"),
         ({"guarantee": {"max_drop": 0.1}}, "guarantee"),

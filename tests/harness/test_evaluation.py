@@ -120,24 +120,33 @@ def test_a_definition_that_is_wrong_is_named(
     assert "network" not in error
 
 
-def test_no_shots_and_a_policy_whose_promise_does_not_reach_here(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("provenance", "sentence"),
+    [
+        ({"unit": "tokens"}, "calibrated on next tokens of a text, and here it would decide about questions"),
+        ({}, "calibrated on answers of a task, and here it would decide about questions"),
+        ({"benchmark": "arc_easy", "metric": "acc", "precision": "bfloat16"}, "calibrated on weights in bfloat16"),
+        ({"benchmark": "arc_easy", "metric": "acc"}, None),
+        ({"benchmark": "arc_easy", "metric": "acc_norm", "state": "mean over the choices' tokens"}, None),
+    ],
+)
+def test_a_policy_is_held_to_what_it_was_calibrated_on(
+    provenance: dict[str, str],
+    sentence: str | None,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    recording = random_trajectory(loops=3, rows=2000, split="validation", labels=None, examples=None)
-    words = ["harness", str(checkpoint), "--data", str(DATA), "--shots", "0", "--limit", "2", "--json", "--policy"]
-    for readout, task, told in (
-        ("margin", "arc_easy", ("whole answers", "a threshold of margin")),
-        ("margin", "mmlu_anatomy", ("whole answers",)),
-        ("hidden_change", "arc_easy", ("whole answers",)),
-    ):
-        policy = ls.calibrate(recording, 0.9, 0.5, loss="disagreement", readout=readout)
-        policy.save(tmp_path / f"{readout}-{task}.json")
-        assert main([*words, str(tmp_path / f"{readout}-{task}.json"), "--tasks", task]) == 0
-        out, err = capsys.readouterr()
-        assert json.loads(out)["shots"] == {task: 0}
-        said = [line for line in err.splitlines() if "whole answers" in line or "acc_norm" in line]
-        assert len(said) == len(told)
-        assert all(word in line for word, line in zip(told, said, strict=True))
+    recording = random_trajectory(loops=3, rows=2000, split="validation", labels=None, provenance=provenance)
+    ls.calibrate(recording, 0.9, 0.5, loss="disagreement", readout="margin").save(tmp_path / "policy.json")
+    words = ["harness", str(checkpoint), "--data", str(DATA), "--shots", "0", "--limit", "2", "--json"]
+    code = main([*words, "--policy", str(tmp_path / "policy.json"), "--tasks", "arc_easy"])
+    out, err = capsys.readouterr()
+    assert code == (0 if sentence is None else 2)
+    if sentence is None:
+        assert json.loads(out)["shots"] == {"arc_easy": 0}
+    else:
+        assert sentence in err
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

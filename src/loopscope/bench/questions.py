@@ -17,6 +17,7 @@ from loopscope.bench.measure import interleaved, spread
 from loopscope.engine import compare, run
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
+from loopscope.exits.scope import scope_of
 from loopscope.models import load_model
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.tokenizer import load_tokenizer
@@ -52,19 +53,20 @@ def time_benchmark(
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)
     chosen = [every[row] for row in rows]
-    requests = question_requests(
-        chosen, encode_questions(chosen, load_tokenizer(folder), model.block_size), which.metric
-    )
+    mean = scope_of(recorded).state == "mean_over_choices"
+    encoded = encode_questions(chosen, load_tokenizer(folder), model.block_size)
+    requests = question_requests(chosen, encoded, which.metric, mean)
 
     def drain(policy: ExitPolicy) -> None:
-        deque(run(model, policy, requests, batch_tokens=BATCH_TOKENS), maxlen=0)
+        deque(run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean), maxlen=0)
 
     ways = {f"{number}: {policy}": partial(drain, policy) for number, policy in enumerate(policies)}
     seconds, machine = interleaved(ways, rounds, next(model.parameters()).shape[-1], progress)
     full, some = next(iter(seconds.values())), recorded.take(rows)
     timings = []
     for policy, took in zip(policies, seconds.values(), strict=True):
-        agreement = compare(run(model, policy, requests, batch_tokens=BATCH_TOKENS), policy, some)
+        answers = run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean)
+        agreement = compare(answers, policy, some)
         timings.append(
             QuestionTiming(
                 readout=policy.readout,

@@ -83,6 +83,7 @@ def _print(policy: "ExitPolicy", path: Path) -> None:
     low, high = guarantee.average_loops_interval
     rows = [
         ["exits by", str(policy)],
+        ["decides about", str(policy.scope)],
         ["chosen among", ", ".join(guarantee.candidates)],
         ["loops to expect", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
         ["loops where the observed loss meets the limit", f"{guarantee.average_loops_at_limit:.3f}"],

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from loopscope.cli.devices import device_of
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, check_new, count, values
 from loopscope.cli.output import print_note
-from loopscope.cli.policies import check_any_model, guarantees_answers, load_policy
+from loopscope.cli.policies import check_any_model, load_policy
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
@@ -168,10 +168,7 @@ def _policy(options: argparse.Namespace, num_loops: int) -> "ExitPolicy":
     from loopscope.exits import ExitPolicy
 
     if options.policy is not None:
-        policy = load_policy(options.policy, options.any_model)
-        if guarantees_answers(policy):
-            print_note("The policy's promise is about whole answers: it does not hold for the tokens of a text.")
-        return policy
+        return load_policy(options.policy, options.any_model)
     if options.readout is not None:
         return ExitPolicy(options.readout, options.threshold)
     return ExitPolicy("fixed", options.loops or num_loops)

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, count, values, whole
-from loopscope.cli.output import print_json, print_note, print_table
-from loopscope.cli.policies import check_any_model, guarantees_answers, load_policy
+from loopscope.cli.output import print_json, print_table
+from loopscope.cli.policies import check_any_model, load_policy
 
 if TYPE_CHECKING:
-    from loopscope.exits import ExitPolicy
     from loopscope.harness import Evaluation
 
 
@@ -51,8 +50,6 @@ def execute(options: argparse.Namespace) -> None:
 
     device = device_of(options)
     policy = None if options.policy is None else load_policy(options.policy, options.any_model)
-    if policy is not None and guarantees_answers(policy):
-        _caution(policy, options.tasks)
     given = values(options, "loops", "cache", "dtype", "batch_size", "batch_tokens", "think_end_token")
     with track(", ".join(options.tasks)) as advance:
         model = load(options.model, policy=policy, device=str(device), progress=advance, **given)
@@ -61,25 +58,6 @@ def execute(options: argparse.Namespace) -> None:
         print_json(found)
     else:
         _print(found, options.model)
-
-
-def _caution(policy: "ExitPolicy", tasks: list[str]) -> None:
-    from loopscope.exits.signals import SIGNALS
-    from loopscope.questions import BENCHMARKS
-
-    print_note(
-        "The policy's promise is about whole answers: it does not hold for tasks that generate or score text by tokens."
-    )
-    scored = [
-        benchmark.title
-        for benchmark in BENCHMARKS.values()
-        if benchmark.metric == "acc_norm" and {benchmark.name, *benchmark.tasks} & {*tasks}
-    ]
-    if scored and policy.gate is None and SIGNALS.get(policy.readout, ("",))[0] == "logits":
-        print_note(
-            f"Recordings of {', '.join(scored)} are scored by acc_norm, by character, and here scores are plain "
-            f"log-likelihoods: a threshold of {policy.readout} from there means something else here."
-        )
 
 
 def _print(found: "Evaluation", name: str) -> None:

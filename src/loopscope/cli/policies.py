@@ -26,11 +26,6 @@ def load_policy(path: Path, any_model: bool) -> "ExitPolicy":
     return policy.for_any_model() if any_model else policy
 
 
-def guarantees_answers(policy: "ExitPolicy") -> bool:
-    """Whether what it promises is about whole answers, which says nothing about the tokens of a text."""
-    return policy.guarantee is not None and policy.guarantee.tested.sequences is None
-
-
 def policies_by_model(
     paths: Sequence[Path], models: Sequence[str | None], any_model: bool = False
 ) -> list[list["ExitPolicy"]]:

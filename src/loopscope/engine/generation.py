@@ -19,6 +19,7 @@ from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
+from loopscope.exits.scope import Scope
 from loopscope.models import LoopedModel
 
 Integers = NDArray[np.int64]
@@ -105,7 +106,9 @@ def stream(
     model.require("causal", "Writing text")
     model.require("kv_cache", "Writing text")
     policy = policy or ExitPolicy("fixed", model.num_loops)
-    policy.check(model.weights_sha256 if policy.model is not None or policy.gate is not None else None, model.num_loops)
+    tied = policy.model is not None or policy.gate is not None
+    here = Scope(unit="tokens", cache=cache, precision=model.precision)
+    policy.check(model.weights_sha256 if tied else None, model.num_loops, here)
     sampling, stats = sampling or Sampling(), stats or GenerationStats()
     decoder = Decoder(model, ExitState(policy, model.num_loops), batch_size, cache)
     waiting = enumerate(prompts)

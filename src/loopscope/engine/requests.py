@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
+from loopscope.exits.scope import Score
 from loopscope.tasks import Examples
 
 Tokens = NDArray[np.int64]
@@ -34,6 +35,8 @@ class Request:
     `shared` says how many tokens a request begins with that others begin with, too (the examples of a few-shot prompt):
     these run once for all of them.
 
+    `score` says what the norms are: none (the `sum`, where there are no norms), characters or bytes.
+
     The last token of a choice predicts nothing that is scored, so it does not run, unless the choices are `whole`: a
     mean over the states of their tokens needs it.
     """
@@ -44,6 +47,7 @@ class Request:
     norms: Sequence[float] = ()
     shared: int = 0
     whole: bool = False
+    score: Score | None = None
     trunk: int = field(init=False)  # how many tokens all rows begin with, before what is scored
 
     def __post_init__(self) -> None:
@@ -70,6 +74,10 @@ class Request:
             raise UserError("A choice needs at least one token, and a token before it.")
         if not all(norm > 0 for norm in norms):
             raise UserError("The norm of a choice is a number above 0.")
+        if not len(self.norms) and self.score not in (None, "sum"):
+            raise UserError(f"Scores that are '{self.score}' need the norms of the choices.")
+        if self.score is None and all(norm == 1 for norm in norms):
+            object.__setattr__(self, "score", "sum")
         object.__setattr__(self, "norms", norms)
         trunk = min(len(row) - count for row, count in zip(self.rows, self.scored, strict=True))
         first = self.rows[0][:trunk]
@@ -128,10 +136,11 @@ def choices(
     norms: Sequence[float] = (),
     shared: int = 0,
     whole: bool = False,
+    score: Score | None = None,
 ) -> Request:
     """A question: which of these continues the context?"""
     rows = [np.concatenate((context, continuation)) for continuation in continuations]
-    return Request(key, rows, [len(continuation) for continuation in continuations], norms, shared, whole)
+    return Request(key, rows, [len(continuation) for continuation in continuations], norms, shared, whole, score)
 
 
 def task_requests(examples: Examples) -> Iterator[Request]:

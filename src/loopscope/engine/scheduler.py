@@ -31,6 +31,7 @@ from loopscope.engine.requests import Request
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
+from loopscope.exits.scope import Scope, StateRead
 from loopscope.models import LoopedModel, LoopState
 
 Array = NDArray[Any]
@@ -55,21 +56,24 @@ def run(
     batch_size: int = 64,
     num_loops: int | None = None,
     batch_tokens: int | None = None,
-    mean: bool = False,
+    mean: bool | None = None,
     greedy: bool = False,
 ) -> Iterator[Answer]:
     """Answers requests as they exit. Takes from `requests` only what there is room for: `batch_size` at a time.
 
     With `batch_tokens` a batch has no more tokens than that, too; a longer request runs alone. With `mean`, gate and
-    state of a question are averaged over its choices' tokens, as in a recording that was made so. With `greedy`, the
-    answers to questions say which choices are what the model itself would say. A request that the model cannot take is
-    an error, raised when all before it are answered.
+    state of a question are averaged over its choices' tokens, as in a recording that was made so; a calibrated policy
+    says which it is. With `greedy`, the answers to questions say which choices are what the model itself would say. A
+    request that the model cannot take is an error, raised when all before it are answered.
     """
     for name, value in (("batch_size", batch_size), ("num_loops", model.num_loops if num_loops is None else num_loops)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}.")
     tied = policy.model is not None or policy.gate is not None
-    policy.check(model.weights_sha256 if tied else None, num_loops or model.num_loops)
+    read: StateRead | None = None if mean is None else "mean_over_choices" if mean else "last_token"
+    here = Scope(state=read, precision=model.precision)
+    policy.check(model.weights_sha256 if tied else None, num_loops or model.num_loops, here)
+    mean = policy.scope.state == "mean_over_choices" if mean is None else mean
     batch = _RunningBatch(model, ExitState(policy, num_loops or model.num_loops), mean, greedy)
     waiting = iter(requests)
     held: Request | None = None  # did not fit any more
@@ -134,6 +138,9 @@ class _RunningBatch:
             return None
         if self._questions is None:
             self._questions = bool(new[0].scored)
+        scope = self._exit_state.policy.scope
+        for score in {request.score for request in new}:
+            scope.check(Scope(unit="questions" if self._questions else "answers", score=score))
         lengths = [max(request.ran) for request in new]
         tokens = np.concatenate([row for request in new for row in request.rows])
         mixed = any(bool(request.scored) != self._questions for request in new)

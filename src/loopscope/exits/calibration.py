@@ -29,6 +29,7 @@ from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.refusals import NotProven, not_safe, set_aside, too_few
 from loopscope.exits.risk_control import conformal, count_leading, fixed_sequence, max_losses, min_units, p_values
 from loopscope.exits.risk_target import AUTO, RiskOptions, RiskTarget
+from loopscope.exits.scope import scope_of
 from loopscope.exits.signals import FITTED
 from loopscope.exits.splits import check_same_model, check_split
 from loopscope.exits.sweep import Curve, crossings
@@ -108,7 +109,8 @@ def certify(
     policy = ExitPolicy(walk.readout, float(walk.thresholds[place]), named.get(walk.readout))
     lists = {"candidates": candidates, "finalists": [each.readout for each in walks]}
     guarantee = _guarantee(policy, walk, place, passed, level, target, lists, recording, proposing)
-    return replace(policy, model=recording.provenance.get("weights_sha256"), guarantee=guarantee)
+    weights = recording.provenance.get("weights_sha256")
+    return replace(policy, model=weights, guarantee=guarantee, scope=scope_of(recording))
 
 
 def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, FittedGate]) -> None:

@@ -17,6 +17,7 @@ from loopscope.errors import UserError
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.readouts import readout_kind
+from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import FITTED, signal
 from loopscope.trajectory import Trajectory
 
@@ -32,11 +33,12 @@ class GateFile(Settings, frozen=True, kw_only=True):
 class PolicyFile(Settings, frozen=True, kw_only=True):
     """What the file of a policy says."""
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[4] = 4
     readout: str
     threshold: float | None = None
     gate: GateFile | None = None
     model: str | None = None
+    scope: Scope = ANYTHING
     guarantee: Guarantee | None = None
     digest: str = ""  # of all of the above, where there is a promise: it is void for another threshold
 
@@ -45,12 +47,12 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Older files (schema 1 and 2) called a guarantee a promise; what sealed them is checked before that."""
+        """Older files have no scope, and the oldest call a guarantee a promise; what sealed them is checked before."""
         values = read_json(dict[str, Any], path, "policy")
-        older = values.get("schema_version") in (1, 2)
+        older = values.get("schema_version") in (1, 2, 3)
         if older:
             sealed = values.get("digest") == digest({**values, "digest": ""})
-            values |= {"guarantee": values.pop("promise", None), "schema_version": 3}
+            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 4}
         file = build(cls, values, str(path))
         if file.guarantee is not None and not (sealed if older else file.digest == file.seal()):
             raise UserError(
@@ -65,7 +67,8 @@ class ExitPolicy:
     """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
 
     With the readout `gate:NAME` it carries that fitted gate, unless it is only replayed on recordings that have its
-    signal. A calibrated one carries its promise, and the hash of the weights for which it was made.
+    signal. A calibrated one carries its promise, the hash of the weights for which it was made, and its scope: the kind
+    of decisions that it was calibrated on, to which it is held wherever it is used.
     """
 
     readout: str
@@ -73,6 +76,7 @@ class ExitPolicy:
     gate: FittedGate | None = None
     model: str | None = None
     guarantee: Guarantee | None = None
+    scope: Scope = ANYTHING
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
@@ -103,7 +107,12 @@ class ExitPolicy:
             gate = GateFile(file=weights.name, sha256=sha256(weights), provenance=plain(dict(self.gate.provenance)))
         threshold = None if self.threshold is None else float(self.threshold)
         file = PolicyFile(
-            readout=self.readout, threshold=threshold, gate=gate, model=self.model, guarantee=self.guarantee
+            readout=self.readout,
+            threshold=threshold,
+            gate=gate,
+            model=self.model,
+            scope=self.scope,
+            guarantee=self.guarantee,
         )
         write_json(path, file if self.guarantee is None else msgspec.structs.replace(file, digest=file.seal()))
 
@@ -113,15 +122,19 @@ class ExitPolicy:
         path = Path(path)
         file = PolicyFile.read(path)
         if file.gate is None:
-            return cls(file.readout, file.threshold, None, file.model, file.guarantee)
+            return cls(file.readout, file.threshold, None, file.model, file.guarantee, file.scope)
         weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
         if not weights.is_file() or sha256(weights) != file.gate.sha256:
             raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
         gate = FittedGate.of_tensors(map_tensors(weights), file.gate.provenance)
-        return cls(file.readout, file.threshold, gate, file.model, file.guarantee)
+        return cls(file.readout, file.threshold, gate, file.model, file.guarantee, file.scope)
 
-    def check(self, weights: str | None, num_loops: int) -> None:
-        """Refuses another model than the one it was made for (where both are known), or another full depth."""
+    def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
+        """Refuses another model than the one it was made for, another full depth, or decisions of another kind.
+
+        Each where both sides say what they are; `here` is what would be decided about.
+        """
+        self.scope.check(here)
         if self.gate is not None:
             self.gate.check(weights)
         if self.model is not None and weights is not None and self.model != weights:
@@ -137,15 +150,16 @@ class ExitPolicy:
             )
 
     def for_any_model(self) -> Self:
-        """The same rule without its promise, for whatever model."""
+        """The same rule without its promise, for whatever model in whatever precision, for decisions of its kind."""
         gate = self.gate and replace(
             self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
         )
-        return replace(self, gate=gate, model=None, guarantee=None)
+        scope = msgspec.structs.replace(self.scope, precision=None)
+        return replace(self, gate=gate, model=None, guarantee=None, scope=scope)
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""
-        self.check(trajectory.provenance.get("weights_sha256"), trajectory.num_loops)
+        self.check(trajectory.provenance.get("weights_sha256"), trajectory.num_loops, scope_of(trajectory))
         if readout_kind(self.readout) == "depth":
             assert self.threshold is not None
             if self.threshold > trajectory.num_loops:

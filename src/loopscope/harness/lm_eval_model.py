@@ -31,7 +31,7 @@ from loopscope.models.checkpoint import end_tokens
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.tokenizer import load_tokenizer, stop_tokens
 from loopscope.progress import ProgressCallback, silent
-from loopscope.questions import Question, encode_questions
+from loopscope.questions import EncodedQuestion, Question, encode_questions
 from loopscope.recording.choice_scoring import BATCH_TOKENS
 
 Likelihood = tuple[float, bool]
@@ -157,15 +157,26 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
                 alone.append(Prompt(key, tokens.context, tokens.choices[0]))
             else:
                 shared = tokens.prefix if tokens.prefix >= _WORTH else 0
-                together.append(choices(key, tokens.context, tokens.choices, shared=shared))
+                together.append(self._question(key, question, tokens, shared))
         names = [question.subject or "" for question in questions]
-        scored = self._together(together, names) | {key: [one] for key, one in self._alone(alone, names).items()}
+        scored = self._together(together, names)
+        if alone:
+            scored |= {key: [one] for key, one in self._alone(alone, names).items()}
         answers: list[Likelihood] = [(0.0, False)] * len(requests)
         for key, numbers in enumerate(numbers_by_context.values()):
             for number, answer in zip(numbers, scored[key], strict=True):
                 answers[number] = answer
                 self.cache_hook.add_partial("loglikelihood", requests[number].args, answer)
         return answers
+
+    def _question(self, key: int, question: Question, tokens: EncodedQuestion, shared: int) -> Request:
+        """Scored and read as the policy was calibrated; the space that lm_eval puts before a choice does not count."""
+        score = self.policy.scope.score or "sum"
+        texts = [choice.removeprefix(" ") for choice in question.choices]
+        sizes = {"sum": (), "per_character": map(len, texts), "per_byte": (len(text.encode()) for text in texts)}
+        norms = [max(size, 1) for size in sizes[score]]
+        whole = self.policy.scope.state == "mean_over_choices"
+        return choices(key, tokens.context, tokens.choices, norms, shared, whole, score)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         windows, owners, names = [], [], []
@@ -208,10 +219,12 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
     def _together(self, requests: Sequence[Request], names: Sequence[str]) -> dict[int, list[Likelihood]]:
         """Questions, numbered; those with the same beginning, and then those of one length, run together."""
         ordered = sorted(requests, key=lambda each: (each.prefix, len(each.tokens)))
+        norms = {request.key: np.asarray(request.norms) for request in requests}
         scored: dict[int, list[Likelihood]] = {}
         for answer in run(self.model, self.policy, ordered, 1024, batch_tokens=self._tokens, greedy=True):
             assert answer.greedy is not None
-            scored[answer.key] = list(zip(answer.logits.tolist(), answer.greedy.tolist(), strict=True))
+            likely = answer.logits.astype(np.float64) * norms[answer.key]
+            scored[answer.key] = list(zip(likely.tolist(), answer.greedy.tolist(), strict=True))
             self._count(names[answer.key], answer.loop)
             self._progress(len(scored), len(requests), "questions")
         return scored

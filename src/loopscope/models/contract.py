@@ -126,6 +126,11 @@ class LoopedModel(nn.Module):
             self._identity = (versions, known := known())
         return known
 
+    @property
+    def precision(self) -> str:
+        """That of the weights."""
+        return str(next(self.parameters()).dtype).removeprefix("torch.")
+
     def identify_by(self, hashed: Callable[[], str]) -> None:
         """Lets the weights as they are now be known by what this returns, which is asked for when it is needed."""
         self._identity = (self._versions(), hashed)

@@ -23,6 +23,7 @@ from loopscope.artifacts import atomic_file, map_tensors, save_tensors, write_js
 from loopscope.config import digest, read_json
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.errors import UserError
+from loopscope.exits.scope import STATE_WORDS
 from loopscope.exits.signals import SIGNALS
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.hub import find_checkpoint
@@ -88,6 +89,7 @@ def record_benchmark(
     model = load_model(folder, device, dtype)
     provenance = {
         "weights_sha256": model.weights_sha256,
+        "precision": model.precision,
         "benchmark": benchmark,
         "metric": which.metric,
         "shots": which.shots,
@@ -96,7 +98,7 @@ def record_benchmark(
         "examples": len(questions),
         "limit": limit,
         "shard": None if shard is None else list(shard),
-        "state": "mean over the choices' tokens" if mean else "last context token",
+        "state": STATE_WORDS["mean_over_choices" if mean else "last_token"],
         "dtype": dtype,
         "keeps_hidden": hidden,
     }

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import choice_scores, decision_states, embed_requests
 from loopscope.engine.requests import Request, choices
+from loopscope.exits.scope import SCORE_OF_METRIC
 from loopscope.models import LoopedModel
 from loopscope.questions import EncodedQuestion, Question
 
@@ -46,6 +47,7 @@ def question_requests(
             [max(norm, 1) for norm in question.norms] if metric == "acc_norm" else (),
             tokens.prefix,
             mean,
+            SCORE_OF_METRIC[metric],
         )
         for number, (question, tokens) in enumerate(zip(questions, encoded, strict=True))
     ]

@@ -60,6 +60,7 @@ def record_task(
     model = load_model(run, device)
     provenance = {
         "weights_sha256": weights_sha256(run),
+        "precision": model.precision,
         "run": plain(settings),
         "examples": len(examples),
         "levels": sorted({int(level) for level in examples.difficulty}),
@@ -136,7 +137,11 @@ def record_model(
         labels=None if labels is None else examples.labels,
         difficulty=None if difficulty is None else examples.difficulty,
         split=split,
-        provenance={"weights_sha256": model.weights_sha256, "tokens_sha256": _hash(examples)},
+        provenance={
+            "weights_sha256": model.weights_sha256,
+            "precision": model.precision,
+            "tokens_sha256": _hash(examples),
+        },
     )
 
 

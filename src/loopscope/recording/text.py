@@ -70,6 +70,7 @@ def record_text(
     shape = (windows.decisions, model.num_loops)
     provenance = {
         "weights_sha256": model.weights_sha256,
+        "precision": model.precision,
         "run": trained_with(folder),
         "text_sha256": [sha256(path) for path in texts],
         "context": context,

@@ -1,0 +1,85 @@
+"""For which decisions does a threshold mean what it means? What a policy was calibrated on, and is held to.
+
+A recording says it by its provenance; one made from arrays is of answers, or of tokens where it has sequences, unless
+its provenance names another `unit`. What is not said (`None`: all of a policy made by hand) binds nobody; where both
+sides say something, they must say the same.
+"""
+
+from typing import Literal
+
+from loopscope.config import Settings
+from loopscope.errors import UserError
+from loopscope.trajectory import Trajectory
+
+Unit = Literal["answers", "questions", "tokens"]
+Score = Literal["sum", "per_character", "per_byte"]
+StateRead = Literal["last_token", "mean_over_choices"]
+
+UNITS: tuple[Unit, ...] = ("answers", "questions", "tokens")
+SCORE_OF_METRIC: dict[str, Score] = {"acc": "sum", "acc_norm": "per_character", "acc_bytes": "per_byte"}
+STATE_WORDS: dict[StateRead, str] = {
+    "last_token": "last context token",
+    "mean_over_choices": "mean over the choices' tokens",
+}
+"""As recordings of questions have them in their provenance."""
+
+_WORDS: dict[str, str] = {
+    "answers": "answers of a task",
+    "questions": "questions with choices",
+    "tokens": "next tokens of a text",
+    "sum": "log-likelihoods of whole choices",
+    "per_character": "log-likelihoods per character",
+    "per_byte": "log-likelihoods per byte",
+    "last_token": "state and gate of the last context token",
+    "mean_over_choices": "state and gate averaged over the choices' tokens",
+}
+
+
+class Scope(Settings, frozen=True, kw_only=True):
+    unit: Unit | None = None  # what one decision is about
+    score: Score | None = None  # of questions: what is compared
+    state: StateRead | None = None  # of questions: where state and gate are read
+    cache: Literal["full", "propagate", "latest"] | None = None  # of tokens: what later ones find of those that exited
+    precision: str | None = None  # of the weights
+
+    def check(self, here: "Scope") -> None:
+        """Refuses decisions of another kind than those that this is about."""
+        for name in ("unit", "score", "state", "cache", "precision"):
+            ours, theirs = getattr(self, name), getattr(here, name)
+            if ours is not None and theirs is not None and ours != theirs:
+                raise UserError(
+                    f"This policy was calibrated on {_words(name, ours)}, and here it would decide about "
+                    f"{_words(name, theirs)}, where its threshold means something else; calibrate one on a recording "
+                    "of these."
+                )
+
+    def __str__(self) -> str:
+        words = [_words(name, value) for name in self.__struct_fields__ if (value := getattr(self, name)) is not None]
+        return ", ".join(words) or "anything: it does not say"
+
+
+ANYTHING = Scope()
+
+
+def _words(name: str, value: str) -> str:
+    if name == "cache":
+        return f"text with the cache '{value}'"
+    return f"weights in {value}" if name == "precision" else _WORDS[value]
+
+
+def scope_of(trajectory: Trajectory) -> Scope:
+    """What the decisions of a recording are, as far as it says."""
+    found = trajectory.provenance
+    unit: Unit = found.get("unit") or (
+        "questions" if "benchmark" in found else "answers" if trajectory.sequences is None else "tokens"
+    )
+    if unit not in UNITS:
+        raise UserError(f"A recording's unit is one of {', '.join(UNITS)}, got {unit!r}.")
+    state = next((name for name, words in STATE_WORDS.items() if found.get("state") == words), None)
+    return Scope(
+        unit=unit,
+        score=SCORE_OF_METRIC.get(found.get("metric", "")) if unit == "questions" else None,
+        state=state if unit == "questions" else None,
+        cache="full" if unit == "tokens" else None,
+        precision=found.get("precision"),
+    )
