@@ -31,7 +31,11 @@ if TYPE_CHECKING:
         signal as signal,
         sweep as sweep,
     )
-    from loopscope.models import load_model as load_model
+    from loopscope.models import (
+        LoopedModel as LoopedModel,
+        SimpleLoopedModel as SimpleLoopedModel,
+        load_model as load_model,
+    )
     from loopscope.recording import record_benchmark as record_benchmark, record_model as record_model
     from loopscope.trajectory import Trajectory as Trajectory
 
@@ -41,7 +45,7 @@ _ROOMS = {
     "loopscope.engine": "Answer Prompt Request choices generate run stream",
     "loopscope.errors": "UserError",
     "loopscope.exits": "ExitPolicy FittedGate Frontier READOUTS attach calibrate conformal_risk_control signal sweep",
-    "loopscope.models": "load_model",
+    "loopscope.models": "LoopedModel SimpleLoopedModel load_model",
     "loopscope.recording": "record_benchmark record_model",
     "loopscope.trajectory": "Trajectory",
 }

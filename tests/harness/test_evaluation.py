@@ -12,6 +12,8 @@ from tiny_language import outspoken, write_outspoken
 import loopscope as ls
 from loopscope import harness
 from loopscope.cli import main
+from loopscope.exits.scope import scope_of
+from loopscope.questions import BENCHMARKS
 from loopscope.recording import record_benchmark
 
 
@@ -161,3 +163,27 @@ def test_models_in_memory_are_evaluated_too() -> None:
     found = harness.evaluate(harness.load(model, tokenizer=byte_pairs()), ["openbookqa"], data=DATA, limit=3)
     assert found.samples["openbookqa"]["effective"] == 3
     assert found.model["model_sha"] == model.weights_sha256
+
+
+@pytest.mark.parametrize(("benchmark", "mean"), [("arc_easy", False), ("openbookqa", True)])
+def test_a_policy_on_scores_per_character_decides_as_its_replay(
+    benchmark: str, mean: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The policy comes from a recording scored by acc_norm; lm_eval gets plain log-likelihoods all the same."""
+    shots = BENCHMARKS[benchmark].shots
+    recorded = ls.record_benchmark(checkpoint, benchmark, "test", tmp_path / "test", data=DATA, limit=20, mean=mean)
+    values = ls.signal("margin", recorded)[:, :-1]
+    policy = ls.ExitPolicy("margin", float(np.median(values) + 1e-7), scope=scope_of(recorded))
+    assert policy.scope.score == "per_character"
+    found = {
+        kind: harness.evaluate(
+            harness.load(checkpoint, tokenizer=byte_pairs(), policy=rule), [benchmark], data=DATA, limit=20, shots=shots
+        )
+        for kind, rule in (("adaptive", policy), ("full", None))
+    }
+    loops = found["adaptive"].loops[benchmark]
+    assert loops.average_loops == pytest.approx(policy.exit_loops(recorded).mean())
+    assert 1 < loops.average_loops < recorded.num_loops
+    right = recorded.correct[np.arange(20), policy.exit_loops(recorded) - 1]
+    assert found["adaptive"].results[benchmark]["acc_norm,none"] == pytest.approx(right.mean())
+    assert found["full"].results[benchmark]["acc_norm,none"] == pytest.approx(recorded.correct[:, -1].mean())
