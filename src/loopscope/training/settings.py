@@ -84,10 +84,10 @@ def read_settings(
     source: RunSettings | str, overrides: Sequence[str] = (), objective: Objective | None = None
 ) -> RunSettings:
     """The settings of a preset or of a TOML file, with `a.b=c` overrides and this objective on top."""
-    named = isinstance(source, str)
-    values = overridden(_tables(source) if named else plain(source), overrides)
+    tables, where = (_tables(source), source) if isinstance(source, str) else (plain(source), "the settings")
+    values = overridden(tables, overrides)
     values |= {} if objective is None else {"objective": plain(objective)}
-    return build(RunSettings, values, source if named else "the settings")
+    return build(RunSettings, values, where)
 
 
 def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
