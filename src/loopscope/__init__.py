@@ -36,7 +36,9 @@ if TYPE_CHECKING:
         SimpleLoopedModel as SimpleLoopedModel,
         load_model as load_model,
     )
+    from loopscope.objectives import LoopLosses as LoopLosses
     from loopscope.recording import record_benchmark as record_benchmark, record_model as record_model
+    from loopscope.training import fit_gate as fit_gate, train as train
     from loopscope.trajectory import Trajectory as Trajectory
 
 __version__: str
@@ -46,7 +48,9 @@ _ROOMS = {
     "loopscope.errors": "UserError",
     "loopscope.exits": "ExitPolicy FittedGate Frontier READOUTS attach calibrate conformal_risk_control signal sweep",
     "loopscope.models": "LoopedModel SimpleLoopedModel load_model",
+    "loopscope.objectives": "LoopLosses",
     "loopscope.recording": "record_benchmark record_model",
+    "loopscope.training": "fit_gate train",
     "loopscope.trajectory": "Trajectory",
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}

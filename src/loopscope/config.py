@@ -5,6 +5,7 @@ only knows how to fill one.
 """
 
 import hashlib
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -117,5 +118,7 @@ def _sentence(error: msgspec.ValidationError) -> str:
     """msgspec says `Expected ... - at `$.task.modulus``; say the key first."""
     message, _, where = str(error).partition(" - at `$")
     key = where.rstrip("`").lstrip(".")
-    message = message.rstrip(".").replace("Object", "the table").replace("contains unknown field", "has an unknown key")
+    message = re.sub("^Object ", "the table ", message.rstrip(".")).replace(
+        "contains unknown field", "has an unknown key"
+    )
     return f"{key}: {message}." if key else f"{message}."

@@ -2,16 +2,22 @@
 
 - final: the last loop only;
 - fixed_prior: sum_t pi_t l_t, the same weights for every example;
-- learned_gate: sum_t q_t(x) l_t + beta KL(q(x) || pi), where q is the gate's exit distribution.
+- learned_gate: sum_t q_t(x) l_t + beta KL(q(x) || pi), where q is the gate's exit distribution;
+- module:function: whatever a function of the user's makes of the same losses. Settings only name it: training alone
+  imports it (`training/custom_objectives.py`), so that a checkpoint's file never makes anybody run code.
 
 Shapes: T loops, B rows. Everything about q is computed in log space and in float32 or wider.
 """
 
+import math
+import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
 import torch
 import torch.nn.functional as F
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from loopscope.config import NonNegative, Settings
@@ -20,11 +26,56 @@ _FLOOR = -1e4
 """Log-probabilities below this are held there: exp of it is 0, and 0 times it is 0, where 0 times -inf is not."""
 
 
+BUILT_IN = ("final", "fixed_prior", "learned_gate")
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_DEFAULTS = {"prior": "geometric", "geometric_lambda": 0.3, "beta": 0.1}
+"""Settings that only the built-in objectives have."""
+
+Option = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class LoopLosses:
+    """What an objective is computed from: a batch at every loop. It is read by name, so there is room for more."""
+
+    cross_entropy: Tensor  # [T, B], of the right answers, or of the next tokens
+    gate_logits: Tensor | None  # [T, B], the gate's halt logits; None without a gate
+    step: int  # of training, from 0
+
+
 class Objective(Settings, frozen=True, kw_only=True):
-    name: Literal["final", "fixed_prior", "learned_gate"] = "fixed_prior"
+    name: str = "fixed_prior"  # built in, or module:function
     prior: Literal["uniform", "geometric"] = "geometric"
     geometric_lambda: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
     beta: NonNegative = 0.1
+    options: dict[str, Option] | UnsetType = UNSET  # keyword arguments of the function
+    source_sha256: str | UnsetType = UNSET  # of the function's module, as it was when the run began
+
+    def __post_init__(self) -> None:
+        if self.name in BUILT_IN:
+            if self.options is not UNSET or self.source_sha256 is not UNSET:
+                raise ValueError(f"options are of a function of one's own, and the objective '{self.name}' is built in")
+            return
+        if not _FUNCTION.fullmatch(self.name):
+            raise ValueError(
+                f"there is no objective '{self.name}'; choose of {', '.join(BUILT_IN)}, or name a function of your own "
+                "as 'module:function'"
+            )
+        for key, default in _DEFAULTS.items():
+            if getattr(self, key) not in (default, UNSET):
+                raise ValueError(
+                    f"{key} is of the built-in objectives; write objective = '{self.name}', and give the function what "
+                    "it needs as objective.options"
+                )
+            msgspec.structs.force_setattr(self, key, UNSET)  # written nowhere: it would say what is not so
+        for key, value in (self.options or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"options.{key} is not finite")
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is a function of the user's."""
+        return self.name not in BUILT_IN
 
     def depth_prior(self, loops: int) -> Tensor:
         """pi [T] in float64; for `final` all weight lies on the last loop."""
@@ -34,6 +85,7 @@ class Objective(Settings, frozen=True, kw_only=True):
 
     def loss(self, losses: Tensor, gate_logits: Tensor | None) -> Tensor:
         """The mean objective of a batch from its cross-entropies [T, B] and halt logits [T, B]."""
+        assert not self.is_custom, "a function of the user's is imported by training"
         prior = self.depth_prior(len(losses))
         if self.name != "learned_gate":
             return expected_loss(losses, prior[:, None].to(losses)).mean()

@@ -251,6 +251,9 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
         ('settings = "demo-parity"', 'settings = "nowhere"', "neither a preset"),
         ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
         ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "names 2 runs"),
+        ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["final"]', "'final' is built in: gate and prior"),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
         ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "largest drop"),
         ("gates = {", "guarantees = [{ max_loss = 0.1 }]\ngates = {", "max_loss"),
         ("gates = {", 'guarantees = [{ readout = "mood" }]\ngates = {', "no readout 'mood'"),
@@ -295,6 +298,72 @@ def test_the_lists_decide_what_a_run_is(tmp_path: Path) -> None:
     final = changed(tmp_path, 'gate = ["none", "mlp"]\nprior = ["uniform"]', 'prior = ["final"]')
     assert final.models[-1].name == "parity-final-fixed-s0"
     assert final.models[-1].training.settings.objective.name == "final"
+
+
+CUSTOM = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+def last_two(loops, weight=1.0):
+    return loops.cross_entropy[-1] + weight * loops.cross_entropy[-2]
+def gated(loops):
+    return (loops.cross_entropy * loops.gate_logits.softmax(0)).sum(0)
+"""
+
+
+def custom_study(tmp_path: Path, runs: str) -> Path:
+    """The first part of the tiny study: its reference, and these runs."""
+    text = TINY.read_text().replace("seed = [0, 1]\nfit = true\nextrapolate = true", "seed = [0]")
+    path = tmp_path / "custom.toml"
+    path.write_text(text[: text.index('[[parts.runs]]\ngate = ["linear"]')] + runs)
+    return path
+
+
+def test_objectives_of_one_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "study_losses.py"
+    module.write_text(CUSTOM)
+    entry = '[[parts.runs]]\nobjective = ["study_losses:{}"]\n{}\n'
+    weighted = entry.format("last_two", 'set = ["objective.options.weight=0.5"]')
+    study = custom_study(tmp_path, weighted + entry.format("gated", 'gate = ["linear"]\nfit = true'))
+    plan = make_plan(str(study), [])
+    names = ["mano-geometric0.3-fixed-s0", "mano-last_two-weight0.5-s0", "mano-gated-linear-s0"]
+    assert [model.name for model in plan.models] == names
+    assert keys(plan, Train) == keys(make_plan(str(study), []), Train)
+    module.write_text(CUSTOM + "# another text\n")
+    after = make_plan(str(study), [])
+    assert [old.training.key == new.training.key for old, new in zip(plan.models, after.models, strict=True)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not (tmp_path / "imported").exists()  # planning reads and runs nothing
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["study", "run", str(study), *out]) == 0
+    results = json.loads((tmp_path / "out" / "report" / "results.json").read_bytes())
+    labels = [model["label"] for model in results["models"]]
+    assert labels == [
+        "fixed prior, geometric 0.3",
+        "study_losses:last_two, weight 0.5",
+        "study_losses:gated, linear gate",
+    ]
+    assert all((tmp_path / "out" / name / "model.safetensors").exists() for name in names)
+    with pytest.raises(ls.UserError, match="the lists of its runs decide this"):
+        make_plan(str(study), ["objective=final"])
+    (tmp_path / "imported").unlink()
+    capsys.readouterr()
+    assert main(["study", "run", str(study), *out]) == 0  # all of it is there
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_study_says_first_what_is_wrong_with_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "wrong_losses.py").write_text("def missing(loops): return loops.nothing\n")
+    study = custom_study(tmp_path, '[[parts.runs]]\nobjective = ["wrong_losses:missing"]\n')
+    with pytest.raises(ls.UserError, match=r"has no attribute 'nothing' \(wrong_losses.py, line 1\)"):
+        run_study(make_plan(str(study), []), tmp_path / "store", silent)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("name", ["mano.toml", "paper.toml"])

@@ -72,6 +72,22 @@ def test_it_takes_over_the_hosts_prior(gated_run: Path, tmp_path: Path) -> None:
     assert gate_settings(sample_by_pattern(), {}).prior == "uniform"
 
 
+def test_from_python_it_has_the_defaults_of_the_command_line(gated_run: Path, tmp_path: Path) -> None:
+    recording = record_task(gated_run, "train", tmp_path / "train", Keep(hidden=True), 200)
+    assert np.array_equal(
+        ls.fit_gate(recording, steps=20).weight, fit_gate(recording, gate_settings(recording, {"steps": 20})).weight
+    )
+    gate = ls.fit_gate(recording, kind="mlp", objective="utility", steps=5)
+    assert isinstance(gate, ls.FittedGate)
+    assert gate.kind == "mlp"
+    assert gate.provenance["gate"]["beta"] == 0.1
+    assert fit_gate(recording, GateSettings(steps=5), seed=3).provenance["gate"]["seed"] == 3
+    with pytest.raises(ls.UserError, match="the gate: .*unknown key `knd`"):
+        ls.fit_gate(recording, knd="mlp")
+    with pytest.raises(ls.UserError, match="objective: Invalid enum value 'final'"):
+        ls.fit_gate(recording, objective="final")
+
+
 def test_the_engine_runs_it_as_the_replay_does(gated_run: Path, tmp_path: Path) -> None:
     recordings = {
         split: record_task(gated_run, split, tmp_path / split, Keep(hidden=True)) for split in ("train", "test")

@@ -53,10 +53,22 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
     objective, gate = run["objective"], run["model"]["gate"]
     if objective["name"] == "final":
         return "final loop only"
+    if is_custom(objective):
+        options = [f"{key} {value}" for key, value in objective.get("options", {}).items()]
+        return _tidy(", ".join([objective["name"], *options, *([] if gate == "none" else [_gate(gate)])]))
     prior = "uniform" if objective["prior"] == "uniform" else f"geometric {objective['geometric_lambda']:g}"
     if gate == "none":
         return f"fixed prior, {prior}"
-    return f"{'linear' if gate == 'linear' else 'MLP'} gate, {prior}, β {objective['beta']:g}"
+    return f"{_gate(gate)}, {prior}, β {objective['beta']:g}"
+
+
+def is_custom(objective: dict[str, Any]) -> bool:
+    """Whether a run was trained with a function of the user's: its name is module:function."""
+    return ":" in objective["name"]
+
+
+def _gate(kind: str) -> str:
+    return f"{'linear' if kind == 'linear' else 'MLP'} gate"
 
 
 def _tidy(text: str) -> str:

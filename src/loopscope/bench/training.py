@@ -12,9 +12,11 @@ from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.bench.padded_baseline import plain_losses
 from loopscope.models.layout import share_prefixes
+from loopscope.objectives import LoopLosses
 from loopscope.progress import ProgressCallback
 from loopscope.tasks import Examples
 from loopscope.training import RunSettings, initial_model
+from loopscope.training.custom_objectives import load_objective
 from loopscope.training.loop import deterministic, train_step
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.task_run import AnswerLosses, training_batches
@@ -39,15 +41,16 @@ class TrainBench(msgspec.Struct, frozen=True):
 def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progress: ProgressCallback) -> TrainBench:
     """`steps` steps of each way a round; both ways take the same batches and the same optimizers."""
     device, prepared = torch.device("cpu"), training_batches(settings)
+    objective = load_objective(settings.objective, settings.training.seed)
     packed, plain = (initial_model(settings) for _ in range(2))
     packed_optimizers, plain_optimizers = (Optimizers(model, settings.training) for model in (packed, plain))
 
     def plain_step(batch: Examples) -> None:
-        settings.objective.loss(*plain_losses(plain, batch)).backward()  # type: ignore[no-untyped-call]
+        objective(LoopLosses(*plain_losses(plain, batch), 0)).backward()  # type: ignore[no-untyped-call]
         plain_optimizers.step(0)
 
     def packed_step(batch: Examples) -> None:
-        train_step(AnswerLosses(packed), packed_optimizers, batch, 0, settings, device)
+        train_step(AnswerLosses(packed), objective, packed_optimizers, batch, 0, settings, device)
 
     def several(step: Callable[[Examples], None]) -> None:
         for index in range(steps):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loopscope.analysis.labels import model_label, recorded_run
+from loopscope.analysis.labels import is_custom, model_label, recorded_run
 from loopscope.analysis.schema import GroupResult, ModelResult, Results
 
 VariantPrior = Literal["uniform"] | float
@@ -53,7 +53,7 @@ def trained_variants(results: Results) -> list[TrainedVariant]:
         if run is None:
             continue
         objective, gate = run["objective"], run["model"]["gate"]
-        if objective["name"] == "final":
+        if objective["name"] == "final" or is_custom(objective):
             continue
         prior: VariantPrior = "uniform" if objective["prior"] == "uniform" else float(objective["geometric_lambda"])
         beta = None if gate == "none" else float(objective["beta"])

@@ -36,6 +36,9 @@ def run_study(
     steps = to_be_done(goals, store)
     if not steps:
         return 0
+    for step in steps:
+        if isinstance(step, Train):
+            step.check(store)
     if store.exists() and not store.is_dir():
         raise UserError(f"{store} is a file; give a folder as the store.")
     store.mkdir(parents=True, exist_ok=True)

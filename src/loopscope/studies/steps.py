@@ -28,8 +28,9 @@ from loopscope.recording import Keep, record_task
 from loopscope.studies.external_sources import ExternalSource
 from loopscope.training import train
 from loopscope.training.gate_fitting import GateSettings, fit_gate
-from loopscope.training.loop import logged_steps
+from loopscope.training.loop import logged_steps, with_objective
 from loopscope.training.settings import RunSettings
+from loopscope.training.task_run import TaskRun
 from loopscope.trajectory import Trajectory
 
 SMALL = 50
@@ -95,6 +96,10 @@ class Train(Step, frozen=True, kw_only=True):
 
     def units_done(self, store: Path) -> int:
         return self.units if self.done(store) else min(logged_steps(self.folder(store)), self.units - 1)
+
+    def check(self, store: Path) -> None:
+        """Says before anything is trained what is wrong with an objective of the user's own."""
+        with_objective(TaskRun(self.settings, self.folder(store)), torch.device("cpu"))
 
     def run(self, store: Path, device: torch.device) -> None:
         train(self.settings, self.folder(store), device)

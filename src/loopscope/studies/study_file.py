@@ -1,9 +1,11 @@
 """What is a study? A file that lists runs or checkpoints, what is recorded of and fitted to them, and the products.
 
 A study has parts, one a task or scale. Every `[[parts.runs]]` is the product of its lists: gates x priors x betas x
-seeds. Or it has `[[checkpoints]]`: models that are there already x benchmarks. docs/studies.md describes the format.
+seeds, or the user's own objectives x gates x seeds. Or it has `[[checkpoints]]`: models that are there already x
+benchmarks. docs/studies.md describes the format.
 """
 
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from itertools import product
@@ -16,7 +18,9 @@ from loopscope.config import Count, NonNegative, Seed, Settings, build, plain, r
 from loopscope.errors import UserError
 from loopscope.exits.risk_target import RiskTarget
 from loopscope.models.gates import GateKind
+from loopscope.objectives import BUILT_IN, Objective
 from loopscope.questions import BENCHMARKS
+from loopscope.training.custom_objectives import with_source
 from loopscope.training.settings import RunSettings, read_settings
 
 Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
@@ -27,21 +31,38 @@ T = TypeVar("T")
 Some = Annotated[tuple[T, ...], msgspec.Meta(min_length=1)]
 
 _RESERVED = ("report", "store")
-_LISTED = ("objective.", "model.gate", "training.seed")
+_LISTED = ("objective", "model.gate", "training.seed")
 """Settings that the lists of `[[parts.runs]]` decide."""
+
+
+_PRIORS: tuple[Prior, ...] = ("uniform",)
+_BETAS = (0.1,)
 
 
 class RunGrid(Settings, frozen=True, kw_only=True):
     """Training runs: every combination of the lists. Without a gate they have a fixed prior."""
 
+    objective: tuple[str, ...] = ()  # functions of one's own, module:function, in place of priors and betas
     gate: Some[GateKind] = ("none",)
-    prior: Some[Prior] = ("uniform",)  # "uniform", the lambda of a geometric prior, or "final": the last loop only
-    beta: Some[NonNegative] = (0.1,)  # of runs with a gate
+    prior: Some[Prior] = _PRIORS  # "uniform", the lambda of a geometric prior, or "final": the last loop only
+    beta: Some[NonNegative] = _BETAS  # of runs with a gate
     seed: Some[Seed] = (0,)
     set: tuple[str, ...] = ()  # a.b=c, on top of the part's
     fit: bool = False  # fit the part's post-hoc gates to these trajectories
     extrapolate: bool = False  # record examples harder than those of training, too
     name: Name | None = None  # of a single run; otherwise it is made from what the run is
+
+    def __post_init__(self) -> None:
+        if built_in := [name for name in self.objective if name in BUILT_IN]:
+            raise ValueError(
+                f"objective lists functions of one's own (module:function), and '{built_in[0]}' is built in: gate and "
+                "prior decide it"
+            )
+        if self.objective and (self.prior, self.beta) != (_PRIORS, _BETAS):
+            raise ValueError(
+                "prior and beta are of the built-in objectives; a function of one's own takes "
+                'set = ["objective.options.NAME=VALUE"]'
+            )
 
 
 class Gates(Settings, frozen=True, kw_only=True):
@@ -114,7 +135,7 @@ class StudyRun(Settings, frozen=True, kw_only=True):
     name: str
     settings: RunSettings
     gate: GateKind
-    prior: Prior
+    prior: Prior | None  # None where the objective is a function of the user's
     beta: NonNegative | None
     seed: Seed
     of: RunGrid
@@ -149,19 +170,34 @@ def runs_of(part: StudyPart, beside: Path, overrides: list[str]) -> list[StudyRu
     source = str(beside / part.settings) if (beside / part.settings).is_file() else part.settings
     made: list[StudyRun] = []
     for entry in part.runs:
-        every = product(entry.gate, entry.prior, entry.beta, entry.seed)
-        combinations = list(dict.fromkeys((g, p, None if g == "none" else b, s) for g, p, b, s in every))
+        combinations = _combinations(entry)
         if entry.name is not None and len(combinations) > 1:
             raise UserError(f"'{entry.name}' names {len(combinations)} runs; a name is for one run.")
         if entry.name in _RESERVED:
             raise UserError(f"'{entry.name}' cannot be the name of a run; choose another.")
-        for gate, prior, beta, seed in combinations:
-            changes = [*part.set, *entry.set, *_changes(gate, prior, beta, seed), *overrides]
+        for custom, gate, prior, beta, seed in combinations:
+            if prior is None:
+                own = [*entry.set, f"training.seed={seed}", f"model.gate={gate}"]
+                changes = [*part.set, f'objective={{name="{custom}"}}', *own, *overrides]
+            else:
+                changes = [*part.set, *entry.set, *_changes(gate, prior, beta, seed), *overrides]
             settings = read_settings(source, changes)
+            objective = with_source(settings.objective)
+            settings = msgspec.structs.replace(settings, objective=objective)
             task = part.name or type(settings.task).__name__.lower()
-            name = entry.name or f"{task}-{_name(gate, prior, beta, seed)}"
+            words = _custom_name(objective, gate, seed) if prior is None else _name(gate, prior, beta, seed)
+            name = entry.name or f"{task}-{words}"
             made.append(StudyRun(name=name, settings=settings, gate=gate, prior=prior, beta=beta, seed=seed, of=entry))
     return made
+
+
+def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, float | None, int]]:
+    if grid.objective:
+        return [
+            (custom, gate, None, None, seed) for custom, gate, seed in product(grid.objective, grid.gate, grid.seed)
+        ]
+    every = product(grid.gate, grid.prior, grid.beta, grid.seed)
+    return list(dict.fromkeys(("", g, p, None if g == "none" else b, s) for g, p, b, s in every))
 
 
 def _changes(gate: GateKind, prior: Prior, beta: float | None, seed: int) -> list[str]:
@@ -181,3 +217,10 @@ def _name(gate: GateKind, prior: Prior, beta: float | None, seed: int) -> str:
     family = "fixed" if beta is None else f"{gate}-b{beta:g}"
     words = prior if isinstance(prior, str) else f"geometric{prior:g}"
     return f"{words}-{family}-s{seed}"
+
+
+def _custom_name(objective: Objective, gate: GateKind, seed: int) -> str:
+    """By the function's name and its options, with nothing that a folder's name cannot have."""
+    options = [f"{key}{value}" for key, value in (objective.options or {}).items()]
+    words = [objective.name.partition(":")[2], *options, *([] if gate == "none" else [gate]), f"s{seed}"]
+    return re.sub(r"[^\w.-]", "_", "-".join(words))

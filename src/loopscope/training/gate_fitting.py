@@ -66,14 +66,24 @@ def gate_settings(recording: Trajectory, changes: dict[str, Any]) -> GateSetting
 
 def host_defaults(objective: Objective | None) -> dict[str, Any]:
     """What a fitted gate takes over from the objective that its host was trained with."""
-    if objective is None or objective.name == "final":
+    if objective is None or objective.is_custom or objective.name == "final":
         return {}
     taken = {"prior": objective.prior, "geometric_lambda": objective.geometric_lambda}
     return taken | ({"beta": objective.beta} if objective.name == "learned_gate" else {})
 
 
-def fit_gate(recording: Trajectory, settings: GateSettings, progress: ProgressCallback = silent) -> FittedGate:
-    """A gate for the pooled states of `recording`, which must keep them."""
+def fit_gate(
+    recording: Trajectory, settings: GateSettings | None = None, progress: ProgressCallback = silent, **changes: Any
+) -> FittedGate:
+    """A gate for the pooled states of `recording`, which must keep them.
+
+    Without settings: a linear gate with the objective `ponder`, and prior and beta of the model that was recorded.
+    `changes` are other values of `GateSettings`: kind="mlp", objective="utility", steps=500.
+    """
+    if settings is None:
+        settings = gate_settings(recording, changes)
+    elif changes:
+        settings = build(GateSettings, {**plain(settings), **changes}, "the gate")
     if recording.hidden is None:
         raise UserError("A gate is fitted on hidden states, and this recording keeps none; record it with --hidden.")
     if recording.num_loops < 2:

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from loopscope.artifacts import sha256, write_json
-from loopscope.config import Count, NonNegative, Positive, Settings, build, plain, read_toml, with_overrides
+from loopscope.config import Count, NonNegative, Positive, Settings, build, plain, read_toml
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
 from loopscope.models import Ouro, OuroConfig
 from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.objectives import Objective
 from loopscope.training.loop import DATA_FILE, TrainingRun, epoch_rows
-from loopscope.training.settings import Training
+from loopscope.training.settings import Training, overridden
 from loopscope.training.tokenizer import SMALLEST, train_tokenizer
 
 _VALIDATED = 16
@@ -93,7 +93,7 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
 
 
 def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
-    return build(PretrainSettings, with_overrides(read_toml(source), overrides), str(source))
+    return build(PretrainSettings, overridden(read_toml(source), overrides), str(source))
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,14 @@ class LanguageRun(TrainingRun):
             "dtype": "float32",
             "run": {**plain(self.settings), "text_sha256": texts},
         }
+
+    @property
+    def num_loops(self) -> int:
+        return self.settings.model.total_ut_steps
+
+    @property
+    def has_gate(self) -> bool:
+        return True
 
     def prepare(self) -> None:
         if not (self.folder / TOKENIZER).is_file():

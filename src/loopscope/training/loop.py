@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -33,9 +33,10 @@ from loopscope.config import differences, read_json
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, LoopedTransformer, Ouro, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
-from loopscope.objectives import Objective
+from loopscope.objectives import LoopLosses, Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
+from loopscope.training.custom_objectives import LossFunction, UserFunction, load_objective, try_objective, with_source
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.settings import Training
@@ -66,15 +67,25 @@ class Batch(Protocol):
 
 
 class TrainingRun(ABC):
-    """What is trained, and on what."""
+    """What is trained, and on what: a frozen dataclass."""
 
     settings: Any  # `TrainableSettings`, and more
     folder: Path
+    function: UserFunction | None = None  # the objective's, where it is given and not imported
+    gate_by_choice: ClassVar[bool] = False  # whether the settings decide if the model has a gate
 
     @property
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The checkpoint's `config.json`; under `run` it names all that the run's outcome depends on."""
+
+    @property
+    @abstractmethod
+    def num_loops(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def has_gate(self) -> bool: ...
 
     @abstractmethod
     def prepare(self) -> None:
@@ -95,6 +106,9 @@ class TrainingRun(ABC):
     @abstractmethod
     def validate(self, model: Any, device: torch.device) -> dict[str, Any]:
         """Mean cross-entropy and accuracy of every loop on a sample of the validation data."""
+
+
+_Run = TypeVar("_Run", bound=TrainingRun)
 
 
 @dataclass(frozen=True)
@@ -143,6 +157,8 @@ def train_run(
     """Trains the run in its folder, from its beginning or from where it was interrupted."""
     folder, steps = run.folder, run.settings.training.steps
     workers.share(run.settings.training.batch_size)
+    with workers.together():
+        run, objective = with_objective(run, device)
     with ExitStack() as held:
         with workers.together():
             if workers.is_main:
@@ -154,10 +170,28 @@ def train_run(
         if (folder / WEIGHTS).is_file():
             return RunResult(folder, steps, _read_metrics(folder, steps))
         held.enter_context(deterministic())
-        return _train(run, device, progress, workers)
+        return _train(run, objective, device, progress, workers)
 
 
-def _train(run: TrainingRun, device: torch.device, progress: ProgressCallback, workers: Workers) -> RunResult:
+def with_objective(run: _Run, device: torch.device) -> tuple[_Run, LossFunction]:
+    """The run with the hash of its objective's source in its settings, and the objective, which was tried."""
+    settings = run.settings
+    pinned = with_source(settings.objective, run.function)
+    objective = load_objective(pinned, settings.training.seed, run.function)
+    if not pinned.is_custom:
+        return run, objective
+    trains_gate = try_objective(objective, run.num_loops, run.has_gate, settings.training.steps, device)
+    if run.has_gate and run.gate_by_choice and not trains_gate:
+        raise UserError(
+            f"The objective '{pinned.name}' does not use loops.gate_logits, so the gate would stay as it began; set "
+            "model.gate = 'none'."
+        )
+    return replace(cast(Any, run), settings=msgspec.structs.replace(settings, objective=pinned)), objective
+
+
+def _train(
+    run: TrainingRun, objective: LossFunction, device: torch.device, progress: ProgressCallback, workers: Workers
+) -> RunResult:
     folder, settings = run.folder, run.settings
     every = settings.training
     with workers.together():
@@ -174,12 +208,12 @@ def _train(run: TrainingRun, device: torch.device, progress: ProgressCallback, w
     losses = workers.replicated(run.losses(model))
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
     if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
-        _backward(losses, batch_of(start).take(mine), settings, device)
+        _backward(losses, objective, batch_of(start).take(mine), start, settings, device)
         losses.zero_grad(set_to_none=True)
     note = ""
     for step in range(start, every.steps):
         done, last = step + 1, step + 1 == every.steps
-        outcome = train_step(losses, optimizers, batch_of(step).take(mine), step, settings, device)
+        outcome = train_step(losses, objective, optimizers, batch_of(step).take(mine), step, settings, device)
         logging, validating, saving = (
             done % often == 0 or last for often in (every.log_every, every.validate_every, every.checkpoint_every)
         )
@@ -225,21 +259,27 @@ def logged_steps(folder: Path) -> int:
 
 
 def train_step(
-    answers: Losses, optimizers: Optimizers, batch: Any, step: int, settings: TrainableSettings, device: torch.device
+    answers: Losses,
+    objective: LossFunction,
+    optimizers: Optimizers,
+    batch: Any,
+    step: int,
+    settings: TrainableSettings,
+    device: torch.device,
 ) -> StepOutcome:
     """One step of training on this batch."""
-    loss, losses, correct = _backward(answers, batch, settings, device)
+    loss, losses, correct = _backward(answers, objective, batch, step, settings, device)
     rate, norm = optimizers.step(step)
     return StepOutcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
 
 
 def _backward(
-    answers: Losses, batch: Any, settings: TrainableSettings, device: torch.device
+    answers: Losses, objective: LossFunction, batch: Any, step: int, settings: TrainableSettings, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
     with _autocast(settings, device):
         losses, correct, gate_logits = answers(batch, device)
-        loss = settings.objective.loss(losses, gate_logits)
+        loss = objective(LoopLosses(losses, gate_logits, step))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss, losses, correct
 
@@ -267,7 +307,13 @@ def _claim(run: TrainingRun) -> None:
         before = trained_with(folder)
         if before is None:
             raise UserError(f"{folder} holds a checkpoint that was not trained here; choose another --out.")
-        if changed := differences(before, run.config["run"]):
+        changed = differences(before, run.config["run"])
+        if changed == ["objective.source_sha256"]:
+            raise UserError(
+                f"{folder} holds a run whose objective '{run.settings.objective.name}' had another source text; choose "
+                "another --out, or put the old text back."
+            )
+        if changed:
             raise UserError(
                 f"{folder} holds a run with other settings ({', '.join(changed[:3])}); choose another --out, "
                 "or remove it."

@@ -1,12 +1,24 @@
 """The settings of a training run, and the presets that ship with LoopScope."""
 
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, read_json, read_toml, with_overrides
+from loopscope.config import (
+    Count,
+    NonNegative,
+    Positive,
+    Seed,
+    Settings,
+    build,
+    plain,
+    read_json,
+    read_toml,
+    with_overrides,
+)
 from loopscope.errors import UserError
 from loopscope.models import TransformerSettings, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, ModelType
@@ -46,7 +58,8 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     training: Training = Training()
 
     def __post_init__(self) -> None:
-        if (self.objective.name == "learned_gate") != (self.model.gate != "none"):
+        gated = self.objective.name == "learned_gate"
+        if not self.objective.is_custom and gated != (self.model.gate != "none"):
             raise ValueError(
                 "a learned_gate objective needs model.gate = 'linear' or 'mlp', and the other objectives model.gate "
                 f"= 'none'; got objective.name = '{self.objective.name}' with model.gate = '{self.model.gate}'"
@@ -67,9 +80,27 @@ def presets() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def read_settings(source: str, overrides: list[str]) -> RunSettings:
-    """The settings of a preset or of a TOML file, with `a.b=c` overrides on top."""
-    return build(RunSettings, with_overrides(_tables(source), overrides), source)
+def read_settings(
+    source: RunSettings | str, overrides: Sequence[str] = (), objective: Objective | None = None
+) -> RunSettings:
+    """The settings of a preset or of a TOML file, with `a.b=c` overrides and this objective on top."""
+    tables, where = (_tables(source), source) if isinstance(source, str) else (plain(source), "the settings")
+    values = overridden(tables, overrides)
+    values |= {} if objective is None else {"objective": plain(objective)}
+    return build(RunSettings, values, where)
+
+
+def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name."""
+
+    def expanded(values: Mapping[str, Any]) -> dict[str, Any]:
+        objective = values.get("objective")
+        return {**values, **({"objective": {"name": objective}} if isinstance(objective, str) else {})}
+
+    values = expanded(tables)
+    for override in overrides:
+        values = expanded(with_overrides(values, [override]))
+    return values
 
 
 def read_run_settings(run: Path) -> RunSettings:

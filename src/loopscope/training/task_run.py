@@ -3,11 +3,11 @@
 Shapes: B rows, T loops.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,29 +16,49 @@ from torch import Tensor, nn
 
 from loopscope.artifacts import write_json
 from loopscope.config import plain
+from loopscope.errors import UserError
 from loopscope.models import CheckpointConfig, LoopedTransformer
+from loopscope.models.device import check_device
+from loopscope.objectives import Option
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
+from loopscope.training.custom_objectives import UserFunction, custom_objective
 from loopscope.training.loop import DATA_FILE, RunResult, TrainingRun, epoch_rows, train_run
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.settings import RunSettings
+from loopscope.training.settings import RunSettings, read_settings
 
 
 def train(
-    settings: RunSettings,
-    folder: Path,
-    device: torch.device,
+    settings: RunSettings | str,
+    folder: Path | str,
+    device: torch.device | str = "cpu",
     progress: ProgressCallback = silent,
     workers: Workers = SINGLE_WORKER,
+    *,
+    overrides: Sequence[str] = (),
+    objective: UserFunction | str | None = None,
+    options: Mapping[str, Option] | None = None,
 ) -> RunResult:
-    """Trains the run in `folder`, from its beginning or from where it was interrupted."""
-    return train_run(TaskRun(settings, folder), device, progress, workers)
+    """Trains the run in `folder`, from its beginning or from where it was interrupted.
+
+    `settings` are those of a preset or a TOML file (with `a.b=c` overrides), or made already. `objective` is a function
+    of the user's or "module:function", in place of what they say, and `options` are its keyword arguments.
+    """
+    if objective is None and options is not None:
+        raise UserError("options are those of an objective; give the objective, too.")
+    chosen = None if objective is None else custom_objective(objective, options)
+    if chosen is not None or overrides or not isinstance(settings, RunSettings):
+        settings = read_settings(settings, overrides, chosen)
+    run = TaskRun(settings, Path(folder), objective if callable(objective) else None)
+    return train_run(run, check_device(device) if isinstance(device, str) else device, progress, workers)
 
 
 @dataclass(frozen=True)
 class TaskRun(TrainingRun):
     settings: RunSettings
     folder: Path
+    function: UserFunction | None = None
+    gate_by_choice: ClassVar[bool] = True
 
     @property
     def config(self) -> dict[str, Any]:
@@ -49,6 +69,14 @@ class TaskRun(TrainingRun):
             run=plain(self.settings),
         )
         return plain(config)
+
+    @property
+    def num_loops(self) -> int:
+        return self.settings.model.loops
+
+    @property
+    def has_gate(self) -> bool:
+        return self.settings.model.gate != "none"
 
     def prepare(self) -> None:
         if not (self.folder / DATA_FILE).is_file():

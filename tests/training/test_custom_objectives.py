@@ -1,0 +1,329 @@
+"""Objectives of the user's own: do they train and resume, does their source count, is what is wrong said first?"""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, tiny_language_run, tiny_settings
+
+import loopscope as ls
+from loopscope.cli import main
+from loopscope.config import plain
+from loopscope.models import read_checkpoint_config
+from loopscope.objectives import LoopLosses, Objective
+from loopscope.recording import Keep, record_task
+from loopscope.training import read_settings
+from loopscope.training.custom_objectives import load_objective, with_source
+from loopscope.training.gate_fitting import gate_settings
+from loopscope.training.loop import train_run
+from loopscope.training.settings import read_run_settings
+
+CPU = torch.device("cpu")
+NOISY = """
+import torch
+
+def helper():
+    return 0.5
+
+def noisy(loops, noise=0.1):
+    drawn = noise * torch.rand(loops.cross_entropy.shape[1])
+    halts = loops.gate_logits.sigmoid() if loops.gate_logits is not None else 0
+    return ((helper() + drawn) * (loops.cross_entropy + halts)).mean()
+
+number = 3
+
+def one(loops): return 1.0
+def rows(loops): return loops.cross_entropy
+def broken(loops): return loops.nothing
+def infinite(loops): return (loops.cross_entropy / 0).mean()
+def detached(loops): return loops.cross_entropy.detach().mean()
+def last(loops): return loops.cross_entropy[-1]
+def late(loops): return loops.cross_entropy[-1] * (1 if loops.step < 11 else float("nan"))
+"""
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Writes a module and forgets the earlier one; its name is of this test alone."""
+    name = f"losses_{hashlib.sha256(str(tmp_path).encode()).hexdigest()[:8]}"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files change here within one second
+
+    def written(text: str = NOISY) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        sys.modules.pop(name, None)
+        return name
+
+    yield written
+    sys.modules.pop(name, None)
+
+
+def settings(*overrides: str) -> list[str]:
+    return [word for override in (*TINY, *overrides) for word in ("--set", override)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_killed_and_resumed_it_ends_bit_identical(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = ["training.steps=200", "training.checkpoint_every=7", "model.gate=linear"]
+    changes = settings(*longer, f"objective={write()}:noisy", "objective.options.noise=0.7")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+
+    def words(folder: Path) -> list[str]:
+        return ["train", "demo", "--out", str(folder), "--threads", "1", *changes]
+
+    command = [sys.executable, "-m", "loopscope.cli", *words(cut)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (cut / "state.safetensors").exists():
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (cut / "model.safetensors").exists()
+    before = contents(cut)
+    write(NOISY.replace("return 0.5", "return 0.6"))  # a helper, not the function itself
+    assert main(words(cut)) == 2
+    assert "had another source text; choose another --out, or put the old text back." in capsys.readouterr().err
+    assert contents(cut) == before
+    write()
+    assert main(words(cut)) == main(words(whole)) == 0
+    assert contents(cut) == contents(whole)
+
+
+def test_its_numbers_are_drawn_from_seed_and_step(write: Write) -> None:
+    objective = with_source(Objective(name=f"{write()}:noisy"))
+    losses = torch.ones(3, 2, requires_grad=True)
+    torch.manual_seed(0)
+    undisturbed = torch.rand(1)
+    torch.manual_seed(0)
+    values = [
+        load_objective(objective, seed)(LoopLosses(losses, None, step)).item()
+        for seed, step in ((0, 5), (0, 6), (1, 5))
+    ]
+    assert load_objective(objective, 0)(LoopLosses(losses, None, 5)).item() == values[0]
+    assert len(set(values)) == 3
+    assert torch.rand(1) == undisturbed
+
+
+def test_the_run_names_it_and_nobody_but_training_imports_it(write: Write, tmp_path: Path) -> None:
+    name = write(f"from pathlib import Path\nPath({str(tmp_path / 'imported')!r}).touch()\n" + NOISY)
+    run = tmp_path / "run"
+    assert main(["train", "demo", "--out", str(run), *settings(f"objective.name={name}:noisy")]) == 0
+    (tmp_path / "imported").unlink()
+    source = hashlib.sha256((tmp_path / f"{name}.py").read_bytes()).hexdigest()
+    config = json.loads((run / "config.json").read_bytes())
+    assert config["run"]["objective"] == {"name": f"{name}:noisy", "source_sha256": source}
+    sys.modules.pop(name)
+    ls.load_model(run)
+    recording = record_task(run, "train", tmp_path / "train", Keep(hidden=True), 100)
+    assert gate_settings(recording, {}).prior == "uniform"
+    assert read_run_settings(run).objective.source_sha256 == source
+    with_source(read_run_settings(run).objective)
+    assert not (tmp_path / "imported").exists()
+    (tmp_path / f"{name}.py").unlink()
+    ls.load_model(run)
+    record_task(run, "test", tmp_path / "test")
+
+
+def test_built_in_runs_are_what_they_were() -> None:
+    """No key more in their settings, so neither their files nor their addresses change."""
+    for name in ("final", "fixed_prior", "learned_gate"):
+        gate = "linear" if name == "learned_gate" else "none"
+        run = tiny_settings(f"objective.name={name}", f"model.gate={gate}")
+        assert list(plain(run)["objective"].items()) == [
+            ("name", name),
+            ("prior", "geometric"),
+            ("geometric_lambda", 0.3),
+            ("beta", 0.1),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("missing", "has no 'missing' to be the objective; it has helper, noisy, one"),
+        ("number", "is not a function, but of type int"),
+        ("one", "returned float; it must return the loss of the batch"),
+        ("rows", "returned a tensor of shape [3, 3]"),
+        ("broken", "AttributeError: 'LoopLosses' object has no attribute 'nothing' (losses_"),
+        ("infinite", "is not finite"),
+        ("detached", "has no gradient; compute it from"),
+        ("late", "is not finite"),  # at the last step
+        ("last", "got an unexpected keyword argument 'x'"),
+        ("torch", "is not a function"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_written(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, words: str
+) -> None:
+    options = ["objective.options.x=1"] if function == "last" else []
+    changes = settings(f"objective={write()}:{function}", *options)
+    assert main(["train", "demo", "--out", str(tmp_path / "run"), *changes]) == 2
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert words in sentence
+    assert sentence.endswith(".")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "import nowhere_at_all\n",
+            "cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all' (losses_",
+        ),
+        ("x = 1 / 0\n", "cannot be imported: ZeroDivisionError: division by zero (losses_"),
+        ("def noisy(:\n", "cannot be imported: SyntaxError: invalid syntax"),
+        ("raise SystemExit(3)\n", "cannot be imported: SystemExit: 3"),
+        ("from loopscope.objectives import expected_loss as noisy\n", "is defined in 'loopscope.objectives'"),
+        ("", "it has no functions"),
+    ],
+)
+def test_a_module_that_cannot_be_used_is_explained(write: Write, tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ls.UserError, match=re.escape(words)):
+        ls.train(tiny_settings(f"objective.name={write(text)}:noisy"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["objective=nowhere_at_all:f"], "There is no module 'nowhere_at_all'"),
+        (["objective=nowhere_at_all.deeper:f"], "There is no module 'nowhere_at_all.deeper'"),
+        (["objective=math:sqrt"], "has no source text"),
+    ],
+)
+def test_a_module_that_is_not_there_is_explained(tmp_path: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(ls.UserError, match=re.escape(words)):
+        ls.train("demo", tmp_path / "run", overrides=[*TINY, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["objective=fixed"], "no objective 'fixed'; choose of final, fixed_prior, learned_gate, or name a function"),
+        (["objective.name=my/losses.py:f"], "no objective 'my/losses.py:f'"),
+        (
+            ["objective.name=Objects:f", "objective.beta=0.5"],
+            "beta is of the built-in objectives; write objective = 'Ob",
+        ),
+        (["objective.options.x=1"], "options are of a function of one's own"),
+        (["objective=m:f", "objective.options.x=[1]"], "options"),
+        (["objective=m:f", "objective.options.x=nan"], "options.x is not finite"),
+    ],
+)
+def test_settings_that_cannot_be_are_explained(overrides: list[str], words: str) -> None:
+    with pytest.raises(ls.UserError, match=re.escape(words)):
+        read_settings("demo", overrides)
+
+
+def test_the_short_form_is_a_table_with_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text('objective = "m:f"\n[task]\nname = "parity"\n')
+    assert read_settings(str(file)).objective == Objective(name="m:f")
+    more = read_settings(str(file), ["objective.options.x=1", "objective.options.word=a"]).objective
+    assert more.options == {"x": 1, "word": "a"}
+    assert read_settings(str(file), ["objective=final"]).objective.name == "final"
+
+
+def test_a_gate_that_it_would_not_train_is_refused(write: Write, tmp_path: Path) -> None:
+    with pytest.raises(ls.UserError, match=r"does not use loops\.gate_logits.*model\.gate = 'none'"):
+        ls.train(tiny_settings(f"objective={write()}:last", "model.gate=linear"), tmp_path / "run")
+
+
+def last_loops(loops: ls.LoopLosses, weight: float = 1.0) -> torch.Tensor:
+    return loops.cross_entropy[-1] + weight * loops.cross_entropy[-2]
+
+
+def test_from_python_a_function_is_given(tmp_path: Path) -> None:
+    result = ls.train("demo", tmp_path / "run", overrides=TINY, objective=last_loops, options={"weight": 0.5})
+    assert [entry["step"] for entry in result.metrics] == [3, 6, 6, 9, 12, 12]
+    entry = result.metrics[0]
+    assert entry["loss"] == pytest.approx(entry["loop_loss"][-1] + 0.5 * entry["loop_loss"][-2], rel=1e-5)
+    recorded = read_checkpoint_config(result.folder).run["objective"]
+    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    assert recorded == {"name": f"{__name__}:last_loops", "options": {"weight": 0.5}, "source_sha256": source}
+    assert ls.train("demo", result.folder, overrides=TINY, objective=last_loops, options={"weight": 0.5}).resumed_from
+    with pytest.raises(ls.UserError, match="objective.options.weight"):
+        ls.train(tiny_settings(), result.folder, objective=last_loops, options={"weight": 0.6})
+    with pytest.raises(ls.UserError, match="made inside of something else"):
+        ls.train(tiny_settings(), tmp_path / "other", objective=lambda loops: loops.cross_entropy[-1])
+    with pytest.raises(ls.UserError, match="no objective 'nothing'; choose of final"):
+        ls.train(tiny_settings(), tmp_path / "other", objective="nothing")
+    with pytest.raises(ls.UserError, match="options are those of an objective"):
+        ls.train(tiny_settings(), tmp_path / "other", options={"weight": 1})
+
+
+def test_code_that_is_not_what_its_file_says_is_refused(write: Write, tmp_path: Path) -> None:
+    """As in a notebook: the file was changed, and Python still has the old one."""
+    name = write()
+    ls.train(tiny_settings(f"objective={name}:noisy"), tmp_path / "run")
+    (tmp_path / f"{name}.py").write_text(NOISY.replace("noise * torch", "2 * noise * torch"))
+    with pytest.raises(ls.UserError, match="was changed after Python had imported it"):
+        ls.train(tiny_settings(f"objective={name}:noisy"), tmp_path / "other")
+
+
+def test_settings_that_name_a_source_are_held_to_it(write: Write, tmp_path: Path) -> None:
+    changes = f"objective={write()}:noisy", "objective.source_sha256=abc"
+    with pytest.raises(ls.UserError, match="is not the one that these settings name"):
+        ls.train(tiny_settings(*changes), tmp_path / "run")
+
+
+def test_two_workers_train_with_it(write: Write, tmp_path: Path) -> None:
+    text = "def gated(loops): return (loops.cross_entropy * loops.gate_logits.softmax(0)).sum(0)\n"
+    changes = [f"objective={write(text)}:gated", "model.gate=linear"]
+    ls.train(tiny_settings(*changes), tmp_path / "alone")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["loopscope.cli", "train", "demo", "--out", str(tmp_path / "two"), "--threads", "1", *settings(*changes)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two" / "config.json").read_bytes() == (tmp_path / "alone" / "config.json").read_bytes()
+    curves = [
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("alone", "two")
+    ]
+    for entry, other in zip(*curves, strict=True):
+        assert all(entry[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5) for key in entry)
+
+
+def test_a_language_model_trains_with_it(write: Write, tmp_path: Path) -> None:
+    run = tiny_language_run(tmp_path, f"objective={write()}:last")
+    entry = train_run(run, CPU).metrics[0]
+    assert entry["loss"] == pytest.approx(entry["loop_loss"][-1], rel=1e-5)
+    config = json.loads((run.folder / "config.json").read_bytes())
+    assert set(config["run"]["objective"]) == {"name", "source_sha256"}
+
+
+def test_the_example_of_the_docs_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    module, call = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (command,) = re.findall(r"^loopscope (train .*my_losses.*)$", page, re.MULTILINE)
+    (tmp_path / "my_losses.py").write_text(module)
+    monkeypatch.chdir(tmp_path)  # where a module is found without being installed
+    words = [sys.executable, "-P", "-m", "loopscope.cli", *command.split(), *settings()]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    script = f"import loopscope as ls, my_losses\n{call.replace(')', f', overrides={TINY!r})')}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr  # the same run: its folder is not refused
+    assert json.loads((tmp_path / "runs/improving/config.json").read_bytes())["run"]["objective"]["options"] == {
+        "penalty": 0.2
+    }
