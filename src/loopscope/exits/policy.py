@@ -17,7 +17,8 @@ from loopscope.errors import UserError
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.readouts import readout_kind
-from loopscope.exits.signals import FITTED, signal
+from loopscope.exits.recorded_signals import signal
+from loopscope.exits.signals import FITTED
 from loopscope.trajectory import Trajectory
 
 
