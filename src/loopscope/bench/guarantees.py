@@ -167,6 +167,7 @@ def _many(rng: np.random.Generator) -> Trajectory:
         seen = confidence + rng.normal(0, 0.5, confidence.shape)
         below = name not in ("margin", "top1", "gate")
         signals[name] = 1 / (1 + np.exp(-seen)) if name == "gate" else -seen if below else seen
+    signals["patience"] = np.full(confidence.shape, np.nan)  # whether they are right is not what they answer
     return _recorded(signals, right)
 
 

@@ -138,7 +138,8 @@ class _RunningBatch:
         tokens = np.concatenate([row for request in new for row in request.rows])
         mixed = any(bool(request.scored) != self._questions for request in new)
         sees = self._questions and not self._model.causal
-        choiceless = self._questions and self._exit_state.source == "logits" and any(len(r.rows) < 2 for r in new)
+        compares = self._exit_state.source in ("logits", "predictions")
+        choiceless = self._questions and compares and any(len(r.rows) < 2 for r in new)
         if not (mixed or sees or choiceless) and max(lengths) <= self._model.block_size and self._known(tokens):
             return None
         for place, request in enumerate(new):
@@ -235,9 +236,9 @@ class _LoopOutputs:
         self._questions = bool(requests[0].scored)
 
     def of(self, source: str) -> Array:
-        """[N, ...] logits, pooled states or halt logits."""
-        if source == "logits":
-            return self._all_logits
+        """[N, ...] logits, what they answer, pooled states or halt logits."""
+        if source in ("logits", "predictions"):
+            return self._all_logits if source == "logits" else self._all_logits.argmax(axis=-1)
         if source == "hidden":
             return _numpy(self._pooled)
         halting = self._model.halt(self._pooled)

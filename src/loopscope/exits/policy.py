@@ -16,7 +16,7 @@ from loopscope.config import Settings, build, digest, plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
-from loopscope.exits.readouts import readout_kind
+from loopscope.exits.readouts import READOUTS, find_readout, readout_kind
 from loopscope.exits.recorded_signals import signal
 from loopscope.exits.signals import FITTED
 from loopscope.trajectory import Trajectory
@@ -113,6 +113,11 @@ class ExitPolicy:
         """The policy in a file, after the weights of its gate were checked against their hash."""
         path = Path(path)
         file = PolicyFile.read(path)
+        if find_readout(file.readout) is None and file.readout not in READOUTS:
+            raise UserError(
+                f"{path} exits by the readout '{file.readout}', which is not installed: import the module (--readout "
+                "MODULE:NAME) or install the package that defines it."
+            )
         if file.gate is None:
             return cls(file.readout, file.threshold, None, file.model, file.guarantee)
         weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says

@@ -23,7 +23,8 @@ from loopscope.artifacts import atomic_file, map_tensors, save_tensors, write_js
 from loopscope.config import digest, read_json
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.errors import UserError
-from loopscope.exits.signals import SIGNALS
+from loopscope.exits.readouts import readouts_reading
+from loopscope.exits.recorded_signals import replayed
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.tokenizer import load_tokenizer
@@ -169,7 +170,7 @@ def _arrays(scores: LoopScores, hidden: bool) -> Arrays:
         arrays["gate_logits"] = scores.gate_logits
     if hidden:
         return arrays | {"hidden": scores.hidden}
-    return arrays | {name: compute(scores.hidden) for name, (of, compute) in SIGNALS.items() if of == "hidden"}
+    return arrays | {each.name: replayed(each, scores.hidden) for each in readouts_reading("hidden")}
 
 
 def _joined(parts: Sequence[Arrays]) -> Arrays:

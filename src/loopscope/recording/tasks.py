@@ -17,6 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, check_replaceable, create_tensors, write_json
 from loopscope.config import plain, read_json
 from loopscope.errors import UserError
+from loopscope.exits.readouts import find_readout, readouts_reading
+from loopscope.exits.recorded_signals import replayed
 from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_probs
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.checkpoint import weights_sha256
@@ -39,7 +41,7 @@ class Keep:
     def signals(self) -> list[str]:
         """The signals that are computed now, because what they need is not kept."""
         lost = {"logits": not self.logits, "hidden": not self.hidden}
-        return [name for name, (source, _) in SIGNALS.items() if lost.get(source, False)]
+        return [each.name for each in readouts_reading(*(source for source, gone in lost.items() if gone))]
 
 
 def record_task(
@@ -245,9 +247,12 @@ def write_rows(
         arrays["predictions"][rows] = outputs["logits"].argmax(axis=-1)
         arrays["label_log_probs"][rows] = np.take_along_axis(log_p, labels[:, None, None], axis=2)[..., 0]
     for name in keep.signals:
-        source, compute = SIGNALS[name]
-        given = (outputs[source], log_p) if name in OF_LOG_PROBS else (outputs[source],)
-        arrays[SIGNAL_PREFIX + name][rows] = compute(*given)
+        if name in OF_LOG_PROBS:
+            arrays[SIGNAL_PREFIX + name][rows] = SIGNALS[name][1](outputs["logits"], log_p)
+        else:
+            definition = find_readout(name)
+            assert definition is not None and definition.reads is not None
+            arrays[SIGNAL_PREFIX + name][rows] = replayed(definition, outputs[definition.reads])
 
 
 def _numpy(values: torch.Tensor) -> NDArray[Any]:
