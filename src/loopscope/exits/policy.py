@@ -115,7 +115,7 @@ class ExitPolicy:
         file = PolicyFile.read(path)
         if find_readout(file.readout) is None and file.readout not in READOUTS:
             raise UserError(
-                f"{path} exits by the readout '{file.readout}', which is not installed: import the module (--readout "
+                f"{path} exits by the readout '{file.readout}', which is not installed: import the module (--with-readout "
                 "MODULE:NAME) or install the package that defines it."
             )
         if file.gate is None:

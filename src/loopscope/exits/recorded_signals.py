@@ -53,6 +53,8 @@ def has_signal(name: str, trajectory: Trajectory) -> bool:
             return False
         if definition.reads != "predictions" and getattr(trajectory, definition.reads) is None:
             return False
+    elif name in CONVERGENCE and np.isnan(trajectory.signals[name]).all():
+        return False
     return name in SIGNALS or bool(not np.isnan(signal(name, trajectory)[:, -1]).all())
 
 

@@ -46,7 +46,7 @@ from loopscope.recording.choice_scoring import (
     question_requests,
     score_all_loops,
 )
-from loopscope.recording.tasks import existing_recording
+from loopscope.recording.tasks import Keep, existing_recording
 from loopscope.trajectory import Trajectory
 
 _EVERY = 10.0
@@ -101,14 +101,15 @@ def record_benchmark(
         "dtype": dtype,
         "keeps_hidden": hidden,
     }
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    if (found := existing_recording(out, split, provenance)) is not None:
+    unfinished, keep = out.with_name(f"{out.name}.unfinished"), Keep(hidden=hidden)
+    if (found := existing_recording(out, split, provenance, keep)) is not None:
         shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was cut off after all was written
         return found
     encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
     provenance["cut"] = sum(tokens.cut > 0 for tokens in encoded)
     requests = question_requests(questions, encoded, "acc", mean)
-    arrays = _collect(model, requests, unfinished, {"split": split, **provenance}, hidden, mean, batch_tokens, progress)
+    description = {"split": split, "signals": keep.signals, **provenance}
+    arrays = _collect(model, requests, unfinished, description, hidden, mean, batch_tokens, progress)
     trajectory = _trajectory(which, questions, arrays, split, provenance)
     trajectory.save(out)
     shutil.rmtree(unfinished)

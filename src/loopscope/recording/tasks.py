@@ -67,7 +67,7 @@ def record_task(
         "keeps_logits": keep.logits,
         "keeps_hidden": keep.hidden,
     }
-    if (found := existing_recording(out, split, provenance)) is not None:
+    if (found := existing_recording(out, split, provenance, keep)) is not None:
         return found
     shape = (len(examples), model.num_loops)
     with atomic_folder(out, RECORDING) as scratch:
@@ -191,8 +191,8 @@ def extrapolation_levels(settings: RunSettings) -> range:
     return range(first, fitting)
 
 
-def existing_recording(out: Path, split: str, provenance: dict[str, Any]) -> Trajectory | None:
-    """The recording in `out`, if it is this one; another is refused."""
+def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:
+    """The recording in `out`, if it is this one; another is refused, also one that lacks a signal."""
     if not (out / MANIFEST).is_file():
         check_replaceable(out, RECORDING)
         return None
@@ -204,9 +204,14 @@ def existing_recording(out: Path, split: str, provenance: dict[str, Any]) -> Tra
             f"{out} holds another recording (different {', '.join(changed)}); choose another --out, or remove it."
         )
     try:
-        return Trajectory.load(out)
+        recording = Trajectory.load(out)
     except UserError:  # cut or altered since: made again
         return None
+    if lacking := [name for name in keep.signals if name not in recording.signals]:
+        raise UserError(
+            f"{out} holds a recording without the signal {', '.join(lacking)}; choose another --out, or remove it."
+        )
+    return recording
 
 
 @torch.inference_mode()
