@@ -329,7 +329,10 @@ def counting(seed: int, sign: int = 1) -> ls.Trajectory:
     trajectory = random_trajectory(seed, rows=800, loops=6, split=("test", "validation")[seed % 2])
     steady = np.array(ls.signal("patience", trajectory), dtype=np.int64)
     return ls.Trajectory(
-        labels=trajectory.labels, predictions=trajectory.predicted, signals={"whole": sign * steady}, split=trajectory.split
+        labels=trajectory.labels,
+        predictions=trajectory.predicted,
+        signals={"whole": sign * steady},
+        split=trajectory.split,
     )
 
 

@@ -189,7 +189,8 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
         for state in model.unroll(embedded):
             pooled = model.pooled(state, lengths - 1)
             read = {"logits": model.predict, "predictions": model.predict, "gate_logits": model.halt}
-            now = read.get(exit_state.source or "", lambda pooled: pooled)(pooled)
+            compute = read.get(exit_state.source or "")
+            now = pooled if compute is None else compute(pooled)
             assert now is not None
             now = now.argmax(-1) if exit_state.source == "predictions" else now
             done |= exit_state.stops(state.loop.numpy(), now.numpy())

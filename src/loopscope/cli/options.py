@@ -104,7 +104,9 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--store": {"type": Path, "metavar": "DIR", "help": "of all artifacts (default: store beside OUT)"},
     "--threads": {"type": count, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},
     "--with-readout": {
-        **{"action": "append", "default": [], "metavar": "MODULE:NAME"},
+        "action": "append",
+        "default": [],
+        "metavar": "MODULE:NAME",
         "help": "a readout of your own, beside those that there are (repeatable)",
     },
     "--unseen": {"action": "store_true", "help": "only examples that training did not have"},

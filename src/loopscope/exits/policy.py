@@ -115,8 +115,8 @@ class ExitPolicy:
         file = PolicyFile.read(path)
         if find_readout(file.readout) is None and file.readout not in READOUTS:
             raise UserError(
-                f"{path} exits by the readout '{file.readout}', which is not installed: import the module (--with-readout "
-                "MODULE:NAME) or install the package that defines it."
+                f"{path} exits by the readout '{file.readout}', which is not installed: import the module or "
+                "install the package that defines it (on the command line: --with-readout MODULE:NAME)."
             )
         if file.gate is None:
             return cls(file.readout, file.threshold, None, file.model, file.guarantee)

@@ -60,8 +60,11 @@ class Readout:
 
     @cached_property
     def looks_back(self) -> bool:
-        """Whether its step takes a state."""
-        return self.step is not None and len(inspect.signature(self.step).parameters) > 1
+        """Whether its step takes a state: a second argument, unless it is an option with a value of its own."""
+        if self.step is None:
+            return False
+        second = list(inspect.signature(self.step).parameters.values())[1:2]
+        return any(each.kind != each.KEYWORD_ONLY and each.default in (each.empty, None) for each in second)
 
     def advance(self, now: Array, state: State) -> tuple[NDArray[np.float64], State]:
         """One loop of rows: the signal [N], and what the next loop needs."""
@@ -69,11 +72,17 @@ class Readout:
         values, state = self.step(now, state) if self.looks_back else (self.step(now), None)
         result = np.asarray(values, dtype=np.float64)
         if result.shape != now.shape[:1]:
-            raise UserError(f"The readout '{self.name}' gave values {list(result.shape)} for {len(now)} rows: one each.")
+            raise UserError(
+                f"The readout '{self.name}' gave values {list(result.shape)} for {len(now)} rows: one each."
+            )
         if np.isinf(result).any():
-            raise UserError(f"The readout '{self.name}' gave a value that is infinite; NaN says that there is none yet.")
+            raise UserError(
+                f"The readout '{self.name}' gave a value that is infinite; NaN says that there is none yet."
+            )
         if state is not None and not (isinstance(state, tuple) and all(np.shape(x)[:1] == result.shape for x in state)):
-            raise UserError(f"The state of the readout '{self.name}' must be a tuple of arrays with a row for every row.")
+            raise UserError(
+                f"The state of the readout '{self.name}' must be a tuple of arrays with a row for every row."
+            )
         return result, state if state is None else tuple(map(np.asarray, state))
 
 
@@ -107,9 +116,7 @@ _STEPS: dict[str, tuple[Source, Step]] = {
     "settling": ("logits", settling),
     "hidden_acceleration": ("hidden", hidden_acceleration),
 }
-_KNOWN = {
-    name: Readout(name, exits, *_STEPS[name]) for name, exits in READOUTS.items() if exits in ("above", "below")
-}
+_KNOWN = {name: Readout(name, exits, *_STEPS[name]) for name, exits in READOUTS.items() if exits in ("above", "below")}
 
 
 def readout(name: str, *, exits: Literal["above", "below"], reads: Source) -> Callable[[Step], Readout]:

@@ -103,6 +103,7 @@ SIGNALS: dict[str, tuple[Source, Callable[..., Signal]]] = {
 OF_LOG_PROBS = ("entropy", "top1", "kl")
 """These take the log-probabilities as a second argument, if they are there already."""
 
+
 def as_defined(name: str, values: Signal) -> Signal:
     """A signal that came with a recording, held to the same conventions as one computed here."""
     if name in CONVERGENCE:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loopscope.exits.signals import BELOW_ONE, Array, Signal, margin, present
 
@@ -45,7 +44,7 @@ def running_cdf(gate_logits: Array, state: State | None) -> Stepped:
 
 
 def patience(answers: Array, state: State | None) -> Stepped:
-    """For how many loops the answer has not changed: 0 at loop 1, and wherever it is another than at the loop before."""
+    """For how many loops the answer has not changed: 0 at loop 1, and wherever it is not that of the loop before."""
     if state is None:
         return np.zeros(len(answers)), (answers, np.zeros(len(answers)))
     before, unchanged = state

@@ -256,7 +256,8 @@ def write_rows(
             arrays[SIGNAL_PREFIX + name][rows] = SIGNALS[name][1](outputs["logits"], log_p)
         else:
             definition = find_readout(name)
-            assert definition is not None and definition.reads is not None
+            assert definition is not None
+            assert definition.reads is not None
             arrays[SIGNAL_PREFIX + name][rows] = replayed(definition, outputs[definition.reads])
 
 
