@@ -75,7 +75,7 @@ def _before_exit(near: NDArray[np.bool_], loops: NDArray[np.int64]) -> NDArray[n
 def _explained(
     policy: ExitPolicy, trajectory: Trajectory, loops: NDArray[np.int64], near: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """[N] whether other decisions at near loops alone lead to these exits; whoever is clear decides as in the replay."""
+    """[N] whether other decisions at near loops alone lead to these exits; what is clear is as in the replay."""
     clear = policy.stops(trajectory) & ~near if policy.readout != "fixed" else near
     passed = np.arange(1, near.shape[1] + 1) < loops[:, None]
     rows = np.arange(len(loops))

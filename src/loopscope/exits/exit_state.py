@@ -33,8 +33,8 @@ class ExitState:
             raise UserError(f"A fixed depth of {policy.threshold} is beyond the model's {num_loops} loops.")
         if readout is not None and readout.reads is None:
             raise UserError(
-                f"The signal '{policy.readout}' only exists recorded, so its policy can be replayed but not run; give the "
-                "readout a step, and say what it reads of a model."
+                f"The signal '{policy.readout}' only exists recorded, so its policy can be replayed but not run; give "
+                "it a step, and say what it reads of a model."
             )
         self.policy, self.num_loops = policy, num_loops
         self.source = None if readout is None else "hidden" if policy.gate else readout.reads
