@@ -155,6 +155,13 @@ def test_too_few_loops_for_two_steps(loops: int) -> None:
             ls.sweep("settling", random_trajectory(1, loops=loops), random_trajectory(2, loops=loops))
 
 
+def test_a_signal_that_speaks_at_the_last_loop_only_lets_nobody_exit_early() -> None:
+    three = random_trajectory(rows=900, loops=3, split="validation")
+    assert "settling" in ls.calibrate(three, 0.5).guarantee.candidates
+    with pytest.raises(ls.UserError, match="No threshold of 'settling' lets an example exit early"):
+        ls.calibrate(three, 0.5, readout="settling")
+
+
 # ---- registering
 
 

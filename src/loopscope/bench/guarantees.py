@@ -222,7 +222,7 @@ def usual(population: Population, drawn: Trajectory, points: int = 1000) -> Exit
         thresholds = gap_grid(name, drawn, points)
         risk, loops = _risks(population, name, thresholds, drawn)
         loops = np.where(risk <= MAX_DROP, loops, np.inf)
-        if loops.min() < fewest:
+        if loops.min(initial=np.inf) < fewest:
             best, fewest = ExitPolicy(name, float(thresholds[loops.argmin()])), float(loops.min())
     return best
 
