@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from loopscope.exits.readouts import READOUTS
+from loopscope.exits.readouts import POST_HOC, READOUTS
 from loopscope.reproduction.published import ManoLatency, Paper, PublishedFrontier, PublishedValue, Readout, published
 
 PAPER = published()
