@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import loopscope as ls
+from loopscope.exits import readouts
 from loopscope.questions import BENCHMARKS
 from loopscope.training import RunSettings, read_settings, train
 from loopscope.training.language_run import LanguageRun, PretrainSettings, read_pretrain_settings
@@ -40,6 +41,17 @@ GATED = ["objective.name=learned_gate", "model.gate=linear"]
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What a test registers as a readout is not known after it."""
+    tables = (ls.READOUTS, readouts._KNOWN)
+    before = [dict(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        table.clear()
+        table.update(known)  # type: ignore[arg-type]
 
 
 def tiny_settings(*overrides: str) -> RunSettings:

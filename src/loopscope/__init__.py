@@ -25,9 +25,12 @@ if TYPE_CHECKING:
         ExitPolicy as ExitPolicy,
         FittedGate as FittedGate,
         Frontier as Frontier,
+        Readout as Readout,
         attach as attach,
         calibrate as calibrate,
         conformal_risk_control as conformal_risk_control,
+        readout as readout,
+        register_readout as register_readout,
         signal as signal,
         sweep as sweep,
     )
@@ -46,7 +49,8 @@ _ROOMS = {
     "loopscope.checks": "check_model",
     "loopscope.engine": "Answer Prompt Request choices generate run stream",
     "loopscope.errors": "UserError",
-    "loopscope.exits": "ExitPolicy FittedGate Frontier READOUTS attach calibrate conformal_risk_control signal sweep",
+    "loopscope.exits": "ExitPolicy FittedGate Frontier READOUTS Readout attach calibrate conformal_risk_control "
+    "readout register_readout signal sweep",
     "loopscope.models": "LoopedModel SimpleLoopedModel load_model",
     "loopscope.objectives": "LoopLosses",
     "loopscope.recording": "record_benchmark record_model",

@@ -69,7 +69,7 @@ class Trajectory:
     norms: Array | None = None  # [N, V] the characters of every choice of a question
     examples: Sequence[str] | None = None  # [N] the inputs as text
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    computed: dict[str, Array] = field(default_factory=dict, init=False)  # signals that were asked for
+    computed: dict[Any, Array] = field(default_factory=dict, init=False)  # signals that were asked for
 
     def __post_init__(self) -> None:
         if self.split is not None and not isinstance(self.split, str):
@@ -86,9 +86,10 @@ class Trajectory:
         for name in ("gate_logits", "label_log_probs", "hidden", "difficulty"):
             if (value := getattr(self, name)) is not None and not np.isfinite(value).all():
                 raise UserError(f"{name} holds a value that is not finite.")
-        for name, values in self.signals.items():  # a convergence signal has no value at loop 1
-            if not np.isfinite(values[:, 1:]).all() or np.isinf(values[:, 0]).any():
-                raise UserError(f"signal {name} holds a value that is not finite.")
+        for name, values in self.signals.items():  # one that looks back has no value (NaN) at its first loops
+            missing = np.isnan(values)
+            if np.isinf(values).any() or (missing[:, 1:] & ~missing[:, :-1]).any():
+                raise UserError(f"signal {name} holds a value that is not finite; NaN is for its first loops only.")
 
     def __repr__(self) -> str:
         kept = [name for name in (*_ARRAYS, "hidden") if getattr(self, name) is not None]

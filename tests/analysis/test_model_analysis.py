@@ -139,4 +139,4 @@ def test_a_recording_of_predictions_alone_still_reports() -> None:
     results = analyse_models([ModelRecordings("a", bare(whole.validation), bare(whole.test))], None, [0.9])[0]
     assert results.models[0].forced_cross_entropy is None
     assert results.models[0].ordering == {}
-    assert [frontier.readout for frontier in results.models[0].frontiers] == ["fixed", "oracle"]
+    assert [frontier.readout for frontier in results.models[0].frontiers] == ["fixed", "patience", "oracle"]

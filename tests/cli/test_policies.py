@@ -45,7 +45,7 @@ def test_on_any_model_it_promises_nothing(
         ({"tresholds": 1}, "unknown key `tresholds`"),
         ({"schema_version": 5}, "schema_version"),
         ({"threshold": "low"}, "threshold"),
-        ({"readout": "mood", "guarantee": None}, "no readout 'mood'"),
+        ({"readout": "mood", "guarantee": None}, "the readout 'mood', which is not installed"),
         ({"guarantee": {"max_drop": 0.1}}, "guarantee"),
         ({"threshold": 0.0}, "was altered"),
         ({"model": None}, "was altered"),

@@ -10,7 +10,7 @@ from cli.conftest import refusal, run
 from loopscope.cli import make_parser
 from loopscope.trajectory import Trajectory
 
-COMMON = {"split", "hidden", "out", "device", "threads", "json"}
+COMMON = {"split", "hidden", "with_readout", "out", "device", "threads", "json"}
 OPTIONS = {
     "task": COMMON | {"run", "examples", "levels", "no_logits"},
     "text": COMMON | {"model", "files", "context", "limit", "dtype"},

@@ -7,11 +7,19 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax
 
 from loopscope.engine import logit_stats
-from loopscope.exits import SIGNALS
+from loopscope.exits.readouts import find_readout
+from loopscope.exits.recorded_signals import replayed
 from loopscope.exits.signals import CONVERGENCE
 
-NAMES = [name for name, (source, _) in SIGNALS.items() if source == "logits"]
-ROWS, LOOPS = 23, 4
+NAMES = logit_stats.LOGIT_SIGNALS
+ROWS, LOOPS = 23, 5
+
+
+def by_definition(name: str, rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """[N, T] of logits [N, T, V], as a replay has it."""
+    definition = find_readout(name)
+    assert definition is not None
+    return replayed(definition, rows)
 
 
 def some_logits(classes: int, missing: bool = False) -> NDArray[np.float32]:
@@ -21,7 +29,7 @@ def some_logits(classes: int, missing: bool = False) -> NDArray[np.float32]:
     logits[:, 0] = 0
     logits[:, 1] = np.round(logits[:, 1])  # the likeliest are several
     logits[:, 2, 7] = 1e4
-    logits[:, 3, 5] = logits[:, 3].max(axis=1) + np.array([20, 25, 30, 35])
+    logits[:, 3, 5] = logits[:, 3].max(axis=1) + np.array([20, 25, 30, 35, 40])
     logits[:, 4] = logits[0, 4]
     if missing:
         logits[:, :, classes // 2 :: 3] = -np.inf
@@ -42,8 +50,8 @@ def test_a_recording_has_the_same_numbers(classes: int, missing: bool, monkeypat
         expected = log_softmax(rows.astype(np.float64), axis=-1)[np.arange(ROWS), :, labels]
         assert signals["label_log_probs"] == pytest.approx(expected, rel=1e-9, abs=1e-9)
         for name in NAMES:
-            assert signals[name] == pytest.approx(SIGNALS[name][1](rows), rel=1e-9, abs=1e-9, nan_ok=True), name
-            assert np.isnan(signals[name][:, 0]).all() == (name in CONVERGENCE)
+            assert signals[name] == pytest.approx(by_definition(name, rows), rel=1e-9, abs=1e-9, nan_ok=True), name
+            assert np.isnan(signals[name][:, 0]).all() == (name in (*CONVERGENCE, "settling"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,7 +59,7 @@ def test_rows_at_different_loops_are_followed(name: str, monkeypatch: pytest.Mon
     """They come when they like, and a place that is free again takes another one, at its first loop."""
     monkeypatch.setattr(logit_stats, "_BLOCK", {"cpu": 2 * 50})
     logits = some_logits(50)
-    expected = SIGNALS[name][1](logits.swapaxes(0, 1))
+    expected = by_definition(name, logits.swapaxes(0, 1))
     looking, rng = logit_stats.StreamedSignal(name), np.random.default_rng(0)
     waiting = list(range(ROWS))
     at: dict[int, int] = {}  # who is at a place
@@ -76,7 +84,7 @@ def test_half_precision_is_read_as_it_is_recorded() -> None:
     half = torch.from_numpy(some_logits(50)).bfloat16()
     signals = logit_stats.logit_signals(half, torch.zeros(ROWS, dtype=torch.int64))
     for name in NAMES:
-        expected = SIGNALS[name][1](half.float().numpy().swapaxes(0, 1))
+        expected = by_definition(name, half.float().numpy().swapaxes(0, 1))
         assert signals[name] == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True), name
         assert signals[name].dtype == np.float64
 
@@ -87,5 +95,5 @@ def test_a_device_without_double_precision_does_what_it_can(monkeypatch: pytest.
     signals = logit_stats.logit_signals(logits, torch.zeros(ROWS, dtype=torch.int64))
     assert np.array_equal(logits.numpy(), some_logits(50))
     for name in NAMES:
-        expected = SIGNALS[name][1](some_logits(50).swapaxes(0, 1))
+        expected = by_definition(name, some_logits(50).swapaxes(0, 1))
         assert signals[name] == pytest.approx(expected, rel=1e-4, abs=1e-4, nan_ok=True), name

@@ -232,7 +232,7 @@ def test_auto_halves_delta_and_takes_the_better_of_two() -> None:
     signals["entropy"] = rng.normal(size=(6_000, 4))
     policy = ls.calibrate(replace(base, signals=signals))
     assert policy.readout == "margin"
-    assert set(policy.guarantee.candidates) == {"fixed", "margin", "top1", "entropy"}
+    assert set(policy.guarantee.candidates) == {"fixed", "margin", "top1", "entropy", "patience"}
     assert len(policy.guarantee.finalists) == 2
     assert policy.guarantee.level == 0.025
     few = replace(settling(400), signals={"margin": settling(400).signals["margin"]})

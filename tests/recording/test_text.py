@@ -179,3 +179,25 @@ def test_what_cannot_be_recorded_is_explained(tiny_ouro: LanguageRun, tmp_path: 
     with pytest.raises(ls.UserError, match="more tokens than the model's 300"):
         record_text(tmp_path / "foreign", [tmp_path / "words.txt"], "test", tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_readout_of_one_s_own_is_recorded_with_the_others(
+    forgotten: None, tiny_ouro: LanguageRun, tmp_path: Path
+) -> None:
+    """Logits are gone afterwards, so its signal must be computed while they pass by."""
+    record_text(tiny_ouro.folder, tiny_ouro.validation, "validation", tmp_path / "before", limit=300)
+    ls.register_readout(ls.Readout("span", "above", "logits", lambda logits: np.ptp(logits.astype(float), axis=1)))
+    ls.register_readout(ls.Readout("length", "below", "hidden", lambda hidden: np.linalg.norm(hidden, axis=1)))
+    with pytest.raises(ls.UserError, match="without the signal span, length"):
+        record_text(tiny_ouro.folder, tiny_ouro.validation, "validation", tmp_path / "before", limit=300)
+    found = record_text(tiny_ouro.folder, tiny_ouro.validation, "validation", tmp_path / "after", limit=300)
+    names = {"span", "length", "settling", "hidden_acceleration"}
+    assert names <= set(found.signals)
+    tokens = tokenize_documents(read_documents(tiny_ouro.validation), tiny_ouro.folder)[0]
+    out = ls.load_model(tiny_ouro.folder).loops(torch.from_numpy(tokens)[None])
+    logits, hidden = (each[:, 0, :-1].transpose(0, 1).detach().numpy() for each in (out.logits, out.hidden))
+    plain = Trajectory(logits=logits, hidden=hidden)
+    for name in names:
+        ours = ls.signal(name, found)[: len(tokens) - 1]
+        assert ours == pytest.approx(ls.signal(name, plain), rel=1e-2, abs=1e-2, nan_ok=True), name
+    assert np.array_equal(ls.signal("patience", found)[: len(tokens) - 1], ls.signal("patience", plain))

@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from loopscope.exits.readouts import READOUTS
+from loopscope.exits.readouts import POST_HOC, READOUTS
 from loopscope.reproduction.published import ManoLatency, Paper, PublishedFrontier, PublishedValue, Readout, published
 
 PAPER = published()
@@ -61,7 +61,7 @@ def test_tables_have_the_rows_of_the_paper() -> None:
 
 
 def test_names_are_loopscopes() -> None:
-    assert set(get_args(Readout)) == set(READOUTS) - {"oracle"}
+    assert set(get_args(Readout)) == {"fixed", "gate", *POST_HOC} <= set(READOUTS)
     assert {*PAPER.uniform_ordering, *PAPER.geometric_ordering} <= set(READOUTS)
     targets = {target for row in PAPER.fixed_prior + PAPER.fixed_vs_gate for target in row.depth_at}
     assert targets == {"0.95", "0.98", "0.99"}

@@ -36,8 +36,8 @@ from loopscope.analysis.schema import Binned, Certified, Extrapolation, Frontier
 from loopscope.analysis.threshold_details import ThresholdDetails, detailed_frontier, threshold_details
 from loopscope.config import digest
 from loopscope.errors import UserError
-from loopscope.exits import SIGNALS, ExitPolicy, FittedGate, Frontier, attach, sweep
-from loopscope.exits.readouts import POST_HOC
+from loopscope.exits import ExitPolicy, FittedGate, Frontier, attach, sweep
+from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED
 from loopscope.exits.thresholds import available_readouts
 from loopscope.trajectory import Trajectory
@@ -119,7 +119,7 @@ def analyse_model(
         Certified(policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test))
         for policy in source.policies
     ]
-    signals = [name for name in SIGNALS if name in available_readouts(test)]
+    signals = _signals(test)
     entropy = test.logits is not None or test.label_log_probs is not None
     frontiers = [sweep(name, validation, evaluation) for name in available_readouts(validation, evaluation)]
     details = [detailed_frontier(frontier, source.policies, evaluation) for frontier in frontiers]
@@ -216,12 +216,17 @@ def _fitted_gaps(
 
 
 def _extrapolation(recording: Trajectory) -> Extrapolation:
-    names = [name for name in SIGNALS if name in available_readouts(recording)]
     return Extrapolation(
         recording.num_examples,
         _binned(forced_accuracy(recording)),
-        {name: _binned(signal_by_difficulty(name, recording)) for name in names},
+        {name: _binned(signal_by_difficulty(name, recording)) for name in _signals(recording)},
     )
+
+
+def _signals(recording: Trajectory) -> list[str]:
+    """Those of the model itself, without its fitted gates."""
+    names = available_readouts(recording)
+    return [name for name in names if readout_kind(name) in ("above", "below") and not name.startswith(FITTED)]
 
 
 def _group(provenance: dict[str, Any], name: str) -> str:

@@ -19,7 +19,7 @@ from loopscope.analysis.bootstrap import Curves, intervals
 from loopscope.analysis.difficulty import difficulty_bins
 from loopscope.analysis.outcomes import count_exits, sample_by_pattern
 from loopscope.analysis.schema import Certified
-from loopscope.exits import SIGNALS, ExitPolicy, Frontier, signal
+from loopscope.exits import ExitPolicy, Frontier, signal
 from loopscope.exits.readouts import readout_kind
 from loopscope.exits.sweep import crossings, laxest_first
 from loopscope.exits.thresholds import available_readouts
@@ -193,7 +193,7 @@ def _mark_texts(certified: Certified) -> tuple[str, str, str]:
 
 
 def _sheet(evaluation: Trajectory, rows: NDArray[np.int64], crossed: dict[str, list[list[int]]]) -> SampledExamples:
-    names = [name for name in available_readouts(evaluation) if name in evaluation.signals or name in SIGNALS]
+    names = [name for name in available_readouts(evaluation) if readout_kind(name) in ("above", "below")]
     signals = {name: signal(name, evaluation)[rows] for name in names}
     has_log_probs = evaluation.logits is not None or evaluation.label_log_probs is not None
     texts, difficulty = evaluation.examples, evaluation.difficulty

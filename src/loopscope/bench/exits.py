@@ -188,9 +188,11 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
         done = np.zeros(len(rows), dtype=bool)
         for state in model.unroll(embedded):
             pooled = model.pooled(state, lengths - 1)
-            read = {"logits": model.predict, "gate_logits": model.halt}.get(exit_state.source or "")
-            now = pooled if read is None else read(pooled)
+            read = {"logits": model.predict, "predictions": model.predict, "gate_logits": model.halt}
+            compute = read.get(exit_state.source or "")
+            now = pooled if compute is None else compute(pooled)
             assert now is not None
+            now = now.argmax(-1) if exit_state.source == "predictions" else now
             done |= exit_state.stops(state.loop.numpy(), now.numpy())
             if done.all():
                 break

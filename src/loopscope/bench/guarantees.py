@@ -167,6 +167,7 @@ def _many(rng: np.random.Generator) -> Trajectory:
         seen = confidence + rng.normal(0, 0.5, confidence.shape)
         below = name not in ("margin", "top1", "gate")
         signals[name] = 1 / (1 + np.exp(-seen)) if name == "gate" else -seen if below else seen
+    signals["patience"] = np.full(confidence.shape, np.nan)  # whether they are right is not what they answer
     return _recorded(signals, right)
 
 
@@ -221,7 +222,7 @@ def usual(population: Population, drawn: Trajectory, points: int = 1000) -> Exit
         thresholds = gap_grid(name, drawn, points)
         risk, loops = _risks(population, name, thresholds, drawn)
         loops = np.where(risk <= MAX_DROP, loops, np.inf)
-        if loops.min() < fewest:
+        if loops.min(initial=np.inf) < fewest:
             best, fewest = ExitPolicy(name, float(thresholds[loops.argmin()])), float(loops.min())
     return best
 

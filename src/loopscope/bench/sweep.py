@@ -11,7 +11,7 @@ from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.exits import READOUTS, SIGNALS, ExitPolicy, sweep
 from loopscope.exits.policy import accuracy_and_loops
-from loopscope.exits.signals import signal
+from loopscope.exits.recorded_signals import signal
 from loopscope.exits.thresholds import grid
 from loopscope.progress import ProgressCallback
 from loopscope.trajectory import Trajectory

@@ -24,6 +24,7 @@ from loopscope.cli import (
     train,
 )
 from loopscope.cli.options import VersionAction, check_names
+from loopscope.cli.own_readouts import import_readouts
 from loopscope.errors import UserError
 from loopscope.machine import out_of_memory
 
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the verb
         resumes = options.resumes
         check_names(options)
+        import_readouts(options)
         return options.execute(options) or 0
     except UserError as error:
         if _follows():

@@ -19,7 +19,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("run", type=Path, help="the run to be diagnosed")
     parser.add_argument("--reference", type=Path, metavar="RUN", help="the run whose trajectory is the measure")
     parser.add_argument("--at", type=float, default=0.95, metavar="X", help="the target accuracy (default: 0.95)")
-    add_shared(parser, "--unseen", "--json")
+    add_shared(parser, "--unseen", "--with-readout", "--json")
 
 
 def execute(options: argparse.Namespace) -> None:

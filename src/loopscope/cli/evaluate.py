@@ -27,7 +27,7 @@ def define(subparsers: Any) -> None:
     two = "the one that thresholds are chosen on and the one they are evaluated on; with --policy a held-out one"
     parser.add_argument("recordings", type=Path, nargs="+", metavar="RECORDING", help=two)
     parser.add_argument("--policy", type=Path, metavar="FILE", help="check this policy on one held-out recording")
-    add_shared(parser, "--any-model")
+    add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
     add_shared(parser, "--gate")
     parser.add_argument("--at", action="append", type=float, metavar="X", help="an accuracy for D@X (repeatable)")

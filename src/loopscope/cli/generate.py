@@ -42,7 +42,7 @@ def define(subparsers: Any) -> None:
     rule.add_argument("--readout", metavar="NAME", help="an exit rule, with --threshold")
     rule.add_argument("--loops", type=count, metavar="N", help="every token through so many loops")
     parser.add_argument("--threshold", type=float, metavar="X", help="of --readout")
-    add_shared(parser, "--any-model")
+    add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument(
         "--cache",
         default="full",

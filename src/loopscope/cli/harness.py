@@ -30,7 +30,7 @@ def define(subparsers: Any) -> None:
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--loops", type=count, metavar="N", help="a fixed depth (default: all loops)")
     depth.add_argument("--policy", type=Path, metavar="FILE", help="an exit policy")
-    add_shared(parser, "--any-model")
+    add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--limit", type=count, metavar="N", help="the first documents of every task only")
     parser.add_argument("--shots", type=whole, metavar="N", help="few-shot examples (default: the task's own)")
     parser.add_argument("--chat", action="store_true", help="ask by the model's chat template")

@@ -103,6 +103,12 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
     "--store": {"type": Path, "metavar": "DIR", "help": "of all artifacts (default: store beside OUT)"},
     "--threads": {"type": count, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},
+    "--with-readout": {
+        "action": "append",
+        "default": [],
+        "metavar": "MODULE:NAME",
+        "help": "a readout of your own, beside those that there are (repeatable)",
+    },
     "--unseen": {"action": "store_true", "help": "only examples that training did not have"},
 }
 """Options that mean the same wherever they are."""

@@ -38,7 +38,7 @@ loopscope record task runs/paper --split extrapolation --levels 11-14 --examples
     parser.add_argument("--levels", type=levels, metavar="A-B", help="difficulties (default: the task's)")
     parser.add_argument("--no-logits", action="store_true", help="keep signals and predictions in place of the logits")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/recordings/SPLIT")
-    add_shared(parser, "--hidden", *COMPUTE)
+    add_shared(parser, "--hidden", "--with-readout", *COMPUTE)
 
 
 def _define_text(kinds: Any) -> None:
@@ -57,7 +57,7 @@ documents, so give many. --split says what the text is to the model: calibrating
     parser.add_argument("--context", type=count, metavar="N", help="tokens at a time (default: up to 512)")
     parser.add_argument("--limit", type=count, metavar="N", help="at most so many tokens")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: MODEL/recordings/SPLIT")
-    add_shared(parser, "--hidden", "--dtype", *COMPUTE)
+    add_shared(parser, "--hidden", "--with-readout", "--dtype", *COMPUTE)
 
 
 def _define_benchmark(kinds: Any) -> None:
@@ -74,7 +74,7 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
     parser.add_argument("--mean-state", action="store_true", help="gate and state averaged over the choices' tokens")
     parser.add_argument("--batch-tokens", type=count, metavar="N", help="tokens at a time (default: 8192)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: MODEL/recordings/NAME/SPLIT")
-    add_shared(parser, "--data", "--hidden", "--dtype", *COMPUTE)
+    add_shared(parser, "--data", "--hidden", "--with-readout", "--dtype", *COMPUTE)
 
 
 def _record_task(options: argparse.Namespace) -> None:

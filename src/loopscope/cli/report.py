@@ -24,7 +24,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--any-model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the report's folder")
     parser.add_argument("--at", action="append", type=float, metavar="X", help="a target accuracy (repeatable)")
-    add_shared(parser, "--unseen", "--json", "--product", "--open")
+    add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--open")
 
 
 def execute(options: argparse.Namespace) -> None:
@@ -43,6 +43,7 @@ def execute(options: argparse.Namespace) -> None:
         show_products(results, options.product, options.out)
         return
     given = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
-    given |= {"at": targets, "unseen": options.unseen, "out": options.out}
+    given |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
+    given |= {"out": options.out}
     command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(given)])
     write_and_show(results, details, options, options.out, ("overview",), (command, command))

@@ -47,7 +47,7 @@ def define(subparsers: Any) -> None:
     rule.add_argument("--readout", default="margin", metavar="NAME", help="the exit rule (default: margin)")
     rule.add_argument("--gate", type=Path, metavar="DIR", help="a fitted gate as the exit rule")
     rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit rule and its threshold from a policy file")
-    add_shared(parser, "--any-model")
+    add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--threshold", type=float, metavar="X", help="its threshold (default: as validation chooses)")
     parser.add_argument("--batch-size", type=count, default=256, metavar="N", help="rows at a time (default: 256)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the answers go (default: standard output)")

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from loopscope.engine.scheduler import Answer
 from loopscope.exits import ExitPolicy
+from loopscope.exits.thresholds import is_whole
 from loopscope.trajectory import Trajectory
 
 _CLOSE = 1e-5
@@ -19,8 +20,8 @@ class Agreement:
 
     examples: int
     close: int  # whose signal comes within 1e-5 (relative) of the threshold before they exit: these may differ
-    close_differing: int  # of these, the exits or predictions that do
-    differing: int  # of the others: there should be none
+    close_differing: int  # of these, the exits or predictions that do, by decisions that are so close
+    differing: int  # what differs otherwise: there should be none
     accuracy: float  # of the live answers
     replayed_accuracy: float
     average_loops: float
@@ -36,13 +37,15 @@ def compare(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajector
     replayed = policy.exit_loops(trajectory)
     rows = np.arange(len(loops))
     expected = trajectory.predicted[rows, replayed - 1]
-    close = close_calls(policy, trajectory, np.maximum(loops, replayed), _CLOSE)
+    near = _near(policy, trajectory, _CLOSE)
+    close = _before_exit(near, np.maximum(loops, replayed))
     differing = (loops != replayed) | (predicted != expected)
+    excused = close & _explained(policy, trajectory, loops, near)
     return Agreement(
         examples=len(loops),
         close=int(close.sum()),
-        close_differing=int((differing & close).sum()),
-        differing=int((differing & ~close).sum()),
+        close_differing=int((differing & excused).sum()),
+        differing=int((differing & ~excused).sum()),
         accuracy=float((predicted == trajectory.required_labels).mean()),
         replayed_accuracy=float(trajectory.correct[rows, replayed - 1].mean()),
         average_loops=float(loops.mean()),
@@ -54,8 +57,27 @@ def close_calls(
     policy: ExitPolicy, trajectory: Trajectory, loops: NDArray[np.int64], tolerance: float
 ) -> NDArray[np.bool_]:
     """[N] whose signal comes so near (relative) to the threshold up to these loops that rounding may decide."""
-    if policy.readout == "fixed" or policy.threshold is None:
-        return np.zeros(len(loops), dtype=bool)
-    near = np.abs(policy.values(trajectory) - policy.threshold) <= tolerance * abs(policy.threshold)
-    reached = np.arange(1, trajectory.num_loops + 1) <= loops[:, None]
-    return np.asarray((near & reached)[:, :-1].any(axis=1))  # at the last loop everybody exits
+    return _before_exit(_near(policy, trajectory, tolerance), loops)
+
+
+def _near(policy: ExitPolicy, trajectory: Trajectory, tolerance: float) -> NDArray[np.bool_]:
+    """[N, T] where rounding may decide. Whole numbers are not rounded: one that meets the threshold is not close."""
+    if policy.readout == "fixed" or policy.threshold is None or is_whole(values := policy.values(trajectory)):
+        return np.zeros((trajectory.num_examples, trajectory.num_loops), dtype=bool)
+    return np.abs(values - policy.threshold) <= tolerance * abs(policy.threshold)
+
+
+def _before_exit(near: NDArray[np.bool_], loops: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] whether any loop up to these, but the last, where everybody exits, is near."""
+    return np.asarray((near & (np.arange(1, near.shape[1] + 1) <= loops[:, None]))[:, :-1].any(axis=1))
+
+
+def _explained(
+    policy: ExitPolicy, trajectory: Trajectory, loops: NDArray[np.int64], near: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """[N] whether other decisions at near loops alone lead to these exits; what is clear is as in the replay."""
+    clear = policy.stops(trajectory) & ~near if policy.readout != "fixed" else near
+    passed = np.arange(1, near.shape[1] + 1) < loops[:, None]
+    rows = np.arange(len(loops))
+    exits = (loops == near.shape[1]) | near[rows, loops - 1] | clear[rows, loops - 1]
+    return np.asarray(exits & ~(clear & passed).any(axis=1))

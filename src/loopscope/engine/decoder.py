@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.engine.logit_stats import StreamedSignal
+from loopscope.engine.logit_stats import LOGIT_SIGNALS, StreamedSignal
 from loopscope.errors import UserError
 from loopscope.exits.exit_state import ExitState
 from loopscope.models import LoopedModel, LoopState
@@ -50,7 +50,8 @@ class Decoder:
         self._prefilling: NDArray[np.bool_] = np.zeros(rows, dtype=bool)  # no token after the prompt yet
         self._active: Integers = np.empty(0, dtype=np.int64)  # the active rows, in the order of the exit state
         self._kind: type[LoopState] = LoopState
-        self._signal = StreamedSignal(exit_state.policy.readout) if exit_state.source == "logits" else None
+        readout = exit_state.policy.readout
+        self._signal = StreamedSignal(readout) if readout in LOGIT_SIGNALS else None
         self.token_loops = 0
         """Tokens times loops that were run, those for the cache included."""
 
@@ -95,6 +96,9 @@ class Decoder:
         if self._signal is not None:
             logits = self._logits(rows, pooled)
             values = self._signal.values(rows, loops, logits)
+        elif source in ("logits", "predictions"):
+            logits = self._logits(rows, pooled)
+            now = (logits.float() if source == "logits" else logits.argmax(-1)).cpu().numpy()
         elif source is not None:
             outputs = pooled if source == "hidden" else self._model.halt(pooled)
             if outputs is None:

@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.exits.signals import CONVERGENCE, SIGNALS
+from loopscope.exits.steps import LARGEST_RATIO
 
 Array = NDArray[Any]
 Integers = NDArray[np.int64]
 
-LOGIT_SIGNALS = tuple(name for name, (source, _) in SIGNALS.items() if source == "logits")
+LOGIT_SIGNALS = (*(name for name, (source, _) in SIGNALS.items() if source == "logits"), "settling")
+"""Those that are computed here; a user's own take the plain way, by their step."""
+_LOOKING_BACK = {*CONVERGENCE, "settling"}
 _BLOCK = {"cpu": 1 << 15}
 """Logits that are worked on at a time: on a processor as many as its cache holds, elsewhere `_MANY`."""
 _MANY = 1 << 24
@@ -32,6 +35,7 @@ class LogitStats(NamedTuple):
     logits: Tensor  # [n, V] in float32
     peak: Tensor  # [n] the largest logit
     log_sum: Tensor  # [n] log sum exp (logits - peak)
+    step: Tensor  # [n] the largest change of a logit since the loop before, NaN where there is none
 
 
 def logit_statistics(
@@ -43,13 +47,15 @@ def logit_statistics(
     peak = single.amax(-1).to(precise)
     missing = bool(single.amin() == -torch.inf)
     weighing = not {"entropy", "top1", "kl"}.isdisjoint(names)
-    previous_stats = previous if not set(CONVERGENCE).isdisjoint(names) else None
-    total, surprise, drift, change = torch.zeros((4, len(single)), dtype=precise, device=single.device)
+    previous_stats = previous if not _LOOKING_BACK.isdisjoint(names) else None
+    total, surprise, drift, change, largest = torch.zeros((5, len(single)), dtype=precise, device=single.device)
     for columns in _slices(single.shape[1], _block(single)) if weighing or previous_stats else ():
         now = _zero_missing(single[:, columns], precise, missing)
         if previous_stats is not None:
             step = now - _zero_missing(previous_stats.logits[:, columns], precise, missing)
             change += torch.linalg.vector_norm(step, dim=-1).square()
+            if "settling" in names:
+                largest = torch.maximum(largest, torch.linalg.vector_norm(step, torch.inf, dim=-1))
         if weighing:
             shifted = now.sub_(peak[:, None])
             weights = shifted.exp()
@@ -59,16 +65,25 @@ def logit_statistics(
             surprise -= shifted.mul_(weights).sum(-1)
             if previous_stats is not None:
                 drift += step.sub_((peak - previous_stats.peak)[:, None]).mul_(weights).sum(-1)
-    stats = LogitStats(single, peak, total.log())
+    stats = LogitStats(single, peak, total.log(), torch.full_like(total, torch.nan) if previous is None else largest)
     found = {"entropy": surprise / total + stats.log_sum, "top1": 1.0 / total, "logit_change": change.sqrt()}
-    if "margin" in names:
+    if not {"margin", "settling"}.isdisjoint(names):
         first = single.argmax(-1, keepdim=True)
         found |= {"predictions": first[:, 0], "margin": peak - single.scatter(1, first, -torch.inf).amax(-1)}
     if previous_stats is not None:
         found["kl"] = (drift / total - (stats.log_sum - previous_stats.log_sum)).clamp(min=0)
+        if "settling" in names:
+            found["settling"] = found["margin"] - 2 * _remaining_change(largest, previous_stats.step)
     else:
-        found |= dict.fromkeys(CONVERGENCE, torch.full_like(total, torch.nan))
+        found |= dict.fromkeys(_LOOKING_BACK, torch.full_like(total, torch.nan))
     return {name: found[name] for name in names}, stats
+
+
+def _remaining_change(step: Tensor, last_step: Tensor) -> Tensor:
+    """[n] as `exits.steps.remaining_change` has it."""
+    ratio = torch.where(step > 0, step / last_step, torch.where(last_step.isnan(), torch.nan, 0.0))
+    ratio = ratio.clamp(max=LARGEST_RATIO)
+    return step * (ratio / (1 - ratio))
 
 
 def kl_divergence(logits: Tensor, other: Tensor) -> Tensor:
@@ -104,11 +119,14 @@ class StreamedSignal:
     def values(self, rows: Integers, loops: Integers, logits: Tensor) -> NDArray[np.float64]:
         """[n] the signal of these rows, which say logits [n, V] at this loop [n] of theirs."""
         index, values = torch.from_numpy(rows).to(logits.device), []
-        kept = self._allocated(int(rows.max()) + 1, logits) if self._name in CONVERGENCE else None
+        kept = self._allocated(int(rows.max()) + 1, logits) if self._name in _LOOKING_BACK else None
         for part in _rows(logits):
             previous = None if kept is None else LogitStats(*(each.index_select(0, index[part]) for each in kept))
             found, stats = logit_statistics((self._name,), logits[part], previous)
             values.append(found[self._name])
+            if self._name == "settling":  # what the row said before was another token
+                first = torch.from_numpy(loops[part] == 1).to(logits.device)
+                stats = stats._replace(step=stats.step.masked_fill(first, torch.nan))
             for each, new in zip(kept or (), stats, strict=False):
                 each.index_copy_(0, index[part], new)
         result = torch.cat(values).cpu().numpy().astype(np.float64)
@@ -117,7 +135,8 @@ class StreamedSignal:
     def _allocated(self, rows: int, logits: Tensor) -> LogitStats:
         if self._previous is None:
             numbers = torch.empty(0, dtype=_accumulator(logits), device=logits.device)
-            self._previous = LogitStats(logits.new_empty((0, logits.shape[1]), dtype=torch.float32), numbers, numbers)
+            empty = logits.new_empty((0, logits.shape[1]), dtype=torch.float32)
+            self._previous = LogitStats(empty, numbers, numbers, numbers)
         if (more := rows - len(self._previous.peak)) > 0:
             self._previous = LogitStats(
                 *(torch.cat((each, each.new_zeros((more, *each.shape[1:])))) for each in self._previous)

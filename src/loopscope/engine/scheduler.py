@@ -149,7 +149,8 @@ class _RunningBatch:
             self._model.require("branches", "Questions with choices")
             if any(request.shared for request in new):
                 self._model.require("kv_cache", "Requests that share what they begin with")
-        choiceless = self._questions and self._exit_state.source == "logits" and any(len(r.rows) < 2 for r in new)
+        compares = self._exit_state.source in ("logits", "predictions")
+        choiceless = self._questions and compares and any(len(r.rows) < 2 for r in new)
         if not (mixed or sees or choiceless) and max(lengths) <= self._model.block_size and self._known(tokens):
             return None
         for place, request in enumerate(new):
@@ -246,9 +247,9 @@ class _LoopOutputs:
         self._questions = bool(requests[0].scored)
 
     def of(self, source: str) -> Array:
-        """[N, ...] logits, pooled states or halt logits."""
-        if source == "logits":
-            return self._all_logits
+        """[N, ...] logits, what they answer, pooled states or halt logits."""
+        if source in ("logits", "predictions"):
+            return self._all_logits if source == "logits" else self._all_logits.argmax(axis=-1)
         if source == "hidden":
             return _numpy(self._pooled)
         halting = self._model.halt(self._pooled)

@@ -3,6 +3,7 @@
 from loopscope.exits.calibration import calibrate, conformal_risk_control
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.readouts import READOUTS
-from loopscope.exits.signals import SIGNALS, signal
+from loopscope.exits.readouts import READOUTS, Readout, readout, register_readout
+from loopscope.exits.recorded_signals import signal
+from loopscope.exits.signals import SIGNALS
 from loopscope.exits.sweep import Frontier, OperatingPoint, sweep

@@ -16,9 +16,10 @@ from loopscope.config import Settings, build, digest, plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
-from loopscope.exits.readouts import readout_kind
+from loopscope.exits.readouts import READOUTS, find_readout, readout_kind
+from loopscope.exits.recorded_signals import signal
 from loopscope.exits.scope import ANYTHING, Scope, scope_of
-from loopscope.exits.signals import FITTED, signal
+from loopscope.exits.signals import FITTED
 from loopscope.trajectory import Trajectory
 
 
@@ -121,6 +122,11 @@ class ExitPolicy:
         """The policy in a file, after the weights of its gate were checked against their hash."""
         path = Path(path)
         file = PolicyFile.read(path)
+        if find_readout(file.readout) is None and file.readout not in READOUTS:
+            raise UserError(
+                f"{path} exits by the readout '{file.readout}', which is not installed: import the module or "
+                "install the package that defines it (on the command line: --with-readout MODULE:NAME)."
+            )
         if file.gate is None:
             return cls(file.readout, file.threshold, None, file.model, file.guarantee, file.scope)
         weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says

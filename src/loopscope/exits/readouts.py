@@ -1,11 +1,90 @@
-"""Which rules pick an exit? A readout maps a trajectory to an exit loop, by a threshold on one of its signals."""
+"""Which rules pick an exit? A readout maps a trajectory to an exit loop, by a threshold on one of its signals.
 
-from typing import Literal
+A `Readout` has one definition, a step from loop to loop, which a replay runs over a recording and the engine over
+whatever is active: what it decides is causal, and the same in both. Those of a user are defined with `readout`, or come
+with an installed package, whose entry points in the group `loopscope.readouts` have their names.
+
+Shapes: N rows, V classes, D width.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.exits.signals import FITTED
+from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, Array, Source
+from loopscope.exits.steps import hidden_acceleration, one_loop, patience, running_cdf, settling, two_loops
 
+State = tuple[Array, ...] | None
+Step = Callable[..., Any]
 ReadoutKind = Literal["above", "below", "depth", "oracle"]
+
+GROUP = "loopscope.readouts"
+_SOURCES: tuple[Source, ...] = get_args(Source)
+
+
+@dataclass(frozen=True)
+class Readout:
+    """A signal, and whether an example exits where it is above or below a threshold (or meets it).
+
+    `reads` is what the step gets of a loop: logits [N, V] (-inf for a class that an example does not have), the pooled
+    state hidden [N, D], gate_logits [N] or predictions [N], the answers. `step(now, state)` gives the values [N] of the
+    signal at this loop, NaN where it has none yet, and the state for the next: a tuple of arrays with a row for every
+    row of `now`. The state is None at loop 1. Rows have nothing to do with each other; they may be at different loops.
+    A `step(now)` that needs no state gives the values alone.
+
+    Without `reads` and `step` it is a signal that comes with recordings: it can be replayed, but not run.
+    """
+
+    name: str
+    exits: Literal["above", "below"]
+    reads: Source | None = None
+    step: Step | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z_][\w.-]*", self.name) or self.name == "auto":
+            raise UserError(f"A readout is named by letters, digits, '_', '.' and '-', not 'auto', got {self.name!r}.")
+        if self.exits not in ("above", "below"):
+            raise UserError(f"The readout '{self.name}' exits 'above' or 'below' its threshold, got {self.exits!r}.")
+        if self.reads is not None and self.reads not in _SOURCES:
+            raise UserError(f"A readout reads one of {', '.join(_SOURCES)}; '{self.name}' wants {self.reads!r}.")
+        if (self.reads is None) != (self.step is None):
+            raise UserError(f"The readout '{self.name}' needs both, what it reads and a step; or neither, if recorded.")
+
+    @cached_property
+    def looks_back(self) -> bool:
+        """Whether its step takes a state: a second argument, unless it is an option with a value of its own."""
+        if self.step is None:
+            return False
+        second = list(inspect.signature(self.step).parameters.values())[1:2]
+        return any(each.kind != each.KEYWORD_ONLY and each.default in (each.empty, None) for each in second)
+
+    def advance(self, now: Array, state: State) -> tuple[NDArray[np.float64], State]:
+        """One loop of rows: the signal [N], and what the next loop needs."""
+        assert self.step is not None
+        values, state = self.step(now, state) if self.looks_back else (self.step(now), None)
+        result = np.asarray(values, dtype=np.float64)
+        if result.shape != now.shape[:1]:
+            raise UserError(
+                f"The readout '{self.name}' gave values {list(result.shape)} for {len(now)} rows: one each."
+            )
+        if np.isinf(result).any():
+            raise UserError(
+                f"The readout '{self.name}' gave a value that is infinite; NaN says that there is none yet."
+            )
+        if state is not None and not (isinstance(state, tuple) and all(np.shape(x)[:1] == result.shape for x in state)):
+            raise UserError(
+                f"The state of the readout '{self.name}' must be a tuple of arrays with a row for every row."
+            )
+        return result, state if state is None else tuple(map(np.asarray, state))
+
 
 READOUTS: dict[str, ReadoutKind] = {
     "fixed": "depth",
@@ -17,17 +96,76 @@ READOUTS: dict[str, ReadoutKind] = {
     "logit_change": "below",
     "hidden_change": "below",
     "hidden_cosine": "below",
+    "patience": "above",
+    "settling": "above",
+    "hidden_acceleration": "below",
     "oracle": "oracle",
 }
 """Every readout, and when it exits: at the first loop whose signal is above or below its threshold (or meets it), at a
-fixed depth, or (the oracle) at the first correct loop. One that never comes exits at loop T."""
-POST_HOC = tuple(name for name in READOUTS if name not in ("fixed", "gate", "oracle"))
-"""Those that any trajectory has, without a gate and without labels."""
+fixed depth, or (the oracle) at the first correct loop. One that never comes exits at loop T. Those that were registered
+are here, too."""
+POST_HOC = ("entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine")
+"""The paper's, which any trajectory has, without a gate and without labels."""
+_STEPS: dict[str, tuple[Source, Step]] = {
+    "gate": ("gate_logits", running_cdf),
+    **{
+        name: (SIGNALS[name][0], (two_loops if name in CONVERGENCE else one_loop)(SIGNALS[name][1]))
+        for name in POST_HOC
+    },
+    "patience": ("predictions", patience),
+    "settling": ("logits", settling),
+    "hidden_acceleration": ("hidden", hidden_acceleration),
+}
+_KNOWN = {name: Readout(name, exits, *_STEPS[name]) for name, exits in READOUTS.items() if exits in ("above", "below")}
 
 
-def readout_kind(readout: str) -> ReadoutKind:
-    if readout.startswith(FITTED):
-        return READOUTS["gate"]
-    if readout not in READOUTS:
-        raise UserError(f"There is no readout '{readout}'; choose one of {', '.join(READOUTS)}, {FITTED}NAME.")
-    return READOUTS[readout]
+def readout(name: str, *, exits: Literal["above", "below"], reads: Source) -> Callable[[Step], Readout]:
+    """A decorator: the function below it is the step of a readout, which is known from then on."""
+    return lambda step: register_readout(Readout(name, exits, reads, step))
+
+
+def register_readout(new: Readout) -> Readout:
+    """Makes a readout known to everything that takes the name of one."""
+    if not isinstance(new, Readout):
+        raise UserError(f"What is registered must be a Readout, got {type(new).__name__}.")
+    if new.name in READOUTS:
+        old = _KNOWN.get(new.name)
+        if old is None or (old != new and not _defined_again(old, new)):
+            raise UserError(f"There is another readout '{new.name}' already; give yours another name.")
+    _KNOWN[new.name] = new
+    READOUTS[new.name] = new.exits
+    return new
+
+
+def find_readout(name: str) -> Readout | None:
+    """The definition behind a name, if it is known or an installed package offers it; `gate` for a fitted gate."""
+    name = "gate" if name.startswith(FITTED) else name
+    if name not in READOUTS:
+        for offered in entry_points(group=GROUP, name=name):
+            found = register_readout(offered.load())
+            if found.name != name:
+                raise UserError(f"The installed readout '{name}' calls itself '{found.name}'; its package is wrong.")
+    return _KNOWN.get(name)
+
+
+def readout_kind(name: str) -> ReadoutKind:
+    found = find_readout(name)
+    if found is not None:
+        return found.exits
+    if name not in READOUTS:
+        raise UserError(
+            f"There is no readout '{name}'; choose one of {', '.join(READOUTS)}, {FITTED}NAME, or import the module "
+            "that defines it."
+        )
+    return READOUTS[name]
+
+
+def readouts_reading(*sources: str) -> list[Readout]:
+    """Those that read one of these."""
+    return [each for each in _KNOWN.values() if each.reads in sources]
+
+
+def _defined_again(old: Readout, new: Readout) -> bool:
+    """Whether the same lines ran once more, as a cell of a notebook does."""
+    homes = [(getattr(each.step, "__module__", None), getattr(each.step, "__qualname__", None)) for each in (old, new)]
+    return homes[0] == homes[1] and homes[0][1] is not None and "<lambda>" not in homes[0][1]

@@ -1,4 +1,4 @@
-"""Which signals does a trajectory expose? One number for every example and loop.
+"""Which signals has the paper? One number for every example and loop, vectorised over both.
 
 Confidence: entropy, top1, margin. Convergence: kl, logit_change, hidden_change, hidden_cosine, which compare a loop
 with the one before and are NaN at loop 1. Learned: gate, the exit CDF, and gate:NAME, that of a fitted gate. All are
@@ -9,44 +9,23 @@ Shapes: N examples, T loops, V classes, D width.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
-from loopscope.errors import UserError
-from loopscope.trajectory import Trajectory
-
 Array = NDArray[Any]
 Signal = NDArray[np.float64]
+Source = Literal["logits", "hidden", "gate_logits", "predictions"]
+"""What a signal can be computed from."""
 
 CONVERGENCE = ("kl", "logit_change", "hidden_change", "hidden_cosine")
 FITTED = "gate:"
 """How the signal and the readout of a fitted gate begin; the rest is the gate's name."""
-_BELOW_ONE = np.nextafter(1.0, 0.0)
+BELOW_ONE = np.nextafter(1.0, 0.0)
 _CHUNK = 1 << 17
 """Numbers that are worked on at a time, so that they stay in the cache."""
-
-
-def signal(name: str, trajectory: Trajectory) -> Signal:
-    """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
-    if name not in SIGNALS and not name.startswith(FITTED):
-        raise UserError(f"There is no signal '{name}'; choose one of {', '.join(SIGNALS)}.")
-    if name not in trajectory.computed:
-        if name in trajectory.signals:
-            result = _as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
-        elif name.startswith(FITTED):
-            raise UserError(f"The recording does not have the signal '{name}'; give the fitted gate with --gate.")
-        else:
-            source, compute = SIGNALS[name]
-            values = getattr(trajectory, source)
-            if values is None:
-                raise UserError(_MISSING[source].format(name=name))
-            result = _by_chunks(compute, values)
-        result.flags.writeable = False
-        trajectory.computed[name] = result
-    return trajectory.computed[name]
 
 
 def is_gate(name: str) -> bool:
@@ -57,7 +36,7 @@ def is_gate(name: str) -> bool:
 def entropy(logits: Array, log_p: Signal | None = None) -> Signal:
     log_p = log_probs(logits) if log_p is None else log_p
     p = np.exp(log_p)
-    return _nonnegative(-np.einsum("...v,...v->...", p, _present(log_p)))
+    return _nonnegative(-np.einsum("...v,...v->...", p, present(log_p)))
 
 
 def top1(logits: Array, log_p: Signal | None = None) -> Signal:
@@ -75,12 +54,12 @@ def kl(logits: Array, log_p: Signal | None = None) -> Signal:
     """KL(p_t || p_{t-1})."""
     log_p = log_probs(logits) if log_p is None else log_p
     p = np.exp(log_p[:, 1:])
-    log_p = _present(log_p)
+    log_p = present(log_p)
     return _from_loop_2(_nonnegative(np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])))
 
 
 def logit_change(logits: Array) -> Signal:
-    return hidden_change(_present(logits))
+    return hidden_change(present(logits))
 
 
 def hidden_change(hidden: Array) -> Signal:
@@ -105,11 +84,11 @@ def exit_cdf(gate_logits: Array) -> Signal:
     """
     log_continue = -np.logaddexp(0.0, gate_logits[:, :-1].astype(np.float64))
     cdf = np.ones(gate_logits.shape)
-    cdf[:, :-1] = np.minimum(-np.expm1(log_continue.cumsum(axis=1)), _BELOW_ONE)
+    cdf[:, :-1] = np.minimum(-np.expm1(log_continue.cumsum(axis=1)), BELOW_ONE)
     return cdf
 
 
-SIGNALS: dict[str, tuple[str, Callable[..., Signal]]] = {
+SIGNALS: dict[str, tuple[Source, Callable[..., Signal]]] = {
     "gate": ("gate_logits", exit_cdf),
     "entropy": ("logits", entropy),
     "top1": ("logits", top1),
@@ -119,29 +98,23 @@ SIGNALS: dict[str, tuple[str, Callable[..., Signal]]] = {
     "hidden_change": ("hidden", hidden_change),
     "hidden_cosine": ("hidden", hidden_cosine),
 }
-"""What each signal is computed from, and how."""
+"""What each of the paper's signals is computed from, and how; `exits.steps` has the others."""
 
 OF_LOG_PROBS = ("entropy", "top1", "kl")
 """These take the log-probabilities as a second argument, if they are there already."""
 
-_MISSING = {
-    "gate_logits": "The recording has no gate logits: its model has no gate, so the readout '{name}' cannot be used.",
-    "logits": "The recording has no logits and no recorded signal '{name}'.",
-    "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden.",
-}
 
-
-def _as_defined(name: str, values: Signal) -> Signal:
+def as_defined(name: str, values: Signal) -> Signal:
     """A signal that came with a recording, held to the same conventions as one computed here."""
     if name in CONVERGENCE:
         values[:, 0] = np.nan
     if is_gate(name):
-        values[:, :-1] = np.minimum(values[:, :-1], _BELOW_ONE)
+        values[:, :-1] = np.minimum(values[:, :-1], BELOW_ONE)
         values[:, -1] = 1.0
     return values
 
 
-def _by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
+def by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
     rows, loops = values.shape[:2]
     size = max(1, _CHUNK * rows // max(values.size, 1))
     result = np.empty((rows, loops))
@@ -155,7 +128,7 @@ def log_probs(logits: Array) -> Signal:
     return np.asarray(log_softmax(logits.astype(np.float64), axis=-1))
 
 
-def _present(values: Array) -> Array:
+def present(values: Array) -> Array:
     """0 for a missing class: its probability is 0 at every loop, so it adds nothing."""
     missing = np.isneginf(values)
     return np.where(missing, 0.0, values) if missing.any() else values

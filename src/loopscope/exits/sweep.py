@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.readouts import readout_kind
-from loopscope.exits.signals import SIGNALS, is_gate, signal
+from loopscope.exits.readouts import find_readout, readout_kind
+from loopscope.exits.recorded_signals import signal
+from loopscope.exits.signals import is_gate
 from loopscope.exits.splits import check_calibration
 from loopscope.exits.thresholds import eagerness, grid, in_a_gap
 from loopscope.trajectory import Trajectory
@@ -88,7 +89,7 @@ def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
     """The policy that calibration data chooses: the highest accuracy, ties to fewer loops."""
     thresholds = grid(readout, calibration)
     threshold = float(thresholds[_best(*curve(readout, thresholds, calibration))])
-    if readout in SIGNALS and not is_gate(readout):
+    if find_readout(readout) is not None and not is_gate(readout):
         side: Literal["left", "right"] = "left" if readout_kind(readout) == "above" else "right"
         threshold = in_a_gap(threshold, np.sort(signal(readout, calibration), axis=None), side)
     return _policy(readout, threshold)

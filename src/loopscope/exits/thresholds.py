@@ -1,5 +1,8 @@
 """Which thresholds are tried? Grids of a readout: from quantiles of its signal, from none, or in its gaps.
 
+A signal that is a whole number (patience counts loops) has its thresholds halfway between them: many examples have the
+same value, and none of them may hang on the rounding of a threshold.
+
 Shapes: N examples, T loops.
 """
 
@@ -9,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.exits.readouts import READOUTS, readout_kind
-from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, is_gate, signal
+from loopscope.exits.readouts import READOUTS, ReadoutKind, find_readout, readout_kind
+from loopscope.exits.recorded_signals import has_signal, signal
+from loopscope.exits.signals import FITTED, SIGNALS, is_gate
 from loopscope.trajectory import Trajectory
 
 Curve = NDArray[np.float64]
@@ -23,7 +27,7 @@ _GAP = 3e-5
 
 def grid(readout: str, calibration: Trajectory) -> Curve:
     """The thresholds of a readout: quantiles of its calibration signal over all loops, or a grid that needs no data."""
-    kind = readout_kind(readout)
+    kind = _kind_on(readout, calibration)
     if kind == "oracle":
         return np.array([np.nan])
     if kind == "depth":
@@ -33,18 +37,24 @@ def grid(readout: str, calibration: Trajectory) -> Curve:
         return GATE_GRID.copy()
     values = values[~np.isnan(values)]
     if not len(values):
-        raise UserError(f"The calibration recording has one loop only, so '{readout}' has no values to calibrate on.")
+        loops = "one loop" if calibration.num_loops == 1 else f"{calibration.num_loops} loops"
+        raise UserError(f"The calibration recording has {loops} only, so '{readout}' has no values to calibrate on.")
+    if readout not in SIGNALS and is_whole(values):
+        return _between_whole(kind, values, len(QUANTILES))
     return np.quantile(np.sort(values), QUANTILES)  # the same as unsorted, in half the time
 
 
 def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve:
     """Thresholds so close together that steps between them do not matter; the gate's come from data here, too."""
-    if readout_kind(readout) in ("oracle", "depth"):
+    kind = _kind_on(readout, calibration)
+    if kind in ("oracle", "depth"):
         return grid(readout, calibration)
     values = signal(readout, calibration)
     values = values[:, :-1] if is_gate(readout) and values.shape[1] > 1 else values
     values = values[~np.isnan(values)]
-    never = np.inf if readout_kind(readout) == "above" else -np.inf
+    never = np.inf if kind == "above" else -np.inf
+    if readout not in SIGNALS and is_whole(values):
+        return np.append(_between_whole(kind, values, points), never)
     return np.append(np.quantile(np.sort(values), np.linspace(0, 1, points)), never)
 
 
@@ -54,7 +64,7 @@ def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
     No example lies on a threshold, so that rounding decides about none. The strictest lets one of them exit early, the
     laxest all of them at the first loop that has a signal.
     """
-    kind = readout_kind(readout)
+    kind = _kind_on(readout, proposing)
     if kind == "oracle":
         raise UserError("The oracle needs the labels, so it cannot be calibrated; choose another readout.")
     if kind == "depth":
@@ -64,7 +74,7 @@ def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
     scale = np.maximum(np.abs(values), np.finfo(np.float64).tiny)
     wide = np.flatnonzero(np.diff(values) > _GAP * scale[1:])
     middles = (values[wide] + values[wide + 1]) / 2
-    all_of_them = values[:1] - 1e-3 * scale[:1]
+    all_of_them = values[:1] - (0.5 if is_whole(values) else 1e-3 * scale[:1])
     thresholds = np.concatenate((all_of_them, middles))
     if len(thresholds) > points:
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, points).round().astype(int)]
@@ -77,6 +87,8 @@ def in_a_gap(threshold: float, values: Curve, side: Literal["left", "right"]) ->
     A quantile can be the signal of many equal examples, and then rounding would decide who of them exits.
     """
     values = values[~np.isnan(values)]
+    if is_whole(values):
+        return float(np.ceil(threshold) - 0.5 if side == "left" else np.floor(threshold) + 0.5)
     rank = int(np.searchsorted(values, threshold, side))
     near = np.arange(max(1, rank - len(values) // 200), min(len(values), rank + len(values) // 200 + 1))
     if not len(near):
@@ -99,14 +111,32 @@ def eagerness(readout: str, trajectory: Trajectory) -> Curve:
 def available_readouts(*trajectories: Trajectory) -> list[str]:
     """The readouts for which every one of these recordings holds what is needed."""
     fitted = sorted({name for trajectory in trajectories for name in trajectory.signals if name.startswith(FITTED)})
-    return [name for name in (*READOUTS, *fitted) if all(_available(name, trajectory) for trajectory in trajectories)]
+    return [
+        name
+        for name in (*READOUTS, *fitted)
+        if find_readout(name) is None or all(has_signal(name, trajectory) for trajectory in trajectories)
+    ]
 
 
-def _available(readout: str, trajectory: Trajectory) -> bool:
-    if readout in CONVERGENCE and trajectory.num_loops == 1:
-        return False
-    if readout in ("fixed", "oracle") or readout in trajectory.signals:
-        return True
-    if readout.startswith(FITTED):
-        return False
-    return getattr(trajectory, SIGNALS[readout][0]) is not None
+def is_whole(values: Curve) -> bool:
+    """Whether a signal says whole numbers only (NaN aside)."""
+    values = values[~np.isnan(values)]
+    return bool(len(values) and (values == np.rint(values)).all())
+
+
+def _between_whole(kind: ReadoutKind, values: Curve, points: int) -> Curve:
+    """At most so many thresholds, beside each of the whole numbers that there are, so that it still exits."""
+    there = np.unique(values)
+    if len(there) > points:
+        there = there[np.linspace(0, len(there) - 1, points).round().astype(int)]
+    return there - 0.5 if kind == "above" else there + 0.5
+
+
+def _kind_on(readout: str, trajectory: Trajectory) -> ReadoutKind:
+    """When a readout exits; a signal that came with the recording may not say."""
+    if readout in trajectory.signals and readout not in READOUTS and find_readout(readout) is None:
+        raise UserError(
+            f"The signal '{readout}' of the recording has no readout: say when it exits, with "
+            f"ls.register_readout(ls.Readout('{readout}', exits='below')) or 'above'."
+        )
+    return readout_kind(readout)

@@ -23,8 +23,9 @@ from loopscope.artifacts import atomic_file, map_tensors, save_tensors, write_js
 from loopscope.config import digest, read_json
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.errors import UserError
+from loopscope.exits.readouts import readouts_reading
+from loopscope.exits.recorded_signals import replayed
 from loopscope.exits.scope import STATE_WORDS
-from loopscope.exits.signals import SIGNALS
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.tokenizer import load_tokenizer
@@ -46,7 +47,7 @@ from loopscope.recording.choice_scoring import (
     question_requests,
     score_all_loops,
 )
-from loopscope.recording.tasks import existing_recording
+from loopscope.recording.tasks import Keep, existing_recording
 from loopscope.trajectory import Trajectory
 
 _EVERY = 10.0
@@ -102,14 +103,15 @@ def record_benchmark(
         "dtype": dtype,
         "keeps_hidden": hidden,
     }
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    if (found := existing_recording(out, split, provenance)) is not None:
+    unfinished, keep = out.with_name(f"{out.name}.unfinished"), Keep(hidden=hidden)
+    if (found := existing_recording(out, split, provenance, keep)) is not None:
         shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was cut off after all was written
         return found
     encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
     provenance["cut"] = sum(tokens.cut > 0 for tokens in encoded)
     requests = question_requests(questions, encoded, "acc", mean)
-    arrays = _collect(model, requests, unfinished, {"split": split, **provenance}, hidden, mean, batch_tokens, progress)
+    description = {"split": split, "signals": keep.signals, **provenance}
+    arrays = _collect(model, requests, unfinished, description, hidden, mean, batch_tokens, progress)
     trajectory = _trajectory(which, questions, arrays, split, provenance)
     trajectory.save(out)
     shutil.rmtree(unfinished)
@@ -171,7 +173,7 @@ def _arrays(scores: LoopScores, hidden: bool) -> Arrays:
         arrays["gate_logits"] = scores.gate_logits
     if hidden:
         return arrays | {"hidden": scores.hidden}
-    return arrays | {name: compute(scores.hidden) for name, (of, compute) in SIGNALS.items() if of == "hidden"}
+    return arrays | {each.name: replayed(each, scores.hidden) for each in readouts_reading("hidden")}
 
 
 def _joined(parts: Sequence[Arrays]) -> Arrays:

@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, check_replaceable, create_tensors, write_json
 from loopscope.config import plain, read_json
 from loopscope.errors import UserError
+from loopscope.exits.readouts import find_readout, readouts_reading
+from loopscope.exits.recorded_signals import replayed
 from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_probs
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.checkpoint import weights_sha256
@@ -40,7 +42,7 @@ class Keep:
     def signals(self) -> list[str]:
         """The signals that are computed now, because what they need is not kept."""
         lost = {"logits": not self.logits, "hidden": not self.hidden}
-        return [name for name, (source, _) in SIGNALS.items() if lost.get(source, False)]
+        return [each.name for each in readouts_reading(*(source for source, gone in lost.items() if gone))]
 
 
 def record_task(
@@ -67,7 +69,7 @@ def record_task(
         "keeps_logits": keep.logits,
         "keeps_hidden": keep.hidden,
     }
-    if (found := existing_recording(out, split, provenance)) is not None:
+    if (found := existing_recording(out, split, provenance, keep)) is not None:
         return found
     shape = (len(examples), model.num_loops)
     with atomic_folder(out, RECORDING) as scratch:
@@ -202,8 +204,8 @@ def extrapolation_levels(settings: RunSettings) -> range:
     return range(first, fitting)
 
 
-def existing_recording(out: Path, split: str, provenance: dict[str, Any]) -> Trajectory | None:
-    """The recording in `out`, if it is this one; another is refused."""
+def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:
+    """The recording in `out`, if it is this one; another is refused, also one that lacks a signal."""
     if not (out / MANIFEST).is_file():
         check_replaceable(out, RECORDING)
         return None
@@ -215,9 +217,14 @@ def existing_recording(out: Path, split: str, provenance: dict[str, Any]) -> Tra
             f"{out} holds another recording (different {', '.join(changed)}); choose another --out, or remove it."
         )
     try:
-        return Trajectory.load(out)
+        recording = Trajectory.load(out)
     except UserError:  # cut or altered since: made again
         return None
+    if lacking := [name for name in keep.signals if name not in recording.signals]:
+        raise UserError(
+            f"{out} holds a recording without the signal {', '.join(lacking)}; choose another --out, or remove it."
+        )
+    return recording
 
 
 @torch.inference_mode()
@@ -258,9 +265,13 @@ def write_rows(
         arrays["predictions"][rows] = outputs["logits"].argmax(axis=-1)
         arrays["label_log_probs"][rows] = np.take_along_axis(log_p, labels[:, None, None], axis=2)[..., 0]
     for name in keep.signals:
-        source, compute = SIGNALS[name]
-        given = (outputs[source], log_p) if name in OF_LOG_PROBS else (outputs[source],)
-        arrays[SIGNAL_PREFIX + name][rows] = compute(*given)
+        if name in OF_LOG_PROBS:
+            arrays[SIGNAL_PREFIX + name][rows] = SIGNALS[name][1](outputs["logits"], log_p)
+        else:
+            definition = find_readout(name)
+            assert definition is not None
+            assert definition.reads is not None
+            arrays[SIGNAL_PREFIX + name][rows] = replayed(definition, outputs[definition.reads])
 
 
 def _numpy(values: torch.Tensor) -> NDArray[Any]:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from loopscope.artifacts import atomic_folder, create_tensors, sha256
 from loopscope.documents import read_documents, tokenize_documents
-from loopscope.engine.logit_stats import logit_signals
+from loopscope.engine.logit_stats import LOGIT_SIGNALS, logit_signals
 from loopscope.errors import UserError
-from loopscope.exits.signals import SIGNALS
+from loopscope.exits.readouts import readouts_reading
+from loopscope.exits.recorded_signals import replayed
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.layout import Layout
@@ -80,9 +81,9 @@ def record_text(
         "keeps_logits": False,
         "keeps_hidden": hidden,
     }
-    if (found := existing_recording(out, split, provenance)) is not None:
-        return found
     keep, done = Keep(logits=False, hidden=hidden), 0
+    if (found := existing_recording(out, split, provenance, keep)) is not None:
+        return found
     with atomic_folder(out, RECORDING) as scratch:
         probe = model.loops(torch.zeros((1, 1), dtype=torch.int64, device=device), num_loops=1)
         layout: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(("labels", "sequences"), (shape[:1], np.int64))
@@ -183,16 +184,18 @@ def window_predictions(
 def _write(arrays: dict[str, NDArray[Any]], rows: Integers, out: Loops, labels: Integers, keep: Keep) -> None:
     """Puts what the model said at some decisions in its place; of the logits, only the signals leave the device."""
     for name, values in logit_signals(out.logits, torch.from_numpy(labels).to(out.logits.device)).items():
-        arrays[SIGNAL_PREFIX + name if name in SIGNALS else name][rows] = values
+        arrays[SIGNAL_PREFIX + name if name in LOGIT_SIGNALS else name][rows] = values
     if out.gate_logits is not None:
         arrays["gate_logits"][rows] = out.gate_logits.T.float().cpu().numpy()
     states = out.hidden.transpose(0, 1).float().cpu().numpy()
     if keep.hidden:
         arrays["hidden"][rows] = states
-    for name in keep.signals:
-        source, compute = SIGNALS[name]
-        if source == "hidden":
-            arrays[SIGNAL_PREFIX + name][rows] = compute(states)
+    else:
+        for each in readouts_reading("hidden"):
+            arrays[SIGNAL_PREFIX + each.name][rows] = replayed(each, states)
+    for each in readouts_reading("logits"):
+        if each.name not in LOGIT_SIGNALS:  # a user's own
+            arrays[SIGNAL_PREFIX + each.name][rows] = replayed(each, out.logits.transpose(0, 1).float().cpu().numpy())
 
 
 def _counting(first: Integers, counts: Integers) -> Integers:

@@ -31,6 +31,9 @@ _STYLES: dict[str, Style] = {
     "logit_change": ("#E69F00", "triangle-right"),
     "hidden_change": ("#999999", "triangle-left"),
     "hidden_cosine": ("#8C564B", "M-.7,-.7L.7,.7M.7,-.7L-.7,.7"),  # an x
+    "patience": ("#332288", "circle"),
+    "settling": ("#AA4499", "square"),
+    "hidden_acceleration": ("#997700", "cross"),
     "oracle": ("#7F3C8D", "M0,.5L.6,.8L.5,.1L1,-.3L.3,-.4L0,-1L-.3,-.4L-1,-.3L-.5,.1L-.6,.8L0,.5Z"),  # a star
 }
 _COLOURS = ("#882255", "#EE99AA", "#332288", "#DDAA33", "#CC3311", "#AA4499", "#997700", "#663333")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from loopscope.analysis.schema import ModelResult, Results
-from loopscope.exits import READOUTS
+from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.signals import FITTED
 from loopscope.report.charts import Line, Specification, difficulty_chart, frontiers, in_rows
 from loopscope.report.figures import (
@@ -17,6 +17,7 @@ from loopscope.report.figures import (
 from loopscope.reproduction.ouro_tables import BenchmarkModel, benchmark_models
 from loopscope.reproduction.variants import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
 
+_READOUTS = ("fixed", "gate", *POST_HOC, "oracle")
 _HEURISTICS = ("entropy", "top1", "margin")
 GATES = {"linear": "linear gate", "mlp": "MLP gate"}
 _MANO, _PARITY = "mano", "parity"
@@ -77,7 +78,7 @@ def _benchmarks(
     panels = []
     for each in every:
         title = f"{each.benchmark.model}, {each.benchmark.title}" if named else each.benchmark.title
-        lines = readout_lines(each.result, ("fixed", "gate") if fitted else READOUTS)
+        lines = readout_lines(each.result, ("fixed", "gate") if fitted else _READOUTS)
         lines += [Line.of(gate, f"fitted {gate.readout.removeprefix(FITTED)}") for gate in each.fitted if fitted]
         panels.append(frontier_panel(title, lines, each.result))
     return frontiers(panels, None, per_row)
@@ -94,7 +95,7 @@ def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] | Non
     mano = TaskVariants(results, _MANO)
     priors = [prior for prior in mano.priors if prior != UNIFORM] if priors is None else priors
     groups = [group for prior in priors if (group := mano.fixed(prior)) is not None]
-    panels = [frontier_panel(group.words, readout_lines(group.first, READOUTS), group.first) for group in groups]
+    panels = [frontier_panel(group.words, readout_lines(group.first, _READOUTS), group.first) for group in groups]
     return frontiers(panels, results.targets[0])
 
 

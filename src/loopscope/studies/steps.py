@@ -109,6 +109,7 @@ class Recording(Step, frozen=True, kw_only=True):
     """Whatever makes a recording."""
 
     kind: ClassVar[str] = "recording"
+    version: ClassVar[int] = 2
     split: str
 
 
@@ -141,7 +142,7 @@ class Fit(Step, frozen=True, kw_only=True):
 
 class Analyse(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = ANALYSIS
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     validation: Recording
     test: Recording
     reference: tuple[Recording, Recording] | None  # validation and test of the measure; its own where it is the measure

@@ -1,0 +1,94 @@
+"""What is a readout's signal on a recording? As recorded, or its definition replayed over the loops that it keeps.
+
+Shapes: N examples, T loops, V classes.
+"""
+
+import numpy as np
+
+from loopscope.errors import UserError
+from loopscope.exits.readouts import Readout, find_readout
+from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, Array, Signal, as_defined, by_chunks
+from loopscope.trajectory import Trajectory
+
+_MISSING = {
+    "gate_logits": "The recording has no gate logits: its model has no gate, so the readout '{name}' cannot be used.",
+    "logits": "The recording has no logits and no recorded signal '{name}'.",
+    "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden.",
+}
+
+
+def signal(name: str, trajectory: Trajectory) -> Signal:
+    """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
+    definition = find_readout(name)
+    key = definition if definition is not None and not name.startswith(FITTED) else name
+    if key not in trajectory.computed:
+        result = _signal(name, definition, trajectory)
+        result.flags.writeable = False
+        trajectory.computed[key] = result
+    return trajectory.computed[key]
+
+
+def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
+    if name in trajectory.signals:
+        return as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
+    if name.startswith(FITTED):
+        raise UserError(f"The recording does not have the signal '{name}'; give the fitted gate with --gate.")
+    if definition is None:
+        raise UserError(f"There is no signal '{name}'; choose one of {', '.join([*SIGNALS, *trajectory.signals])}.")
+    if definition.reads is None:
+        raise UserError(f"The signal '{name}' only exists recorded, and this recording does not have it.")
+    values = trajectory.predicted if definition.reads == "predictions" else getattr(trajectory, definition.reads)
+    if values is None:
+        raise UserError(_MISSING[definition.reads].format(name=name))
+    return replayed(definition, values)
+
+
+def has_signal(name: str, trajectory: Trajectory) -> bool:
+    """Whether a recording holds what this signal needs, and enough loops for it to say anything."""
+    if name in CONVERGENCE and trajectory.num_loops == 1:
+        return False
+    definition = find_readout(name)
+    if name not in trajectory.signals:
+        if definition is None or definition.reads is None or name.startswith(FITTED):
+            return False
+        if definition.reads != "predictions" and getattr(trajectory, definition.reads) is None:
+            return False
+    elif name in CONVERGENCE and np.isnan(trajectory.signals[name]).all():
+        return False
+    return name in SIGNALS or bool(not np.isnan(signal(name, trajectory)[:, -1]).all())
+
+
+def replayed(definition: Readout, values: Array) -> Signal:
+    """[N, T] the signal of what a model said at every loop, [N, T, ...]."""
+    if definition.name in SIGNALS:
+        return by_chunks(SIGNALS[definition.name][1], values)
+    result = np.empty(values.shape[:2])
+    if definition.reads == "logits":
+        counts = class_counts(values[:, 0])
+        for count in np.unique(counts):
+            rows = counts == count
+            result[rows] = by_chunks(lambda part: _steps(definition, part), values[rows][..., :count])
+    else:
+        result[:] = by_chunks(lambda part: _steps(definition, part), values)
+    gone = np.isnan(result[:, 1:]) & ~np.isnan(result[:, :-1])
+    if gone.any():
+        raise UserError(
+            f"The readout '{definition.name}' has no value (NaN) at loop {int(gone.any(axis=0).argmax()) + 2} of an "
+            "example that had one before; NaN is for the first loops only."
+        )
+    return result
+
+
+def class_counts(logits: Array) -> Array:
+    """[N] the classes that each row of logits [N, V] has; a question with fewer choices lacks the last ones."""
+    if not np.isneginf(logits[:, -1]).any():
+        return np.full(len(logits), logits.shape[1])
+    return logits.shape[1] - np.isneginf(logits)[:, ::-1].argmin(axis=1)
+
+
+def _steps(definition: Readout, values: Array) -> Signal:
+    columns, state = [], None
+    for loop in range(values.shape[1]):
+        column, state = definition.advance(values[:, loop], state)
+        columns.append(column)
+    return np.stack(columns, axis=1)
