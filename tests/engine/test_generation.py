@@ -261,7 +261,7 @@ def test_impossible_sampling(settings: dict[str, float]) -> None:
 
 def test_a_policy_of_another_model_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = ls.load_model(write_ouro(tmp_path_factory.mktemp("ouro")))
-    data = random_trajectory(split="validation", provenance={"weights_sha256": "0" * 64})
+    data = random_trajectory(split="validation", provenance={"weights_sha256": "0" * 64, "unit": "tokens"})
     foreign = ls.calibrate(data, 0.3, readout="margin")
     with pytest.raises(ls.UserError, match="calibrated for another model"):
         generate(model, prompts(), foreign)
