@@ -22,7 +22,7 @@ _GAP = 3e-5
 
 
 def grid(readout: str, calibration: Trajectory) -> Curve:
-    """The thresholds of a readout: quantiles of its calibration signal over all loops, or a grid that needs no data."""
+    """The paper's thresholds: quantiles of the calibration signal over all loops, or a grid that needs no data."""
     kind = readout_kind(readout)
     if kind == "oracle":
         return np.array([np.nan])
@@ -31,10 +31,7 @@ def grid(readout: str, calibration: Trajectory) -> Curve:
     values = signal(readout, calibration)
     if is_gate(readout):
         return GATE_GRID.copy()
-    values = values[~np.isnan(values)]
-    if not len(values):
-        raise UserError(f"The calibration recording has one loop only, so '{readout}' has no values to calibrate on.")
-    return np.quantile(np.sort(values), QUANTILES)  # the same as unsorted, in half the time
+    return np.quantile(np.sort(_known(readout, values)), QUANTILES)  # the same as unsorted, in half the time
 
 
 def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve:
@@ -43,9 +40,16 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
         return grid(readout, calibration)
     values = signal(readout, calibration)
     values = values[:, :-1] if is_gate(readout) and values.shape[1] > 1 else values
-    values = values[~np.isnan(values)]
+    values = _known(readout, values)
     never = np.inf if readout_kind(readout) == "above" else -np.inf
     return np.append(np.quantile(np.sort(values), np.linspace(0, 1, points)), never)
+
+
+def _known(readout: str, values: Curve) -> Curve:
+    values = values[~np.isnan(values)]
+    if not len(values):
+        raise UserError(f"The calibration recording has one loop only, so '{readout}' has no values to calibrate on.")
+    return values
 
 
 def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
