@@ -28,7 +28,9 @@ SEED = 0
 _CHUNK = 50
 
 
-def resampled_sums(contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, seed: int = SEED) -> Sums:
+def resampled_sums(
+    contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, seed: int = SEED
+) -> Sums:
     """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample."""
     rows = contributions.shape[0]
     rng = np.random.default_rng(seed)

@@ -78,7 +78,9 @@ class TargetLevel:
     accuracy: float  # X
     loop: int | None  # whose validation accuracy it is below: the last, unless only another is above chance
     full_depth: int
-    reached: float  # X, or (of a relative target) the highest whole percent below it that this loop reaches on test data
+    reached: (
+        float  # X, or (of a relative target) the highest whole percent below it that this loop reaches on test data
+    )
 
     @property
     def sentence(self) -> str:

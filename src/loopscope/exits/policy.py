@@ -20,7 +20,6 @@ from loopscope.exits.readouts import readout_kind
 from loopscope.exits.signals import FITTED, signal
 from loopscope.trajectory import Trajectory
 
-
 NEVER = float(np.finfo(np.float64).max)
 """A threshold (or, where low means exit, minus this) that no signal meets: full depth, in a file, too."""
 

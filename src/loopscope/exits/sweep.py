@@ -75,6 +75,13 @@ class Frontier:
         """D@X: the least average depth on the evaluation curve that reaches this accuracy, or None."""
         return _depth_at(self.average_loops, self.accuracy, accuracy)
 
+    def threshold_at(self, accuracy: float) -> float | None:
+        """The threshold of D@X; None where X is not reached, or where the readout has no threshold."""
+        reached = np.flatnonzero(self.accuracy >= accuracy - _ROUNDING)
+        if not len(reached) or np.isnan(self.thresholds).any():
+            return None
+        return float(self.thresholds[reached[self.average_loops[reached].argmin()]])
+
     def calibration_depth_at(self, accuracy: float) -> float | None:
         """The same on the calibration curve: what a choice may be based on."""
         return _depth_at(self.calibration_average_loops, self.calibration_accuracy, accuracy)
@@ -96,8 +103,8 @@ def _depth_at(average_loops: Curve, accuracy: Curve, target: float) -> float | N
     return float(reached.min()) if len(reached) else None
 
 
-def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, grid: Grid = "fine") -> Frontier:
-    """The frontier of a readout whose thresholds come from `calibration`, on `evaluation`; the grid is fine, or the paper's."""
+def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
+    """The frontier of a readout whose thresholds come from `calibration`, on `evaluation`."""
     check_calibration(calibration, evaluation)
     thresholds = swept_thresholds(readout, calibration, grid)
     accuracy, loops = curve(readout, thresholds, evaluation)

@@ -136,13 +136,13 @@ class Fit(Step, frozen=True, kw_only=True):
 
 class Analyse(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = ANALYSIS
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     validation: Recording
     test: Recording
     reference: tuple[Recording, Recording] | None  # validation and test of the measure; its own where it is the measure
     extrapolation: Recording | None
     gates: tuple[Fit, ...]
-    targets: tuple[float, ...]
+    targets: tuple[float, ...]  # none: 1 point below full depth
     unseen: bool
     guarantees: tuple[RiskTarget, ...]
 
