@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from loopscope.analysis.diagnosis import Gap, Subject, depth_gap
 from loopscope.analysis.paired import Paired, Side, paired
-from loopscope.analysis.targets import Target, percent
+from loopscope.analysis.targets import Target, percent_text
 from loopscope.exits import sweep
 from loopscope.trajectory import Trajectory
 
@@ -35,7 +35,7 @@ class Comparison:
             ["loops", f"{loops.value:+.3f}", f"[{loops.low:+.3f}, {loops.high:+.3f}]"],
         ]
         if gap is not None:
-            name = f"D@{percent(gap.accuracy).removesuffix('%')}"
+            name = f"D@{percent_text(gap.accuracy).removesuffix('%')}"
             rows.append([name, f"{gap.value:+.3f}", f"[{gap.low:+.3f}, {gap.high:+.3f}]"])
         return rows
 

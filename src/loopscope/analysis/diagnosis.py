@@ -35,7 +35,7 @@ from loopscope.analysis.targets import (
     best_loop,
     chance,
     is_above_chance,
-    percent,
+    percent_text,
     target_level,
 )
 from loopscope.errors import UserError
@@ -97,17 +97,26 @@ class Diagnosis:
         return {"readout gap": self.readout_gap, "trajectory gap": self.trajectory_gap, "room left": self.room_left}
 
     @property
+    def target_sentence(self) -> str:
+        """What the target is, and whether the gaps are at a lower accuracy; nothing without a verdict."""
+        if self.verdict == NO_VERDICT:
+            return ""
+        lower = any(gap is not None and gap.accuracy < gap.target for gap in self.gaps.values())
+        text = "Gaps are at the highest whole percent that both sides reach in 95 % of the resamples, below the target."
+        return " ".join(filter(None, (self.target.sentence, text if lower else "")))
+
+    @property
     def rows(self) -> list[list[str]]:
         """The gaps as a table, a row each, under GAP_COLUMNS."""
         return [
             [
                 name.removesuffix(" gap"),
                 f"{gap.first} ({gap.first_depth:.2f}) - {gap.second} ({gap.second_depth:.2f})",
-                percent(gap.accuracy),
+                percent_text(gap.accuracy),
                 f"{gap.value:+.2f}",
                 f"[{gap.low:+.2f}, {gap.high:+.2f}]",
                 f"{gap.reached:.1%}",
-                f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%} ({percent(gap.target)})",
+                f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%} ({percent_text(gap.target)})",
             ]
             for name, gap in self.gaps.items()
             if gap is not None
@@ -117,7 +126,7 @@ class Diagnosis:
         table = [GAP_COLUMNS, *self.rows] if self.rows else []
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join(line.rstrip() for line in (self.sentence, *filter(None, [self.target.sentence]), *lines))
+        return "\n".join(line.rstrip() for line in (self.sentence, *filter(None, [self.target_sentence]), *lines))
 
     __repr__ = __str__
 
@@ -216,13 +225,13 @@ def _without_verdict(subject: Subject, level: TargetLevel) -> str:
         where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
         right = f"{test.correct[:, loop - 1].mean():.1%} of {test.num_examples:,} test examples"
         return (
-            f"{where} it is right in {right}, and chance is {percent(subject.chance)} (it is not above chance by an "
-            "exact binomial test at 5 %)"
+            f"{where} it is right in {right}, and chance is {percent_text(subject.chance)} (it is not above chance by "
+            "an exact binomial test at 5 %)"
         )
     if test.num_loops == 1:
         return "with a single loop there is no exit to choose"
     if level.accuracy <= subject.chance:
-        return f"the target, {percent(level.accuracy)}, is not above chance ({percent(subject.chance)})"
+        return f"the target, {percent_text(level.accuracy)}, is not above chance ({percent_text(subject.chance)})"
     return ""
 
 
@@ -294,11 +303,11 @@ def _sentence(
 ) -> str:
     ceiling = ""
     if subject.ceiling < level.accuracy - 1e-9:
-        ceiling = f" No loop of it reaches {percent(level.accuracy)} (at best {subject.ceiling:.1%})."
+        ceiling = f" No loop of it reaches {percent_text(level.accuracy)} (at best {subject.ceiling:.1%})."
     if reference is subject and not subject.has_gate:
         best = subject.best(level.accuracy)
         depth = subject.curves(best).depth_at(level.reached)[0]
-        reached = f" With {best} it reaches {percent(level.reached)} in {depth:.2f} loops on average."
+        reached = f" With {best} it reaches {percent_text(level.reached)} in {depth:.2f} loops on average."
         return f"It is the reference, and has no gate of its own.{'' if np.isnan(depth) else reached}{ceiling}"
     findings = f"{_on_readout(subject, readout)}; {_on_trajectory(subject, reference, trajectory)}"
     if subject.test.num_examples < _FEWEST:
@@ -323,7 +332,7 @@ def _on_readout(subject: Subject, gap: Gap | None) -> str:
     if gap is None:
         return "its gate and the best readout reach no accuracy above chance together"
     if gap.first == gap.second:
-        return f"validation data choose its own gate as the best readout at {percent(gap.accuracy)}"
+        return f"validation data choose its own gate as the best readout at {percent_text(gap.accuracy)}"
     return _compared("its own gate", gap.second, gap, "whether its own gate is worse")
 
 
@@ -338,7 +347,7 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
 
 
 def _compared(name: str, other: str, gap: Gap, question: str) -> str:
-    at = percent(gap.accuracy)
+    at = percent_text(gap.accuracy)
     size = f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
     if gap.sign == 0:
         return f"{question} than {other} is open ({size} at {at})"

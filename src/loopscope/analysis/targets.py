@@ -48,7 +48,7 @@ class Target:
     def meaning(self) -> str:
         """As in "the least average loops that reach ..."."""
         if self.accuracy is not None:
-            return f"{percent(self.accuracy)} accuracy"
+            return f"{percent_text(self.accuracy)} accuracy"
         points = _points(self.below_full_depth)
         return (
             f"an accuracy {points} point{'s' * (points != '1')} below the model's own at full depth, which validation "
@@ -78,9 +78,7 @@ class TargetLevel:
     accuracy: float  # X
     loop: int | None  # whose validation accuracy it is below: the last, unless only another is above chance
     full_depth: int
-    reached: (
-        float  # X, or (of a relative target) the highest whole percent below it that this loop reaches on test data
-    )
+    reached: float  # X; of a relative target the highest whole percent below it, if test data do not reach X
 
     @property
     def sentence(self) -> str:
@@ -92,9 +90,9 @@ class TargetLevel:
         loop, why = "full depth", ""
         if self.loop != self.full_depth:
             loop, why = f"loop {self.loop}, its best", "; full depth is not above chance there"
-        text = f"The target is {percent(self.accuracy)}: {below} {loop}, on validation data{why}."
+        text = f"The target is {percent_text(self.accuracy)}: {below} {loop}, on validation data{why}."
         if self.reached < self.accuracy:
-            text += f" Test data do not reach it at that loop; depths are read at {percent(self.reached)}."
+            text += f" Test data do not reach it at that loop; depths are read at {percent_text(self.reached)}."
         return text
 
 
@@ -137,7 +135,7 @@ def is_above_chance(recording: Trajectory, loop: int, validation: Trajectory) ->
     return bool(binom.sf(right - 1, recording.num_examples, chance(validation)) <= SIGNIFICANCE)
 
 
-def percent(share: float) -> str:
+def percent_text(share: float) -> str:
     """As sentences and tables have it: `95%`, `60.33%`."""
     return f"{round(100 * share, 2):g}%"
 

@@ -1,8 +1,8 @@
 """What does the page know of a model beside its results? Thresholds in detail, and single examples.
 
 D@X is read from the whole grid; of its thresholds about fifty are shown, with those that matter among them. All numbers
-are computed here; the page only looks them up. `ReadoutCurve` holds what charts of many models need, `ModelDetails` what
-is looked at one model at a time.
+are computed here; the page only looks them up. `ReadoutCurve` holds what charts of many models need, `ModelDetails`
+what is looked at one model at a time.
 
 Shapes: N examples and G thresholds that are shown (laxest first), T loops, L difficulties, S target accuracies.
 """

@@ -38,7 +38,7 @@ def execute(options: argparse.Namespace) -> None:
         print_json(diagnosis)
         return
     print(diagnosis.sentence)
-    if diagnosis.target.sentence:
-        print(diagnosis.target.sentence)
+    if diagnosis.target_sentence:
+        print(diagnosis.target_sentence)
     if diagnosis.rows:
         print_table("", GAP_COLUMNS, diagnosis.rows)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loopscope.analysis import Gap, GuaranteeCheck, OverSeeds, Target, over_seeds
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.schema import ModelResult, Results
-from loopscope.analysis.targets import percent
+from loopscope.analysis.targets import percent_text
 from loopscope.exits.guarantee import Guarantee
 
 
@@ -60,7 +60,7 @@ def read_lower(models: Sequence[ModelResult], target: Target) -> str:
     levels = [model.targets[target.key] for model in models]
     if all(level.reached == level.accuracy for level in levels):
         return ""
-    return f" @{percent(min(level.reached for level in levels))}"
+    return f" @{percent_text(min(level.reached for level in levels))}"
 
 
 def gaps(results: Results) -> Table:
@@ -193,7 +193,7 @@ def certified(results: Results) -> Table:
 def guarantee_cell(guarantee: Guarantee) -> str:
     sure = "on average" if guarantee.confidence is None else f"{100 * guarantee.confidence:g} % sure"
     where = ", at every difficulty" if guarantee.per_difficulty else ""
-    return f"{guarantee.loss} ≤ {percent(guarantee.max_drop)}, {sure}{where}"
+    return f"{guarantee.loss} ≤ {percent_text(guarantee.max_drop)}, {sure}{where}"
 
 
 def _worst(check: GuaranteeCheck) -> str:
@@ -215,7 +215,7 @@ def _gap(gap: Gap | None, absent: str, with_shares: bool) -> str:
     text = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
         shares = f" ({gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%})" if with_shares else ""
-        text += f" @{percent(gap.accuracy)}{shares}"
+        text += f" @{percent_text(gap.accuracy)}{shares}"
     return text
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from loopscope.analysis import Gap, Target, over_seeds
 from loopscope.analysis.labels import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
-from loopscope.analysis.targets import percent
+from loopscope.analysis.targets import percent_text
 from loopscope.report.tables import gap_cells, guarantee_cell, headline
 
 
@@ -70,7 +70,7 @@ def _own_target(models: list[ModelResult], target: Target) -> str:
     if target.accuracy is not None:
         return ""
     accuracies = sorted(model.targets[target.key].accuracy for model in models)
-    return " to ".join(dict.fromkeys(map(percent, (accuracies[0], accuracies[-1]))))
+    return " to ".join(dict.fromkeys(map(percent_text, (accuracies[0], accuracies[-1]))))
 
 
 def _run(place: int, model: ModelResult) -> RunCard:
@@ -85,7 +85,7 @@ def _run(place: int, model: ModelResult) -> RunCard:
         for each in model.certified
         if each.guarantee is not None
     ]
-    sentence = " ".join(filter(None, (model.diagnosis.sentence, model.diagnosis.target.sentence)))
+    sentence = " ".join(filter(None, (model.diagnosis.sentence, model.diagnosis.target_sentence)))
     summary = (seed_of(model), sentence, gaps, certified, model.refused)
     return RunCard(model.name, place, _weights(model), *summary)
 
@@ -105,7 +105,7 @@ def _over(models: list[ModelResult], first: dict[str, str]) -> dict[str, str]:
             continue
         values = over_seeds([None if gap is None else gap.value for gap in gaps])
         lowest = min(gap.accuracy for gap in known)
-        below = f" (from @{percent(lowest)} on)" if any(gap.accuracy < gap.target for gap in known) else ""
+        below = f" (from @{percent_text(lowest)} on)" if any(gap.accuracy < gap.target for gap in known) else ""
         cells[name] = _uncounted(str(values), len(gaps)) + below
     return cells
 
