@@ -113,6 +113,10 @@ class Curves:
     loops: Sums  # [1 + R, G] totals
     examples: int
 
+    def at(self, chosen: NDArray[np.bool_]) -> "Curves":
+        """Of these thresholds alone."""
+        return Curves(self.right[:, chosen], self.loops[:, chosen], self.examples)
+
     def depth_at(self, accuracy: float) -> Sums:
         """[1 + R] D@X of the sample and of each resample; NaN where X is not reached."""
         return self.depths_at([accuracy])[:, 0]

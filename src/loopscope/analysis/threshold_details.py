@@ -8,7 +8,7 @@ Shapes: N examples and G thresholds that are shown (laxest first), T loops, L di
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -122,19 +122,21 @@ def detailed_frontier(
 ) -> DetailedFrontier:
     """`policies` are the certified ones, of this readout and of others; `accuracy` is the first target's."""
     readout, grid = frontier.readout, frontier.thresholds
-    depths = resampled_curves(readout, grid, evaluation)
     if readout_kind(readout) == "oracle":
+        curves = resampled_curves(readout, grid, evaluation)
         reached = 0 if frontier.depth_at(accuracy) is not None else None
-        return DetailedFrontier(frontier, depths, grid, np.array([True]), depths, reached)
+        return DetailedFrontier(frontier, curves, grid, np.array([True]), curves, reached)
     special = [frontier.select().policy.threshold, frontier.threshold_at(accuracy)]
     special += [policy.threshold for policy in policies if policy.readout == readout]
     known = [each for each in special if each is not None]
-    drawn = np.sort(grid)[np.linspace(0, len(grid) - 1, min(SHOWN, len(grid))).round().astype(int)]
-    shown = np.unique(np.concatenate((drawn, known)))
-    shown = shown[laxest_first(readout, shown)]
-    resampled = resampled_curves(readout, shown, evaluation)
-    detailed = DetailedFrontier(frontier, depths, shown, np.isin(shown, grid), resampled, None)
-    return detailed if special[1] is None else replace(detailed, at_target=detailed.place(special[1]))
+    every = np.unique(np.concatenate((grid, known)))
+    every = every[laxest_first(readout, every)]
+    curves, on_grid = resampled_curves(readout, every, evaluation), np.isin(every, grid)
+    shown = np.isin(every, known)
+    places = np.flatnonzero(on_grid)
+    shown[places[np.linspace(0, len(places) - 1, min(SHOWN, len(places))).round().astype(int)]] = True
+    place = None if special[1] is None else int(np.flatnonzero(every[shown] == special[1])[0])
+    return DetailedFrontier(frontier, curves.at(on_grid), every[shown], on_grid[shown], curves.at(shown), place)
 
 
 def threshold_details(
