@@ -113,3 +113,13 @@ def test_a_report_needs_a_model_and_policies_of_its_models(tmp_path: Path) -> No
         ls.report({}, tmp_path)
     with pytest.raises(ls.UserError, match="policies of 'other'"):
         ls.report({"demo": MODELS["demo"]}, tmp_path, policies={"other": [ls.ExitPolicy("fixed", 2)]})
+
+
+def test_many_models_are_a_table_with_their_gaps(tmp_path: Path) -> None:
+    page = ls.report({f"m{seed}": pair(right=0.9, rows=60, late_gate=True, seed=seed) for seed in range(9)}, tmp_path)
+    (table,) = re.findall(r'<table class="glance".*?</table>', page.read_text(), flags=re.DOTALL)
+    results = read_json(Results, page.parent / "results.json", "results")
+    for model in results.models:
+        gap = model.diagnosis.readout_gap
+        assert gap is not None
+        assert f"<td>{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]" in table
