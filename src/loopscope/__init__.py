@@ -9,6 +9,13 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loopscope.analysis import (
+        Comparison as Comparison,
+        Diagnosis as Diagnosis,
+        Target as Target,
+        compare as compare,
+        diagnose as diagnose,
+    )
     from loopscope.checks import check_model as check_model
     from loopscope.engine import (
         Answer as Answer,
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
         ExitPolicy as ExitPolicy,
         FittedGate as FittedGate,
         Frontier as Frontier,
+        OperatingPoint as OperatingPoint,
         Readout as Readout,
         attach as attach,
         calibrate as calibrate,
@@ -41,16 +49,18 @@ if TYPE_CHECKING:
     )
     from loopscope.objectives import LoopLosses as LoopLosses
     from loopscope.recording import record_benchmark as record_benchmark, record_model as record_model
+    from loopscope.report.write import report as report
     from loopscope.training import fit_gate as fit_gate, train as train
     from loopscope.trajectory import Trajectory as Trajectory
 
 __version__: str
 _ROOMS = {
+    "loopscope.analysis": "Comparison Diagnosis Target compare diagnose",
     "loopscope.checks": "check_model",
     "loopscope.engine": "Answer Prompt Request choices generate run stream",
     "loopscope.errors": "UserError",
-    "loopscope.exits": "ExitPolicy FittedGate Frontier READOUTS Readout attach calibrate conformal_risk_control "
-    "readout register_readout signal sweep",
+    "loopscope.exits": "ExitPolicy FittedGate Frontier OperatingPoint READOUTS Readout attach calibrate "
+    "conformal_risk_control readout register_readout signal sweep",
     "loopscope.models": "LoopedModel SimpleLoopedModel load_model",
     "loopscope.objectives": "LoopLosses",
     "loopscope.recording": "record_benchmark record_model",
@@ -58,13 +68,17 @@ _ROOMS = {
     "loopscope.trajectory": "Trajectory",
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
+_CALLED = {"report": "loopscope.report"}
+"""A room that is called like the function that it is for: importing it anywhere puts it here, so it can be called."""
 
-__all__ = sorted(_HOMES)
+__all__ = sorted((*_HOMES, *_CALLED))
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("loopscope")
+    if name in _CALLED:
+        return import_module(_CALLED[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'loopscope' has no attribute '{name}'")
     value = getattr(import_module(_HOMES[name]), name)
@@ -73,4 +87,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), "__version__", *_HOMES]
+    return [*globals(), "__version__", *_HOMES, *_CALLED]

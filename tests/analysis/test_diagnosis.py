@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.analysis import Subject, diagnose
+from loopscope.analysis import Subject, diagnose_subject
 from loopscope.exits.sweep import curve
 from loopscope.exits.thresholds import fine_grid
 
@@ -58,7 +58,7 @@ REFERENCE = subject(QUICK, "knowing", gated=False)
     ],
 )
 def test_the_culprit_is_named(first_right: tuple[int, ...], gate: str, blamed: tuple[str, ...]) -> None:
-    diagnosis = diagnose(subject(first_right, gate), REFERENCE, 0.95)
+    diagnosis = diagnose_subject(subject(first_right, gate), REFERENCE, 0.95)
     assert diagnosis.blamed == blamed
     assert diagnosis.verdict in ([" and ".join(blamed)] if blamed else ["neither", "cannot tell"])
     for part in ("readout", "trajectory"):
@@ -68,7 +68,7 @@ def test_the_culprit_is_named(first_right: tuple[int, ...], gate: str, blamed: t
 
 
 def test_gaps_are_differences_of_depths_with_intervals_around_them() -> None:
-    gap = diagnose(subject(SLOW, "knowing"), REFERENCE).trajectory_gap
+    gap = diagnose_subject(subject(SLOW, "knowing"), REFERENCE).trajectory_gap
     assert gap is not None
     assert gap.value == pytest.approx(gap.first_depth - gap.second_depth)
     assert gap.low < gap.value < gap.high
@@ -80,7 +80,7 @@ def test_gaps_are_differences_of_depths_with_intervals_around_them() -> None:
 
 def test_room_left_is_what_knowing_the_labels_would_save() -> None:
     late = Subject(*(strip(recording(seed, split, QUICK, "late")) for seed, split in ((1, "validation"), (2, "test"))))
-    diagnosis = diagnose(late)
+    diagnosis = diagnose_subject(late)
     assert diagnosis.best_readout == "fixed"
     assert diagnosis.room_left is not None
     # fixed depth 2 reaches 95 %; the labels allow 1 + (0.95 - 0.75) on average
@@ -95,21 +95,21 @@ def strip(trajectory: ls.Trajectory) -> ls.Trajectory:
 
 
 def test_without_a_reference_the_trajectory_gap_cannot_be_identified() -> None:
-    diagnosis = diagnose(subject(SLOW, "blind"))
+    diagnosis = diagnose_subject(subject(SLOW, "blind"))
     assert diagnosis.trajectory_gap is None
     assert "cannot be identified" in diagnosis.sentence
     assert diagnosis.blamed == ("readout",)
 
 
 def test_without_a_gate_there_is_no_readout_gap() -> None:
-    diagnosis = diagnose(subject(SLOW, "blind", gated=False), REFERENCE)
+    diagnosis = diagnose_subject(subject(SLOW, "blind", gated=False), REFERENCE)
     assert diagnosis.readout_gap is None
     assert diagnosis.blamed == ("trajectory",)
     assert "no gate of its own" in diagnosis.sentence
 
 
 def test_the_reference_is_not_compared_with_itself() -> None:
-    diagnosis = diagnose(REFERENCE, REFERENCE)
+    diagnosis = diagnose_subject(REFERENCE, REFERENCE, 0.95)
     assert diagnosis.trajectory_gap is None
     assert diagnosis.blamed == ()
     depth = REFERENCE.curves(diagnosis.best_readout).depth_at(0.95)[0]
@@ -120,7 +120,7 @@ def test_the_reference_is_not_compared_with_itself() -> None:
 def test_a_target_out_of_reach_is_said_and_compared_lower_down() -> None:
     """A fifth of the examples is never right: 95 % is out of reach, about 80 % is not."""
     poor = subject((1, 2, 3, 4, 9), "blind")
-    diagnosis = diagnose(poor, REFERENCE, 0.95)
+    diagnosis = diagnose_subject(poor, REFERENCE, 0.95)
     assert "No loop of it reaches 95%" in diagnosis.sentence
     assert "misses the target that the reference reaches" in diagnosis.sentence or "more than" in diagnosis.sentence
     gap = diagnosis.trajectory_gap
@@ -134,16 +134,16 @@ def test_a_target_out_of_reach_is_said_and_compared_lower_down() -> None:
 def test_missing_the_target_is_blamed_even_where_the_depths_agree_below_it() -> None:
     """Half of the examples are right at once, the others never: below 50 % nothing is slower, above it is hopeless."""
     half = subject((1, 9), "knowing", gated=False)
-    diagnosis = diagnose(half, REFERENCE, 0.95)
+    diagnosis = diagnose_subject(half, REFERENCE, 0.95)
     assert diagnosis.blamed == ("trajectory",)
     assert "misses the target that the reference reaches" in diagnosis.sentence
-    assert diagnose(REFERENCE, half, 0.95).blamed == ()
-    assert diagnose(REFERENCE, half, 0.95).trajectory_gap.sign == -1
+    assert diagnose_subject(REFERENCE, half, 0.95).blamed == ()
+    assert diagnose_subject(REFERENCE, half, 0.95).trajectory_gap.sign == -1
 
 
 def test_the_interval_is_a_95_percent_interval_of_the_paired_difference() -> None:
     """Against a bootstrap written out: resample examples, sweep both readouts again, take the difference."""
-    gap = diagnose(subject(QUICK, "blind"), None).readout_gap
+    gap = diagnose_subject(subject(QUICK, "blind"), None, 0.95).readout_gap
     assert gap is not None
     pair = [recording(seed, split, QUICK, "blind") for seed, split in ((1, "validation"), (2, "test"))]
     grids = {name: fine_grid(name, pair[0]) for name in ("gate", gap.second)}
@@ -165,7 +165,7 @@ def test_models_with_other_classes_are_not_compared() -> None:
     logits = np.zeros((40, LOOPS, 9))
     other = Subject(*(ls.Trajectory(logits=logits, labels=(np.arange(40) + k) % 9) for k in (1, 2)))
     with pytest.raises(ls.UserError, match="different numbers of classes"):
-        diagnose(other, REFERENCE)
+        diagnose_subject(other, REFERENCE)
 
 
 def test_one_loop_is_diagnosed_without_convergence() -> None:
@@ -177,8 +177,8 @@ def test_one_loop_is_diagnosed_without_convergence() -> None:
 def test_too_few_examples_blame_nobody() -> None:
     """The same gate on the same trajectory: 1,500 examples show that it is worse, 12 do not."""
     pairs = [recording(seed, split, QUICK, "lazy") for seed, split in ((1, "validation"), (2, "test"))]
-    assert diagnose(Subject(*pairs)).blamed == ("readout",)
-    few = diagnose(Subject(*(pair.take(np.arange(12)) for pair in pairs)))
+    assert diagnose_subject(Subject(*pairs)).blamed == ("readout",)
+    few = diagnose_subject(Subject(*(pair.take(np.arange(12)) for pair in pairs)))
     assert few.blamed == ()
     assert few.sentence.startswith("Nothing can be told from 12 test examples")
 

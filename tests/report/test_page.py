@@ -14,6 +14,7 @@ from chromium import opened
 from conftest import outcome_of
 from pages import HOSTILE, TARGETS, hostile, never_exits, predictions_only, source, two, with_policy, written
 from playwright.sync_api import Browser, Page
+from simulated import pair
 
 import loopscope as ls
 from loopscope.analysis import interval, resampled_curves
@@ -143,16 +144,17 @@ def test_the_threshold_explorer_says_what_the_policy_does(
     model = two()[1]
     choose(tab, 1, readout)
     size = int(tab.locator("#threshold").get_attribute("max") or 0) + 1
-    frontier = ls.sweep(readout, model.validation, model.test)
+    grid = [None] if readout == "oracle" else shown_thresholds(report[1], model, readout)
+    assert len(grid) == size
     for place in {0, size // 2, size - 1}:
         slide(tab, "#threshold", place)
         said = tab.locator("#threshold-text").inner_text()
-        grid = [None] if readout == "oracle" else sorted({*frontier.thresholds.tolist(), *certified(model, readout)})
-        if readout == "kl":
-            grid = grid[::-1]
         policy = ls.ExitPolicy(readout, grid[place])
         if readout not in ("oracle", "fixed"):
-            assert float(said.split(",")[0]) == pytest.approx(policy.threshold, rel=1e-3)
+            if place == size - 1:
+                assert said == "never, the strictest"
+            else:
+                assert float(said.split(",")[0]) == pytest.approx(policy.threshold, rel=1e-3)
         accuracy, loops = accuracy_and_loops(policy, model.test)
         facts = dict(
             zip(tab.locator("#point dt").all_inner_texts(), tab.locator("#point dd").all_inner_texts(), strict=True)
@@ -174,6 +176,14 @@ def test_the_threshold_explorer_says_what_the_policy_does(
         assert len(shares) == 12
 
 
+def shown_thresholds(results: Results, model: ModelRecordings, readout: str) -> list[float]:
+    """Laxest first: some of the grid, and the certified ones."""
+    frontier = results.models[1].frontier(readout)
+    assert frontier is not None
+    assert set(frontier.thresholds) <= set(ls.sweep(readout, model.validation, model.test).thresholds)
+    return sorted({*frontier.thresholds, *certified(model, readout)}, reverse=readout == "kl")
+
+
 def certified(model: ModelRecordings, readout: str) -> list[float]:
     return [each.threshold for each in model.policies if each.readout == readout and each.threshold is not None]
 
@@ -190,13 +200,13 @@ def test_a_certified_threshold_is_marked_with_its_promise(tab: Page, report: tup
     assert float(tab.locator("#threshold-text").inner_text()) == pytest.approx(mark.threshold, rel=1e-3)
 
 
-def test_filters_show_the_right_examples(tab: Page) -> None:
+def test_filters_show_the_right_examples(tab: Page, report: tuple[Path, Results]) -> None:
     model = two()[1]
     assert model.test.examples is not None
-    for readout, place in (("margin", 5), ("gate", 60)):
+    for readout, place in (("margin", 5), ("gate", 30)):
         choose(tab, 1, readout)
         slide(tab, "#threshold", place)
-        thresholds = sorted({*ls.sweep(readout, model.validation, model.test).thresholds, *certified(model, readout)})
+        thresholds = shown_thresholds(report[1], model, readout)
         exits = ls.ExitPolicy(readout, float(thresholds[place])).exit_loops(model.test).tolist()
         told = [outcome_of(row, loop) for row, loop in zip(model.test.correct.tolist(), exits, strict=True)]
         for kind, name in [(None, "all"), *enumerate(OUTCOMES)]:
@@ -441,3 +451,20 @@ def test_twenty_large_models_stay_small_and_open(tmp_path: Path, browser: Browse
         assert len({row[0] for row in cells(tab, "#depth-table")}) == 20
         choose(tab, 19, "entropy")
         assert len(tab.locator("#exit-map .mark-rect [aria-label]").all()) == 40 * 8
+
+
+def test_a_relative_target_is_where_the_slider_and_the_threshold_begin(tmp_path: Path, browser: Browser) -> None:
+    models = {"sixty": pair(right=0.47), "chance": pair(right=0.0), "single": pair(right=0.8, loops=1)}
+    page = ls.report(models, tmp_path / "relative")
+    with opened(browser, page) as tab:
+        assert "N/A" not in tab.locator("#diagnosis-top").inner_text()
+        lowest = min(ls.diagnose(*each).target.reached for each in models.values())
+        said = float(tab.locator("#target-text").inner_text().removesuffix(" %"))
+        assert 0 <= 100 * lowest - said < 0.5
+        diagnosis = ls.diagnose(*models["sixty"])
+        choose(tab, 0, diagnosis.best_readout)
+        tab.get_by_role("button", name="D@full-1 on test data").click()
+        facts = tab.locator("#point dd").all_inner_texts()
+        depth = ls.sweep(diagnosis.best_readout, *models["sixty"]).depth_at(diagnosis.target.reached)
+        assert facts[1].startswith(f"{depth:.2f} ")
+        assert not re.search(r"\b(NaN|undefined|null|Infinity)\b|e\+308", tab.locator("main").inner_text())

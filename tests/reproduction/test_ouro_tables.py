@@ -12,6 +12,7 @@ from loopscope.exits.readouts import POST_HOC
 from loopscope.questions import BENCHMARKS
 from loopscope.reproduction.products import OURO, PRODUCTS
 from loopscope.reproduction.published import published
+from loopscope.reproduction.variants import on_paper_grid
 from loopscope.training.gate_fitting import GateSettings, fit_gate
 
 
@@ -67,7 +68,7 @@ def test_the_gate_stands_beside_the_best_other_readout_and_the_paper_s(results: 
     row = summary["Ouro-1.4B", "ARC-Easy"]
     assert row[-2:] == ["82.9 % at 2.72", "hidden_cosine 83.2 % at 2.69"]
     assert summary["small-ouro", "MMLU"][-2:] == ["", ""]
-    model = results.models[0]
+    model = on_paper_grid(results).models[0]
     gate = model.frontier("gate")
     assert gate is not None
     assert row[2].startswith(f"{100 * gate.selected.accuracy:.1f} % [")

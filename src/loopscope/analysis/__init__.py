@@ -1,7 +1,8 @@
 """What do recordings say? Forced exits, difficulty, bootstrap intervals and the diagnosis; never the network."""
 
 from loopscope.analysis.bootstrap import ENOUGH, Estimate, Interval, interval, resampled_curves, resampled_sums
-from loopscope.analysis.diagnosis import Diagnosis, Gap, Subject, depth_gap, diagnose
+from loopscope.analysis.comparison import Comparison, compare_readouts as compare
+from loopscope.analysis.diagnosis import Diagnosis, Gap, Subject, depth_gap, diagnose, diagnose_subject
 from loopscope.analysis.difficulty import (
     ORDERED_SIGNALS,
     ByDifficulty,
@@ -15,3 +16,4 @@ from loopscope.analysis.difficulty import (
 from loopscope.analysis.held_out import GuaranteeCheck, HeldOut, hold_out
 from loopscope.analysis.paired import Paired, Side, exits_of, paired
 from loopscope.analysis.seeds import OverSeeds, over_seeds
+from loopscope.analysis.targets import WITHIN_A_POINT, Target, TargetLevel, as_target, as_targets, target_level

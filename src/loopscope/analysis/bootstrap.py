@@ -1,8 +1,9 @@
 """How sure is a number that was measured on a sample of examples? Bootstrap resamples of whole frontiers at once.
 
-Resampling examples is a matrix product: counts [R, N] times what each example contributes at each threshold [N, K]. The
-same seed and the same number of examples give the same resamples, so two readouts, or two models on the same examples,
-are compared pairwise.
+Resampling examples is a matrix product: counts [R, N] times what each example contributes [N, K]. Of a frontier that is
+sparse: an example moves to a later loop at T - 1 of the thresholds, and a running sum gives the curve, so a fine grid
+costs no more than a coarse one. The same seed and the same number of examples give the same resamples, so two readouts,
+or two models on the same examples, are compared pairwise.
 
 Shapes: R resamples, N examples, G thresholds, T loops.
 """
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
-from loopscope.exits.sweep import replay
+from loopscope.exits.sweep import crossings, laxest_first
 from loopscope.trajectory import Trajectory
 
 Sums = NDArray[np.float64]
@@ -26,9 +28,11 @@ SEED = 0
 _CHUNK = 50
 
 
-def resampled_sums(contributions: NDArray[np.float32], resamples: int = RESAMPLES, seed: int = SEED) -> Sums:
+def resampled_sums(
+    contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, seed: int = SEED
+) -> Sums:
     """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample."""
-    rows = len(contributions)
+    rows = contributions.shape[0]
     rng = np.random.default_rng(seed)
     sums = [contributions.sum(axis=0, dtype=np.float64)[None]]
     for start in range(0, resamples, _CHUNK):
@@ -109,6 +113,10 @@ class Curves:
     loops: Sums  # [1 + R, G] totals
     examples: int
 
+    def at(self, chosen: NDArray[np.bool_]) -> "Curves":
+        """Of these thresholds alone."""
+        return Curves(self.right[:, chosen], self.loops[:, chosen], self.examples)
+
     def depth_at(self, accuracy: float) -> Sums:
         """[1 + R] D@X of the sample and of each resample; NaN where X is not reached."""
         return self.depths_at([accuracy])[:, 0]
@@ -126,10 +134,21 @@ class Curves:
 def resampled_curves(
     readout: str, thresholds: NDArray[np.float64], trajectory: Trajectory, resamples: int = RESAMPLES, seed: int = SEED
 ) -> Curves:
-    loops = replay(readout, thresholds, trajectory)
-    right = np.take_along_axis(trajectory.correct, loops - 1, axis=1)
-    sums = resampled_sums(np.concatenate((right, loops), axis=1).astype(np.float32), resamples, seed)
-    return Curves(sums[:, : loops.shape[1]], sums[:, loops.shape[1] :], trajectory.num_examples)
+    """In the order of the thresholds."""
+    points = np.asarray(thresholds, dtype=np.float64)
+    order, size = laxest_first(readout, points), len(points)
+    crossed = crossings(readout, points[order], trajectory)  # [N, T-1], a threshold each, or `size`: none
+    right = trajectory.correct.astype(np.float32)
+    rows = trajectory.num_examples
+    places = np.concatenate((np.zeros((rows, 1), np.int64), 1 + crossed, 2 + size + crossed), axis=1)
+    worth = np.concatenate((right[:, :1], np.diff(right, axis=1), np.ones_like(right[:, 1:])), axis=1)
+    ends = np.arange(rows + 1) * places.shape[1]
+    contributions = csr_array((worth.ravel(), places.ravel(), ends), shape=(rows, 2 * size + 3))
+    sums = resampled_sums(contributions, resamples, seed)
+    rank = np.argsort(order)
+    right_at = sums[:, :1] + sums[:, 1 : size + 1].cumsum(axis=1)
+    loops_at = rows + sums[:, size + 2 : -1].cumsum(axis=1)
+    return Curves(right_at[:, rank], loops_at[:, rank], rows)
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,17 @@
 - trajectory gap: D@X of the best readout here minus the same on a reference trajectory;
 - room left: D@X of the best readout minus that of the cheapest rule that knows the labels.
 
-The best readout is the one that validation data choose. Where X is out of reach, the comparison moves down to the
-highest whole percent that both sides reach. A part is blamed only where its interval excludes zero, or where it alone
-misses X. Thresholds are swept on a grid so fine that its steps do not matter.
+X is one point below full depth on validation data, unless it is given; for the trajectory gap below the lower of both
+models. Where X is out of reach, the comparison moves down to the highest whole percent that both sides reach, but never
+to chance. The best readout is the one that validation data choose. A part is blamed only where its interval excludes
+zero, or where it alone misses X; a model that is not above chance gets no verdict. Thresholds are swept on a grid so
+fine that its steps do not matter.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 
@@ -25,6 +28,16 @@ from loopscope.analysis.bootstrap import (
     resampled_curves,
     resampled_label_aware,
 )
+from loopscope.analysis.targets import (
+    Target,
+    TargetLevel,
+    as_target,
+    best_loop,
+    chance,
+    is_above_chance,
+    percent_text,
+    target_level,
+)
 from loopscope.errors import UserError
 from loopscope.exits.splits import check_calibration
 from loopscope.exits.sweep import curve
@@ -33,6 +46,8 @@ from loopscope.trajectory import Trajectory
 
 _FEWEST = 30
 """With fewer test examples than this a bootstrap interval says nothing."""
+NO_VERDICT = "no verdict"
+GAP_COLUMNS = ["gap", "between", "at", "loops", "95 % interval", "both reach it", "each reaches the target"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,7 @@ class Gap:
 
     first: str
     second: str
+    target: float  # the accuracy that is sought
     accuracy: float  # at which the two are compared
     first_depth: float
     second_depth: float
@@ -48,7 +64,7 @@ class Gap:
     low: float
     high: float
     reached: float  # share of resamples in which both reach that accuracy
-    first_reaches_target: float  # share of resamples in which the first reaches the target that was asked for
+    first_reaches_target: float  # share of resamples in which the first reaches the target
     second_reaches_target: float
     examples: int
 
@@ -64,20 +80,55 @@ class Gap:
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
-    target: float
+    target: TargetLevel
+    chance: float
     best_readout: str
-    readout_gap: Gap | None  # None without a gate
+    readout_gap: Gap | None  # None without a gate, or without a verdict
     trajectory_gap: Gap | None  # None without a reference
-    room_left: Gap | None  # None only where nothing is ever reached together
+    room_left: Gap | None  # None only where nothing above chance is ever reached together
     blamed: tuple[str, ...]  # of 'readout' and 'trajectory'
-    verdict: str  # the blamed parts, 'neither', or 'cannot tell'
+    verdict: str  # the blamed parts, 'neither', 'cannot tell', or 'no verdict'
     sentence: str
 
     @property
     def gaps(self) -> dict[str, Gap | None]:
         return {"readout gap": self.readout_gap, "trajectory gap": self.trajectory_gap, "room left": self.room_left}
+
+    @property
+    def target_sentence(self) -> str:
+        """What the target is, and whether the gaps are at a lower accuracy; nothing without a verdict."""
+        if self.verdict == NO_VERDICT:
+            return ""
+        lower = any(gap is not None and gap.accuracy < gap.target for gap in self.gaps.values())
+        text = "Gaps are at the highest whole percent that both sides reach in 95 % of the resamples, below the target."
+        return " ".join(filter(None, (self.target.sentence, text if lower else "")))
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The gaps as a table, a row each, under GAP_COLUMNS."""
+        return [
+            [
+                name.removesuffix(" gap"),
+                f"{gap.first} ({gap.first_depth:.2f}) - {gap.second} ({gap.second_depth:.2f})",
+                percent_text(gap.accuracy),
+                f"{gap.value:+.2f}",
+                f"[{gap.low:+.2f}, {gap.high:+.2f}]",
+                f"{gap.reached:.1%}",
+                f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%} ({percent_text(gap.target)})",
+            ]
+            for name, gap in self.gaps.items()
+            if gap is not None
+        ]
+
+    def __str__(self) -> str:
+        table = [GAP_COLUMNS, *self.rows] if self.rows else []
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        return "\n".join(line.rstrip() for line in (self.sentence, *filter(None, [self.target_sentence]), *lines))
+
+    __repr__ = __str__
 
 
 class Subject:
@@ -88,6 +139,7 @@ class Subject:
         self.validation, self.test = validation, test
         self.readouts = [name for name in available_readouts(validation, test) if name != "oracle"]
         self.ceiling = float(test.correct.mean(axis=0).max())
+        self.chance = chance(validation)
         self.has_gate = "gate" in self.readouts
         self.label_aware = resampled_label_aware(test, resamples, seed)
         self._resamples, self._seed = resamples, seed
@@ -103,6 +155,9 @@ class Subject:
             self._curves[readout] = resampled_curves(readout, thresholds, self.test, self._resamples, self._seed)
         return self._curves[readout]
 
+    def level(self, target: Target) -> TargetLevel:
+        return target_level(target, self.validation, self.test)
+
     def best(self, accuracy: float) -> str:
         """The readout with the least D@X on validation data; where none reaches X, the most accurate one."""
         depths = {name: _depth(self._validation[name], accuracy) for name in self.readouts}
@@ -111,7 +166,27 @@ class Subject:
         return max(self.readouts, key=lambda name: float(self._validation[name][0].max()))
 
 
-def diagnose(subject: Subject, reference: Subject | None = None, target: float = 0.95) -> Diagnosis:
+def diagnose(
+    validation: Trajectory,
+    test: Trajectory,
+    reference: tuple[Trajectory, Trajectory] | None = None,
+    target: float | Target | None = None,
+) -> Diagnosis:
+    """Which part of a model is to blame, its trajectory or its readout?
+
+    Thresholds, the best readout and the target (without one: 1 point below full depth) come from `validation`, depths
+    from `test`. `reference`: the same two recordings of the model whose trajectory is the measure.
+    """
+    subject = Subject(validation, test)
+    if reference is None:
+        return diagnose_subject(subject, None, target)
+    same = reference[0] is validation and reference[1] is test
+    return diagnose_subject(subject, subject if same else Subject(*reference), target)
+
+
+def diagnose_subject(
+    subject: Subject, reference: Subject | None = None, target: float | Target | None = None
+) -> Diagnosis:
     """The three gaps of a model, and which part they blame."""
     if reference is not None:
         classes = {subject.test.num_classes, reference.test.num_classes} - {None}
@@ -119,26 +194,54 @@ def diagnose(subject: Subject, reference: Subject | None = None, target: float =
             raise UserError(
                 "The model and its reference answer with different numbers of classes; compare like with like."
             )
+    level = subject.level(as_target(target))
+    found = (level, subject.chance, subject.best(level.accuracy))
+    if reason := _without_verdict(subject, level):
+        return Diagnosis(*found, None, None, None, (), NO_VERDICT, f"No verdict: {reason}.")
     own, best = partial(_curve_depth, subject, "gate"), partial(_best_depth, subject, "")
-    readout = _gap(target, own, best, subject) if subject.has_gate else None
+    readout = _gap(level.accuracy, own, best, subject, subject.chance) if subject.has_gate else None
     trajectory = None
     if reference is not None and reference is not subject:
-        trajectory = _gap(target, best, partial(_best_depth, reference, " on the reference"), subject)
-    room = _gap(target, best, lambda x: ("labels known", subject.label_aware.depth_at(x)), subject)
+        both = min(level.accuracy, reference.level(level.target).accuracy)
+        floor = max(subject.chance, reference.chance)
+        trajectory = _gap(both, best, partial(_best_depth, reference, " on the reference"), subject, floor)
+    known = partial(_label_aware_depth, subject)
+    room = _gap(level.accuracy, best, known, subject, subject.chance)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
     decided = all(gap is not None and (gap.sign or gap.first == gap.second) for gap in parts.values())
     verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
-    sentence = _sentence(subject, reference, target, readout, trajectory, verdict)
-    return Diagnosis(target, subject.best(target), readout, trajectory, room, blamed, verdict, sentence)
+    sentence = _sentence(subject, reference, level, readout, trajectory, verdict)
+    return Diagnosis(*found, readout, trajectory, room, blamed, verdict, sentence)
 
 
-def depth_gap(target: float, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
+def _without_verdict(subject: Subject, level: TargetLevel) -> str:
+    """Why nothing can be said of a model; nothing where it can.
+
+    The loop that validation prefers is tested: a model that is right early and wrong at full depth has a trajectory.
+    """
+    test, loop = subject.test, best_loop(subject.validation)
+    if not is_above_chance(test, loop, subject.validation):
+        where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
+        right = f"{test.correct[:, loop - 1].mean():.1%} of {test.num_examples:,} test examples"
+        return (
+            f"{where} it is right in {right}, and chance is {percent_text(subject.chance)} (it is not above chance by "
+            "an exact binomial test at 5 %)"
+        )
+    if test.num_loops == 1:
+        return "with a single loop there is no exit to choose"
+    if level.accuracy <= subject.chance:
+        return f"the target, {percent_text(level.accuracy)}, is not above chance ({percent_text(subject.chance)})"
+    return ""
+
+
+def depth_gap(target: float | Target | None, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
     """D@X of one readout minus that of another, each on its own model, resampled together.
 
-    At the highest accuracy, from the target down, that both reach.
+    At the highest accuracy, from the target (the lower of both models' own) down, that both reach.
     """
-    return _gap(target, partial(_curve_depth, *first), partial(_curve_depth, *second), first[0])
+    accuracy = min(subject.level(as_target(target)).accuracy for subject, _ in (first, second))
+    return _gap(accuracy, partial(_curve_depth, *first), partial(_curve_depth, *second), first[0])
 
 
 def _curve_depth(subject: Subject, readout: str, accuracy: float) -> tuple[str, Sums]:
@@ -150,13 +253,17 @@ def _best_depth(subject: Subject, where: str, accuracy: float) -> tuple[str, Sum
     return name + where, subject.curves(name).depth_at(accuracy)
 
 
+def _label_aware_depth(subject: Subject, accuracy: float) -> tuple[str, Sums]:
+    return "labels known", subject.label_aware.depth_at(accuracy)
+
+
 _Side = Callable[[float], tuple[str, Sums]]
 
 
-def _gap(target: float, first: _Side, second: _Side, subject: Subject) -> Gap | None:
-    """The gap at the highest accuracy, from the target down, that both reach in nearly every resample."""
+def _gap(target: float, first: _Side, second: _Side, subject: Subject, floor: float = 0.0) -> Gap | None:
+    """The gap at the highest accuracy, from the target down to `floor`, that both reach in nearly every resample."""
     at_target: tuple[float, float] | None = None
-    for accuracy in _accuracies(target):
+    for accuracy in _accuracies(target, floor):
         (first_name, a), (second_name, b) = first(accuracy), second(accuracy)
         at_target = at_target or (_share(a), _share(b))
         size = min(len(a), len(b))
@@ -167,7 +274,7 @@ def _gap(target: float, first: _Side, second: _Side, subject: Subject) -> Gap | 
         assert bounds is not None
         numbers = (float(a[0]), float(b[0]), float(difference[0]), bounds.low, bounds.high)
         shares = (bounds.reached, *at_target)
-        return Gap(first_name, second_name, accuracy, *numbers, *shares, subject.test.num_examples)
+        return Gap(first_name, second_name, target, accuracy, *numbers, *shares, subject.test.num_examples)
     return None
 
 
@@ -176,32 +283,31 @@ def _share(depths: Sums) -> float:
     return float(np.mean(~np.isnan(depths[1:])))
 
 
-def _accuracies(target: float) -> Iterator[float]:
-    yield target
-    for percent in range(int(np.ceil(100 * target)) - 1, 0, -1):
-        yield percent / 100
+def _accuracies(target: float, floor: float) -> Iterator[float]:
+    below = (whole / 100 for whole in range(int(np.ceil(100 * target)) - 1, 0, -1))
+    yield from takewhile(lambda accuracy: accuracy > floor, (target, *below))
 
 
 def _depth(points: tuple[Sums, Sums], accuracy: float) -> float:
-    reached = points[1][points[0] >= accuracy]
+    reached = points[1][points[0] >= accuracy - 1e-9]
     return float(reached.min()) if len(reached) else np.inf
 
 
 def _sentence(
     subject: Subject,
     reference: Subject | None,
-    target: float,
+    level: TargetLevel,
     readout: Gap | None,
     trajectory: Gap | None,
     verdict: str,
 ) -> str:
     ceiling = ""
-    if subject.ceiling < target:
-        ceiling = f" No loop of it reaches {_percent(target)} (at best {subject.ceiling:.1%})."
+    if subject.ceiling < level.accuracy - 1e-9:
+        ceiling = f" No loop of it reaches {percent_text(level.accuracy)} (at best {subject.ceiling:.1%})."
     if reference is subject and not subject.has_gate:
-        best = subject.best(target)
-        depth = subject.curves(best).depth_at(target)[0]
-        reached = f" With {best} it reaches {_percent(target)} in {depth:.2f} loops on average."
+        best = subject.best(level.accuracy)
+        depth = subject.curves(best).depth_at(level.reached)[0]
+        reached = f" With {best} it reaches {percent_text(level.reached)} in {depth:.2f} loops on average."
         return f"It is the reference, and has no gate of its own.{'' if np.isnan(depth) else reached}{ceiling}"
     findings = f"{_on_readout(subject, readout)}; {_on_trajectory(subject, reference, trajectory)}"
     if subject.test.num_examples < _FEWEST:
@@ -224,9 +330,9 @@ def _on_readout(subject: Subject, gap: Gap | None) -> str:
     if not subject.has_gate:
         return "it has no gate of its own to compare with"
     if gap is None:
-        return "its gate and the best readout reach no accuracy together"
+        return "its gate and the best readout reach no accuracy above chance together"
     if gap.first == gap.second:
-        return f"validation data choose its own gate as the best readout at {_percent(gap.accuracy)}"
+        return f"validation data choose its own gate as the best readout at {percent_text(gap.accuracy)}"
     return _compared("its own gate", gap.second, gap, "whether its own gate is worse")
 
 
@@ -236,12 +342,12 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
     if reference is subject:
         return "its trajectory is the reference itself"
     if gap is None:
-        return "it reaches no accuracy together with the reference"
+        return "it reaches no accuracy above chance together with the reference"
     return _compared("with its best readout it", "the reference", gap, "whether its trajectory is worse")
 
 
 def _compared(name: str, other: str, gap: Gap, question: str) -> str:
-    at = _percent(gap.accuracy)
+    at = percent_text(gap.accuracy)
     size = f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
     if gap.sign == 0:
         return f"{question} than {other} is open ({size} at {at})"
@@ -251,7 +357,3 @@ def _compared(name: str, other: str, gap: Gap, question: str) -> str:
         return f"{name} takes {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] {more} than {other} to reach {at}"
     misses, reaches = (name, other) if gap.sign > 0 else (other, name)
     return f"{misses} misses the target that {reaches} reaches (at {at}, which both reach: {size})"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g}%"

@@ -15,8 +15,11 @@ from loopscope.analysis import (
     Paired,
     Side,
     Subject,
+    Target,
+    TargetLevel,
+    as_targets,
     depth_gap,
-    diagnose,
+    diagnose_subject,
     difficulty_ordering,
     exit_distribution,
     exits_of,
@@ -27,18 +30,34 @@ from loopscope.analysis import (
     paired,
     resampled_sums,
     signal_by_difficulty,
+    target_level,
 )
 from loopscope.analysis.benchmarks import benchmark_result
-from loopscope.analysis.bootstrap import Curves
+from loopscope.analysis.bootstrap import Curves, resampled_curves
 from loopscope.analysis.labels import model_label, recorded_run
 from loopscope.analysis.results import assemble_results
-from loopscope.analysis.schema import Binned, Certified, Extrapolation, FrontierResult, ModelResult, Results, Selected
-from loopscope.analysis.threshold_details import ThresholdDetails, detailed_frontier, threshold_details
+from loopscope.analysis.schema import (
+    Binned,
+    Certified,
+    Extrapolation,
+    FrontierResult,
+    ModelResult,
+    PaperGrid,
+    Results,
+    Selected,
+)
+from loopscope.analysis.threshold_details import (
+    DetailedFrontier,
+    ThresholdDetails,
+    detailed_frontier,
+    threshold_details,
+)
 from loopscope.config import digest
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy, FittedGate, Frontier, attach, sweep
 from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED
+from loopscope.exits.sweep import Grid
 from loopscope.exits.thresholds import available_readouts
 from loopscope.trajectory import Trajectory
 
@@ -86,9 +105,9 @@ def only_unseen(trajectory: Trajectory, unseen_only: bool, folder: Path) -> Traj
 
 
 def analyse_models(
-    sources: Sequence[ModelRecordings], reference: str | None, targets: Sequence[float]
+    sources: Sequence[ModelRecordings], reference: str | None, targets: Sequence[float | Target] | None = None
 ) -> tuple[Results, list[ThresholdDetails]]:
-    """Analyses every model, the others against the reference."""
+    """Analyses every model, the others against the reference; without targets at 1 point below full depth."""
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
         raise UserError("Two of the runs have the same name; give their folders different names.")
@@ -96,7 +115,9 @@ def analyse_models(
         raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(names)}.")
     against = None if reference is None else sources[names.index(reference)]
     analysed = [analyse_model(source, against, targets) for source in sources]
-    return assemble_results([each.result for each in analysed], targets), [each.details for each in analysed]
+    return assemble_results([each.result for each in analysed], as_targets(targets)), [
+        each.details for each in analysed
+    ]
 
 
 class ModelAnalysis(NamedTuple):
@@ -107,10 +128,11 @@ class ModelAnalysis(NamedTuple):
 
 
 def analyse_model(
-    source: ModelRecordings, reference: ModelRecordings | None, targets: Sequence[float]
+    source: ModelRecordings, reference: ModelRecordings | None, targets: Sequence[float | Target] | None = None
 ) -> ModelAnalysis:
     """Everything that is said of one model, some of it against a reference (which it may be itself)."""
-    test = source.test
+    test, sought = source.test, as_targets(targets)
+    levels = [target_level(target, source.validation, test) for target in sought]
     own = {policy.readout.removeprefix(FITTED): policy.gate for policy in source.policies if policy.gate is not None}
     gates = {**own, **source.gates}
     validation, evaluation = (attach(recording, gates) for recording in (source.validation, test))
@@ -121,8 +143,13 @@ def analyse_model(
     ]
     signals = _signals(test)
     entropy = test.logits is not None or test.label_log_probs is not None
-    frontiers = [sweep(name, validation, evaluation) for name in available_readouts(validation, evaluation)]
-    details = [detailed_frontier(frontier, source.policies, evaluation) for frontier in frontiers]
+    readouts = available_readouts(validation, evaluation)
+    details = [
+        detailed_frontier(sweep(name, validation, evaluation), source.policies, evaluation, levels[0].reached)
+        for name in readouts
+    ]
+    frontiers = {each.frontier.readout: each.frontier for each in details}
+    paper = {name: sweep(name, validation, evaluation, grid="paper") for name in readouts}
     result = ModelResult(
         name=source.name,
         label=model_label(provenance, source.name),
@@ -143,32 +170,54 @@ def analyse_model(
             for name in ORDERED_SIGNALS
             if name in signals and test.difficulty is not None
         },
-        frontiers=[frontier_result(each.frontier, each.grid, targets, evaluation) for each in details],
-        diagnosis=diagnose(source.subject, None if reference is None else reference.subject, targets[0]),
-        paired=_paired({frontier.readout: frontier for frontier in frontiers}, source, evaluation, reference),
-        fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, targets[0]),
+        targets={level.target.key: level for level in levels},
+        frontiers=[frontier_result(each, levels, evaluation) for each in details],
+        paper_grid=PaperGrid(
+            [_paper_result(frontier, levels, evaluation) for frontier in paper.values()],
+            _paired(paper, source, evaluation, reference, "paper"),
+        ),
+        diagnosis=diagnose_subject(source.subject, None if reference is None else reference.subject, sought[0]),
+        paired=_paired(frontiers, source, evaluation, reference, "fine"),
+        fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, sought[0]),
         extrapolation=None if source.extrapolation is None else _extrapolation(source.extrapolation),
         certified=certified,
         refused=list(source.refused),
         benchmark=benchmark_result(source.name, test),
     )
-    return ModelAnalysis(result, threshold_details(details, certified, evaluation, targets))
+    return ModelAnalysis(result, threshold_details(details, certified, evaluation, sought))
 
 
-def frontier_result(
-    frontier: Frontier, curves: Curves, targets: Sequence[float], evaluation: Trajectory
+def frontier_result(detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:
+    """A frontier whose curve has the points that are drawn, and whose depths are of all of its grid."""
+    shown = detail.on_grid
+    curve = (detail.resampled.right[0, shown], detail.resampled.loops[0, shown])
+    thresholds = [] if detail.frontier.readout == "oracle" else detail.thresholds[shown].tolist()
+    points = (thresholds, *((each / evaluation.num_examples).tolist() for each in curve))
+    return _frontier_result(detail.frontier, detail.depths, points, levels, evaluation)
+
+
+def _paper_result(frontier: Frontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:
+    thresholds = [] if frontier.readout == "oracle" else frontier.thresholds.tolist()
+    points = (thresholds, frontier.accuracy.tolist(), frontier.average_loops.tolist())
+    depths = resampled_curves(frontier.readout, frontier.thresholds, evaluation)
+    return _frontier_result(frontier, depths, points, levels, evaluation)
+
+
+def _frontier_result(
+    frontier: Frontier,
+    depths: Curves,
+    points: tuple[list[float], list[float], list[float]],
+    levels: Sequence[TargetLevel],
+    evaluation: Trajectory,
 ) -> FrontierResult:
-    """`curves` are the frontier's own, resampled."""
     point = frontier.select()
     means = resampled_sums(exits_of(point.policy, evaluation)) / evaluation.num_examples
     return FrontierResult(
         frontier.readout,
-        [] if frontier.readout == "oracle" else frontier.thresholds.tolist(),
-        frontier.accuracy.tolist(),
-        frontier.average_loops.tolist(),
-        {f"{target:g}": frontier.depth_at(target) for target in targets},
-        {f"{target:g}": interval(curves.depth_at(target)) for target in targets},
-        {f"{target:g}": frontier.calibration_depth_at(target) for target in targets},
+        *points,
+        {level.target.key: frontier.depth_at(level.reached) for level in levels},
+        {level.target.key: interval(depths.depth_at(level.reached)) for level in levels},
+        {level.target.key: frontier.calibration_depth_at(level.accuracy) for level in levels},
         Selected(
             point.policy.threshold,
             point.accuracy,
@@ -182,7 +231,11 @@ def frontier_result(
 
 
 def _paired(
-    frontiers: dict[str, Frontier], source: ModelRecordings, evaluation: Trajectory, reference: ModelRecordings | None
+    frontiers: dict[str, Frontier],
+    source: ModelRecordings,
+    evaluation: Trajectory,
+    reference: ModelRecordings | None,
+    grid: Grid,
 ) -> list[Paired]:
     """The model's own gate against the most accurate readout that needs no gate, and against the reference's margin."""
     if "gate" not in frontiers:
@@ -199,13 +252,13 @@ def _paired(
         and reference is not source
         and np.array_equal(reference.test.required_labels, source.test.required_labels)
     ):
-        margin = sweep("margin", reference.validation, reference.test).select().policy
+        margin = sweep("margin", reference.validation, reference.test, grid=grid).select().policy
         found.append(paired(gate, Side("margin on the reference", margin, reference.test)))
     return found
 
 
 def _fitted_gaps(
-    validation: Trajectory, evaluation: Trajectory, gates: Mapping[str, FittedGate], target: float
+    validation: Trajectory, evaluation: Trajectory, gates: Mapping[str, FittedGate], target: Target
 ) -> list[Gap]:
     if not gates:
         return []

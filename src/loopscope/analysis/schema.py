@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired
+from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired, Target, TargetLevel
 from loopscope.analysis.timings import QuestionBench
 from loopscope.exits.guarantee import Guarantee
 
-RESULTS_SCHEMA = 4
+RESULTS_SCHEMA = 5
 
 
 class Binned(msgspec.Struct, frozen=True):
@@ -39,6 +39,8 @@ class Selected(msgspec.Struct, frozen=True):
 
 
 class FrontierResult(msgspec.Struct, frozen=True):
+    """A readout's curve, some of its points for drawing; depths and the selected point are of all of its grid."""
+
     readout: str
     thresholds: list[float]
     accuracy: list[float]
@@ -47,6 +49,13 @@ class FrontierResult(msgspec.Struct, frozen=True):
     depth_interval: dict[str, Interval | None]  # over test examples
     calibration_depth_at: dict[str, float | None]
     selected: Selected
+
+
+class PaperGrid(msgspec.Struct, frozen=True):
+    """What stands beside the paper's numbers: the same on its grid of thresholds."""
+
+    frontiers: list[FrontierResult]
+    paired: list[Paired]
 
 
 class Extrapolation(msgspec.Struct, frozen=True):
@@ -101,7 +110,9 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
     exit_distribution: Binned | None
     signals: dict[str, Binned]
     ordering: dict[str, Ordering]
+    targets: dict[str, TargetLevel]  # target -> which accuracy it is for this model
     frontiers: list[FrontierResult]
+    paper_grid: PaperGrid
     diagnosis: Diagnosis
     paired: list[Paired]  # at the operating points that validation chose
     fitted_gaps: list[Gap]  # D@X of every fitted gate minus that of the model's own gate, or of margin without one
@@ -137,7 +148,7 @@ class GroupResult(msgspec.Struct, frozen=True):
 class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     schema_version: int
     loopscope: str
-    targets: list[float]
+    targets: list[Target]
     models: list[ModelResult]
     groups: list[GroupResult]
     latency: list[QuestionBench] = []  # of checkpoints whose exits were timed

@@ -1,9 +1,10 @@
-"""What does the page know of a model beside its results? Every threshold in detail, and single examples.
+"""What does the page know of a model beside its results? Thresholds in detail, and single examples.
 
-All numbers are computed here; the page only looks them up. `ReadoutCurve` holds what charts of many models need,
-`ModelDetails` what is looked at one model at a time.
+D@X is read from the whole grid; of its thresholds about fifty are shown, with those that matter among them. All numbers
+are computed here; the page only looks them up. `ReadoutCurve` holds what charts of many models need, `ModelDetails`
+what is looked at one model at a time.
 
-Shapes: N examples that are shown, T loops, G thresholds (laxest first), L difficulties, S target accuracies.
+Shapes: N examples and G thresholds that are shown (laxest first), T loops, L difficulties, S target accuracies.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from loopscope.analysis.bootstrap import Curves, intervals
 from loopscope.analysis.difficulty import difficulty_bins
 from loopscope.analysis.outcomes import count_exits, sample_by_pattern
 from loopscope.analysis.schema import Certified
+from loopscope.analysis.targets import Target
 from loopscope.exits import ExitPolicy, Frontier, signal
 from loopscope.exits.readouts import readout_kind
 from loopscope.exits.sweep import crossings, laxest_first
@@ -26,6 +28,8 @@ from loopscope.exits.thresholds import available_readouts
 from loopscope.trajectory import Trajectory
 
 MOST_EXAMPLES = 200
+SHOWN = 51
+"""Thresholds of a grid that are drawn, beside the chosen one, that of D@X and the certified ones."""
 _DIGITS = 5
 
 
@@ -39,12 +43,13 @@ class CertifiedMark(msgspec.Struct, frozen=True):
 
 
 class ReadoutCurve(msgspec.Struct, frozen=True):
-    """A readout at every threshold, [G] each, and its D@X, [S] each."""
+    """A readout at the thresholds that are shown, [G] each, and its D@X, [S] each, on all of its grid."""
 
     readout: str
     thresholds: list[float]  # none of the oracle
     extra: list[int]  # the places of certified thresholds that are not on the grid: no part of the curve and of D@X
     chosen: int  # the place that validation chose
+    at_target: int | None  # the place of D@X at the first target; null where it is not reached
     certified: list[CertifiedMark]
     accuracy: list[float]  # with its 95 % interval, as the others
     accuracy_low: list[float]
@@ -92,46 +97,53 @@ class ThresholdDetails(msgspec.Struct, frozen=True):
     deep: ModelDetails
 
 
-def slider_targets(targets: Sequence[float]) -> list[float]:
-    """Every half percent, and the targets of the report."""
-    return sorted({*(step / 200 for step in range(1, 201)), *targets})
+def slider_targets(targets: Sequence[Target]) -> list[float]:
+    """Every half percent, and the targets of the report that are the same for every model."""
+    return sorted({*(step / 200 for step in range(1, 201)), *(t.accuracy for t in targets if t.accuracy is not None)})
 
 
 @dataclass(frozen=True)
 class DetailedFrontier:
-    """A frontier at all thresholds that the page shows, laxest first: its grid and the certified ones."""
+    """A frontier and what the page shows of it: some thresholds of its grid, and the certified ones, laxest first."""
 
     frontier: Frontier
+    depths: Curves  # on the whole grid: what D@X is read from
     thresholds: NDArray[np.float64]  # [G]
     on_grid: NDArray[np.bool_]  # [G]
-    resampled: Curves
-
-    @property
-    def grid(self) -> Curves:
-        """Of the grid alone: what D@X is read from."""
-        whole = self.resampled
-        return Curves(whole.right[:, self.on_grid], whole.loops[:, self.on_grid], whole.examples)
+    resampled: Curves  # [1 + R, G]
+    at_target: int | None  # the place of D@X at the first target
 
     def place(self, threshold: float | None) -> int:
         return 0 if threshold is None else int(np.flatnonzero(self.thresholds == threshold)[0])
 
 
-def detailed_frontier(frontier: Frontier, policies: Sequence[ExitPolicy], evaluation: Trajectory) -> DetailedFrontier:
-    """`policies` are the certified ones, of this readout and of others."""
-    readout, thresholds = frontier.readout, frontier.thresholds
-    more = [policy.threshold for policy in policies if policy.readout == readout and policy.threshold is not None]
-    if more:
-        thresholds = np.unique(np.concatenate((thresholds, more)))
-    thresholds = thresholds[laxest_first(readout, thresholds)]
-    on_grid = np.isin(thresholds, frontier.thresholds) | (readout_kind(readout) == "oracle")
-    return DetailedFrontier(frontier, thresholds, on_grid, resampled_curves(readout, thresholds, evaluation))
+def detailed_frontier(
+    frontier: Frontier, policies: Sequence[ExitPolicy], evaluation: Trajectory, accuracy: float
+) -> DetailedFrontier:
+    """`policies` are the certified ones, of this readout and of others; `accuracy` is the first target's."""
+    readout, grid = frontier.readout, frontier.thresholds
+    if readout_kind(readout) == "oracle":
+        curves = resampled_curves(readout, grid, evaluation)
+        reached = 0 if frontier.depth_at(accuracy) is not None else None
+        return DetailedFrontier(frontier, curves, grid, np.array([True]), curves, reached)
+    special = [frontier.select().policy.threshold, frontier.threshold_at(accuracy)]
+    special += [policy.threshold for policy in policies if policy.readout == readout]
+    known = [each for each in special if each is not None]
+    every = np.unique(np.concatenate((grid, known)))
+    every = every[laxest_first(readout, every)]
+    curves, on_grid = resampled_curves(readout, every, evaluation), np.isin(every, grid)
+    shown = np.isin(every, known)
+    places = np.flatnonzero(on_grid)
+    shown[places[np.linspace(0, len(places) - 1, min(SHOWN, len(places))).round().astype(int)]] = True
+    place = None if special[1] is None else int(np.flatnonzero(every[shown] == special[1])[0])
+    return DetailedFrontier(frontier, curves.at(on_grid), every[shown], on_grid[shown], curves.at(shown), place)
 
 
 def threshold_details(
     details: Sequence[DetailedFrontier],
     certified: Sequence[Certified],
     evaluation: Trajectory,
-    targets: Sequence[float],
+    targets: Sequence[Target],
 ) -> ThresholdDetails:
     """Everything that the page shows of one model; all frontiers are of the same evaluation recording."""
     stops = slider_targets(targets)
@@ -155,7 +167,7 @@ def threshold_details(
 def _curve(detail: DetailedFrontier, certified: Sequence[Certified], stops: Sequence[float]) -> ReadoutCurve:
     frontier, resampled = detail.frontier, detail.resampled
     accuracy, loops = resampled.right / resampled.examples, resampled.loops / resampled.examples
-    depths = detail.grid.depths_at(stops)
+    depths = detail.depths.depths_at(stops)
     of_accuracy, of_loops, of_depths = (intervals(values) for values in (accuracy, loops, depths))
     oracle = readout_kind(frontier.readout) == "oracle"
     return ReadoutCurve(
@@ -163,6 +175,7 @@ def _curve(detail: DetailedFrontier, certified: Sequence[Certified], stops: Sequ
         thresholds=[] if oracle else detail.thresholds.tolist(),
         extra=np.flatnonzero(~detail.on_grid).tolist(),
         chosen=detail.place(frontier.select().policy.threshold),
+        at_target=detail.at_target,
         certified=[
             CertifiedMark(detail.place(each.threshold), *_mark_texts(each))
             for each in certified

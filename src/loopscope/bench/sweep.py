@@ -53,7 +53,7 @@ def bench_sweep(
                     accuracy_and_loops(ExitPolicy(name, float(threshold)), trajectory)
 
         ways[f"{name}: signal"] = compute
-        ways[f"{name}: sweep"] = partial(sweep, name, *pair)
+        ways[f"{name}: sweep"] = partial(sweep, name, *pair, grid="paper")
         ways[f"{name}: replays"] = replays
     seconds, machine = interleaved(ways, rounds, width, progress)
     timings = []

@@ -11,13 +11,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.options import add_shared, add_verb, target_accuracies
+from loopscope.cli.options import AT, add_shared, add_verb, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_table
 from loopscope.cli.policies import check_any_model, load_gates, load_policy
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
-    from loopscope.analysis import HeldOut
+    from loopscope.analysis import HeldOut, TargetLevel
     from loopscope.exits import ExitPolicy, Frontier
     from loopscope.trajectory import Trajectory
 
@@ -30,7 +30,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
     add_shared(parser, "--gate")
-    parser.add_argument("--at", action="append", type=float, metavar="X", help="an accuracy for D@X (repeatable)")
+    parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
     add_shared(parser, "--json")
 
 
@@ -46,9 +46,10 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
         raise UserError(
             "Give two recordings: the one that thresholds are chosen on, and the one that they are evaluated on."
         )
-    targets = target_accuracies(options.at or [0.9, 0.95, 0.98, 0.99])
-    from loopscope.analysis import resampled_curves
+    accuracies = target_accuracies(options.at or [])
+    from loopscope.analysis import as_targets, target_level
     from loopscope.analysis.model_analysis import frontier_result
+    from loopscope.analysis.threshold_details import detailed_frontier
     from loopscope.exits import attach
     from loopscope.exits.sweep import sweep
     from loopscope.exits.thresholds import available_readouts
@@ -59,25 +60,26 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
     calibration, evaluation = attach(calibration, gates), attach(evaluation, gates)
     names = options.readout or available_readouts(calibration, evaluation)
     frontiers = [sweep(name, calibration, evaluation) for name in names]
+    levels = [target_level(target, calibration, evaluation) for target in as_targets(accuracies)]
     if options.json:
-        curves = (resampled_curves(each.readout, each.thresholds, evaluation) for each in frontiers)
-        pairs = zip(frontiers, curves, strict=True)
-        print_json({"readouts": [frontier_result(each, own, targets, evaluation) for each, own in pairs]})
+        details = (detailed_frontier(each, (), evaluation, levels[0].reached) for each in frontiers)
+        found = [frontier_result(each, levels, evaluation) for each in details]
+        print_json({"targets": {level.target.key: level for level in levels}, "readouts": found})
     else:
-        _print_frontiers(frontiers, evaluation, targets)
+        _print_frontiers(frontiers, evaluation, levels)
     return 0
 
 
-def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", targets: list[float]) -> None:
+def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", levels: "list[TargetLevel]") -> None:
     rows = []
     for frontier in frontiers:
-        depths = [frontier.depth_at(target) for target in targets]
+        depths = [frontier.depth_at(level.reached) for level in levels]
         point = frontier.select()
         rows.append(
             [
                 frontier.readout,
                 *("N/A" if depth is None else f"{depth:.2f}" for depth in depths),
-                "" if point.policy.threshold is None else f"{point.policy.threshold:.4g}",
+                str(point.policy).removeprefix(frontier.readout).removeprefix(" at "),
                 percent(point.accuracy),
                 f"{point.average_loops:.2f}",
             ]
@@ -85,8 +87,9 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", targ
     title = (
         f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} examples. D@X: least average loops on the "
         "evaluation curve that reach X. Selected: the most accurate threshold on calibration data, evaluated."
+        + "".join(f" {level.target.label}: {level.sentence}" for level in levels if level.sentence)
     )
-    columns = ["readout", *(f"D@{100 * target:g}" for target in targets), "selected", "accuracy", "loops"]
+    columns = ["readout", *(level.target.label for level in levels), "selected", "accuracy", "loops"]
     print_table(title, columns, rows)
 
 

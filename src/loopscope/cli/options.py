@@ -112,6 +112,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--unseen": {"action": "store_true", "help": "only examples that training did not have"},
 }
 """Options that mean the same wherever they are."""
+AT = "the target accuracy (default: 1 point below full depth on validation data)"
 COMPUTE = ("--device", "--threads", "--json")
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.options import add_shared, add_verb, option_words, target_accuracies
+from loopscope.cli.options import AT, add_shared, add_verb, option_words, target_accuracies
 from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
 from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
 
@@ -23,12 +23,12 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
     add_shared(parser, "--any-model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the report's folder")
-    parser.add_argument("--at", action="append", type=float, metavar="X", help="a target accuracy (repeatable)")
+    parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
     add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--open")
 
 
 def execute(options: argparse.Namespace) -> None:
-    targets = target_accuracies(options.at or [0.95, 0.98, 0.99])
+    targets = target_accuracies(options.at or [])
     check_any_model(options)
     check_open(options)
     check_products(options.product or ())

@@ -22,6 +22,9 @@ from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import FITTED
 from loopscope.trajectory import Trajectory
 
+NEVER = float(np.finfo(np.float64).max)
+"""A threshold (or, where low means exit, minus this) that no signal meets: full depth, in a file, too."""
+
 
 class GateFile(Settings, frozen=True, kw_only=True):
     """Where the weights of a policy's fitted gate are, and what they were fitted to."""
@@ -63,7 +66,7 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
         return file
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExitPolicy:
     """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
 
@@ -94,7 +97,12 @@ class ExitPolicy:
             raise UserError(f"The readout '{self.readout}' takes no fitted gate; its name would begin with '{FITTED}'.")
 
     def __str__(self) -> str:
-        return self.readout + ("" if self.threshold is None else f" at {self.threshold:.6g}")
+        if self.threshold is None:
+            return self.readout
+        return self.readout + (" at full depth" if abs(self.threshold) >= NEVER else f" at {self.threshold:.6g}")
+
+    def __repr__(self) -> str:
+        return f"ExitPolicy({self}{'' if self.guarantee is None else f'; {self.guarantee.sentence}'})"
 
     def save(self, path: str | Path) -> None:
         """Writes the policy as JSON, and the weights of its fitted gate beside it."""

@@ -1,6 +1,7 @@
 """What does a readout trade? Its threshold swept over a grid: accuracy against average loops, the frontier.
 
-The grid is fixed on calibration data and applied to evaluation data. A sweep is one pass: under a threshold rule the
+The grid is fixed on calibration data and applied to evaluation data: a fine one, whose steps do not matter, or the
+paper's, for whoever compares with its numbers. A sweep is one pass: under a threshold rule the
 exit of an example moves to a later loop only where the threshold passes the running maximum (or minimum) of its signal,
 so counting those crossings gives every point of the curve exactly.
 
@@ -8,23 +9,28 @@ Shapes: N examples, T loops, G thresholds.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from loopscope.exits.policy import ExitPolicy
+from loopscope.errors import UserError
+from loopscope.exits.plot import FrontierPlot
+from loopscope.exits.policy import NEVER, ExitPolicy
 from loopscope.exits.readouts import find_readout, readout_kind
 from loopscope.exits.recorded_signals import signal
 from loopscope.exits.signals import is_gate
 from loopscope.exits.splits import check_calibration
-from loopscope.exits.thresholds import eagerness, grid, in_a_gap
+from loopscope.exits.thresholds import eagerness, fine_grid, grid as paper_grid, in_a_gap
 from loopscope.trajectory import Trajectory
 
 Curve = NDArray[np.float64]
+Grid = Literal["fine", "paper"]
+_ROUNDING = 1e-9
+"""An accuracy is a ratio of whole numbers, and so is a target that comes from another recording."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OperatingPoint:
     """One threshold of a frontier, on both data sets."""
 
@@ -34,13 +40,17 @@ class OperatingPoint:
     calibration_accuracy: float
     calibration_average_loops: float
 
+    def __repr__(self) -> str:
+        there = f"{self.calibration_accuracy:.1%} in {self.calibration_average_loops:.2f} on calibration data"
+        return f"OperatingPoint({self.policy}: {self.accuracy:.1%} in {self.average_loops:.2f} loops; {there})"
+
     @property
     def rank(self) -> tuple[float, float]:
         """By which calibration data prefer one point to another: the most accurate first, ties to fewer loops."""
         return -self.calibration_accuracy, self.calibration_average_loops
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Frontier:
     """A readout's curve, [G] each, in the order of its threshold grid."""
 
@@ -51,9 +61,27 @@ class Frontier:
     calibration_accuracy: Curve
     calibration_average_loops: Curve
 
+    def __repr__(self) -> str:
+        loops, accuracy = self.average_loops, self.accuracy
+        return (
+            f"Frontier({self.readout}, {len(loops)} thresholds: {accuracy.min():.1%} to {accuracy.max():.1%} in "
+            f"{loops.min():.2f} to {loops.max():.2f} loops)"
+        )
+
+    def plot(self, *others: "Frontier") -> FrontierPlot:
+        """Accuracy against average loops, beside other frontiers if there are any: a chart in a notebook."""
+        return FrontierPlot({each.readout: (each.average_loops, each.accuracy) for each in (self, *others)})
+
     def depth_at(self, accuracy: float) -> float | None:
         """D@X: the least average depth on the evaluation curve that reaches this accuracy, or None."""
         return _depth_at(self.average_loops, self.accuracy, accuracy)
+
+    def threshold_at(self, accuracy: float) -> float | None:
+        """The threshold of D@X; None where X is not reached, or where the readout has no threshold."""
+        reached = np.flatnonzero(self.accuracy >= accuracy - _ROUNDING)
+        if not len(reached) or np.isnan(self.thresholds).any():
+            return None
+        return float(self.thresholds[reached[self.average_loops[reached].argmin()]])
 
     def calibration_depth_at(self, accuracy: float) -> float | None:
         """The same on the calibration curve: what a choice may be based on."""
@@ -72,24 +100,33 @@ class Frontier:
 
 
 def _depth_at(average_loops: Curve, accuracy: Curve, target: float) -> float | None:
-    reached = average_loops[accuracy >= target]
+    reached = average_loops[accuracy >= target - _ROUNDING]
     return float(reached.min()) if len(reached) else None
 
 
-def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory) -> Frontier:
+def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
     """The frontier of a readout whose thresholds come from `calibration`, on `evaluation`."""
     check_calibration(calibration, evaluation)
-    thresholds = grid(readout, calibration)
+    thresholds = swept_thresholds(readout, calibration, grid)
     accuracy, loops = curve(readout, thresholds, evaluation)
     calibration_accuracy, calibration_loops = curve(readout, thresholds, calibration)
     return Frontier(readout, thresholds, accuracy, loops, calibration_accuracy, calibration_loops)
 
 
+def swept_thresholds(readout: str, calibration: Trajectory, which: Grid = "fine") -> Curve:
+    """The thresholds of a sweep: so many that their steps do not matter, up to never exiting early; or the paper's."""
+    if which not in get_args(Grid):
+        raise UserError(f"There is no grid '{which}'; choose one of {', '.join(get_args(Grid))}.")
+    if which == "paper":
+        return paper_grid(readout, calibration)
+    return np.clip(fine_grid(readout, calibration), -NEVER, NEVER)
+
+
 def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
     """The policy that calibration data chooses: the highest accuracy, ties to fewer loops."""
-    thresholds = grid(readout, calibration)
+    thresholds = swept_thresholds(readout, calibration)
     threshold = float(thresholds[_best(*curve(readout, thresholds, calibration))])
-    if find_readout(readout) is not None and not is_gate(readout):
+    if find_readout(readout) is not None and not is_gate(readout) and abs(threshold) < NEVER:
         side: Literal["left", "right"] = "left" if readout_kind(readout) == "above" else "right"
         threshold = in_a_gap(threshold, np.sort(signal(readout, calibration), axis=None), side)
     return _policy(readout, threshold)

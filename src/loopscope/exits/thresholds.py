@@ -26,7 +26,7 @@ _GAP = 3e-5
 
 
 def grid(readout: str, calibration: Trajectory) -> Curve:
-    """The thresholds of a readout: quantiles of its calibration signal over all loops, or a grid that needs no data."""
+    """The paper's thresholds: quantiles of the calibration signal over all loops, or a grid that needs no data."""
     kind = _kind_on(readout, calibration)
     if kind == "oracle":
         return np.array([np.nan])
@@ -35,10 +35,7 @@ def grid(readout: str, calibration: Trajectory) -> Curve:
     values = signal(readout, calibration)
     if is_gate(readout):
         return GATE_GRID.copy()
-    values = values[~np.isnan(values)]
-    if not len(values):
-        loops = "one loop" if calibration.num_loops == 1 else f"{calibration.num_loops} loops"
-        raise UserError(f"The calibration recording has {loops} only, so '{readout}' has no values to calibrate on.")
+    values = _known(readout, values)
     if readout not in SIGNALS and is_whole(values):
         return _between_whole(kind, values, len(QUANTILES))
     return np.quantile(np.sort(values), QUANTILES)  # the same as unsorted, in half the time
@@ -51,11 +48,19 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
         return grid(readout, calibration)
     values = signal(readout, calibration)
     values = values[:, :-1] if is_gate(readout) and values.shape[1] > 1 else values
-    values = values[~np.isnan(values)]
+    values = _known(readout, values)
     never = np.inf if kind == "above" else -np.inf
     if readout not in SIGNALS and is_whole(values):
         return np.append(_between_whole(kind, values, points), never)
     return np.append(np.quantile(np.sort(values), np.linspace(0, 1, points)), never)
+
+
+def _known(readout: str, values: Curve) -> Curve:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        loops = "one loop" if values.shape[1] == 1 else f"{values.shape[1]} loops"
+        raise UserError(f"The calibration recording has {loops} only, so '{readout}' has no values to calibrate on.")
+    return known
 
 
 def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:

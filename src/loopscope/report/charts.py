@@ -79,6 +79,7 @@ class Panel:
     title: str
     lines: list[Line]
     loops: int
+    target: float  # the accuracy that is sought of its model
 
     @property
     def heights(self) -> tuple[float, float]:
@@ -88,19 +89,19 @@ class Panel:
         return max(0.0, min(values) - margin), min(1.0, max(values) + margin)
 
 
-def frontiers(panels: Sequence[Panel], target: float | None, per_row: int = 2) -> Specification | None:
-    """Panels of curves with one legend and one scale; without a target accuracy every panel has a scale of its own."""
+def frontiers(panels: Sequence[Panel], per_row: int = 2, scaled_alone: bool = False) -> Specification | None:
+    """Panels of curves with one legend and one scale, and their targets; or each on a scale of its own, without."""
     panels = [panel for panel in panels if panel.lines]
     if not panels:
         return None
     styles = styles_of({line.name for panel in panels for line in panel.lines})
     floor = min(value for panel in panels for line in panel.lines for value in line.accuracy)
     data = _Data()
-    if target is None:
+    if scaled_alone:
         charts = [_frontier_panel(panel, styles, panel.heights, None, data) for panel in panels]
         return data.specification(_grid(in_rows(charts, per_row), "independent"))
     heights = (max(0.0, floor - 0.01), 1.0)
-    charts = [_frontier_panel(panel, styles, heights, target, data) for panel in panels]
+    charts = [_frontier_panel(panel, styles, heights, panel.target, data) for panel in panels]
     return data.specification(_grid(in_rows(charts, per_row), "shared"))
 
 

@@ -19,7 +19,7 @@ def every_frontier(results: Results) -> Specification | None:
         frontier_panel(model.label, readout_lines(model, [each.readout for each in model.frontiers]), model)
         for model in results.models
     ]
-    return frontiers(panels, results.targets[0])
+    return frontiers(panels)
 
 
 def every_forced_exit(results: Results) -> Specification | None:
@@ -36,7 +36,7 @@ def every_signal(results: Results) -> Specification | None:
 
 
 def frontier_panel(title: str, lines: list[Line], model: ModelResult) -> Panel:
-    return Panel(title, lines, len(model.forced_accuracy))
+    return Panel(title, lines, len(model.forced_accuracy), model.diagnosis.target.reached)
 
 
 def readout_lines(model: ModelResult, readouts: Iterable[str]) -> list[Line]:

@@ -1,10 +1,13 @@
 """The tables of a report, once, for the terminal and for the page."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopscope.analysis import Diagnosis, Gap, GuaranteeCheck, OverSeeds, over_seeds
+from loopscope.analysis import Gap, GuaranteeCheck, OverSeeds, Target, over_seeds
+from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.schema import ModelResult, Results
+from loopscope.analysis.targets import percent_text
 from loopscope.exits.guarantee import Guarantee
 
 
@@ -18,36 +21,46 @@ class Table:
 
 def headline(results: Results) -> Table:
     """What a reader looks for first: the depth each model needs, and the part that is to blame."""
-    target = f"{results.targets[0]:g}"
+    target = results.targets[0]
     models = {model.name: model for model in results.models}
     rows = []
     for group in results.groups:
         members = [models[name] for name in group.names]
         best = [model.diagnosis.best_readout for model in members]
-        depths = [_depth_of(model, readout, target) for model, readout in zip(members, best, strict=True)]
+        depths = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
         verdicts = Counter(model.verdict for model in members)
+        lower = read_lower(members, target)
         rows.append(
             [
                 group.label if len(members) > 1 else members[0].label,
                 share(over_seeds([max(model.forced_accuracy) for model in members])),
-                str(group.depth_at["fixed"][target]),
-                str(group.depth_at["gate"][target]) if "gate" in group.depth_at else "no gate",
-                f"{over_seeds(depths)}, {'/'.join(dict.fromkeys(best))}",
+                f"{group.depth_at['fixed'][target.key]}{lower}",
+                f"{group.depth_at['gate'][target.key]}{lower}" if "gate" in group.depth_at else "no gate",
+                f"{over_seeds(depths)}{lower}, {'/'.join(dict.fromkeys(best))}",
                 ", ".join(name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()),
             ]
         )
+    missed = "N/A: none does" if target.accuracy is not None else "@: at a lower one, where test data do not reach it"
     note = (
-        f"Least average loops on the test curve that reach {_percent(results.targets[0])} accuracy (N/A: none does) "
-        "with a fixed depth, with the model's own gate, and with the readout that validation data choose. Over several "
-        "seeds: mean ± sample standard deviation of those that reach it (how many); verdicts are counted."
+        f"Least average loops on the test curve that reach {target.meaning} ({missed}), with a fixed depth, with the "
+        "model's own gate, and with the readout that validation data choose. Over several seeds: mean ± sample "
+        "standard deviation of those that reach it (how many); verdicts are counted."
     )
     columns = ["model", "best loop", "fixed depth", "own gate", "best readout", "to blame"]
-    return Table(f"D@{100 * results.targets[0]:g} and the part to blame", note, columns, rows)
+    return Table(f"{target.label} and the part to blame", note, columns, rows)
 
 
 def _depth_of(model: ModelResult, readout: str, target: str) -> float | None:
     frontier = model.frontier(readout)
     return None if frontier is None else frontier.depth_at[target]
+
+
+def read_lower(models: Sequence[ModelResult], target: Target) -> str:
+    """At which accuracy a depth is read where test data do not reach the target; the lowest of several models'."""
+    levels = [model.targets[target.key] for model in models]
+    if all(level.reached == level.accuracy for level in levels):
+        return ""
+    return f" @{percent_text(min(level.reached for level in levels))}"
 
 
 def gaps(results: Results) -> Table:
@@ -56,39 +69,39 @@ def gaps(results: Results) -> Table:
     rows = []
     for model in models:
         rows.append([model.label, model.verdict, *gap_cells(model)])
-    target = _percent(models[0].diagnosis.target)
+    target = results.targets[0]
+    sought = f"at {target.meaning}"
+    if target.accuracy is None:
+        sought += " (for the trajectory gap the lower of both models)"
     note = (
-        f"Average loops at {target} accuracy with 95 % bootstrap intervals over test examples, on a finer grid of "
-        f"thresholds than the paper's; at a lower accuracy (@) where {target} is out of reach, with the shares of "
-        "resamples in which the first and the second of the two reach it. Readout gap: the model's own gate minus its "
-        "best readout. Trajectory gap: its best readout minus the reference's. Room left: its best readout minus the "
-        "cheapest rule that knows the labels. A part is blamed where the interval lies above zero, or where it alone "
-        f"misses {target}."
+        f"Average loops {sought}, with 95 % bootstrap intervals over test examples; at a lower accuracy (@) where that "
+        "is out of reach, with the shares of resamples in which the first and the second of the two reach it. Readout "
+        "gap: the model's own gate minus its best readout. Trajectory gap: its best readout minus the reference's. "
+        "Room left: its best readout minus the cheapest rule that knows the labels. A part is blamed where the "
+        "interval lies above zero, or where it alone misses the target. No verdict: the model is not above chance, or "
+        "has one loop."
     )
     return Table("Diagnosis", note, ["model", "blamed", "readout gap", "trajectory gap", "room left"], rows)
 
 
 def depths(results: Results) -> Table:
     """D@X of every readout, and beside it the operating point that validation chose."""
-    targets = [f"{target:g}" for target in results.targets]
+    models = {model.name: model for model in results.models}
     rows = []
     for group in results.groups:
+        lower = {each.key: read_lower([models[name] for name in group.names], each) for each in results.targets}
         for readout, values in group.depth_at.items():
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
             shown = ["", ""] if readout == "oracle" else [share(accuracy), str(loops)]
-            rows.append([group.label, readout, *(str(values[target]) for target in targets), *shown])
+            rows.append([group.label, readout, *(f"{values[key]}{at}" for key, at in lower.items()), *shown])
     note = (
-        "D@X: the least average loops on the test curve that reach X % accuracy, as in the paper; N/A: not reached. "
+        "D@X: the least average loops on the test curve that reach X % accuracy, N/A: not reached; D@full-Y: that "
+        "reach an accuracy Y points below the model's own at full depth, which validation data fix (@: at a lower one, "
+        "where test data do not reach it). "
         "Selected: the most accurate threshold on validation data (ties to fewer loops), as it does on test data. "
         "Over several seeds: mean ± sample standard deviation of those that reach it (how many)."
     )
-    columns = [
-        "model",
-        "readout",
-        *(f"D@{100 * target:g}" for target in results.targets),
-        "selected: accuracy",
-        "loops",
-    ]
+    columns = ["model", "readout", *(target.label for target in results.targets), "selected: accuracy", "loops"]
     return Table("Depth to accuracy", note, columns, rows)
 
 
@@ -180,7 +193,7 @@ def certified(results: Results) -> Table:
 def guarantee_cell(guarantee: Guarantee) -> str:
     sure = "on average" if guarantee.confidence is None else f"{100 * guarantee.confidence:g} % sure"
     where = ", at every difficulty" if guarantee.per_difficulty else ""
-    return f"{guarantee.loss} ≤ {_percent(guarantee.max_drop)}, {sure}{where}"
+    return f"{guarantee.loss} ≤ {percent_text(guarantee.max_drop)}, {sure}{where}"
 
 
 def _worst(check: GuaranteeCheck) -> str:
@@ -188,26 +201,11 @@ def _worst(check: GuaranteeCheck) -> str:
     return "" if risk is None else f"{risk.loss:.2%} [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
 
 
-def gap_rows(diagnosis: Diagnosis) -> list[list[str]]:
-    """The gaps of one model, a row each."""
-    return [
-        [
-            name.removesuffix(" gap"),
-            f"{gap.first} ({gap.first_depth:.2f}) - {gap.second} ({gap.second_depth:.2f})",
-            _percent(gap.accuracy),
-            f"{gap.value:+.2f}",
-            f"[{gap.low:+.2f}, {gap.high:+.2f}]",
-            f"{gap.reached:.1%}",
-            f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%}",
-        ]
-        for name, gap in diagnosis.gaps.items()
-        if gap is not None
-    ]
-
-
 def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
     """Readout gap, trajectory gap, room left; with the shares of resamples that reach the target, where not all do."""
-    absent = ("no gate", "is the reference" if model.is_reference else "no reference", "N/A")
+    absent = ("no gate", "is the reference" if model.is_reference else "no reference", "nothing above chance")
+    if model.diagnosis.verdict == NO_VERDICT:
+        absent = (NO_VERDICT,) * 3
     return [_gap(gap, words, shares) for gap, words in zip(model.diagnosis.gaps.values(), absent, strict=True)]
 
 
@@ -217,12 +215,8 @@ def _gap(gap: Gap | None, absent: str, with_shares: bool) -> str:
     text = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
         shares = f" ({gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%})" if with_shares else ""
-        text += f" @{_percent(gap.accuracy)}{shares}"
+        text += f" @{percent_text(gap.accuracy)}{shares}"
     return text
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g}%"
 
 
 def share(value: OverSeeds) -> str:

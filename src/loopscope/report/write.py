@@ -1,16 +1,44 @@
 """From results to a folder that can be read: `results.json`, tables, figures, and one page that holds everything."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from loopscope.analysis import Target
+from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import write_bytes, write_json
+from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy
 from loopscope.report.charts import write_figure
 from loopscope.report.page import render
 from loopscope.report.page.data import Marker
-from loopscope.report.products import Product
+from loopscope.report.products import OVERVIEW, Product
 from loopscope.report.tables import Table
+from loopscope.trajectory import Trajectory
+
+
+def report(
+    models: Mapping[str, tuple[Trajectory, Trajectory]],
+    out: str | Path,
+    reference: str | None = None,
+    targets: Sequence[float | Target] | None = None,
+    policies: Mapping[str, Sequence[ExitPolicy]] | None = None,
+) -> Path:
+    """Writes a report on models by name, each with its validation and test recordings, and returns its page.
+
+    `reference` names the model whose trajectory is the measure. Without targets it is made at 1 point below full
+    depth. `policies` are calibrated ones, by model.
+    """
+    own = policies or {}
+    if unknown := [name for name in own if name not in models]:
+        raise UserError(f"There are policies of '{unknown[0]}', which is not among the models: {', '.join(models)}.")
+    sources = [ModelRecordings(name, *pair, policies=own.get(name, ())) for name, pair in models.items()]
+    if not sources:
+        raise UserError("A report needs at least one model: a name, and its validation and test recordings.")
+    results, details = analyse_models(sources, reference, targets)
+    command = f"loopscope.report(models, {str(out)!r})"
+    return write_report(results, details, OVERVIEW.make(results, ["overview"]), Path(out), command)
 
 
 def write_report(
@@ -19,7 +47,7 @@ def write_report(
     products: Sequence[Product],
     folder: Path,
     command: str,
-    again: str,
+    again: str = "",
     markers: Sequence[Marker] = (),
 ) -> Path:
     """Writes the report and returns its page; for command, again and markers see `page.render`."""

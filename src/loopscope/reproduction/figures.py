@@ -31,9 +31,7 @@ def teaser(results: Results) -> Specification | None:
     if fixed is None or gate is None:
         return None
     lines = [*readout_lines(fixed.first, (*_HEURISTICS, "fixed", "oracle")), *_gate_lines([gate])]
-    return frontiers(
-        [frontier_panel("fixed prior, and an MLP gate's own exits", lines, fixed.first)], results.targets[0]
-    )
+    return frontiers([frontier_panel("fixed prior, and an MLP gate's own exits", lines, fixed.first)])
 
 
 def posthoc_main(results: Results) -> Specification | None:
@@ -81,7 +79,7 @@ def _benchmarks(
         lines = readout_lines(each.result, ("fixed", "gate") if fitted else _READOUTS)
         lines += [Line.of(gate, f"fitted {gate.readout.removeprefix(FITTED)}") for gate in each.fitted if fitted]
         panels.append(frontier_panel(title, lines, each.result))
-    return frontiers(panels, None, per_row)
+    return frontiers(panels, per_row, scaled_alone=True)
 
 
 def _gate_lines(groups: Sequence[TrainedVariant]) -> list[Line]:
@@ -96,7 +94,7 @@ def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] | Non
     priors = [prior for prior in mano.priors if prior != UNIFORM] if priors is None else priors
     groups = [group for prior in priors if (group := mano.fixed(prior)) is not None]
     panels = [frontier_panel(group.words, readout_lines(group.first, _READOUTS), group.first) for group in groups]
-    return frontiers(panels, results.targets[0])
+    return frontiers(panels)
 
 
 def fixed_prior_signals(
@@ -135,7 +133,7 @@ def gate_comparison(
                 best = chosen.best(gate, prior)
                 choice = f" (validation: β {best.beta:g})" if best is not None and len(learned) > 1 else ""
                 panels.append(frontier_panel(f"{GATES[gate]}, {prior_words(prior)}{choice}", lines, fixed.first))
-    return frontiers(panels, results.targets[0])
+    return frontiers(panels)
 
 
 _Row = list[tuple[str, ModelResult]]
@@ -174,4 +172,4 @@ def _posthoc(
                 lines += [Line.of(each, f"fitted {each.readout.removeprefix(FITTED)}") for each in fitted]
                 which = f"; {GATES[shown[0]]} fitted" if len(shown) == 1 else ""
                 panels.append(frontier_panel(host.words + which, lines, model))
-    return frontiers(panels, results.targets[0])
+    return frontiers(panels)

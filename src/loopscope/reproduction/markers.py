@@ -7,11 +7,12 @@ from loopscope.report.page.data import Marker
 from loopscope.reproduction.ouro_tables import benchmark_models
 from loopscope.reproduction.published import published
 from loopscope.reproduction.tables import matches
-from loopscope.reproduction.variants import TaskVariants
+from loopscope.reproduction.variants import TaskVariants, on_paper_grid
 
 
 def markers(results: Results) -> list[Marker]:
     """D@X of MANO, the operating points of parity and Ouro: as the paper printed them, on its own scale."""
+    results = on_paper_grid(results)
     return [*_depths(results), *_parity(results), *_ouro(results)]
 
 

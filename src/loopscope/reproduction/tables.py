@@ -178,13 +178,13 @@ def _depth_table(title: str, rows: list[list[str]], results: Results, more: str 
 
 
 def _depth_columns(results: Results) -> list[str]:
-    return [f"D@{100 * target:g}" for target in results.targets]
+    return [target.label for target in results.targets]
 
 
 def _depths(group: TrainedVariant, readout: str, results: Results) -> list[str]:
     first = group.first.frontier(readout)
     cells = []
-    for target in (f"{target:g}" for target in results.targets):
+    for target in (target.key for target in results.targets):
         bounds = first.depth_interval[target] if first and readout != "fixed" else None
         own = first.depth_at[target] if first else None
         cells.append(f"{group.group.depth_at[readout][target]}{_first(group, own, bounds)}")

@@ -4,13 +4,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from loopscope.analysis.labels import is_custom, model_label, recorded_run
+from loopscope.analysis.results import group_models
 from loopscope.analysis.schema import GroupResult, ModelResult, Results
 
 VariantPrior = Literal["uniform"] | float
 UNIFORM: VariantPrior = "uniform"
 GEOMETRIC: VariantPrior = 0.3
 """The geometric prior of the paper's main text."""
+
+
+def on_paper_grid(results: Results) -> Results:
+    """The same results on the paper's grid of thresholds, for what stands beside its numbers."""
+    models = [
+        msgspec.structs.replace(model, frontiers=model.paper_grid.frontiers, paired=model.paper_grid.paired)
+        for model in results.models
+    ]
+    return msgspec.structs.replace(results, models=models, groups=group_models(models, results.targets))
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,7 @@ class TaskVariants:
             for model, seed in zip(group.models, group.seeds, strict=True)
             if seed in seeds and (frontier := model.frontier("gate")) is not None
         ]
-        depths = [gate.calibration_depth_at[f"{self.targets[0]:g}"] for gate in gates]
+        depths = [gate.calibration_depth_at[self.targets[0].key] for gate in gates]
         depth = _mean([float("inf") if depth is None else depth for depth in depths])
         return depth, -_mean([gate.selected.calibration_accuracy for gate in gates])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from loopscope.analysis import as_targets
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.threshold_details import ThresholdDetails
@@ -75,7 +76,7 @@ class Plan:
         if not done:
             raise UserError("Nothing of this study is analysed yet; run it with: loopscope study run.")
         timed = [bench for model in done if (bench := model.timed(store)) is not None]
-        return assemble_results([model.result(store) for model in done], self.study.targets, timed)
+        return assemble_results([model.result(store) for model in done], as_targets(self.study.targets), timed)
 
     def details(self, results: Results, store: Path) -> Iterator[ThresholdDetails]:
         """What the page looks up of the models that have results, in their order."""

@@ -148,7 +148,7 @@ class Analyse(Step, frozen=True, kw_only=True):
     reference: tuple[Recording, Recording] | None  # validation and test of the measure; its own where it is the measure
     extrapolation: Recording | None
     gates: tuple[Fit, ...]
-    targets: tuple[float, ...]
+    targets: tuple[float, ...]  # none: 1 point below full depth
     unseen: bool
     guarantees: tuple[RiskTarget, ...]
 

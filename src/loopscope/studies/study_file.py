@@ -119,7 +119,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
 
 class Study(Settings, frozen=True, kw_only=True):
     title: str
-    targets: Some[Target] = (0.95, 0.98, 0.99)
+    targets: tuple[Target, ...] = ()  # accuracies (default: 1 point below the model's own at full depth)
     products: tuple[str, ...] = ("paper",)  # names of products, or of groups of them
     parts: tuple[StudyPart, ...] = ()
     checkpoints: tuple[Checkpoints, ...] = ()

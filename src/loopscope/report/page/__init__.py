@@ -29,7 +29,7 @@ def render(
     again: str,
     markers: Sequence[Marker] = (),
 ) -> str:
-    """The page, which says by what command it was made, and its products `again` (and `--product NAME`).
+    """The page, which says by what command it was made, and its products `again` (and `--product NAME`), if by one.
 
     `markers` are published numbers that its frontiers show beside the models' own.
     """
@@ -37,7 +37,7 @@ def render(
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
     content = {
         "version": results.loopscope,
-        "target": f"{100 * results.targets[0]:g}",
+        "target": results.targets[0],
         "scope": scope(results),
         "cards": cards(results),
         "products": products,

@@ -4,9 +4,10 @@ import json
 from collections import Counter
 from typing import NamedTuple
 
-from loopscope.analysis import Gap, over_seeds
+from loopscope.analysis import Gap, Target, over_seeds
 from loopscope.analysis.labels import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
+from loopscope.analysis.targets import percent_text
 from loopscope.report.tables import gap_cells, guarantee_cell, headline
 
 
@@ -15,6 +16,7 @@ class Card(NamedTuple):
 
     label: str
     blamed: str
+    target: str  # the accuracy, where it is the model's own
     verdicts: dict[str, int]  # how many of the runs have each
     best_loop: str
     fixed: str
@@ -58,8 +60,17 @@ def cards(results: Results) -> list[Card]:
         runs = [_run(*each) for each in members]
         first = {name: cell for name, (cell, _) in runs[0].gaps.items()}
         gaps = _over([each for _, each in members], first) if len(members) > 1 else first
-        made.append(Card(label, blamed, dict(verdicts), best_loop, fixed, gate, best, gaps, runs))
+        target = _own_target([each for _, each in members], results.targets[0])
+        made.append(Card(label, blamed, target, dict(verdicts), best_loop, fixed, gate, best, gaps, runs))
     return made
+
+
+def _own_target(models: list[ModelResult], target: Target) -> str:
+    """Of a relative target the accuracy, over seeds from the lowest to the highest."""
+    if target.accuracy is not None:
+        return ""
+    accuracies = sorted(model.targets[target.key].accuracy for model in models)
+    return " to ".join(dict.fromkeys(map(percent_text, (accuracies[0], accuracies[-1]))))
 
 
 def _run(place: int, model: ModelResult) -> RunCard:
@@ -74,7 +85,8 @@ def _run(place: int, model: ModelResult) -> RunCard:
         for each in model.certified
         if each.guarantee is not None
     ]
-    summary = (seed_of(model), model.diagnosis.sentence, gaps, certified, model.refused)
+    sentence = " ".join(filter(None, (model.diagnosis.sentence, model.diagnosis.target_sentence)))
+    summary = (seed_of(model), sentence, gaps, certified, model.refused)
     return RunCard(model.name, place, _weights(model), *summary)
 
 
@@ -93,7 +105,7 @@ def _over(models: list[ModelResult], first: dict[str, str]) -> dict[str, str]:
             continue
         values = over_seeds([None if gap is None else gap.value for gap in gaps])
         lowest = min(gap.accuracy for gap in known)
-        below = f" (from @{100 * lowest:g}% on)" if lowest < models[0].diagnosis.target else ""
+        below = f" (from @{percent_text(lowest)} on)" if any(gap.accuracy < gap.target for gap in known) else ""
         cells[name] = _uncounted(str(values), len(gaps)) + below
     return cells
 

@@ -54,13 +54,14 @@ class PageModel(msgspec.Struct, frozen=True):
     seed: str
     loops: int
     examples: int
+    target: float  # the accuracy of the report's first target
     best: str  # the readout that validation chooses
     gaps: dict[str, PageGap]
     curves: list[ReadoutCurve]
 
 
 class PageHead(msgspec.Struct, frozen=True):
-    targets: list[float]
+    label: str  # of the depth at the report's first target
     slider_targets: list[float]
     groups: list[str]
     models: list[PageModel]
@@ -92,6 +93,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             seed=seed_of(model),
             loops=len(model.forced_accuracy),
             examples=model.test_examples,
+            target=model.diagnosis.target.reached,
             best=model.diagnosis.best_readout,
             gaps=_gaps(model),
             curves=own.curves,
@@ -99,7 +101,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
         for model, own in zip(results.models, details, strict=True)
     ]
     return PageHead(
-        targets=results.targets,
+        label=results.targets[0].label,
         slider_targets=details[0].slider_targets,
         groups=[group.label for group in results.groups],
         models=models,
@@ -130,7 +132,8 @@ def thinned(results: Results, details: Sequence[ThresholdDetails], room: int) ->
     note = (
         f"Of each model at most {most} test examples are listed, drawn so that every pattern of right and wrong loops "
         f"has its share, rare ones too, with at most {longest:,} characters of each. All counts, curves, histograms "
-        f"and intervals are of all test examples, at every threshold of the sweep.{coarse}"
+        "and intervals are of all test examples. Of the 402 thresholds of a sweep about 51 are shown; D@X is of all."
+        + coarse
     )
     return parts, note
 

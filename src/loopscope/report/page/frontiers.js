@@ -58,7 +58,7 @@ function startFrontiers() {
   const slider = $("target");
   const lowest = models
     .flatMap((model) => model.curves.flatMap((curve) => curve.accuracy))
-    .reduce((least, value) => Math.min(least, value), head.targets[0]);
+    .reduce((least, value) => Math.min(least, value), lowestTarget());
   slider.min = Math.max(0, head.slider_targets.findIndex((stop) => stop >= lowest) - 1);
   slider.max = head.slider_targets.length - 1;
   slider.value = firstStop();
@@ -73,9 +73,12 @@ function startFrontiers() {
   return updateFrontiers();
 }
 
+// Where the target is each model's own, the lowest.
+const lowestTarget = () => Math.min(...head.models.map((model) => model.target));
+
 // The report's target, or the highest accuracy below it that a line reaches.
 function firstStop() {
-  const first = head.slider_targets.indexOf(head.targets[0]);
+  const first = head.slider_targets.findLastIndex((stop) => stop <= lowestTarget());
   const reached = shownLines().map(({ curve }) =>
     curve.depth.findLastIndex((depth, stop) => depth !== null && stop <= first),
   );
@@ -128,12 +131,15 @@ function shownLines() {
   );
 }
 
+const NEVER = 1e300; // a threshold beyond it is met by no signal: full depth
 const thresholdText = (curve, place) =>
   curve.thresholds.length === 0
     ? "none: knows the labels"
     : curve.readout === "fixed"
       ? `loop ${curve.thresholds[place]}`
-      : short(curve.thresholds[place]);
+      : Math.abs(curve.thresholds[place]) > NEVER
+        ? "never"
+        : short(curve.thresholds[place]);
 const accuracyText = (curve, place) =>
   `${percent(curve.accuracy[place])} ${span(curve.accuracy_low[place], curve.accuracy_high[place], (value) => fixed(100 * value, 1))}`;
 const averageText = (curve, place) =>

@@ -44,9 +44,9 @@ function chooseReadout(name) {
   slider.disabled = curve.accuracy.length < 2;
   const own = curve.certified.map((mark) => mark.place);
   $("marks").replaceChildren(...[curve.chosen, ...own].map((place) => make("option", { value: place })));
-  const reached = depthPlace(curve);
+  const reached = curve.at_target; // null where the curve does not reach the report's first target
   const chosen = [
-    ...(reached >= 0 ? [{ curve, place: reached, text: `D@${short(100 * head.targets[0])} on test data` }] : []),
+    ...(reached !== null ? [{ curve, place: reached, text: `${head.label} on test data` }] : []),
     ...(curve.thresholds.length ? [{ curve, place: curve.chosen, text: "Most accurate on validation data" }] : []),
   ];
   const certified = head.models[policy.model].curves.flatMap((other) =>
@@ -67,13 +67,7 @@ function chooseReadout(name) {
       return jump;
     }),
   );
-  choosePlace(reached >= 0 ? reached : curve.chosen);
-}
-
-// Where the curve has its D@X at the report's first target; -1 where it does not reach it.
-function depthPlace(curve) {
-  const depth = curve.depth[head.slider_targets.indexOf(head.targets[0])];
-  return curve.loops.findIndex((loops, place) => loops === depth && !curve.extra.includes(place));
+  choosePlace(reached ?? curve.chosen);
 }
 
 function choosePlace(place) {

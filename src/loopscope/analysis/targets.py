@@ -1,0 +1,144 @@
+"""At which accuracy are depths compared? A target: absolute, or some points below the model's own full depth.
+
+What a relative target is for a model is fixed on validation data; test data only say whether it is reached. Chance is
+what an answer that knows nothing would be right in, and below it nothing is compared.
+
+Shapes: N examples, T loops, V classes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import binom
+
+from loopscope.errors import UserError
+from loopscope.trajectory import Trajectory
+
+SIGNIFICANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Target:
+    """An accuracy to be reached: one of the two is given."""
+
+    accuracy: float | None = None
+    below_full_depth: float | None = None  # so much less than the model's own accuracy at full depth, 0.01 for a point
+
+    def __post_init__(self) -> None:
+        if (self.accuracy is None) == (self.below_full_depth is None):
+            raise UserError("A target is either an accuracy, or so much below full depth.")
+        if self.accuracy is not None and not 0 < self.accuracy <= 1:
+            raise UserError(f"A target accuracy is between 0 and 1, such as 0.95; got {self.accuracy:g}.")
+        if self.below_full_depth is not None and not 0 <= self.below_full_depth < 1:
+            raise UserError(f"A target is 0 to 1 below full depth, such as 0.01; got {self.below_full_depth:g}.")
+
+    @property
+    def key(self) -> str:
+        """In results: `0.95`, `full-1`."""
+        return f"{self.accuracy:g}" if self.accuracy is not None else f"full-{_points(self.below_full_depth)}"
+
+    @property
+    def label(self) -> str:
+        """In tables: `D@95`, `D@full-1`."""
+        return f"D@{100 * self.accuracy:g}" if self.accuracy is not None else f"D@{self.key}"
+
+    @property
+    def meaning(self) -> str:
+        """As in "the least average loops that reach ..."."""
+        if self.accuracy is not None:
+            return f"{percent_text(self.accuracy)} accuracy"
+        points = _points(self.below_full_depth)
+        return (
+            f"an accuracy {points} point{'s' * (points != '1')} below the model's own at full depth, which validation "
+            "data fix"
+        )
+
+
+WITHIN_A_POINT = Target(below_full_depth=0.01)
+
+
+def as_target(target: float | Target | None) -> Target:
+    """Without a target, one point below full depth."""
+    if target is None:
+        return WITHIN_A_POINT
+    return target if isinstance(target, Target) else Target(float(target))
+
+
+def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
+    return [as_target(each) for each in targets or (None,)]
+
+
+@dataclass(frozen=True)
+class TargetLevel:
+    """What a target is for one model."""
+
+    target: Target
+    accuracy: float  # X
+    loop: int | None  # whose validation accuracy it is below: the last, unless only another is above chance
+    full_depth: int
+    reached: float  # X; of a relative target the highest whole percent below it, if test data do not reach X
+
+    @property
+    def sentence(self) -> str:
+        """What X is and where it comes from; nothing where it was given."""
+        if self.loop is None or self.target.below_full_depth is None:
+            return ""
+        points = _points(self.target.below_full_depth)
+        below = f"{points} point{'s' * (points != '1')} below"
+        loop, why = "full depth", ""
+        if self.loop != self.full_depth:
+            loop, why = f"loop {self.loop}, its best", "; full depth is not above chance there"
+        text = f"The target is {percent_text(self.accuracy)}: {below} {loop}, on validation data{why}."
+        if self.reached < self.accuracy:
+            text += f" Test data do not reach it at that loop; depths are read at {percent_text(self.reached)}."
+        return text
+
+
+def target_level(target: Target, validation: Trajectory, test: Trajectory) -> TargetLevel:
+    if target.accuracy is not None:
+        return TargetLevel(target, target.accuracy, None, test.num_loops, target.accuracy)
+    assert target.below_full_depth is not None
+    loop = reference_loop(validation)
+    accuracy = max(0.0, round(float(validation.correct[:, loop - 1].mean()) - target.below_full_depth, 12))
+    found = float(test.correct[:, loop - 1].mean())
+    reached = accuracy if found >= accuracy - 1e-9 else math.floor(100 * found + 1e-9) / 100
+    return TargetLevel(target, accuracy, loop, test.num_loops, reached)
+
+
+def reference_loop(validation: Trajectory) -> int:
+    """The last loop, or the best one where the last is not above chance and that one is: validation data decide."""
+    last, best = validation.num_loops, best_loop(validation)
+    above_only = is_above_chance(validation, best, validation) and not is_above_chance(validation, last, validation)
+    return best if above_only else last
+
+
+def best_loop(validation: Trajectory) -> int:
+    """The most accurate loop, ties to the deepest."""
+    accuracy = validation.correct.mean(axis=0)
+    return int(np.flatnonzero(accuracy == accuracy.max())[-1]) + 1
+
+
+def chance(validation: Trajectory) -> float:
+    """How often an answer that knows nothing is right: one of the choices by lot, or always the commonest label."""
+    commonest = np.unique(validation.required_labels, return_counts=True)[1].max() / validation.num_examples
+    if validation.logits is None:
+        return float(commonest)
+    choices = (~np.isneginf(validation.logits[:, 0])).sum(axis=1)
+    return float(max(commonest, (1 / choices).mean()))
+
+
+def is_above_chance(recording: Trajectory, loop: int, validation: Trajectory) -> bool:
+    """Whether this loop is right more often than chance would have it: a one-sided exact binomial test at 5 %."""
+    right = int(recording.correct[:, loop - 1].sum())
+    return bool(binom.sf(right - 1, recording.num_examples, chance(validation)) <= SIGNIFICANCE)
+
+
+def percent_text(share: float) -> str:
+    """As sentences and tables have it: `95%`, `60.33%`."""
+    return f"{round(100 * share, 2):g}%"
+
+
+def _points(share: float | None) -> str:
+    return f"{100 * (share or 0):g}"

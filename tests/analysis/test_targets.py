@@ -1,0 +1,164 @@
+"""Targets: what "within a point of full depth" is for a model, and below what nothing is said. Truths are simulated."""
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from simulated import CLASSES, pair, simulated
+
+import loopscope as ls
+from loopscope.analysis import WITHIN_A_POINT, Subject, as_targets, diagnose_subject, target_level
+from loopscope.analysis.diagnosis import GAP_COLUMNS
+from loopscope.analysis.targets import best_loop, chance, is_above_chance, reference_loop
+
+
+def bare(labels: list[int], answers: list[list[int]]) -> ls.Trajectory:
+    return ls.Trajectory(labels=np.array(labels), predictions=np.array(answers))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(20, 400), st.integers(20, 400), st.floats(0.3, 1), st.floats(0.3, 1))
+def test_a_relative_target_is_a_point_below_full_depth_on_validation_data(
+    rows: int, tested: int, share: float, other: float
+) -> None:
+    """Whatever test data say: they only lower the accuracy at which a depth is read, to one that they have."""
+    validation, test = (
+        bare([k % 5 for k in range(n)], [[(k + 1) % 5, k % 5 if k < part * n else (k + 1) % 5] for k in range(n)])
+        for n, part in ((rows, share), (tested, other))
+    )
+    level = target_level(WITHIN_A_POINT, validation, test)
+    full, found = validation.correct[:, -1].mean(), test.correct[:, -1].mean()
+    assert level.accuracy == pytest.approx(full - 0.01)
+    assert level.reached <= found + 1e-9
+    assert level.reached == (level.accuracy if found >= level.accuracy - 1e-9 else math.floor(100 * found + 1e-9) / 100)
+    assert level.loop == 2
+
+
+def test_names_of_targets() -> None:
+    absolute, relative = as_targets([0.95])[0], as_targets(None)[0]
+    assert (absolute.key, absolute.label, absolute.meaning) == ("0.95", "D@95", "95% accuracy")
+    assert (relative.key, relative.label) == ("full-1", "D@full-1")
+    assert ls.Target(below_full_depth=0.005).label == "D@full-0.5"
+    for wrong in ({}, {"accuracy": 0.9, "below_full_depth": 0.1}, {"accuracy": 95}, {"below_full_depth": 1.0}):
+        with pytest.raises(ls.UserError, match="target"):
+            ls.Target(**wrong)
+
+
+def test_chance_is_a_lot_among_the_choices_or_the_commonest_label() -> None:
+    logits = np.zeros((6, 1, 4))
+    assert chance(ls.Trajectory(logits=logits, labels=np.arange(6) % 4)) == pytest.approx(2 / 6)
+    assert chance(ls.Trajectory(logits=np.zeros((8, 1, 4)), labels=np.arange(8) % 4)) == 0.25
+    logits[:3, :, 2:] = -np.inf  # three questions have two choices, three have four
+    assert chance(ls.Trajectory(logits=logits, labels=[0, 1, 0, 1, 2, 3])) == pytest.approx((3 / 2 + 3 / 4) / 6)
+    assert chance(bare([1, 1, 1, 0], [[0]] * 4)) == 0.75
+
+
+def test_above_chance_is_an_exact_one_sided_test() -> None:
+    """Of 20 coins 15 heads are above chance at 5 % (p 0.021), 14 are not (p 0.058)."""
+    for right, above in ((15, True), (14, False), (2, False)):
+        labels = [0, 1] * 10
+        made = bare(labels, [[label if k < right else 1 - label] for k, label in enumerate(labels)])
+        assert is_above_chance(made, 1, made) == above
+
+
+def test_at_chance_there_is_no_verdict_and_nine_of_ten_models_that_guess_get_none() -> None:
+    diagnosis = ls.diagnose(*pair(right=0.0))
+    test = simulated("test", right=0.0)
+    loop = best_loop(simulated("validation", right=0.0))
+    assert (diagnosis.verdict, diagnosis.blamed, diagnosis.rows) == ("no verdict", (), [])
+    said = f"right in {test.correct[:, loop - 1].mean():.1%} of 1,500 test examples, and chance is 26%"
+    assert diagnosis.sentence.startswith("No verdict: at loop 3")
+    assert said in diagnosis.sentence
+    assert diagnosis.chance == np.bincount(simulated("validation", right=0.0).labels).max() / 1500
+    verdicts = [ls.diagnose(*pair(right=0.0, seed=seed, rows=200)).verdict for seed in range(40)]
+    assert verdicts.count("no verdict") >= 36
+
+
+def test_a_model_at_60_percent_is_diagnosed_where_it_is() -> None:
+    """Absolutely nothing could be said of it: 95 % is out of reach. Its gate is late, and that is found."""
+    validation, test = pair(right=0.47, late_gate=True)
+    diagnosis = ls.diagnose(validation, test)
+    assert diagnosis.target.accuracy == pytest.approx(validation.correct[:, -1].mean() - 0.01)
+    assert 0.55 < diagnosis.target.accuracy < 0.65
+    assert diagnosis.blamed == ("readout",)
+    for gap in filter(None, diagnosis.gaps.values()):
+        assert diagnosis.chance < gap.accuracy <= gap.target == diagnosis.target.accuracy
+    text = str(diagnosis)
+    assert text.startswith("The readout is to blame: its own gate takes ")
+    assert (
+        f"The target is {100 * diagnosis.target.accuracy:.2f}%: 1 point below full depth, on validation data." in text
+    )
+    assert "Gaps are at the highest whole percent that both sides reach" in text
+    assert text.splitlines()[2].split("  ")[0] == GAP_COLUMNS[0]
+    assert repr(diagnosis) == text
+    assert ls.diagnose(*pair(right=0.47)).blamed == ()  # the same with a good gate
+
+
+def test_the_demo_like_model_is_diagnosed_within_a_point_of_full_depth() -> None:
+    diagnosis = ls.diagnose(*pair(right=0.99, late_gate=True))
+    assert diagnosis.blamed == ("readout",)
+    assert diagnosis.target.accuracy > 0.97
+    gap = diagnosis.readout_gap
+    assert gap is not None
+    depth = ls.sweep("gate", *pair(right=0.99, late_gate=True)).depth_at(gap.accuracy)
+    assert gap.first_depth == pytest.approx(depth)  # one grid for one quantity
+
+
+def test_with_a_single_loop_there_is_no_verdict() -> None:
+    diagnosis = ls.diagnose(*pair(right=0.8, loops=1))
+    assert diagnosis.verdict == "no verdict"
+    assert diagnosis.sentence == "No verdict: with a single loop there is no exit to choose."
+
+
+def test_a_model_that_forgets_is_not_silenced() -> None:
+    """Right at loop 2, at chance at full depth: the target is a point below loop 2, and it says so."""
+    validation, test = pair(right=0.9, forgets=True)
+    assert not is_above_chance(validation, 4, validation)
+    assert reference_loop(validation) == 2
+    diagnosis = ls.diagnose(validation, test)
+    assert diagnosis.verdict != "no verdict"
+    assert diagnosis.target.accuracy == pytest.approx(validation.correct[:, 1].mean() - 0.01)
+    assert "1 point below loop 2, its best, on validation data; full depth is not above chance" in str(diagnosis)
+
+
+def test_trajectories_are_compared_a_point_below_the_worse_model() -> None:
+    worse, better = pair(right=0.47), pair(right=0.9, seed=3)
+    expected = worse[0].correct[:, -1].mean() - 0.01
+    for model, reference in ((worse, better), (better, worse)):
+        gap = ls.diagnose(*model, reference=reference).trajectory_gap
+        assert gap is not None
+        assert gap.target == pytest.approx(expected)
+    assert ls.diagnose(*worse, reference=better).blamed == ("trajectory",)
+    own = ls.diagnose(*worse, reference=worse)
+    assert own.trajectory_gap is None
+    assert "its trajectory is the reference itself" in own.sentence
+
+
+def test_nothing_is_compared_at_chance() -> None:
+    """The reference guesses: there is no accuracy above chance that both reach."""
+    diagnosis = ls.diagnose(*pair(right=0.9), reference=pair(right=0.0, seed=1))
+    assert diagnosis.trajectory_gap is None
+    assert "it reaches no accuracy above chance together with the reference" in diagnosis.sentence
+    low = ls.diagnose(*pair(right=0.9), target=1 / CLASSES)
+    assert low.sentence == "No verdict: the target, 25%, is not above chance (26%)."
+
+
+def test_an_absolute_target_stays_as_it_was_given() -> None:
+    subject = Subject(*pair(right=0.99, late_gate=True))
+    assert diagnose_subject(subject, None, 0.95) == ls.diagnose(*pair(right=0.99, late_gate=True), target=0.95)
+    gap = diagnose_subject(subject, None, ls.Target(0.95)).readout_gap
+    assert gap is not None
+    assert gap.target == 0.95
+
+
+def test_two_readouts_compared_from_python() -> None:
+    late = pair(right=0.47, late_gate=True)
+    compared = ls.compare(*late, "gate", "margin")
+    assert compared.depth is not None
+    assert compared.depth.sign == 1
+    assert compared.depth.target == pytest.approx(late[0].correct[:, -1].mean() - 0.01)
+    assert str(compared).startswith("gate minus margin on 1,500 test examples.")
+    other = ls.compare(*late, "gate", "margin", other=pair(right=0.6))
+    assert other.selected.second == "margin on the other model"
