@@ -19,6 +19,7 @@ from loopscope.exits.plot import FrontierPlot
 from loopscope.exits.policy import NEVER, ExitPolicy
 from loopscope.exits.readouts import find_readout, readout_kind
 from loopscope.exits.recorded_signals import signal
+from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import is_gate
 from loopscope.exits.splits import check_calibration
 from loopscope.exits.thresholds import eagerness, fine_grid, grid as paper_grid, in_a_gap
@@ -60,6 +61,8 @@ class Frontier:
     average_loops: Curve
     calibration_accuracy: Curve
     calibration_average_loops: Curve
+    model: str | None = None  # the weights that were recorded, and the kind of decisions: for the policies chosen here
+    scope: Scope = ANYTHING
 
     def __repr__(self) -> str:
         loops, accuracy = self.average_loops, self.accuracy
@@ -91,7 +94,7 @@ class Frontier:
         """The point chosen on calibration data: the highest accuracy, ties to fewer loops."""
         best = _best(self.calibration_accuracy, self.calibration_average_loops)
         return OperatingPoint(
-            _policy(self.readout, self.thresholds[best]),
+            _policy(self.readout, self.thresholds[best], self.model, self.scope),
             float(self.accuracy[best]),
             float(self.average_loops[best]),
             float(self.calibration_accuracy[best]),
@@ -110,7 +113,8 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid
     thresholds = swept_thresholds(readout, calibration, grid)
     accuracy, loops = curve(readout, thresholds, evaluation)
     calibration_accuracy, calibration_loops = curve(readout, thresholds, calibration)
-    return Frontier(readout, thresholds, accuracy, loops, calibration_accuracy, calibration_loops)
+    curves = (accuracy, loops, calibration_accuracy, calibration_loops)
+    return Frontier(readout, thresholds, *curves, calibration.provenance.get("weights_sha256"), scope_of(calibration))
 
 
 def swept_thresholds(readout: str, calibration: Trajectory, which: Grid = "fine") -> Curve:
@@ -129,15 +133,15 @@ def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
     if find_readout(readout) is not None and not is_gate(readout) and abs(threshold) < NEVER:
         side: Literal["left", "right"] = "left" if readout_kind(readout) == "above" else "right"
         threshold = in_a_gap(threshold, np.sort(signal(readout, calibration), axis=None), side)
-    return _policy(readout, threshold)
+    return _policy(readout, threshold, calibration.provenance.get("weights_sha256"), scope_of(calibration))
 
 
 def _best(accuracy: Curve, average_loops: Curve) -> int:
     return int(np.lexsort((average_loops, -accuracy))[0])
 
 
-def _policy(readout: str, threshold: float) -> ExitPolicy:
-    return ExitPolicy(readout, None if np.isnan(threshold) else float(threshold))
+def _policy(readout: str, threshold: float, model: str | None, scope: Scope) -> ExitPolicy:
+    return ExitPolicy(readout, None if np.isnan(threshold) else float(threshold), model=model, scope=scope)
 
 
 def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[Curve, Curve]:
