@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
 from loopscope.models import LoopedModel
+from loopscope.models.device import upload
 
 Integers = NDArray[np.int64]
 _MOST = 2**63
@@ -192,8 +192,8 @@ def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
         shares = ordered.softmax(-1)
         if sampling.top_k:
             shares[:, sampling.top_k :] = 0
-        shares[shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True)] = 0
-        drawn = torch.tensor([row.draws.random() for row in rows], dtype=torch.float64, device=logits.device)
+        shares.masked_fill_(shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True), 0.0)
+        drawn = upload(np.array([row.draws.random() for row in rows]), logits.device)
         reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
         picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
     forced = (None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows)

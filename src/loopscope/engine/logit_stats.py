@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.exits.signals import CONVERGENCE, SIGNALS
+from loopscope.models.device import upload
 
 Array = NDArray[Any]
 Integers = NDArray[np.int64]
@@ -41,7 +42,7 @@ def logit_statistics(
     single = logits.float()
     precise = _accumulator(logits)
     peak = single.amax(-1).to(precise)
-    missing = bool(single.amin() == -torch.inf)
+    missing = single.device.type != "cpu" or bool(single.amin() == -torch.inf)  # elsewhere, asking would mean waiting
     weighing = not {"entropy", "top1", "kl"}.isdisjoint(names)
     previous_stats = previous if not set(CONVERGENCE).isdisjoint(names) else None
     total, surprise, drift, change = torch.zeros((4, len(single)), dtype=precise, device=single.device)
@@ -103,7 +104,7 @@ class StreamedSignal:
 
     def values(self, rows: Integers, loops: Integers, logits: Tensor) -> NDArray[np.float64]:
         """[n] the signal of these rows, which say logits [n, V] at this loop [n] of theirs."""
-        index, values = torch.from_numpy(rows).to(logits.device), []
+        index, values = upload(rows, logits.device), []
         kept = self._allocated(int(rows.max()) + 1, logits) if self._name in CONVERGENCE else None
         for part in _rows(logits):
             previous = None if kept is None else LogitStats(*(each.index_select(0, index[part]) for each in kept))
