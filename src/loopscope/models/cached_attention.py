@@ -24,7 +24,7 @@ _COPIED = 1 << 24
 class Scatter(NamedTuple):
     """Where the outputs of a dense batch belong."""
 
-    cells: Tensor  # of the batch [R M], without those that are empty
+    cells: Tensor | None  # of the batch [R M], without those that are empty; None: none is
     states: Tensor  # theirs, in the packed layout
 
 
@@ -49,7 +49,9 @@ def cached_attention(
         else:
             attended = attention.branches() if cache is None else attention.after_prefix(cache)
         for dense, scatter in attended:
-            out.index_copy_(0, scatter.states, dense.transpose(1, 2).flatten(0, 1).index_select(0, scatter.cells))
+            tokens = dense.transpose(1, 2).flatten(0, 1)
+            tokens = tokens if scatter.cells is None else tokens.index_select(0, scatter.cells)
+            out.index_copy_(0, scatter.states, tokens)
     return out.flatten(1)
 
 
@@ -133,9 +135,9 @@ class _GroupAttention(NamedTuple):
 
 def _stored_rows(layout: Layout, cache: AppendingRows, rows: slice) -> Tensor | None:
     """The cache's rows of a group; None: they are all that it has, in order."""
-    chosen = cache.rows[rows]
-    whole = np.array_equal(chosen, np.arange(cache.kv_cache.rows))
-    return None if whole else upload(chosen, layout.device)
+    if np.array_equal(cache.rows[rows], np.arange(cache.kv_cache.rows)):
+        return None
+    return layout.compute_once("stored rows", lambda: upload(cache.rows, layout.device))[rows]
 
 
 def _row_parts(layout: Layout, group: AttentionGroup, cached: int, size: int) -> list[tuple[Tensor, Tensor, Scatter]]:
@@ -183,6 +185,8 @@ def _causal_mask(layout: Layout, cells: Tensor, cached: Integers, upto: int) -> 
 
 def _scatter_of(cells: Tensor, counts: Integers) -> Scatter:
     """Of cells [R, M], of which the first `counts` [R] of every row are tokens of their own."""
+    if int(counts.sum()) == cells.numel():
+        return Scatter(None, cells.flatten())
     chosen = upload(count_up(np.arange(len(counts)) * cells.shape[1], counts), cells.device)
     return Scatter(chosen, cells.flatten().index_select(0, chosen))
 

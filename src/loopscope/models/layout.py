@@ -98,7 +98,7 @@ class Layout:
     @cached_property
     def starts(self) -> Tensor:
         """[B] the first token of every row."""
-        return upload(self.host_starts, self.device)
+        return self.lengths.cumsum(0) - self.lengths
 
     @cached_property
     def host_starts(self) -> Integers:
@@ -187,17 +187,20 @@ class Layout:
     @classmethod
     def join(cls, layouts: Sequence[Self]) -> Self:
         """The rows of all, in that order, without any cache."""
-        lengths = np.concatenate([layout.counts.lengths for layout in layouts])
-        branches, first = None, 0
-        if widest := max(
-            (each.shape[1] for layout in layouts if (each := layout.counts.branches) is not None), default=0
-        ):
-            branches = np.zeros((len(lengths), widest), dtype=np.int64)
-        for layout in layouts:
-            if branches is not None and (each := layout.counts.branches) is not None:
-                branches[first : first + len(each), : each.shape[1]] = each
-            first += len(layout.lengths)
-        return cls.from_host(lengths, layouts[0].device, branches)
+        counts = [layout.counts for layout in layouts]
+        lengths = np.concatenate([each.lengths for each in counts])
+        widest = max(0 if each.branches is None else each.branches.shape[1] for each in counts)
+        branches = np.zeros((len(lengths), widest), dtype=np.int64)
+        ends = np.cumsum([len(each.lengths) for each in counts])
+        for each, end in zip(counts, ends, strict=True):
+            if each.branches is not None:
+                branches[end - len(each.lengths) : end, : each.branches.shape[1]] = each.branches
+        host = Counts(lengths, branches if widest else None)
+        return cls(
+            torch.cat([layout.lengths for layout in layouts]),
+            branches=None if host.branches is None else upload(host.branches, layouts[0].device),
+            host=host,
+        )
 
     def with_cache(self, cache: AppendingRows | SharedPrefix | None) -> Self:
         """The same rows, after these tokens."""
@@ -209,10 +212,9 @@ class Layout:
 
     def unpack(self, packed: Tensor, longest: int) -> Tensor:
         """[S, ...] -> [B, M, ...], zeros beyond the rows' ends."""
-        padded = packed.new_zeros((len(self.lengths), longest, *packed.shape[1:]))
-        tokens = packed if self.sharing is None else packed[self.sharing.places]
-        padded.flatten(0, 1).index_copy_(0, self._cells_inside(longest), tokens)
-        return padded
+        rows, tokens = len(self.lengths), packed if self.sharing is None else packed[self.sharing.places]
+        cells = packed.new_zeros((rows * longest, *packed.shape[1:]))
+        return cells.index_copy(0, self._cells_inside(longest), tokens).view(rows, longest, *packed.shape[1:])
 
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
