@@ -128,7 +128,7 @@ class PretendedDevice(TorchDispatchMode):
             options["device"] = torch.device("cpu")
         result = func(*plain, **options)
         if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
-            return args[0]  # in place
+            return args[0] if func._schema.returns else None  # in place
         return _mapped(_wrapped, result) if goes else result
 
     def _count_copy(

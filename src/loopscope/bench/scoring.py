@@ -74,7 +74,7 @@ def bench_scoring(
     }
     if shared:
         ways["per question"] = partial(_one_pass, model, alone)
-    seconds, machine = interleaved(ways, rounds, width, progress)
+    seconds, machine = interleaved(ways, rounds, width, progress, next(model.parameters()))
     ours = seconds["one pass"]
     apart = np.abs(_one_pass(model, requests) - _per_choice(model, requests, None))
     return ScoringBench(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
 from loopscope.models import LoopedModel
-from loopscope.models.device import upload
+from loopscope.models.device import accumulator, upload
 
 Integers = NDArray[np.int64]
 _MOST = 2**63
@@ -188,12 +189,14 @@ def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
     if sampling.temperature == 0:
         picked = logits.argmax(-1)
     else:
-        ordered, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+        ordered, tokens = (logits.to(accumulator(logits.device)) / sampling.temperature).sort(
+            dim=-1, descending=True, stable=True
+        )
         shares = ordered.softmax(-1)
         if sampling.top_k:
             shares[:, sampling.top_k :] = 0
         shares.masked_fill_(shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True), 0.0)
-        drawn = upload(np.array([row.draws.random() for row in rows]), logits.device)
+        drawn = upload(torch.tensor([row.draws.random() for row in rows], dtype=shares.dtype), logits.device)
         reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
         picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
     forced = (None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.exits.signals import CONVERGENCE, SIGNALS
-from loopscope.models.device import upload
+from loopscope.models.device import accumulator, upload
 
 Array = NDArray[Any]
 Integers = NDArray[np.int64]
@@ -40,7 +40,7 @@ def logit_statistics(
 ) -> tuple[dict[str, Tensor], LogitStats]:
     """[n] each of these signals of logits [n, V], NaN where they need a loop before and there is none."""
     single = logits.float()
-    precise = _accumulator(logits)
+    precise = accumulator(logits.device)
     peak = single.amax(-1).to(precise)
     missing = single.device.type != "cpu" or bool(single.amin() == -torch.inf)  # elsewhere, asking would mean waiting
     weighing = not {"entropy", "top1", "kl"}.isdisjoint(names)
@@ -117,17 +117,13 @@ class StreamedSignal:
 
     def _allocated(self, rows: int, logits: Tensor) -> LogitStats:
         if self._previous is None:
-            numbers = torch.empty(0, dtype=_accumulator(logits), device=logits.device)
+            numbers = torch.empty(0, dtype=accumulator(logits.device), device=logits.device)
             self._previous = LogitStats(logits.new_empty((0, logits.shape[1]), dtype=torch.float32), numbers, numbers)
         if (more := rows - len(self._previous.peak)) > 0:
             self._previous = LogitStats(
                 *(torch.cat((each, each.new_zeros((more, *each.shape[1:])))) for each in self._previous)
             )
         return self._previous
-
-
-def _accumulator(logits: Tensor) -> torch.dtype:
-    return torch.float32 if logits.device.type == "mps" else torch.float64
 
 
 def _zero_missing(logits: Tensor, precise: torch.dtype, missing: bool) -> Tensor:

@@ -14,7 +14,7 @@ from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.requests import Requests
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, LoopState
-from loopscope.models.device import upload
+from loopscope.models.device import accumulator, upload
 from loopscope.models.layout import Layout
 
 Array = NDArray[Any]
@@ -83,7 +83,7 @@ def choice_scores_and_greedy(
     likeliest = torch.empty_like(targets) if greedy else None
     said = [log_likelihoods(model, read, which, targets, likeliest)]
     if likeliest is not None:
-        said.append((likeliest == targets).double())
+        said.append((likeliest == targets).to(said[0]))
     log_probs, *likely = torch.stack(said).cpu().numpy()
     wide = max(len(request.rows) for request in requests)
     sums = np.zeros((len(requests), wide))
@@ -100,18 +100,18 @@ def choice_scores_and_greedy(
 def log_likelihoods(
     model: LoopedModel, read: Tensor, which: NDArray[np.int64], targets: Tensor, likeliest: Tensor | None = None
 ) -> Tensor:
-    """[P] the log-probabilities of tokens, each read off the state `which` [P] of `read` [U, D] says; in float64.
+    """[P] the log-probabilities of tokens, each read off the state `which` [P] of `read` [U, D] says, in float64.
 
     `likeliest` [P], if it is given, is filled with the tokens that have the highest one.
     """
     chunk = max(1, _VOCABULARY // model.vocab_size)
-    normaliser, chosen = [], read.new_empty(len(which), dtype=torch.float64)
+    normaliser, chosen = [], read.new_empty(len(which), dtype=accumulator(read.device))
     for first in range(0, len(read), chunk):
         logits = model.predict(read[first : first + chunk]).float()
-        normaliser.append(logits.logsumexp(-1).double())
+        normaliser.append(logits.logsumexp(-1).to(chosen.dtype))
         there = np.flatnonzero((which >= first) & (which < first + chunk))
         here, rows = upload(np.stack((there, which[there] - first)), read.device)
-        chosen[here] = logits[rows, targets[here]].double()
+        chosen[here] = logits[rows, targets[here]].to(chosen.dtype)
         if likeliest is not None:
             likeliest[here] = logits.argmax(-1)[rows]
     return chosen - torch.cat(normaliser)[upload(which, read.device)]

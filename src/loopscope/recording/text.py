@@ -23,7 +23,7 @@ from loopscope.engine.logit_stats import logit_signals
 from loopscope.errors import UserError
 from loopscope.exits.signals import SIGNALS
 from loopscope.models import LoopedModel, Loops, load_model
-from loopscope.models.device import upload
+from loopscope.models.device import check_device, upload
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.layout import Layout, count_up
 from loopscope.progress import ProgressCallback, silent
@@ -59,7 +59,7 @@ def record_text(
     """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again."""
     if split not in TEXT_SPLITS:
         raise UserError(f"A text has no split '{split}'; say what it is to the model: {', '.join(TEXT_SPLITS)}.")
-    documents = read_documents(texts)
+    documents, device = read_documents(texts), check_device(device)
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)
     context = min(model.block_size, CONTEXT) if context is None else context
