@@ -268,3 +268,13 @@ def test_a_bench_measures_the_device_that_is_benched(device: PretendedDevice, mo
     assert len(waited) == 6  # before and after each of two timings, and before each rate
     _, machine = interleaved({"a": lambda: None}, 1, 8, silent)
     assert (machine.device, machine.dtype) == ("cpu", "float32")
+
+
+def test_artifacts_do_not_know_the_word_auto(
+    device: PretendedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def steps(*words: str) -> Any:
+        assert main(["study", "plan", "demo", "--out", str(tmp_path), "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)["steps"]
+
+    assert steps() == steps("--device", "auto") == steps("--device", "cuda") != steps("--device", "cpu")

@@ -81,10 +81,10 @@ def choice_scores_and_greedy(
     where, which = np.unique(places, return_inverse=True)  # all choices begin at one place
     read = model.head_input(state).index_select(0, upload(where, device))
     likeliest = torch.empty_like(targets) if greedy else None
-    said = [log_likelihoods(model, read, which, targets, likeliest)]
+    values = [log_likelihoods(model, read, which, targets, likeliest)]
     if likeliest is not None:
-        said.append((likeliest == targets).to(said[0]))
-    log_probs, *likely = torch.stack(said).cpu().numpy()
+        values.append((likeliest == targets).to(values[0]))
+    log_probs, *likely = torch.stack(values).cpu().numpy()
     wide = max(len(request.rows) for request in requests)
     sums = np.zeros((len(requests), wide))
     np.add.at(sums, (owners, choice), log_probs)
