@@ -140,7 +140,7 @@ class PretendedDevice(TorchDispatchMode):
             source = args[-1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
             pinned = getattr(source, "pretended_pinned", False) and kwargs.get("non_blocking", False)
             self.uploads[_line()] += 1
-            if not pinned and source.dim():
+            if not pinned:
                 self._wait("copy from ordinary memory")
 
     def _count_operation(self, name: str, args: Any, kwargs: Mapping[str, Any], on_cpu: list[Tensor]) -> None:
