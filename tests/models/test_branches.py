@@ -184,11 +184,10 @@ def test_what_a_cache_propagates() -> None:
         kv_cache.write("a", at_loop, torch.arange(6), keys * at_loop, -keys * at_loop)
     kv_cache.write("b", 2, torch.tensor([4]), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
     kv_cache.propagate(2, range(3, 5), torch.tensor([1, 4]))
-    everyone = np.arange(2)
-    assert kv_cache.read("a", 1, everyone, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert kv_cache.read("a", 3, everyone, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
-    assert kv_cache.read("a", 4, everyone, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
-    assert kv_cache.read("b", 4, np.array([1]), 2).keys.flatten().tolist() == [0, 1]
+    assert kv_cache.read("a", 1, None, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert kv_cache.read("a", 3, None, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
+    assert kv_cache.read("a", 4, None, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
+    assert kv_cache.read("b", 4, torch.tensor([1]), 2).keys.flatten().tolist() == [0, 1]
     assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 3)
 
 
@@ -196,12 +195,14 @@ def test_one_place_for_all_loops() -> None:
     kv_cache = KVCache(1, 2, latest_only=True)
     for at_loop in (0, 1, 2):
         kv_cache.write("a", at_loop, torch.tensor([0]), torch.full((1, 1, 1), float(at_loop)), torch.zeros(1, 1, 1))
-    assert [kv_cache.read("a", at_loop, np.zeros(1, int), 1).keys.item() for at_loop in (0, 1, 2, 7)] == [0, 2, 2, 2]
+    assert [
+        kv_cache.read("a", at_loop, torch.zeros(1, dtype=torch.long), 1).keys.item() for at_loop in (0, 1, 2, 7)
+    ] == [0, 2, 2, 2]
     kv_cache.grow(3)
     kv_cache.grow(2, rows=2)
     assert (kv_cache.rows, kv_cache.capacity) == (2, 64)
-    assert kv_cache.read("a", 2, np.ones(1, int), 1).keys.item() == 0
-    assert kv_cache.read("a", 2, np.zeros(1, int), 3).keys.flatten().tolist() == [2, 0, 0]
+    assert kv_cache.read("a", 2, torch.ones(1, dtype=torch.long), 1).keys.item() == 0
+    assert kv_cache.read("a", 2, torch.zeros(1, dtype=torch.long), 3).keys.flatten().tolist() == [2, 0, 0]
 
 
 def test_choices_do_not_make_a_row_longer() -> None:

@@ -22,6 +22,8 @@ class Machine(msgspec.Struct, frozen=True):
     width: int
     gigaflops: Spread  # matrix products [1024, width] x [width, 4 width]
     by_round: list[float]  # the same
+    device: str = "cpu"  # that these were measured on, which is the one that was benched
+    dtype: str = "float32"  # and in which precision
 
 
 class QuestionTiming(msgspec.Struct, frozen=True):

@@ -72,7 +72,7 @@ def bench_generation(
     ways = {"full depth": partial(_run, model, prompts, None, "full", batch_size)}
     for place, (policy, cache) in enumerate(combined):
         ways[f"{place}: {policy}, {cache}"] = partial(_run, model, prompts, policy, cache, batch_size)
-    seconds, machine = interleaved(ways, rounds, _WIDTH, progress)
+    seconds, machine = interleaved(ways, rounds, _WIDTH, progress, next(model.parameters()))
     full = seconds["full depth"]
     timings = []
     for place, (policy, cache) in enumerate(combined):

@@ -1,7 +1,8 @@
 """How is a ratio measured on a machine that others use too? In rounds: each way once a round, one after the other.
 
 A ratio is taken within a round, where both ways met about the same machine; what is reported is the median over the
-rounds and the quartiles beside it. Every way runs once before the first round.
+rounds and the quartiles beside it. Every way runs once before the first round. A device that works on its own is waited
+for before a clock is read, and the machine's rate is that of the device and precision that are benched.
 """
 
 import time
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from loopscope.analysis.timings import Machine, Spread
+from loopscope.models.device import synchronize
 from loopscope.progress import ProgressCallback
 from loopscope.training.estimate import matmul_rate
 
 Seconds = NDArray[np.float64]
+_CPU = torch.device("cpu")
 
 
 def spread(values: Any) -> Spread:
@@ -25,17 +29,24 @@ def spread(values: Any) -> Spread:
 
 
 def interleaved(
-    ways: Mapping[str, Callable[[], Any]], rounds: int, width: int, progress: ProgressCallback
+    ways: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    width: int,
+    progress: ProgressCallback,
+    weights: Tensor | None = None,
 ) -> tuple[dict[str, Seconds], Machine]:
-    """The seconds of every way in every round, and what the machine did in the same rounds."""
+    """The seconds of every way in every round, and what the machine did in the same rounds.
+
+    `weights`, some of the model that is benched, say on which device and in which precision (default: float32 here).
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     rates = []
-    device = torch.device("cpu")
+    device, dtype = (_CPU, torch.float32) if weights is None else (weights.device, weights.dtype)
     total = (rounds + 1) * len(ways)
     for turn in range(rounds + 1):  # the first one warms up
-        rate = matmul_rate(width, device)
+        rate = matmul_rate(width, device, dtype)
         for index, (name, way) in enumerate(ways.items()):
-            elapsed = timed(way)
+            elapsed = timed(way, device)
             progress(turn * len(ways) + index + 1, total, name)
             if turn:
                 seconds[name].append(elapsed)
@@ -43,7 +54,8 @@ def interleaved(
             rates.append(rate)
     measured = {name: np.array(values) for name, values in seconds.items()}
     by_round = [rate / 1e9 for rate in rates]
-    return measured, Machine(torch.get_num_threads(), rounds, width, spread(by_round), by_round)
+    where = (str(device), str(dtype).removeprefix("torch."))
+    return measured, Machine(torch.get_num_threads(), rounds, width, spread(by_round), by_round, *where)
 
 
 def fastest(way: Callable[[int], Any], sizes: Sequence[int]) -> int:
@@ -52,7 +64,10 @@ def fastest(way: Callable[[int], Any], sizes: Sequence[int]) -> int:
     return min(best, key=lambda size: best[size])
 
 
-def timed(way: Callable[[], Any]) -> float:
+def timed(way: Callable[[], Any], device: torch.device = _CPU) -> float:
+    """The seconds until it is done there."""
+    synchronize(device)
     began = time.perf_counter()
     way()
+    synchronize(device)
     return time.perf_counter() - began

@@ -61,7 +61,8 @@ def time_benchmark(
         deque(run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean), maxlen=0)
 
     ways = {f"{number}: {policy}": partial(drain, policy) for number, policy in enumerate(policies)}
-    seconds, machine = interleaved(ways, rounds, next(model.parameters()).shape[-1], progress)
+    weights = next(model.parameters())
+    seconds, machine = interleaved(ways, rounds, weights.shape[-1], progress, weights)
     full, some = next(iter(seconds.values())), recorded.take(rows)
     timings = []
     for policy, took in zip(policies, seconds.values(), strict=True):

@@ -22,8 +22,9 @@ from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import log_likelihoods
 from loopscope.engine.requests import Request
 from loopscope.models import LoopedModel, load_model
+from loopscope.models.device import upload
 from loopscope.models.hub import find_checkpoint
-from loopscope.models.layout import Layout
+from loopscope.models.layout import Layout, count_up
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.progress import ProgressCallback
 from loopscope.questions import benchmark_named, encode_questions, load_questions
@@ -73,7 +74,7 @@ def bench_scoring(
     }
     if shared:
         ways["per question"] = partial(_one_pass, model, alone)
-    seconds, machine = interleaved(ways, rounds, width, progress)
+    seconds, machine = interleaved(ways, rounds, width, progress, next(model.parameters()))
     ours = seconds["one pass"]
     apart = np.abs(_one_pass(model, requests) - _per_choice(model, requests, None))
     return ScoringBench(
@@ -117,14 +118,13 @@ def _per_choice(model: LoopedModel, requests: Sequence[Request], depth: int | No
             continue
         some = order[start:end]
         start = end
-        lengths = torch.tensor([len(rows[row]) - 1 for row in some], device=device)  # nothing is read at the last token
-        counts = torch.from_numpy(scored[some]).to(device)
-        tokens = torch.from_numpy(np.concatenate([rows[row][:-1] for row in some])).to(device)
-        embedded = model.begin_packed(tokens, Layout(lengths))
-        targets = torch.from_numpy(np.concatenate([rows[row][-scored[row] :] for row in some])).to(device)
-        places = Layout(counts).count_up_from(embedded.layout.starts + lengths - counts)
-        owners = torch.repeat_interleave(torch.arange(len(some), device=device), counts)
-        every = torch.arange(len(places), device=device)
+        lengths = np.array([len(rows[row]) - 1 for row in some])  # nothing is read at the last token
+        counts, layout = scored[some], Layout.from_host(lengths, device)
+        embedded = model.begin_packed(upload(np.concatenate([rows[row][:-1] for row in some]), device), layout)
+        targets = upload(np.concatenate([rows[row][-scored[row] :] for row in some]), device)
+        places = upload(count_up(layout.host_starts + lengths - counts, counts), device)
+        owners = upload(np.repeat(np.arange(len(some)), counts), device)
+        every = np.arange(len(places))
         for loop, state in enumerate(model.unroll(embedded, depth), start=1):
             if depth is None or loop == depth:
                 likely = log_likelihoods(model, model.head_input(state)[places], every, targets)

@@ -169,7 +169,8 @@ def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
         generate(model, prompts, ExitPolicy("fixed", depth), max_new_tokens=sample.new, batch_size=len(rows))
 
     for name, way, count in (("reading", reading, len(rows[0])), ("writing", writing, sample.new)):
-        seconds, _ = interleaved({str(depth): partial(way, depth) for depth in depths}, rounds, 256, silent)
+        ways = {str(depth): partial(way, depth) for depth in depths}
+        seconds, _ = interleaved(ways, rounds, 256, silent, next(model.parameters()))
         for depth in depths:
             took, ideal = seconds[str(depth)], full / depth
             faster, rate = spread(seconds[str(full)] / took), spread(len(rows) * count / took)

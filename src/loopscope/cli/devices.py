@@ -1,14 +1,17 @@
-"""Where does a verb compute? On the device and with the threads that its options name."""
+"""Where does a verb compute? On the device and with the threads that its options name, or on the best there is."""
 
 import argparse
 import os
 from typing import TYPE_CHECKING
+
+from loopscope.cli.output import print_note
 
 if TYPE_CHECKING:
     import torch
 
 
 def device_of(options: argparse.Namespace) -> "torch.device":
+    """The device, which is there, with the threads that are asked for."""
     import torch
 
     from loopscope.machine import keep_memory
@@ -18,4 +21,16 @@ def device_of(options: argparse.Namespace) -> "torch.device":
     if options.threads:
         torch.set_num_threads(options.threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA
+    resolve_auto(options)
     return check_device(options.device)
+
+
+def resolve_auto(options: argparse.Namespace) -> None:
+    """Puts what `auto` takes in its place, and says so once, unless it is the CPU."""
+    if options.device != "auto":
+        return
+    from loopscope.models.device import check_device
+
+    options.device = str(check_device("auto"))
+    if options.device != "cpu" and os.environ.get("RANK", "0") == "0":
+        print_note(f"Device: {options.device} (--device cpu takes the CPU).")

@@ -26,6 +26,9 @@ def check_names(options: argparse.Namespace) -> None:
         for name in (names,) if isinstance(names, str) else names:
             if name not in known:
                 raise UserError(f"There is no {what} '{name}'; choose one of {', '.join(known)}.")
+    device = getattr(options, "device", "cpu")
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+        raise UserError(f"The device '{device}' is not available here; choose auto, cpu, cuda, cuda:1 or mps.")
 
 
 class VersionAction(argparse.Action):
@@ -91,7 +94,7 @@ def levels(text: str) -> range:
 _SHARED: dict[str, dict[str, Any]] = {
     "--any-model": {"action": "store_true", "help": "use a policy without its promise, on any model"},
     "--data": {"type": Path, "metavar": "DIR", "help": "local files of the benchmarks (default: the Hub)"},
-    "--device": {"default": "cpu", "help": "cpu (default) or cuda"},
+    "--device": {"default": "auto", "metavar": "NAME", "help": "auto (default), cpu, cuda, cuda:1, mps"},
     "--dtype": {"metavar": "NAME", "help": "float32, bfloat16 or float16 (default: the file's)"},
     "--force": {"action": "store_true", "help": "start even what is far too big for this machine"},
     "--gate": {"action": "append", "type": Path, "default": [], "metavar": "DIR", "help": "a fitted gate (repeatable)"},

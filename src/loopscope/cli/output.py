@@ -69,4 +69,5 @@ def print_measured(result: Any, title: str, columns: list[str], rows: list[list[
 def machine_line(machine: "Machine") -> str:
     """What a benchmark's numbers were measured on."""
     threads = f"{machine.threads} thread{'s' * (machine.threads > 1)}"
-    return f"{threads}, {machine.rounds} rounds; matrix products of this width: {machine.gigaflops} GFLOP/s."
+    products = f"matrix products of this width on {machine.device} in {machine.dtype}: {machine.gigaflops} GFLOP/s"
+    return f"{threads}, {machine.rounds} rounds; {products}."

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
+from loopscope.cli.devices import device_of, resolve_auto
 from loopscope.cli.options import add_group, add_shared, add_verb, count, option_words, values
 from loopscope.cli.output import print_json, print_note, print_table
 from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
@@ -135,19 +135,22 @@ def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
     """The plan and its store. With other threads or devices floats add up otherwise: those are other artifacts."""
     from loopscope.studies import make_plan
 
+    resolve_auto(options)
     usual = (options.device, options.threads) == ("cpu", 1)
     arithmetic = "" if usual else f"{options.device.partition(':')[0]}, {options.threads} threads"
     return make_plan(options.study, options.set, arithmetic, values(options, *_CHECKPOINT_OPTIONS)), _store(options)
 
 
 def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
+    from loopscope.models.device import check_device
+
     results = plan.results(store)
     folder = _out(options) / "report"
     if options.product:
         show_products(results, options.product, folder)
         return
     given = {"set": options.set, **values(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
-    given |= {"device": None if options.device == "cpu" else options.device}
+    given |= {"device": None if options.device == "cpu" == check_device("auto").type else options.device}
     given |= {"threads": None if options.threads == 1 else options.threads}
     run, report = (
         shlex.join(["loopscope", "study", kind, options.study, *option_words(given)]) for kind in ("run", "report")

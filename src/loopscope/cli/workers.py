@@ -9,8 +9,9 @@ if TYPE_CHECKING:
 
 
 def with_workers(options: argparse.Namespace, execute: "Callable[[argparse.Namespace, Workers], None]") -> None:
-    from loopscope.training.parallel import exit_worker, join_workers
+    from loopscope.training.parallel import exit_worker, join_workers, shared_device
 
+    options.device = shared_device(options.device)
     with join_workers(options.device) as workers:
         execute(options, workers)
     if workers.count > 1:

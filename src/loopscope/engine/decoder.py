@@ -14,7 +14,7 @@ attends keeps of a token is from the loop at which it was read last.
 Shapes: R rows of the cache, B of a step, T loops, D width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -26,8 +26,9 @@ from loopscope.engine.logit_stats import LOGIT_SIGNALS, StreamedSignal
 from loopscope.errors import UserError
 from loopscope.exits.exit_state import ExitState
 from loopscope.models import LoopedModel, LoopState
+from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, KVCache
-from loopscope.models.layout import Layout
+from loopscope.models.layout import Layout, count_up
 
 CacheMode = Literal["full", "propagate", "latest"]
 CACHE_MODES: tuple[CacheMode, ...] = ("full", "propagate", "latest")
@@ -90,7 +91,7 @@ class Decoder:
         rows = self._active
         self._loops[rows] += 1
         state, place = self._run_loop(rows, self._loops[rows])
-        pooled = self._model.pooled(state, state.lengths - 1)[torch.from_numpy(place).to(self._device)]
+        pooled = _reordered(self._model.pooled(state, state.lengths - 1), place)
         loops, source = self._loops[rows], self._exit_state.source
         logits, now, values = None, None, None
         if self._signal is not None:
@@ -106,10 +107,12 @@ class Decoder:
             now = outputs.float().cpu().numpy()
         stops = self._exit_state.stops(loops, now, values)
         self._exit_state.keep(~stops)
-        leaving = torch.from_numpy(np.flatnonzero(stops)).to(self._device)
-        exits = rows[stops]
+        leaving, exits = np.flatnonzero(stops), rows[stops]
         self._active = rows[~stops]
-        exit_logits = self._logits(exits, pooled[leaving]) if logits is None else logits[leaving]
+        if logits is None:
+            exit_logits = self._logits(exits, _reordered(pooled, leaving))
+        else:
+            exit_logits = _reordered(logits, leaving)
         return exits, loops[stops], exit_logits
 
     def _run_loop(self, rows: Integers, loops: Integers) -> tuple[LoopState, Integers]:
@@ -117,44 +120,41 @@ class Decoder:
         counts = self._lengths[rows] - self._cached[rows, loops]
         order = np.lexsort((counts, loops))
         rows, loops, counts = rows[order], loops[order], counts[order]
-        fresh = int((loops == 1).sum())
+        indices, fresh = self._cache_indices(rows, counts), int((loops == 1).sum())
         states = []
         if fresh:
-            states.append(self._embed_new(rows[:fresh], counts[:fresh]))
+            states.append(self._embed_new(rows[:fresh], counts[:fresh], indices[: counts[:fresh].sum()]))
         if fresh < len(rows):
-            states.append(self._stored_states(rows[fresh:], counts[fresh:], loops[fresh:] - 1))
+            places = indices[counts[:fresh].sum() :]
+            states.append(self._stored_states(counts[fresh:], loops[fresh:] - 1, places))
         state = states[0] if len(states) == 1 else self._kind.join(states)
         cache = AppendingRows(self._kv_cache, rows, self._cached[rows, loops], loops)
         state = self._model.step(state.with_cache(cache))
         self.token_loops += int(counts.sum())
-        self._store_states("hidden", state.hidden, rows, counts, loops)
+        for loop, part in _loop_slices(counts, loops):
+            self._kv_cache.write_states("hidden", loop, indices[part], state.hidden[part])
         self._cached[rows, loops] = self._lengths[rows]
         return state, np.argsort(order)
 
-    def _embed_new(self, rows: Integers, counts: Integers) -> LoopState:
+    def _embed_new(self, rows: Integers, counts: Integers, indices: Tensor) -> LoopState:
         """Tokens that have not been through anything."""
         none = np.zeros_like(rows)
-        tokens = self._tokens.flatten()[self._cache_indices(rows, counts).cpu().numpy()]
+        tokens = self._tokens.flatten()[self._host_indices(rows, counts)]
         cache = AppendingRows(self._kv_cache, rows, self._cached[rows, none], none)
-        layout = Layout(torch.from_numpy(counts).to(self._device), cache=cache)
-        state = self._model.begin_packed(torch.from_numpy(tokens).to(self._device), layout)
+        layout = Layout.from_host(counts, self._device, cache=cache)
+        state = self._model.begin_packed(upload(tokens, self._device), layout)
         self._kind = type(state)
         for name in self._extra_states:
-            self._store_states(name, getattr(state, name), rows, counts, none)
+            self._kv_cache.write_states(name, 0, indices, getattr(state, name))
         self._cached[rows, 0] = self._lengths[rows]
         return state
 
-    def _stored_states(self, rows: Integers, counts: Integers, loops: Integers) -> LoopState:
-        """The last `counts` tokens of rows as these loops left them."""
-        layout, cache = Layout(torch.from_numpy(counts).to(self._device)), self._kv_cache
-        extra = {name: cache.read_states(name, 0, self._cache_indices(rows, counts)) for name in self._extra_states}
-        hidden = []
-        for loop in dict.fromkeys(loops.tolist()):  # rows are sorted by loop
-            here = loops == loop
-            hidden.append(cache.read_states("hidden", loop, self._cache_indices(rows[here], counts[here])))
-        return self._kind(
-            hidden=torch.cat(hidden), layout=layout, loop=torch.from_numpy(loops).to(self._device), **extra
-        )
+    def _stored_states(self, counts: Integers, loops: Integers, indices: Tensor) -> LoopState:
+        """The last `counts` tokens of rows, which lie at `indices`, as these loops left them."""
+        layout, cache = Layout.from_host(counts, self._device), self._kv_cache
+        extra = {name: cache.read_states(name, 0, indices) for name in self._extra_states}
+        hidden = [cache.read_states("hidden", loop, indices[part]) for loop, part in _loop_slices(counts, loops)]
+        return self._kind(hidden=torch.cat(hidden), layout=layout, loop=upload(loops, self._device), **extra)
 
     def _logits(self, rows: Integers, pooled: Tensor) -> Tensor:
         """[n, V] what the last tokens of rows say now."""
@@ -165,10 +165,10 @@ class Decoder:
         rows, loops = rows[order], loops[order]
         counts = self._lengths[rows] - self._head_cached[rows, loops]
         cache = AppendingRows(self._head_cache, rows, self._head_cached[rows, loops], loops)
-        state = self._stored_states(rows, counts, loops).with_cache(cache)
+        state = self._stored_states(counts, loops, self._cache_indices(rows, counts)).with_cache(cache)
         read = self._model.head_input(state, state.lengths - 1)
         self._head_cached[rows, loops] = self._lengths[rows]
-        return self._model.predict(read[torch.from_numpy(np.argsort(order)).to(self._device)])
+        return self._model.predict(_reordered(read, np.argsort(order)))
 
     def _backfill(self, rows: Integers) -> None:
         """What the last tokens of rows, which have exited, leave to those after them."""
@@ -189,18 +189,12 @@ class Decoder:
             if len(short := rows[self._cached[rows, loop] < self._lengths[rows]]):
                 self._run_loop(short, np.full(len(short), loop))
 
-    def _store_states(self, name: str, values: Tensor, rows: Integers, counts: Integers, loops: Integers) -> None:
-        indices = self._cache_indices(rows, counts)
-        each = torch.from_numpy(np.repeat(loops, counts)).to(self._device)
-        for loop in dict.fromkeys(loops.tolist()):
-            here = each == loop
-            self._kv_cache.write_states(name, loop, indices[here], values[here])
-
     def _cache_indices(self, rows: Integers, counts: Integers) -> Tensor:
         """Where the last `counts` tokens of rows lie in the cache."""
-        layout = Layout(torch.from_numpy(counts))
-        first = torch.from_numpy(rows * self._kv_cache.capacity + self._lengths[rows] - counts)
-        return layout.count_up_from(first).to(self._device)
+        return upload(self._host_indices(rows, counts), self._device)
+
+    def _host_indices(self, rows: Integers, counts: Integers) -> Integers:
+        return count_up(rows * self._kv_cache.capacity + self._lengths[rows] - counts, counts)
 
     @property
     def _extra_states(self) -> list[str]:
@@ -214,3 +208,19 @@ class Decoder:
         missing = self._kv_cache.capacity - self._tokens.shape[1]
         if missing > 0:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
+
+
+def _loop_slices(counts: Integers, loops: Integers) -> Iterator[tuple[int, slice]]:
+    """The tokens of rows of so many tokens at each loop; the rows are sorted by loop."""
+    first = 0
+    for loop in np.unique(loops).tolist():
+        last = first + int(counts[loops == loop].sum())
+        yield loop, slice(first, last)
+        first = last
+
+
+def _reordered(values: Tensor, order: Integers) -> Tensor:
+    """values[order], which all of them in their own order are already."""
+    if np.array_equal(order, np.arange(len(values))):
+        return values
+    return values.index_select(0, upload(order, values.device))

@@ -21,6 +21,7 @@ from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
 from loopscope.exits.scope import Scope
 from loopscope.models import LoopedModel
+from loopscope.models.device import accumulator, upload
 
 Integers = NDArray[np.int64]
 _MOST = 2**63
@@ -193,12 +194,14 @@ def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
     if sampling.temperature == 0:
         picked = logits.argmax(-1)
     else:
-        ordered, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+        ordered, tokens = (logits.to(accumulator(logits.device)) / sampling.temperature).sort(
+            dim=-1, descending=True, stable=True
+        )
         shares = ordered.softmax(-1)
         if sampling.top_k:
             shares[:, sampling.top_k :] = 0
-        shares[shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True)] = 0
-        drawn = torch.tensor([row.draws.random() for row in rows], dtype=torch.float64, device=logits.device)
+        shares.masked_fill_(shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True), 0.0)
+        drawn = upload(torch.tensor([row.draws.random() for row in rows], dtype=shares.dtype), logits.device)
         reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
         picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
     forced = (None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows)

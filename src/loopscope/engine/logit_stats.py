@@ -17,6 +17,7 @@ from torch import Tensor
 
 from loopscope.exits.signals import CONVERGENCE, SIGNALS
 from loopscope.exits.steps import LARGEST_RATIO
+from loopscope.models.device import accumulator, upload
 
 Array = NDArray[Any]
 Integers = NDArray[np.int64]
@@ -43,9 +44,9 @@ def logit_statistics(
 ) -> tuple[dict[str, Tensor], LogitStats]:
     """[n] each of these signals of logits [n, V], NaN where they need a loop before and there is none."""
     single = logits.float()
-    precise = _accumulator(logits)
+    precise = accumulator(logits.device)
     peak = single.amax(-1).to(precise)
-    missing = bool(single.amin() == -torch.inf)
+    missing = single.device.type != "cpu" or bool(single.amin() == -torch.inf)  # elsewhere, asking would mean waiting
     weighing = not {"entropy", "top1", "kl"}.isdisjoint(names)
     previous_stats = previous if not _LOOKING_BACK.isdisjoint(names) else None
     total, surprise, drift, change, largest = torch.zeros((5, len(single)), dtype=precise, device=single.device)
@@ -118,7 +119,7 @@ class StreamedSignal:
 
     def values(self, rows: Integers, loops: Integers, logits: Tensor) -> NDArray[np.float64]:
         """[n] the signal of these rows, which say logits [n, V] at this loop [n] of theirs."""
-        index, values = torch.from_numpy(rows).to(logits.device), []
+        index, values = upload(rows, logits.device), []
         kept = self._allocated(int(rows.max()) + 1, logits) if self._name in _LOOKING_BACK else None
         for part in _rows(logits):
             previous = None if kept is None else LogitStats(*(each.index_select(0, index[part]) for each in kept))
@@ -134,7 +135,7 @@ class StreamedSignal:
 
     def _allocated(self, rows: int, logits: Tensor) -> LogitStats:
         if self._previous is None:
-            numbers = torch.empty(0, dtype=_accumulator(logits), device=logits.device)
+            numbers = torch.empty(0, dtype=accumulator(logits.device), device=logits.device)
             empty = logits.new_empty((0, logits.shape[1]), dtype=torch.float32)
             self._previous = LogitStats(empty, numbers, numbers, numbers)
         if (more := rows - len(self._previous.peak)) > 0:
@@ -142,10 +143,6 @@ class StreamedSignal:
                 *(torch.cat((each, each.new_zeros((more, *each.shape[1:])))) for each in self._previous)
             )
         return self._previous
-
-
-def _accumulator(logits: Tensor) -> torch.dtype:
-    return torch.float32 if logits.device.type == "mps" else torch.float64
 
 
 def _zero_missing(logits: Tensor, precise: torch.dtype, missing: bool) -> Tensor:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 
 from loopscope.engine.requests import Requests
 from loopscope.models import LoopedModel
+from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
 from loopscope.models.layout import Layout
 
@@ -15,8 +16,8 @@ class Prefix:
 
     def __init__(self, model: LoopedModel, tokens: NDArray[np.int64], device: torch.device) -> None:
         self.kv_cache, self._loop, self._model = KVCache(1, len(tokens)), 0, model
-        layout = Layout(torch.tensor([len(tokens)], device=device), cache=self._appending(0))
-        self._state = model.begin_packed(torch.from_numpy(tokens).to(device), layout)
+        layout = Layout.from_host(np.array([len(tokens)]), device, cache=self._appending(0))
+        self._state = model.begin_packed(upload(tokens, device), layout)
 
     def run_to(self, loop: int) -> None:
         """Goes on to this loop, if it is not there yet."""

@@ -33,6 +33,7 @@ from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
 from loopscope.exits.scope import Scope, StateRead
 from loopscope.models import LoopedModel, LoopState
+from loopscope.models.device import upload
 
 Array = NDArray[Any]
 
@@ -121,6 +122,7 @@ class _RunningBatch:
         self._requests: Array = np.empty(0, dtype=object)  # [N]
         self._state: LoopState | None = None  # of these requests and of those that have just left
         self._rows: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # [N] where they lie in it
+        self._loops: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # [N] that they have been through
         self._questions: bool | None = None
         self._shares = False  # whether some begin alike
 
@@ -182,7 +184,7 @@ class _RunningBatch:
     def advance(self, new: list[Request]) -> list[Answer]:
         """One loop of everybody, with these requests added; answers who exits."""
         before = self._gather(new)
-        loop = before.loop.cpu().numpy() + 1
+        loop = self._loops = self._loops + 1
         if self._shares:
             self._prefix_cache.evict_unused(self._requests)
             before = before.with_cache(self._prefix_cache.shared_prefix(self._requests, loop))
@@ -203,7 +205,7 @@ class _RunningBatch:
             wide = len(request.rows) if request.scored else None
             same = None if greedy is None else greedy[place, :wide]
             answers.append(Answer(request.key, at, logits[place, :wide], same))
-        self._requests, self._rows = self._requests[~stops], self._rows[~stops]
+        self._requests, self._rows, self._loops = (each[~stops] for each in (self._requests, self._rows, self._loops))
         self._exit_state.keep(~stops)
         return answers
 
@@ -217,23 +219,23 @@ class _RunningBatch:
             before = len(states[0].loop) if states else 0
             states.append(embed_requests(self._model, new, self._device, self._prefix_cache))
             self._rows = np.concatenate((self._rows, np.arange(before, before + len(new))))
+            self._loops = np.concatenate((self._loops, np.zeros(len(new), dtype=np.int64)))
             self._requests = np.concatenate((self._requests, np.fromiter(new, dtype=object, count=len(new))))
             self._exit_state.admit(len(new))
             self._shares = self._shares or any(request.shared for request in new)
         elif self.count == len(states[0].loop):
             return states[0]  # nobody came, nobody left
         state = states[0] if len(states) == 1 else type(states[0]).join(states)
-        return state.take(torch.from_numpy(self._sorted(state)).to(self._device))
+        return state.take(self._sorted(state))
 
     def _sorted(self, state: LoopState) -> NDArray[np.int64]:
         """[N] their rows in the order in which they run together; all that goes by request is brought into it."""
-        lengths, loops = (values.cpu().numpy()[self._rows] for values in (state.lengths, state.loop))
-        keys = [lengths]
+        keys = [state.layout.counts.lengths[self._rows]]
         if self._shares:
             prefixes = [request.prefix for request in self._requests]
-            keys += [loops, np.unique(np.array(prefixes, dtype=object), return_inverse=True)[1]]
+            keys += [self._loops, np.unique(np.array(prefixes, dtype=object), return_inverse=True)[1]]
         order = np.lexsort(keys)
-        self._requests = self._requests[order]
+        self._requests, self._loops = self._requests[order], self._loops[order]
         self._exit_state.reorder(order)
         rows: NDArray[np.int64] = self._rows[order]
         return rows
@@ -261,18 +263,17 @@ class _LoopOutputs:
         """[n, V], or [n, C], of these requests."""
         if "_all_logits" in self.__dict__ or len(chosen) == len(self._requests):
             return self._all_logits[chosen]
-        rows = torch.from_numpy(chosen).to(self._state.loop.device)
         if self._questions:
-            return _single(choice_scores(self._model, self._state.take(rows), self._requests[chosen]))
+            return _single(choice_scores(self._model, self._state.take(chosen), self._requests[chosen]))
         if self._model.head_attends:
-            theirs = self._state.take(rows)
+            theirs = self._state.take(chosen)
             return _numpy(self._model.predict(self._model.head_input(theirs, trunk_ends(theirs))))
-        return _numpy(self._model.predict(self._pooled[rows]))
+        rows = upload(chosen, self._pooled.device)
+        return _numpy(self._model.predict(self._pooled.index_select(0, rows)))
 
     def logits_and_greedy(self, chosen: NDArray[np.int64]) -> tuple[Array, Array | None]:
         """[n, C] of these questions."""
-        rows = torch.from_numpy(chosen).to(self._state.loop.device)
-        state = self._state if len(chosen) == len(self._requests) else self._state.take(rows)
+        state = self._state if len(chosen) == len(self._requests) else self._state.take(chosen)
         values, same = choice_scores_and_greedy(self._model, state, self._requests[chosen])
         return _single(values), same
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -28,6 +29,7 @@ from loopscope.exits import ExitPolicy
 from loopscope.harness.stop_strings import StopStrings, longest_first, sampling_of
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.checkpoint import end_tokens
+from loopscope.models.device import accumulator
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.tokenizer import load_tokenizer, stop_tokens
 from loopscope.progress import ProgressCallback, silent
@@ -243,8 +245,10 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
             assert expected is not None
             assert logits is not None
             target = int(expected[generated[token.key]])
-            likely[token.key] += float(logits[target].double() - logits.double().logsumexp(-1))
-            greedy[token.key] &= int(logits.argmax()) == target
+            wide = logits.to(accumulator(logits.device))
+            log_prob, likeliest = torch.stack((wide[target] - wide.logsumexp(-1), wide.argmax().to(wide))).tolist()
+            likely[token.key] += log_prob
+            greedy[token.key] &= int(likeliest) == target
             generated[token.key] += 1
             self._count(names[token.key], token.loops)
             done += token.finish_reason is not None

@@ -22,16 +22,17 @@ class Rotary(NamedTuple):
     theta: float
     interleaved: bool = False
 
-    def rotate(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """x [B, H, M, K] turned by its positions [B, M] (default: 0, 1, ..)."""
+    def rotate(self, x: Tensor, positions: Tensor | None = None, count: int | None = None) -> Tensor:
+        """x [B, H, M, K] turned by its positions [B, M] (default: 0, 1, ..), which are below `count`."""
         if positions is None:
             return self.apply_rotary(x, _angles(self, x.shape[2], x.dtype, x.device))
-        cos, sin = self.angles(positions, x.dtype)
+        cos, sin = self.angles(positions, x.dtype, count)
         return self.apply_rotary(x, (cos[:, None], sin[:, None]))
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., K] of these positions [...]."""
-        longest = 1 << int(positions.max()).bit_length()  # a power of two: growing rows do not make a new table a token
+    def angles(self, positions: Tensor, dtype: torch.dtype, count: int | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., K] of these positions [...], below `count`; without one, their device is asked."""
+        last = int(positions.max()) if count is None else count - 1
+        longest = 1 << last.bit_length()  # a power of two: growing rows do not make a new table a token
         cos, sin = _angles(self, longest, dtype, positions.device)
         return cos[positions], sin[positions]
 

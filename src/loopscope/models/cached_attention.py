@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from loopscope.models.attention import Rotary, causal_attention, masked_attention
-from loopscope.models.kv_cache import AppendingRows, SharedPrefix
-from loopscope.models.layout import AttentionGroup, Layout
+from loopscope.models.device import upload
+from loopscope.models.kv_cache import AppendingRows, Integers, SharedPrefix
+from loopscope.models.layout import AttentionGroup, Layout, count_up
 from loopscope.models.packed_attention import packed_attention
 
-_FIRST = np.zeros(1, dtype=np.int64)
 _COPIED = 1 << 24
 """Numbers of keys that are copied at a time: every row of a batch needs those of what it begins with beside its own."""
 
@@ -24,7 +24,7 @@ _COPIED = 1 << 24
 class Scatter(NamedTuple):
     """Where the outputs of a dense batch belong."""
 
-    cells: Tensor  # of the batch [R M], without those that are empty
+    cells: Tensor | None  # of the batch [R M], without those that are empty; None: none is
     states: Tensor  # theirs, in the packed layout
 
 
@@ -49,32 +49,34 @@ def cached_attention(
         else:
             attended = attention.branches() if cache is None else attention.after_prefix(cache)
         for dense, scatter in attended:
-            out.index_copy_(0, scatter.states, dense.transpose(1, 2).flatten(0, 1).index_select(0, scatter.cells))
+            tokens = dense.transpose(1, 2).flatten(0, 1)
+            tokens = tokens if scatter.cells is None else tokens.index_select(0, scatter.cells)
+            out.index_copy_(0, scatter.states, tokens)
     return out.flatten(1)
 
 
 def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cos, sin = rotary.angles(layout.positions, dtype)
+    cos, sin = rotary.angles(layout.positions, dtype, layout.max_context)
     return cos[:, None], sin[:, None]
 
 
 def _write_kv_cache(layout: Layout, cache: AppendingRows, layer: str, key: Tensor, value: Tensor) -> None:
     for loop, (tokens, indices) in layout.compute_once("written", lambda: _cache_indices(layout, cache)).items():
-        whole = len(tokens) == len(key)
-        cache.kv_cache.write(layer, loop, indices, *(part if whole else part[tokens] for part in (key, value)))
+        parts = (part if tokens is None else part.index_select(0, tokens) for part in (key, value))
+        cache.kv_cache.write(layer, loop, indices, *parts)
 
 
-def _cache_indices(layout: Layout, cache: AppendingRows) -> dict[int, tuple[Tensor, Tensor]]:
-    """For every loop its tokens, and where they go in the cache."""
-    device = layout.lengths.device
-    rows = layout.per_token(torch.from_numpy(cache.rows).to(device))
-    loops = layout.per_token(torch.from_numpy(cache.loops).to(device))
-    indices = rows * cache.kv_cache.capacity + layout.positions
-    found = {}
-    for loop in sorted(set(cache.loops.tolist())):
-        tokens = torch.nonzero(loops == loop)[:, 0]
-        found[loop] = (tokens, indices[tokens])
-    return found
+def _cache_indices(layout: Layout, cache: AppendingRows) -> dict[int, tuple[Tensor | None, Tensor]]:
+    """For every loop its tokens (None: all), and where they go in the cache."""
+    rows, loops = (np.repeat(each, layout.counts.lengths) for each in (cache.rows, cache.loops))
+    indices = rows * cache.kv_cache.capacity + layout.host_positions
+    there = sorted(set(cache.loops.tolist()))
+    if len(there) == 1:
+        return {there[0]: (None, upload(indices, layout.device))}
+    tokens = [np.flatnonzero(loops == loop) for loop in there]
+    both = upload(np.stack((order := np.concatenate(tokens), indices[order])), layout.device)
+    parts = zip(*(each.split([len(part) for part in tokens]) for each in both), strict=True)
+    return dict(zip(there, parts, strict=True))
 
 
 class _GroupAttention(NamedTuple):
@@ -91,14 +93,15 @@ class _GroupAttention(NamedTuple):
     def appending(self, cache: AppendingRows) -> Iterator[tuple[Tensor, Scatter]]:
         """All keys are in the cache by now, by position; where nothing was before, the rows' own are at hand."""
         rows, cells = self.group
-        scatter = self._once("inside", lambda: _scatter_of(cells, _inside(self.layout, self.group)))
+        scatter = self._once("inside", lambda: _scatter_of(cells, self.layout.counts.lengths[rows]))
         query = _dense(self.query, cells)
         if not cache.cached[rows].any():
             yield causal_attention(query, _dense(self.key, cells), _dense(self.value, cells)), scatter
             return
-        upto = self._once("upto", lambda: int(self.layout.positions[cells].max()) + 1)
-        stored = cache.kv_cache.read(self.layer, int(cache.loops[rows][0]), cache.rows[rows], upto)
-        mask = self._once("mask", lambda: _causal_mask(self.layout, cells, upto))
+        upto = int(self.layout.contexts[rows].max())
+        stored_rows = self._once("rows", lambda: _stored_rows(self.layout, cache, rows))
+        stored = cache.kv_cache.read(self.layer, int(cache.loops[rows][0]), stored_rows, upto)
+        mask = self._once("mask", lambda: _causal_mask(self.layout, cells, cache.cached[rows], upto))
         yield masked_attention(query, stored.keys.transpose(1, 2), stored.values.transpose(1, 2), mask), scatter
 
     def after_prefix(self, cache: SharedPrefix) -> Iterator[tuple[Tensor, Scatter]]:
@@ -106,7 +109,7 @@ class _GroupAttention(NamedTuple):
         kv_cache, cached = cache.kv_caches[rows][0], int(cache.cached[rows][0])
         size = max(1, _COPIED // ((cached + cells.shape[1]) * self.key[0].numel()))
         parts = self._once("parts", lambda: _row_parts(self.layout, self.group, cached, size))
-        stored = () if kv_cache is None else kv_cache.read(self.layer, int(cache.loops[rows][0]), _FIRST, cached)
+        stored = () if kv_cache is None else kv_cache.read(self.layer, int(cache.loops[rows][0]), None, cached)
         for own, mask, scatter in parts:
             keys, values = _dense(self.key, own), _dense(self.value, own)
             if stored:
@@ -130,24 +133,30 @@ class _GroupAttention(NamedTuple):
         return self.layout.compute_once((name, self.number), make)
 
 
+def _stored_rows(layout: Layout, cache: AppendingRows, rows: slice) -> Tensor | None:
+    """The cache's rows of a group; None: they are all that it has, in order."""
+    if np.array_equal(cache.rows[rows], np.arange(cache.kv_cache.rows)):
+        return None
+    return layout.compute_once("stored rows", lambda: upload(cache.rows, layout.device))[rows]
+
+
 def _row_parts(layout: Layout, group: AttentionGroup, cached: int, size: int) -> list[tuple[Tensor, Tensor, Scatter]]:
     """So many rows of a group at a time: their cells, what they see, and where they go."""
-    mask, inside = _prefix_and_own(layout, group, cached), _inside(layout, group)
-    cut = (torch.split(whole, size) for whole in (group.cells, mask, inside))
-    return [(cells, mask, _scatter_of(cells, inside)) for cells, mask, inside in zip(*cut, strict=True)]
+    mask, counts = _prefix_and_own(layout, group, cached), layout.counts.lengths[group.rows]
+    cut = zip(torch.split(group.cells, size), torch.split(mask, size), range(0, len(counts), size), strict=True)
+    return [(cells, mask, _scatter_of(cells, counts[first : first + size])) for cells, mask, first in cut]
 
 
 def _tails(layout: Layout, group: AttentionGroup) -> tuple[int, Scatter, Tensor, Scatter, Tensor]:
     """The longest trunk, where trunks go, the tails' tokens [R, W], where these go, what they see."""
     rows, cells = group
-    trunks, lengths = layout.trunks[rows, None], layout.lengths[rows, None]
-    longest, widest = int(trunks.max()), int((lengths - trunks).max())
-    local = trunks + torch.arange(widest, device=cells.device)
-    inside = local < lengths
-    local = local.minimum(lengths - 1)
-    trunk = torch.arange(longest, device=cells.device) < trunks
+    trunks = layout.host_trunks[rows]
+    tails = layout.counts.lengths[rows] - trunks
+    longest = int(trunks.max())
+    local = layout.trunks[rows, None] + torch.arange(int(tails.max()), device=cells.device)
+    local = local.minimum(layout.lengths[rows, None] - 1)
     tail = cells.gather(1, local)
-    where = _scatter_of(cells[:, :longest], trunk), tail, _scatter_of(tail, inside)
+    where = _scatter_of(cells[:, :longest], trunks), tail, _scatter_of(tail, tails)
     return longest, *where, _own_mask(layout, cells, local)[:, None]
 
 
@@ -167,21 +176,19 @@ def _prefix_and_own(layout: Layout, group: AttentionGroup, cached: int) -> Tenso
     return torch.cat((own.new_ones((*own.shape[:2], cached)), own), 2)[:, None]
 
 
-def _causal_mask(layout: Layout, cells: Tensor, upto: int) -> Tensor | None:
+def _causal_mask(layout: Layout, cells: Tensor, cached: Integers, upto: int) -> Tensor | None:
     """[R, 1, M, N] the places up to a token's own; None: all of them."""
-    mask = torch.arange(upto, device=cells.device) <= layout.positions[cells][:, :, None]
-    return None if bool(mask.all()) else mask[:, None]
+    if int(cached.min()) + 1 >= upto:
+        return None
+    return (torch.arange(upto, device=cells.device) <= layout.positions[cells][:, :, None])[:, None]
 
 
-def _inside(layout: Layout, group: AttentionGroup) -> Tensor:
-    """[R, M] which cells are tokens of their own."""
-    rows, cells = group
-    return torch.arange(cells.shape[1], device=cells.device) < layout.lengths[rows, None]
-
-
-def _scatter_of(cells: Tensor, inside: Tensor) -> Scatter:
-    chosen = torch.nonzero(inside.flatten())[:, 0]
-    return Scatter(chosen, cells.flatten()[chosen])
+def _scatter_of(cells: Tensor, counts: Integers) -> Scatter:
+    """Of cells [R, M], of which the first `counts` [R] of every row are tokens of their own."""
+    if int(counts.sum()) == cells.numel():
+        return Scatter(None, cells.flatten())
+    chosen = upload(count_up(np.arange(len(counts)) * cells.shape[1], counts), cells.device)
+    return Scatter(chosen, cells.flatten().index_select(0, chosen))
 
 
 def _dense(packed: Tensor, cells: Tensor) -> Tensor:

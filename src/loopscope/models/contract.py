@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from loopscope.errors import UserError
+from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, SharedPrefix
 from loopscope.models.layout import Layout, share_prefixes
 
@@ -45,20 +48,21 @@ class LoopState:
         """[B] tokens of each row."""
         return self.layout.lengths
 
-    def take(self, rows: Tensor) -> Self:
+    def take(self, rows: Tensor | NDArray[Any]) -> Self:
         """The rows at these indices (or where this mask is true), in that order."""
-        layout, tokens = self.layout.take(rows)
+        numbers = self.layout.row_numbers(rows)
+        layout, tokens = self.layout.take(numbers)
+        index = upload(numbers, self.loop.device)
         parts = {name: getattr(self, name) for name in self._tensors()}
         parts = {
-            name: value.index_select(0, tokens) if name in self.tokenwise else value[rows]
-            for name, value in parts.items()
+            name: value.index_select(0, tokens if name in self.tokenwise else index) for name, value in parts.items()
         }
         return type(self)(layout=layout, **parts)
 
     @classmethod
     def join(cls, states: Sequence[Self]) -> Self:
         """All rows of `states`, in that order."""
-        states = [state if state.layout.sharing is None else state.take(state.loop >= 0) for state in states]
+        states = [state if state.layout.sharing is None else state.take(np.arange(len(state.loop))) for state in states]
         parts = {name: torch.cat([getattr(state, name) for state in states]) for name in cls._tensors()}
         return cls(layout=Layout.join([state.layout for state in states]), **parts)
 
@@ -170,15 +174,20 @@ class LoopedModel(nn.Module):
     def begin(self, tokens: Tensor, lengths: Tensor | None = None, share: bool = False) -> LoopState:
         """The state before the first loop, of tokens [B, M] whose rows end at `lengths` (default: M).
 
-        With `share`, rows that begin alike keep their common states once, if the model is causal.
+        With `share`, rows that begin alike keep their common states once, if the model is causal. Tokens and lengths
+        that are on the CPU go to the model's device, and the host need not wait for that.
         """
         rows, longest = tokens.shape
         if lengths is None:
-            lengths = torch.full((rows,), longest, device=tokens.device)
+            lengths = torch.full((rows,), longest)
         if lengths.shape != (rows,):
             raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
-        layout = share_prefixes(tokens, lengths) if share and self.causal else Layout(lengths)
-        return self.begin_packed(layout.pack(tokens), layout)
+        device = next(self.parameters(), tokens).device
+        if share and self.causal:
+            layout = share_prefixes(tokens, lengths, device)
+        else:
+            layout = Layout.from_host(lengths.cpu().numpy(), device)
+        return self.begin_packed(layout.pack(upload(tokens, device)), layout)
 
     def begin_packed(self, tokens: Tensor, layout: Layout) -> LoopState:
         """The same of tokens [S] that lie as `layout` says."""

@@ -1,17 +1,63 @@
-"""Where may a model run? On the CPU, or on a CUDA device that is there."""
+"""Where may a model run, and how does it get there? On the CPU, on a CUDA device, or on MPS where that works."""
+
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from loopscope.errors import UserError
 
 
 def check_device(name: str | torch.device) -> torch.device:
-    """The device of this name, after something was put there."""
+    """The device of this name, after something was put there; `auto` is CUDA, MPS or the CPU, the first that works."""
+    if name == "auto":
+        return _best_device()
     try:
         device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
+        if device.type not in ("cpu", "cuda", "mps"):
             raise RuntimeError
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
+        _probe(device)
+    except (RuntimeError, AssertionError, TypeError):
         raise UserError(f"The device '{name}' is not available here; take the CPU (--device cpu).") from None
     return device
+
+
+def _best_device() -> torch.device:
+    if torch.cuda.is_available():
+        return check_device(torch.device("cuda", torch.cuda.current_device()))
+    try:
+        return check_device("mps")
+    except UserError:
+        return torch.device("cpu")
+
+
+def _probe(device: torch.device) -> None:
+    """Puts something there; MPS lacks some operations, so there a little of what models do is tried."""
+    states = torch.ones((4, 8), device=device)
+    if device.type == "mps":
+        states = states.requires_grad_()
+        heads = states.view(1, 2, 4, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        index = torch.arange(4, device=device).cumsum(0).clamp(max=3)
+        attended.reshape(4, 8).index_select(0, index).logsumexp(-1).sum().backward()  # type: ignore[no-untyped-call]
+        states.new_zeros((4, 8)).index_copy_(0, torch.arange(4, device=device), states.detach()).argmax(-1).tolist()
+
+
+def accumulator(device: torch.device) -> torch.dtype:
+    """What sums are taken in: float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def upload(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
+    """The values on a device. To CUDA without a wait: from ordinary memory the host would, for all that runs there."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    if device.type != "cuda" or tensor.device.type == "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a device that works on its own has done all it was told to do."""
+    if device.type in ("cuda", "mps"):
+        getattr(torch, device.type).synchronize()

@@ -25,6 +25,7 @@ from loopscope.config import Count, NonNegative, Positive, read_json
 from loopscope.models.attention import Rotary
 from loopscope.models.cached_attention import cached_attention
 from loopscope.models.contract import LoopedModel, LoopState
+from loopscope.models.device import upload
 from loopscope.models.layout import Layout
 
 
@@ -100,8 +101,8 @@ class Huginn(LoopedModel):
         embedded = _through(self.transformer.prelude, embedded, layout)
         start = torch.zeros_like(embedded)
         if self.initial_state == "random":
-            noise = _noise(self.seed, int(layout.positions.max()) + 1, self.config.n_embd)
-            start = noise.to(embedded)[layout.positions]
+            noise = _noise(self.seed, layout.max_context, self.config.n_embd)
+            start = upload(noise, embedded.device).to(embedded)[layout.positions]
         return HuginnState(start, layout, torch.zeros_like(layout.lengths), embedded)
 
     def step(self, state: LoopState) -> LoopState:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,11 +46,10 @@ class KVCache:
         for stored, new in zip(found, (keys, values), strict=True):
             stored.view(-1, *new.shape[1:]).index_copy_(0, indices, new)
 
-    def read(self, layer: str, loop: int, rows: Integers, upto: int) -> KeysValues:
-        """Those of the first `upto` tokens of these rows."""
+    def read(self, layer: str, loop: int, rows: Tensor | None, upto: int) -> KeysValues:
+        """Those of the first `upto` tokens of these rows (None: of all)."""
         found = self._keys_values[self._key(layer, loop)]
-        whole = np.array_equal(rows, np.arange(self.rows))
-        return KeysValues(*(_rows_up_to(stored, None if whole else rows, upto) for stored in found))
+        return KeysValues(*(_rows_up_to(stored, rows, upto) for stored in found))
 
     def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
         """States [P, D] of tokens, from which their next loop can begin later."""
@@ -99,10 +97,8 @@ class KVCache:
         return grown
 
 
-def _rows_up_to(stored: Tensor, rows: Integers | None, upto: int) -> Tensor:
-    if rows is None:
-        return stored[:, :upto]
-    return stored[:, :upto].index_select(0, torch.from_numpy(rows).to(stored.device))
+def _rows_up_to(stored: Tensor, rows: Tensor | None, upto: int) -> Tensor:
+    return stored[:, :upto] if rows is None else stored[:, :upto].index_select(0, rows)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ def packed_attention_at(
         return query.flatten(1)
     query = query[:, :, None]
     if rotary is not None:
-        query = rotary.rotate(query, positions[:, None])
+        query = rotary.rotate(query, positions[:, None], layout.longest)
     attended = []
     dense = _dense(projected, layout.gather_indices(query.shape[1], query.shape[1]))
     for (rows, _), (key, value) in zip(layout.groups, dense, strict=True):

@@ -23,6 +23,7 @@ from loopscope.exits.recorded_signals import replayed
 from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_probs
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.checkpoint import weights_sha256
+from loopscope.models.device import upload
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, seen, training_fingerprints
 from loopscope.training.settings import RunSettings, read_run_settings
@@ -86,7 +87,7 @@ def record_task(
         done = 0
         for rows in examples.same_length_batches(BATCH):
             batch = examples.take(rows)
-            write_rows(arrays, rows, forward(model, batch, device), batch.labels, keep)
+            write_rows(arrays, rows, forward(model, batch, next(model.parameters()).device), batch.labels, keep)
             done += len(rows)
             progress(done, len(examples), "")
         write_json(scratch / "examples.json", settings.task.text(examples))
@@ -230,8 +231,8 @@ def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: 
 @torch.inference_mode()
 def forward(model: LoopedModel, batch: Examples, device: str | torch.device) -> Loops:
     """What the model says at every loop at the answer markers."""
-    tokens, lengths = (torch.from_numpy(array).to(device) for array in (batch.tokens, batch.lengths))
-    return model.loops(tokens, lengths, positions=lengths - 1)
+    tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
+    return model.loops(tokens, lengths, positions=upload(batch.lengths - 1, torch.device(device)))
 
 
 def _layout(shape: tuple[int, int], keep: Keep, classes: int, gate: bool) -> dict[str, tuple[tuple[int, ...], Any]]:

@@ -24,8 +24,9 @@ from loopscope.errors import UserError
 from loopscope.exits.readouts import readouts_reading
 from loopscope.exits.recorded_signals import replayed
 from loopscope.models import LoopedModel, Loops, load_model
+from loopscope.models.device import check_device, upload
 from loopscope.models.hub import find_checkpoint
-from loopscope.models.layout import Layout
+from loopscope.models.layout import Layout, count_up
 from loopscope.progress import ProgressCallback, silent
 from loopscope.recording.tasks import Keep, existing_recording
 from loopscope.training.loop import trained_with
@@ -59,7 +60,7 @@ def record_text(
     """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again."""
     if split not in TEXT_SPLITS:
         raise UserError(f"A text has no split '{split}'; say what it is to the model: {', '.join(TEXT_SPLITS)}.")
-    documents = read_documents(texts)
+    documents, device = read_documents(texts), check_device(device)
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)
     context = min(model.block_size, CONTEXT) if context is None else context
@@ -133,13 +134,13 @@ class TextWindows:
     def packed(self, batch: Integers) -> tuple[Integers, Integers]:
         """The tokens [P] and the lengths of these windows."""
         lengths = self.lengths[batch]
-        return self.tokens[_counting(self.starts[batch], lengths)], lengths
+        return self.tokens[count_up(self.starts[batch], lengths)], lengths
 
     def targets(self, batch: Integers) -> tuple[Integers, Integers, Integers]:
         """[K] Of their decisions: the place in the recording, the token that comes next, and the document."""
         predicted = self.lengths - 1
-        rows = _counting((predicted.cumsum() - predicted)[batch], predicted[batch])
-        following = self.tokens[_counting(self.starts[batch] + 1, predicted[batch])]
+        rows = count_up((predicted.cumsum() - predicted)[batch], predicted[batch])
+        following = self.tokens[count_up(self.starts[batch] + 1, predicted[batch])]
         return rows, following, np.repeat(self.documents[batch], predicted[batch])
 
 
@@ -152,7 +153,7 @@ def cut_documents(documents: Sequence[Integers], context: int, limit: int | None
     if not predicted.any():
         raise UserError("No document of the text has two tokens, so that there is nothing to predict.")
     counts = -(-predicted // (context - 1))
-    number = _counting(np.zeros_like(counts), counts)  # of a window in its document
+    number = count_up(np.zeros_like(counts), counts)  # of a window in its document
     left = np.repeat(predicted, counts) - number * (context - 1)
     return TextWindows(
         np.concatenate(documents),
@@ -167,11 +168,11 @@ def window_predictions(
     model: LoopedModel, tokens: Integers, lengths: Integers, device: str | torch.device
 ) -> Iterator[tuple[slice, Loops]]:
     """What the model says at every loop at all tokens but the last of every window, some of them at a time."""
-    layout = Layout(torch.from_numpy(lengths).to(device))
-    embedded = model.begin_packed(torch.from_numpy(tokens).to(device), layout)
-    predicting = torch.ones(len(tokens), dtype=torch.bool, device=device)
-    predicting[layout.starts + layout.lengths - 1] = False
-    outputs = [[each[predicting] for each in model.read(state)] for state in model.unroll(embedded)]
+    device = torch.device(device)
+    layout = Layout.from_host(lengths, device)
+    embedded = model.begin_packed(upload(tokens, device), layout)
+    predicting = upload(count_up(layout.host_starts, lengths - 1), device)
+    outputs = [[each.index_select(0, predicting) for each in model.read(state)] for state in model.unroll(embedded)]
     hidden, head_input = (torch.stack(each) for each in zip(*outputs, strict=True))
     halt = model.halt(hidden)
     few = max(1, _NUMBERS // (model.num_loops * model.vocab_size))
@@ -196,8 +197,3 @@ def _write(arrays: dict[str, NDArray[Any]], rows: Integers, out: Loops, labels: 
     for each in readouts_reading("logits"):
         if each.name not in LOGIT_SIGNALS:  # a user's own
             arrays[SIGNAL_PREFIX + each.name][rows] = replayed(each, out.logits.transpose(0, 1).float().cpu().numpy())
-
-
-def _counting(first: Integers, counts: Integers) -> Integers:
-    """For each of `first` that many numbers, counting up from it."""
-    return np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from loopscope.errors import UserError
+from loopscope.models.device import synchronize
 from loopscope.models.transformer import training_bytes, training_flops
 from loopscope.progress import clock
 from loopscope.training.parallel import SINGLE_WORKER, Workers
@@ -72,11 +73,15 @@ def time_for(flops: float, width: int, device: torch.device, workers: Workers = 
     return TimeEstimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
 
 
-def matmul_rate(width: int, device: torch.device) -> float:
-    """Floating-point operations a second in matrix products of this width, the best of a few."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+def matmul_rate(width: int, device: torch.device, dtype: torch.dtype | None = None) -> float:
+    """Floating-point operations a second in matrix products of this width, the best of a few.
+
+    In the precision of training there, unless it is asked for another.
+    """
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     left, right = (torch.ones(size, dtype=dtype, device=device) for size in ((1024, width), (width, 4 * width)))
     best = 0.0
+    synchronize(device)
     for _ in range(6):
         began = time.perf_counter()
         product = left @ right

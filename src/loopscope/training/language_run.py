@@ -24,6 +24,7 @@ from loopscope.config import Count, NonNegative, Positive, Settings, build, plai
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
 from loopscope.models import Ouro, OuroConfig
+from loopscope.models.device import accumulator, upload
 from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.objectives import Objective
 from loopscope.training.loop import DATA_FILE, TrainingRun, epoch_rows
@@ -183,7 +184,7 @@ class LanguageRun(TrainingRun):
         for start in range(0, size, _VALIDATED):
             batch = windows.take(np.arange(start, min(start + _VALIDATED, size)))
             loss, correct, _ = losses(batch, device)
-            sums.append(torch.stack((loss.double().sum(1), correct.double().sum(1))))
+            sums.append(torch.stack([each.to(accumulator(device)).sum(1) for each in (loss, correct)]))
         loss, accuracy = torch.stack(sums).sum(0) / (size * self.settings.context)
         return {"validation_loss": loss.tolist(), "validation_accuracy": accuracy.tolist()}
 
@@ -218,8 +219,8 @@ class TokenLosses(nn.Module):
         self.model = model
 
     def forward(self, batch: TokenWindows, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
-        targets = tokens[:, 1:].flatten()
+        tokens = torch.from_numpy(batch.tokens)  # the model takes them there
+        targets = upload(tokens[:, 1:].flatten(), device)
         embedded = self.model.begin(tokens[:, :-1])
         losses, correct, halts = [], [], []
         for state in self.model.unroll(embedded):

@@ -81,6 +81,13 @@ class Workers:
 SINGLE_WORKER = Workers()
 
 
+def shared_device(name: str) -> str:
+    """What several workers take for `auto`: each its own CUDA device, or the CPU. One alone takes what it likes."""
+    if name != "auto" or not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @contextmanager
 def join_workers(device: str) -> Iterator[Workers]:
     """The workers that torchrun started, on `cpu` or each on its own CUDA device; without torchrun, one alone.

@@ -18,7 +18,7 @@ from loopscope.artifacts import write_json
 from loopscope.config import plain
 from loopscope.errors import UserError
 from loopscope.models import CheckpointConfig, LoopedTransformer
-from loopscope.models.device import check_device
+from loopscope.models.device import accumulator, check_device, upload
 from loopscope.objectives import Option
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
@@ -111,10 +111,9 @@ def answer_losses(
     model: LoopedTransformer, batch: Examples, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cross-entropy [T, B] at the answer marker, whether the answer is right [T, B], and the halt logits [T, B]."""
-    tokens, lengths, labels = (
-        torch.from_numpy(array).to(device, non_blocking=True) for array in (batch.tokens, batch.lengths, batch.labels)
-    )
-    out = model.loops(tokens, lengths, positions=lengths - 1)
+    tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
+    positions, labels = (upload(array, device) for array in (batch.lengths - 1, batch.labels))
+    out = model.loops(tokens, lengths, positions=positions)
     logits = out.logits.float()
     targets = labels.expand(len(logits), -1)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
@@ -139,7 +138,8 @@ def validate(model: LoopedTransformer, examples: Examples, device: torch.device)
     right: Tensor | float = 0.0
     for rows in examples.same_length_batches(1024):
         losses, correct, _ = answer_losses(model, examples.take(rows), device)
-        loss, right = loss + losses.double().sum(1), right + correct.double().sum(1)
+        wide = accumulator(device)
+        loss, right = loss + losses.to(wide).sum(1), right + correct.to(wide).sum(1)
     return {
         "validation_loss": (torch.as_tensor(loss) / len(examples)).tolist(),
         "validation_accuracy": (torch.as_tensor(right) / len(examples)).tolist(),
