@@ -90,7 +90,7 @@ def test_half_precision_is_read_as_it_is_recorded() -> None:
 
 
 def test_a_device_without_double_precision_does_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logit_stats, "_accumulator", lambda logits: torch.float32)
+    monkeypatch.setattr(logit_stats, "accumulator", lambda device: torch.float32)
     logits = torch.from_numpy(some_logits(50))
     signals = logit_stats.logit_signals(logits, torch.zeros(ROWS, dtype=torch.int64))
     assert np.array_equal(logits.numpy(), some_logits(50))

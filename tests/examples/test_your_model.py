@@ -11,6 +11,7 @@ from torch import Tensor
 
 import loopscope as ls
 from loopscope.models import LoopedModel, LoopState, SimpleLoopedModel
+from loopscope.models.layout import count_up
 from loopscope.models.packed_attention import packed_attention
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +154,7 @@ class OwnPositions(CausalModel):  # type: ignore[misc, valid-type]
 
     def embed(self, tokens: Tensor, layout: ls.models.Layout) -> LoopState:
         state = super().embed(tokens, layout)
-        place = layout.count_up_from(torch.zeros_like(layout.lengths))[: len(tokens)]
+        place = torch.from_numpy(count_up(np.zeros(len(layout.lengths), dtype=np.int64), layout.lengths.numpy()))
         return LoopState(state.hidden + 0.3 * torch.sin(place)[:, None], layout, state.loop)
 
 

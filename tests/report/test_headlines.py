@@ -70,7 +70,10 @@ def test_results_say_which_accuracy_a_relative_target_was(page: Path) -> None:
         level = model.targets["full-1"]
         loop = 2 if model.name == "forgets" else validation.num_loops
         assert (level.loop, level.accuracy) == (loop, pytest.approx(validation.correct[:, loop - 1].mean() - 0.01))
-        depths = [frontier.depth_at["full-1"] for frontier in model.frontiers if frontier.readout != "oracle"]
+        slow = {"patience", "settling"} if model.name == "forgets" else set()  # they look back on loops, and miss it
+        depths = [
+            frontier.depth_at["full-1"] for frontier in model.frontiers if frontier.readout not in {"oracle", *slow}
+        ]
         assert None not in depths
 
 
