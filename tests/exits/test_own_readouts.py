@@ -356,3 +356,23 @@ def test_thresholds_of_whole_numbers_lie_between_them(exits: str, sign: int, for
     assert sorted(loops, reverse=exits == "below") == loops
     assert len(set(loops)) == 6
     assert min(loops) == 1
+
+
+def test_a_policy_is_held_to_the_definition_that_it_was_made_with(forgotten: None, tmp_path: Path) -> None:
+    """The same name with other lines would be another rule under the old promise."""
+
+    def first(logits):  # type: ignore[no-untyped-def]
+        return logits.max(axis=1)
+
+    def second(logits):  # type: ignore[no-untyped-def]
+        return 2 * logits.max(axis=1)
+
+    ls.register_readout(ls.Readout("largest", "above", "logits", first))
+    ls.calibrate(random_trajectory(rows=2000, split="validation"), 0.5, 0.8, readout="largest").save(
+        tmp_path / "p.json"
+    )
+    assert ls.ExitPolicy.load(tmp_path / "p.json").readout == "largest"
+    del readouts._KNOWN["largest"], readouts.READOUTS["largest"]
+    ls.register_readout(ls.Readout("largest", "above", "logits", second))
+    with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+        ls.ExitPolicy.load(tmp_path / "p.json")

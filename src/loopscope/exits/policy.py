@@ -40,6 +40,7 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
     schema_version: Literal[4] = 4
     readout: str
     threshold: float | None = None
+    definition_sha256: str | None = None  # of a readout of the user's, as it was
     gate: GateFile | None = None
     model: str | None = None
     scope: Scope = ANYTHING
@@ -118,6 +119,7 @@ class ExitPolicy:
         file = PolicyFile(
             readout=self.readout,
             threshold=threshold,
+            definition_sha256=own.definition_sha256 if (own := find_readout(self.readout)) else None,
             gate=gate,
             model=self.model,
             scope=self.scope,
@@ -130,10 +132,16 @@ class ExitPolicy:
         """The policy in a file, after the weights of its gate were checked against their hash."""
         path = Path(path)
         file = PolicyFile.read(path)
-        if find_readout(file.readout) is None and file.readout not in READOUTS:
+        own = find_readout(file.readout)
+        if own is None and file.readout not in READOUTS:
             raise UserError(
                 f"{path} exits by the readout '{file.readout}', which is not installed: import the module or "
                 "install the package that defines it (on the command line: --with-readout MODULE:NAME)."
+            )
+        if own is not None and file.definition_sha256 not in (None, own.definition_sha256):
+            raise UserError(
+                f"{path} was made with another definition of the readout '{file.readout}' than the one that is known "
+                "here; put that one back, or calibrate again."
             )
         if file.gate is None:
             return cls(file.readout, file.threshold, None, file.model, file.guarantee, file.scope)

@@ -7,6 +7,7 @@ with an installed package, whose entry points in the group `loopscope.readouts` 
 Shapes: N rows, V classes, D width.
 """
 
+import hashlib
 import inspect
 import re
 from collections.abc import Callable
@@ -65,6 +66,16 @@ class Readout:
             return False
         second = list(inspect.signature(self.step).parameters.values())[1:2]
         return any(each.kind != each.KEYWORD_ONLY and each.default in (each.empty, None) for each in second)
+
+    @property
+    def definition_sha256(self) -> str | None:
+        """Of the text of a user's step, for the policies made with it; None for what is built in or has no text."""
+        if self.step is None or self.step.__module__.startswith("loopscope."):
+            return None
+        try:
+            return hashlib.sha256(inspect.getsource(self.step).encode()).hexdigest()
+        except (OSError, TypeError):
+            return None
 
     def advance(self, now: Array, state: State) -> tuple[NDArray[np.float64], State]:
         """One loop of rows: the signal [N], and what the next loop needs."""
