@@ -174,3 +174,23 @@ def test_norms_must_be_said() -> None:
         ls.choices(0, ROWS[0], CHOICES, score="per_character")
     assert ls.choices(0, ROWS[0], CHOICES, (1.0, 1.0, 1.0)).score == "sum"
     assert ls.choices(0, ROWS[0], CHOICES, (1.0, 2.0, 1.0)).score is None
+    with pytest.raises(ls.UserError, match="the 'sum' has no norms"):
+        ls.choices(0, ROWS[0], CHOICES, (1.0, 2.0, 1.0), score="sum")
+    with pytest.raises(ls.UserError, match="say it with score="):
+        questions((1.0, 2.0, 1.0))(policy(KINDS["questions"]))
+
+
+def test_recordings_of_different_kinds_are_not_mixed() -> None:
+    """A threshold chosen on one kind means nothing on the other."""
+    for first, second in (
+        ("questions", "questions per character"),
+        ("questions", "questions, mean state"),
+        ("answers", "answers in bfloat16"),
+        ("answers", "questions"),
+        ("answers", "tokens"),
+    ):
+        other = KINDS[second].take(np.arange(200))
+        with pytest.raises(ls.UserError, match="are of different kinds"):
+            ls.sweep("margin", KINDS[first], replace(other, split="test"))
+        with pytest.raises(ls.UserError, match="are of different kinds"):
+            ls.calibrate(KINDS[first], 0.5, 0.8, grid=replace(other, split="other"))

@@ -245,7 +245,7 @@ def test_no_gate_no_gate_readout(requests: list[Request]) -> None:
     from loopscope.training import initial_model
 
     with pytest.raises(ls.UserError, match="no gate"):
-        list(run(initial_model(tiny_settings()), ls.ExitPolicy("gate", 0.5), requests))
+        list(run(initial_model(tiny_settings()).eval(), ls.ExitPolicy("gate", 0.5), requests))
 
 
 def test_in_order() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import loopscope as ls
 from loopscope.models import LoopedModel, LoopState, SimpleLoopedModel
-from loopscope.models.layout import count_up
 from loopscope.models.packed_attention import packed_attention
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +153,7 @@ class OwnPositions(CausalModel):  # type: ignore[misc, valid-type]
 
     def embed(self, tokens: Tensor, layout: ls.models.Layout) -> LoopState:
         state = super().embed(tokens, layout)
-        place = torch.from_numpy(count_up(np.zeros(len(layout.lengths), dtype=np.int64), layout.lengths.numpy()))
+        place = ls.models.Layout(layout.lengths, sharing=layout.sharing).positions
         return LoopState(state.hidden + 0.3 * torch.sin(place)[:, None], layout, state.loop)
 
 
@@ -162,7 +161,7 @@ class IgnoresTheCache(CausalModel):  # type: ignore[misc, valid-type]
     """Attends by means of its own, to its packed row and nothing else."""
 
     def step(self, state: LoopState) -> LoopState:
-        plain = ls.models.Layout(state.lengths)
+        plain = ls.models.Layout(state.lengths, sharing=state.layout.sharing)
         after = super().step(LoopState(state.hidden, plain, state.loop))
         return LoopState(after.hidden, state.layout, after.loop)
 
@@ -208,3 +207,88 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(tokens) == 12
     assert len(scores) == 2
     assert "Text written with the KV cache is that of the plain pass." in capsys.readouterr().out
+
+
+class FirstSeesSecond(Simple):
+    """The first token sees the second: not causal, and nothing that changes at the end of a row shows it."""
+
+    def block(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        after = super().block(hidden, mask)
+        if hidden.shape[1] > 1:
+            after = torch.cat((after[:, :1] + hidden[:, 1:2] * mask[:, 1:2, None], after[:, 1:]), 1)
+        return after
+
+
+class CountsFromTheEnd(Simple):
+    def block(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        left = mask.flip(1).cumsum(1).flip(1)
+        return super().block(hidden, mask) + 0.1 * left[..., None]
+
+
+class WrongFromLoop4(Packed):
+    """A counter in the module, which matters from loop 4 on."""
+
+    calls = 0
+
+    def embed(self, tokens: Tensor, layout: ls.models.Layout) -> LoopState:
+        self.calls = 0
+        return super().embed(tokens, layout)
+
+    def step(self, state: LoopState) -> LoopState:
+        self.calls += 1
+        after = super().step(state)
+        return LoopState(after.hidden * (1 + (self.calls > 3)), state.layout, after.loop)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (FirstSeesSecond, "must set causal = False"),
+        (CountsFromTheEnd, "must set causal = False"),
+        (WrongFromLoop4, "joins others at a later loop"),
+    ],
+)
+def test_what_shows_late_or_early_is_found(kind: type[LoopedModel], words: str) -> None:
+    with pytest.raises(ls.UserError, match=words):
+        ls.check_model(made(kind))
+
+
+def test_whatever_fails_in_a_check_is_one_sentence() -> None:
+    class WrongShape(Simple):
+        def block(self, hidden: Tensor, mask: Tensor) -> Tensor:
+            return hidden[:, :, :3] @ torch.zeros(4, 4)
+
+    class Nothing(LoopedModel):
+        num_loops = block_size = vocab_size = 3
+
+    with pytest.raises(ls.UserError, match="The model fails where it is checked that step goes one loop further"):
+        ls.check_model(made(WrongShape))
+    with pytest.raises(ls.UserError, match="no parameters"):
+        ls.check_model(Nothing().eval())
+    for row in ([], [0.5], [60], [[1, 2]]):
+        with pytest.raises(ls.UserError, match="row"):
+            ls.check_model(made(CausalModel), [np.array(row)])
+
+
+def test_a_model_in_training_mode_is_refused_everywhere() -> None:
+    model = made(CausalModel).train()
+    for use in (
+        lambda: ls.generate(model, [ls.Prompt(0, PROMPT)]),
+        lambda: list(ls.run(model, ls.ExitPolicy("fixed", 4), [question()])),
+        lambda: ls.record_model(model, PROMPT[None]),
+        lambda: ls.check_model(model),
+    ):
+        with pytest.raises(ls.UserError, match="call model.eval()"):
+            use()
+
+
+def test_classes_that_are_no_tokens_are_neither_written_nor_scored() -> None:
+    model = made(CausalModel)
+    model.head = torch.nn.Linear(32, 3)
+    for use in (
+        lambda: ls.check_model(model),
+        lambda: ls.generate(model, [ls.Prompt(0, PROMPT)]),
+        lambda: list(ls.run(model, ls.ExitPolicy("fixed", 4), [question()])),
+    ):
+        with pytest.raises(ls.UserError, match="answers with 3 classes and has 60 tokens"):
+            use()

@@ -1,5 +1,6 @@
 """The protocol: can rows be taken, joined and sit at different loops without disturbing each other?"""
 
+import copy
 import pickle
 import shutil
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_a_model_in_memory_is_known_by_its_parameters() -> None:
     first, second = (initial_model(tiny_settings()) for _ in range(2))
     known = first.weights_sha256
     assert known == second.weights_sha256 == first.weights_sha256
-    assert first.double().float().weights_sha256 == known  # it is the same model in another precision
+    assert first.double().float().weights_sha256 == known == copy.deepcopy(first).weights_sha256
     with torch.no_grad():
         next(second.parameters()).view(-1)[0].add_(1e-3)
     assert second.weights_sha256 != known
@@ -137,3 +138,22 @@ def test_a_loaded_model_that_is_changed_is_another_one(tmp_path: Path) -> None:
         model.lm_head.weight.mul_(2)
     assert model.weights_sha256 != other.weights_sha256
     assert pickle.loads(pickle.dumps(model)).weights_sha256 == model.weights_sha256
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_further_makes_another_model(fused: bool, tmp_path: Path) -> None:
+    """A fused optimizer leaves no trace in PyTorch's own count of changes."""
+    shutil.copytree(GOLDEN / "ouro-tiny", tmp_path / "model")
+    for model in (initial_model(tiny_settings()), ls.load_model(tmp_path / "model")):
+        known = model.requires_grad_(True).weights_sha256
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        model.loops(random_tokens(2, 5)).logits.sum().backward()
+        optimizer.step()
+        assert model.weights_sha256 != known
+        copied = copy.deepcopy(model)
+        assert copied.weights_sha256 == model.weights_sha256
+
+
+def test_a_copy_of_a_loaded_model_is_the_same_model() -> None:
+    model = ls.load_model(GOLDEN / "ouro-tiny")
+    assert copy.deepcopy(model).weights_sha256 == model.weights_sha256 == weights_sha256(GOLDEN / "ouro-tiny")

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from loopscope.checks.check import Check
 from loopscope.engine import Prompt, Request, choices, in_order, run, stream
+from loopscope.engine.request_batch import require_vocabulary
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.models import LoopedModel, LoopState
 
-_LONGEST = 9
-_LOOPS = 3
+_LONGEST = 24
+_LOOPS = 8
+"""As deep as the model goes, up to this many."""
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _LOW_PRECISION = 0.05
 
@@ -43,17 +45,54 @@ def contract_checks(
         value = getattr(model, name, None)
         if not isinstance(value, int) or value < 1:
             raise UserError(f"The model must set self.{name} to a whole number from 1 on, but it is {value!r}.")
-    if model.training:
-        raise UserError("The model is in training mode; call model.eval() before it is recorded, run or checked.")
-    weights = next(model.parameters())
-    token_rows = _random_rows(model) if rows is None else [torch.from_numpy(np.asarray(row)) for row in rows]
+    model.require_evaluation()
+    weights = next(model.parameters(), None)
+    if weights is None:
+        raise UserError("The model has no parameters; make its modules attributes of it, so that PyTorch finds them.")
+    token_rows = _random_rows(model) if rows is None else [_checked_row(model, row) for row in rows]
     contract = _Contract(
         model,
         [row.to(weights.device) for row in token_rows],
         tolerance or _TOLERANCE.get(weights.dtype, _LOW_PRECISION),
     )
     for check in contract.checks:
-        yield check()
+        try:
+            held = check()
+        except (UserError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"The model fails where it is checked that {_subject(check)} ({reason[:200]}).") from error
+        yield held
+
+
+_SUBJECTS = {
+    "embedding": "embed gives a state",
+    "one_step": "step goes one loop further",
+    "shapes": "states, logits and halt logits have their shapes",
+    "repeats": "the same rows get the same answers",
+    "order": "the order of rows does not matter",
+    "alone": "a row says in a batch what it says alone",
+    "different_loops": "rows at different loops share a batch",
+    "last_loop": "the last loop may leave out what is not read",
+    "causality": "a token does not see what comes after it",
+    "kv_cache": "text written with the KV cache is that of the plain pass",
+    "branches": "choices have the scores of a plain pass",
+}
+
+
+def _subject(check: Callable[[], Check]) -> str:
+    return _SUBJECTS[check.__name__]
+
+
+def _checked_row(model: LoopedModel, row: NDArray[np.int64]) -> Tensor:
+    values = np.asarray(row)
+    if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu":
+        raise UserError("A row to be checked with is at least one token, a whole number each.")
+    if values.min() < 0 or values.max() >= model.vocab_size:
+        raise UserError(f"A row has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
+    model.check_length(len(values))
+    return torch.from_numpy(values.astype(np.int64))
 
 
 def _random_rows(model: LoopedModel) -> list[Tensor]:
@@ -68,6 +107,7 @@ def _random_rows(model: LoopedModel) -> list[Tensor]:
 class _Contract:
     def __init__(self, model: LoopedModel, rows: list[Tensor], tolerance: float) -> None:
         self.model, self.rows, self.tolerance = model, rows, tolerance
+        self.depth = min(model.num_loops, _LOOPS)
         self.checks: tuple[Callable[[], Check], ...] = (
             *(self.embedding, self.one_step, self.shapes, self.repeats, self.order),
             *(self.alone, self.different_loops, self.last_loop, self.causality, self.kv_cache, self.branches),
@@ -148,13 +188,14 @@ class _Contract:
         )
 
     def different_loops(self) -> Check:
-        """The first row goes through two loops, then the last joins it for one."""
+        """The first row goes through all loops but one, then the last joins it for one."""
         first, last = self._embedded(self.rows), self._embedded(self.rows[-1:])
-        ahead = self.model.step(self.model.step(first)).take(torch.tensor([0], device=first.loop.device))
+        ahead = [first, *self.model.unroll(first, self.depth - 1)][-1]
+        ahead = ahead.take(torch.tensor([0], device=first.loop.device))
         joined = self.model.step(type(first).join([ahead, last]))
-        size = len(self._together) // _LOOPS
-        once, thrice = self._together[:size], self._together[-size:]
-        expected = [torch.cat((late[:1], early[-1:])) for late, early in zip(thrice, once, strict=True)]
+        size = len(self._together) // self.depth
+        once, deep = self._together[:size], self._together[-size:]
+        expected = [torch.cat((late[:1], early[-1:])) for late, early in zip(deep, once, strict=True)]
         wrong = (
             "A row that joins others at a later loop says something else than alone; what step does must depend on "
             "each row's own state.loop only."
@@ -175,12 +216,20 @@ class _Contract:
         if not self.model.causal:
             return self._holds("The model may look ahead (causal = False), so that beginnings are not shared.")
         longest = max(self.rows, key=len)
-        changed = longest.clone()
-        changed[-1] = (longest[-1] + 1) % self.model.vocab_size
-        states = [self.model.step(self.model.step(self._embedded([row]))) for row in (longest, changed)]
-        before, after = ([self.model.pooled(state)[:-1]] for state in states)
-        wrong = "What the model says at a token depends on the tokens after it; it must set causal = False."
-        return self._holds("A token does not see what comes after it.", self._held(_difference(after, before), wrong))
+        prefixes = [longest[:end] for end in range(1, len(longest) + 1)]
+        lengths = torch.tensor([len(prefix) for prefix in prefixes], device=longest.device)
+        padded = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
+        wrong = (
+            "What the model says at a token depends on the tokens after it, or on how many there are; it must set "
+            "causal = False."
+        )
+        for loops in (  # one after the other, and with what the rows begin with kept once
+            [self.model.loops(prefix[None], num_loops=self.depth).hidden[:, 0, -1] for prefix in prefixes],
+            self.model.loops(padded, lengths, self.depth, lengths - 1).hidden.unbind(1),
+        ):
+            whole = self.model.loops(longest[None], num_loops=self.depth).hidden[:, 0]
+            difference = self._held(_difference([torch.stack(list(loops), 1)], [whole]), wrong)
+        return self._holds("A token does not see what comes after it.", difference)
 
     def kv_cache(self) -> Check:
         """Rows are written token by token, at one loop, at several, and with exits, against one plain pass."""
@@ -189,13 +238,9 @@ class _Contract:
         if not self.model.causal:
             raise UserError("A model with a KV cache is causal: earlier tokens are not run again when later ones come.")
         plain = [self.model.loops(row[None]).logits[:, 0] for row in self.rows]
-        if plain[0].shape[-1] != self.model.vocab_size:
-            raise UserError(
-                f"predict answers with {plain[0].shape[-1]} classes and there are {self.model.vocab_size} tokens, so "
-                "that no answer can be the next token; do not declare kv_cache."
-            )
+        require_vocabulary(self.model, plain[0])
         prompts = [_half_forced(key, row) for key, row in enumerate(self.rows) if len(row) > 1]
-        depths = {1, min(_LOOPS, self.model.num_loops)}
+        depths = {1, self.depth}
         policies = [*(ExitPolicy("fixed", depth) for depth in depths), _exits_by_margin(plain)]
         worst = 0.0
         for policy in policies:
@@ -215,9 +260,10 @@ class _Contract:
         """Two continuations of one context each, with and without a prefix of its own, against a plain pass of each."""
         if not self.model.branches:
             return self._holds("It declares no branches, so that questions with choices are refused.")
+        require_vocabulary(self.model, self._together[1])
         requests: list[Request] = []
         expected: list[list[float]] = []
-        depth = min(_LOOPS, self.model.num_loops)
+        depth = self.depth
         for row, other in pairwise(row for row in self.rows if len(row) > 1):
             middle = len(row) // 2
             context, continuations = row[:middle].cpu().numpy(), [row[middle:], other[:1], other[: len(row) - middle]]
@@ -225,6 +271,8 @@ class _Contract:
             for shared in {0, middle - 1} if self.model.kv_cache else {0}:
                 requests.append(choices(len(requests), context, tokens, shared=shared))
                 expected.append([self._plain_score(row[:middle], each, depth) for each in continuations])
+        if not requests:
+            return self._holds("Choices that branch off from a context: no row is long enough to have some.")
         answers = in_order(run(self.model, ExitPolicy("fixed", depth), requests, 3, depth))
         scores = torch.from_numpy(np.stack([answer.logits for answer in answers]))
         wrong = (
@@ -249,7 +297,7 @@ class _Contract:
 
     def _loops(self, rows: list[Tensor]) -> list[Tensor]:
         """What is said after each of a few loops: [B, ...] every one."""
-        states = self.model.unroll(self._embedded(rows), _LOOPS)
+        states = self.model.unroll(self._embedded(rows), self.depth)
         return [output for state in states for output in self._outputs(state)]
 
     def _outputs(self, state: LoopState) -> list[Tensor]:

@@ -144,6 +144,11 @@ class Decoder:
         layout = Layout.from_host(counts, self._device, cache=cache)
         state = self._model.begin_packed(upload(tokens, self._device), layout)
         self._kind = type(state)
+        if by_row := sorted({*self._kind._tensors()} - {*self._kind.tokenwise, "loop"}):
+            raise UserError(
+                f"The state's '{by_row[0]}' goes by row, and what is kept of a row that is continued goes by token; "
+                "name it in `tokenwise`, or do not declare kv_cache."
+            )
         for name in self._extra_states:
             self._kv_cache.write_states(name, 0, indices, getattr(state, name))
         self._cached[rows, 0] = self._lengths[rows]

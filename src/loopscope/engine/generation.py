@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loopscope.config import NonNegative, Settings
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
+from loopscope.engine.request_batch import require_vocabulary
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
@@ -104,6 +105,7 @@ def stream(
             raise UserError(f"{name} must be at least 1, got {value}.")
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
+    model.require_evaluation()
     model.require("causal", "Writing text")
     model.require("kv_cache", "Writing text")
     policy = policy or ExitPolicy("fixed", model.num_loops)
@@ -126,6 +128,7 @@ def stream(
         exits, loops, logits = decoder.step()
         if not len(exits):
             continue
+        require_vocabulary(model, logits)
         logits = logits.float()
         chosen = _choose(logits, [rows[row] for row in exits.tolist()], sampling)
         unfinished, generated = [], []

@@ -97,6 +97,15 @@ def choice_scores_and_greedy(
     return np.where(np.isnan(norms), -np.inf, sums / norms), same
 
 
+def require_vocabulary(model: LoopedModel, logits: Tensor) -> None:
+    """Refuses answers that are no tokens where tokens are what is asked for."""
+    if logits.shape[-1] != model.vocab_size:
+        raise UserError(
+            f"The model answers with {logits.shape[-1]} classes and has {model.vocab_size} tokens, so that it can "
+            "neither write text nor score choices; run its rows."
+        )
+
+
 def log_likelihoods(
     model: LoopedModel, read: Tensor, which: NDArray[np.int64], targets: Tensor, likeliest: Tensor | None = None
 ) -> Tensor:
@@ -108,6 +117,7 @@ def log_likelihoods(
     normaliser, chosen = [], read.new_empty(len(which), dtype=accumulator(read.device))
     for first in range(0, len(read), chunk):
         logits = model.predict(read[first : first + chunk]).float()
+        require_vocabulary(model, logits)
         normaliser.append(logits.logsumexp(-1).to(chosen.dtype))
         there = np.flatnonzero((which >= first) & (which < first + chunk))
         here, rows = upload(np.stack((there, which[there] - first)), read.device)

@@ -74,6 +74,8 @@ class Request:
             raise UserError("A choice needs at least one token, and a token before it.")
         if not all(norm > 0 for norm in norms):
             raise UserError("The norm of a choice is a number above 0.")
+        if self.score == "sum" and any(norm != 1 for norm in norms):
+            raise UserError("A score that is the 'sum' has no norms; leave them out, or name what they are.")
         if not len(self.norms) and self.score not in (None, "sum"):
             raise UserError(f"Scores that are '{self.score}' need the norms of the choices.")
         if self.score is None and all(norm == 1 for norm in norms):

@@ -70,6 +70,7 @@ def run(
     for name, value in (("batch_size", batch_size), ("num_loops", model.num_loops if num_loops is None else num_loops)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}.")
+    model.require_evaluation()
     tied = policy.model is not None or policy.gate is not None
     read: StateRead | None = None if mean is None else "mean_over_choices" if mean else "last_token"
     here = Scope(state=read, precision=model.precision)
@@ -142,6 +143,11 @@ class _RunningBatch:
             self._questions = bool(new[0].scored)
         scope = self._exit_state.policy.scope
         for score in {request.score for request in new}:
+            if self._questions and score is None and scope.score is not None:
+                raise UserError(
+                    "The choices of a request have norms, and nothing says of which kind; say it with score= "
+                    "('per_character' or 'per_byte'), because this policy was calibrated on a kind of scores."
+                )
             scope.check(Scope(unit="questions" if self._questions else "answers", score=score))
         lengths = [max(request.ran) for request in new]
         tokens = np.concatenate([row for request in new for row in request.rows])

@@ -42,16 +42,25 @@ class Scope(Settings, frozen=True, kw_only=True):
     cache: Literal["full", "propagate", "latest"] | None = None  # of tokens: what later ones find of those that exited
     precision: str | None = None  # of the weights
 
+    def difference(self, other: "Scope") -> tuple[str, str, str] | None:
+        """The first in which two differ, where both say something, and what each says."""
+        for name in self.__struct_fields__:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours is not None and theirs is not None and ours != theirs:
+                return name, _words(name, ours), _words(name, theirs)
+        return None
+
     def check(self, here: "Scope") -> None:
         """Refuses decisions of another kind than those that this is about."""
-        for name in ("unit", "score", "state", "cache", "precision"):
-            ours, theirs = getattr(self, name), getattr(here, name)
-            if ours is not None and theirs is not None and ours != theirs:
-                raise UserError(
-                    f"This policy was calibrated on {_words(name, ours)}, and here it would decide about "
-                    f"{_words(name, theirs)}, where its threshold means something else; calibrate one on a recording "
-                    "of these."
-                )
+        if (found := self.difference(here)) is not None:
+            name, ours, theirs = found
+            remedy = "calibrate one on a recording of these"
+            if name == "cache":
+                remedy = "write with that cache, or give its readout and threshold by hand, without a promise"
+            raise UserError(
+                f"This policy was calibrated on {ours}, and here it would decide about {theirs}, where its threshold "
+                f"means something else; {remedy}."
+            )
 
     def __str__(self) -> str:
         words = [_words(name, value) for name in self.__struct_fields__ if (value := getattr(self, name)) is not None]

@@ -1,6 +1,7 @@
 """Which data may choose, and which may only evaluate? What would make a result look better than it is, is refused."""
 
 from loopscope.errors import UserError
+from loopscope.exits.scope import scope_of
 from loopscope.trajectory import Trajectory
 
 EVALUATION_SPLITS = ("test", "extrapolation")
@@ -31,3 +32,5 @@ def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
     ):
         if ours is not None and theirs is not None and ours != theirs:
             raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")
+    if (found := scope_of(first).difference(scope_of(second))) is not None:
+        raise UserError(f"{both} are of different kinds ({found[1]}, and {found[2]}); record both alike.")

@@ -155,7 +155,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         encoded = encode_questions(questions, self.tokenizer, self.max_length - self._adaptive)
         together, alone = [], []
         for key, (question, tokens) in enumerate(zip(questions, encoded, strict=True)):
-            if len(question.choices) == 1 and self._adaptive:
+            if len(question.choices) == 1 and (self._adaptive or self.policy.scope.unit == "tokens"):
                 alone.append(Prompt(key, tokens.context, tokens.choices[0]))
             else:
                 shared = tokens.prefix if tokens.prefix >= _WORTH else 0

@@ -112,22 +112,21 @@ class LoopedModel(nn.Module):
     unneeded: ClassVar[tuple[str, ...]] = ()
     """Tensors that a checkpoint may have and that follow from others."""
 
-    _identity: tuple[tuple[tuple[int, int], ...], str | Callable[[], str]] | None = None
-    """The versions of all tensors, and the hash of what they hold, or what will hash it."""
+    _identity: tuple[list[Any], str | Callable[[], str]] | None = None
+    """What the tensors held, in short, and the hash of it, or what will hash it."""
 
     @property
     def weights_sha256(self) -> str:
         """What tells this model from any other: the hash of the file that it was loaded from, or of its parameters.
 
-        A loaded model whose parameters were changed since is another model. What writes into `parameter.data` changes
-        them unseen.
+        A loaded model whose parameters were changed since is another model, and so is one in another precision.
         """
-        if self._identity is None or self._identity[0] != self._versions():
+        if self._identity is None or self._identity[0] != self._fingerprint():
             self.identify_by(partial(parameters_sha256, self))
         assert self._identity is not None
-        versions, known = self._identity
+        fingerprint, known = self._identity
         if not isinstance(known, str):
-            self._identity = (versions, known := known())
+            self._identity = (fingerprint, known := known())
         return known
 
     @property
@@ -137,11 +136,19 @@ class LoopedModel(nn.Module):
 
     def identify_by(self, hashed: Callable[[], str]) -> None:
         """Lets the weights as they are now be known by what this returns, which is asked for when it is needed."""
-        self._identity = (self._versions(), hashed)
+        self._identity = (self._fingerprint(), hashed)
 
-    def _versions(self) -> tuple[tuple[int, int], ...]:
-        tensors = (*self.parameters(), *self.buffers())
-        return tuple((id(each), 0 if each.is_inference() else each._version) for each in tensors)
+    def _fingerprint(self) -> list[Any]:
+        """Of every tensor the sum of its bits, and some of them: quick, exact, and the same on every device.
+
+        PyTorch's own counts of changes miss a fused optimizer's.
+        """
+        found: list[Any] = []
+        for name, tensor in self.state_dict().items():
+            bits = tensor.detach().flatten().view(_BITS[tensor.element_size()])
+            some = bits[:: max(1, len(bits) // _SAMPLED)]
+            found.append((name, tensor.dtype, tensor.shape, int(bits.sum(dtype=torch.int64)), some.tolist()))
+        return found
 
     @abstractmethod
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
@@ -197,6 +204,11 @@ class LoopedModel(nn.Module):
             self.require("branches", "Questions with choices")
         self.check_length(layout.max_context)
         return self.embed(tokens, layout)
+
+    def require_evaluation(self) -> None:
+        """Refuses a model in training mode, whose dropout would answer otherwise every time."""
+        if self.training:
+            raise UserError("The model is in training mode; call model.eval() before it is recorded, run or checked.")
 
     def require(self, capability: Literal["kv_cache", "branches", "causal"], what: str) -> None:
         """Refuses what takes a capability that the model does not declare."""
@@ -255,6 +267,8 @@ class LoopedModel(nn.Module):
         return Loops(self.predict(head_input), hidden, self.halt(hidden))
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLED = 64
 _LACKING = {
     "kv_cache": "no KV cache (kv_cache = True)",
     "branches": "no branches (branches = True)",

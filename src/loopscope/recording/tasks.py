@@ -112,8 +112,7 @@ def record_model(
 
     Nothing is written; `save` of the trajectory does that.
     """
-    if model.training:
-        raise UserError("The model is in training mode; call model.eval() before it is recorded.")
+    model.require_evaluation()
     keep = keep or Keep()
     if labels is None and not keep.logits:
         raise UserError("Without labels a recording must keep its logits.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of
 from loopscope.cli.options import CACHE_MODES, add_shared, add_verb, count
-from loopscope.cli.output import percent, print_measured
+from loopscope.cli.output import percent, print_measured, print_note
 from loopscope.cli.policies import check_any_model, load_policy
 from loopscope.errors import UserError
 
@@ -55,6 +55,12 @@ def execute(options: argparse.Namespace) -> None:
     folder = find_checkpoint(options.model)
     model = load_model(folder, device_of(options), options.dtype)
     prompts, caches = _prompts(folder, options), options.cache or list(CACHE_MODES)
+    for policy in policies:
+        if others := [cache for cache in caches if policy.scope.cache not in (None, cache)]:
+            print_note(
+                f"{policy} was calibrated for the cache '{policy.scope.cache}'; with {' and '.join(others)} it is "
+                "measured without its promise."
+            )
     with track("measuring") as advance:
         result = bench_generation(
             options.model, model, prompts, policies, caches, options.batch_size, options.rounds, advance
