@@ -26,11 +26,12 @@ def device_of(options: argparse.Namespace) -> "torch.device":
 
 
 def resolve_auto(options: argparse.Namespace) -> None:
-    """Puts what `auto` takes in its place, and says so once, unless it is the CPU."""
+    """Puts what `auto` takes in its place, and says so once."""
     if options.device != "auto":
         return
     from loopscope.models.device import check_device
 
     options.device = str(check_device("auto"))
-    if options.device != "cpu" and os.environ.get("RANK", "0") == "0":
-        print_note(f"Device: {options.device} (--device cpu takes the CPU).")
+    if os.environ.get("RANK", "0") == "0":
+        other = "no GPU was found" if options.device == "cpu" else "--device cpu takes the CPU"
+        print_note(f"Device: {options.device} ({other}).")
