@@ -42,6 +42,15 @@ def noisy(loops, noise=0.1):
 number = 3
 
 def one(loops): return 1.0
+def by_loop(loops):
+    return loops.cross_entropy.mean(1)
+
+def leaves(loops):
+    raise SystemExit(3)
+
+def imaginary(loops):
+    return loops.cross_entropy.mean() * 1j
+
 def rows(loops): return loops.cross_entropy
 def broken(loops): return loops.nothing
 def infinite(loops): return (loops.cross_entropy / 0).mean()
@@ -160,7 +169,10 @@ def test_built_in_runs_are_what_they_were() -> None:
         ("missing", "has no 'missing' to be the objective; it has helper, noisy, one"),
         ("number", "is not a function, but of type int"),
         ("one", "returned float; it must return the loss of the batch"),
-        ("rows", "returned a tensor of shape [3, 3]"),
+        ("rows", "returned a tensor of shape [3, 5]"),
+        ("by_loop", "returned a tensor of shape [3]"),
+        ("leaves", "failed: SystemExit: 3"),
+        ("imaginary", "and torch.complex64"),
         ("broken", "AttributeError: 'LoopLosses' object has no attribute 'nothing' (losses_"),
         ("infinite", "is not finite"),
         ("detached", "has no gradient; compute it from"),

@@ -34,7 +34,6 @@ LossFunction = Callable[[LoopLosses], Tensor]
 UserFunction = Callable[..., Tensor]
 """Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
 
-_ROWS = 3
 _NOT_THEIRS = ("<", str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Where a line of a traceback is not the user's."""
 
@@ -51,11 +50,15 @@ class CustomObjective:
             torch.manual_seed(int(digest([self.seed, loops.step])[:8], 16))
             try:
                 loss = self.function(loops, **(self.settings.options or {}))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise UserError(f"The objective '{self.settings.name}' failed: {_reason(error)}.") from error
         rows = loops.cross_entropy.shape[1]
-        if not isinstance(loss, Tensor) or loss.shape not in ((), (rows,)):
-            got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.shape not in ((), (rows,)):
+            got = (
+                f"a tensor of shape {list(loss.shape)} and {loss.dtype}"
+                if isinstance(loss, Tensor)
+                else type(loss).__name__
+            )
             raise UserError(
                 f"The objective '{self.settings.name}' returned {got}; it must return the loss of the batch, a tensor "
                 "with one number, or that of every row [B]."
@@ -106,7 +109,8 @@ def try_objective(objective: LossFunction, loops: int, has_gate: bool, steps: in
     """Tries it on made-up numbers, at the first step and the last; says if it would train a gate."""
     trains_gate = False
     for step in (0, steps - 1):
-        made_up = torch.linspace(2.0, 0.5, loops * _ROWS, device=device).view(loops, _ROWS)
+        rows = loops + 2  # not as many as loops: a loss [T] is no loss [B]
+        made_up = torch.linspace(2.0, 0.5, loops * rows, device=device).view(loops, rows)
         losses, gate_logits = made_up.clone().requires_grad_(), (1 - made_up).requires_grad_() if has_gate else None
         loss = objective(LoopLosses(losses, gate_logits, step))
         loss.backward()  # type: ignore[no-untyped-call]
