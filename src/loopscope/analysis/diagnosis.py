@@ -139,7 +139,7 @@ class Subject:
         self.validation, self.test = validation, test
         self.readouts = [name for name in available_readouts(validation, test) if name != "oracle"]
         self.ceiling = float(test.correct.mean(axis=0).max())
-        self.chance = chance(validation)
+        self.chance = chance(test, validation)
         self.has_gate = "gate" in self.readouts
         self.label_aware = resampled_label_aware(test, resamples, seed)
         self._resamples, self._seed = resamples, seed
@@ -196,8 +196,8 @@ def diagnose_subject(
             )
     level = subject.level(as_target(target))
     found = (level, subject.chance, subject.best(level.accuracy))
-    if reason := _without_verdict(subject, level):
-        return Diagnosis(*found, None, None, None, (), NO_VERDICT, f"No verdict: {reason}.")
+    if sentence := without_verdict(subject, level):
+        return Diagnosis(*found, None, None, None, (), NO_VERDICT, sentence)
     own, best = partial(_curve_depth, subject, "gate"), partial(_best_depth, subject, "")
     readout = _gap(level.accuracy, own, best, subject, subject.chance) if subject.has_gate else None
     trajectory = None
@@ -215,11 +215,14 @@ def diagnose_subject(
     return Diagnosis(*found, readout, trajectory, room, blamed, verdict, sentence)
 
 
-def _without_verdict(subject: Subject, level: TargetLevel) -> str:
-    """Why nothing can be said of a model; nothing where it can.
+def without_verdict(subject: Subject, level: TargetLevel) -> str:
+    """The sentence on why nothing can be said of a model; nothing where it can."""
+    reason = _without_verdict(subject, level)
+    return f"No verdict: {reason}." if reason else ""
 
-    The loop that validation prefers is tested: a model that is right early and wrong at full depth has a trajectory.
-    """
+
+def _without_verdict(subject: Subject, level: TargetLevel) -> str:
+    """The loop that validation prefers is tested: a model that is right early and wrong at the end has a trajectory."""
     test, loop = subject.test, best_loop(subject.validation)
     if not is_above_chance(test, loop, subject.validation):
         where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
@@ -238,10 +241,11 @@ def _without_verdict(subject: Subject, level: TargetLevel) -> str:
 def depth_gap(target: float | Target | None, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
     """D@X of one readout minus that of another, each on its own model, resampled together.
 
-    At the highest accuracy, from the target (the lower of both models' own) down, that both reach.
+    At the highest accuracy, from the target (the lower of both models' own) down to chance, that both reach.
     """
     accuracy = min(subject.level(as_target(target)).accuracy for subject, _ in (first, second))
-    return _gap(accuracy, partial(_curve_depth, *first), partial(_curve_depth, *second), first[0])
+    floor = max(subject.chance for subject, _ in (first, second))
+    return _gap(accuracy, partial(_curve_depth, *first), partial(_curve_depth, *second), first[0], floor)
 
 
 def _curve_depth(subject: Subject, readout: str, accuracy: float) -> tuple[str, Sums]:

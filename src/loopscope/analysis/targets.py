@@ -120,19 +120,23 @@ def best_loop(validation: Trajectory) -> int:
     return int(np.flatnonzero(accuracy == accuracy.max())[-1]) + 1
 
 
-def chance(validation: Trajectory) -> float:
-    """How often an answer that knows nothing is right: one of the choices by lot, or always the commonest label."""
-    commonest = np.unique(validation.required_labels, return_counts=True)[1].max() / validation.num_examples
-    if validation.logits is None:
-        return float(commonest)
-    choices = (~np.isneginf(validation.logits[:, 0])).sum(axis=1)
+def chance(recording: Trajectory, validation: Trajectory) -> float:
+    """How often an answer that knows nothing is right here: by lot, or always the label commonest in validation.
+
+    Validation data choose the label and this recording counts it, so that a shift of the labels is nobody's knowledge.
+    """
+    labels, counts = np.unique(validation.required_labels, return_counts=True)
+    commonest = float((recording.required_labels == labels[counts.argmax()]).mean())
+    if recording.logits is None:
+        return commonest
+    choices = (~np.isneginf(recording.logits[:, 0])).sum(axis=1)
     return float(max(commonest, (1 / choices).mean()))
 
 
 def is_above_chance(recording: Trajectory, loop: int, validation: Trajectory) -> bool:
     """Whether this loop is right more often than chance would have it: a one-sided exact binomial test at 5 %."""
     right = int(recording.correct[:, loop - 1].sum())
-    return bool(binom.sf(right - 1, recording.num_examples, chance(validation)) <= SIGNIFICANCE)
+    return bool(binom.sf(right - 1, recording.num_examples, chance(recording, validation)) <= SIGNIFICANCE)
 
 
 def percent_text(share: float) -> str:
