@@ -11,7 +11,7 @@ from simulated import CLASSES, pair, simulated
 import loopscope as ls
 from loopscope.analysis import WITHIN_A_POINT, Subject, as_targets, diagnose_subject, target_level
 from loopscope.analysis.diagnosis import GAP_COLUMNS
-from loopscope.analysis.targets import best_loop, chance, is_above_chance, reference_loop
+from loopscope.analysis.targets import best_loop, chance, harm_of_depth, is_above_chance, reference_loop
 
 
 def bare(labels: list[int], answers: list[list[int]]) -> ls.Trajectory:
@@ -189,3 +189,42 @@ def test_readouts_are_not_compared_at_chance() -> None:
     assert beside.depth is None
     assert f"the other model: {ls.diagnose(*guesses).sentence}" in str(beside)
     assert "No verdict" not in str(ls.compare(*knows, "margin", "gate"))
+
+
+def test_an_interval_of_zero_is_not_open() -> None:
+    """All readouts exit at loop 1, where everything is right: the gate takes as many loops as any."""
+    logits = np.zeros((200, 3, 2))
+    logits[..., 0] = 3.0
+    labels = np.arange(200) % 5 == 0
+    logits[labels] = logits[labels][..., ::-1]
+    made = [
+        ls.Trajectory(
+            logits=logits[:rows], labels=labels[:rows].astype(int), gate_logits=np.full((rows, 3), 5.0), split=split
+        )
+        for split, rows in (("validation", 200), ("test", 150))
+    ]
+    diagnosis = ls.diagnose(*made)
+    gap = diagnosis.readout_gap
+    assert gap is not None
+    assert (gap.low, gap.high, gap.first, gap.second) == (0, 0, "gate", "fixed")
+    assert "its own gate takes as many loops as fixed to reach 99%" in diagnosis.sentence
+    assert "open" not in diagnosis.sentence
+
+
+def test_depth_that_harms_is_said_and_noise_is_not() -> None:
+    """Right in 90 % at loop 1 and in 50 % at loop 4; beside it models whose loops differ by luck alone."""
+    rng = np.random.default_rng(0)
+
+    def falling(shares: list[float], rows: int = 1000) -> ls.Trajectory:
+        labels = np.arange(rows) % 4
+        return bare(
+            labels.tolist(), np.where(rng.random((rows, 1)) < shares, labels[:, None], (labels[:, None] + 1) % 4)
+        )
+
+    validation, test = falling([0.9, 0.7, 0.6, 0.5]), falling([0.9, 0.7, 0.6, 0.5])
+    points = 100 * (validation.correct[:, 0].mean() - validation.correct[:, 3].mean())
+    said = f"Loop 1 is {points:.1f} points better than full depth on validation data: depth harms it."
+    assert said in str(ls.diagnose(validation, test))
+    lucky = [np.where(rng.random((300, 6)) < 0.6, 0, 1).tolist() for _ in range(200)]
+    assert sum(bool(harm_of_depth(bare([0] * 300, each))) for each in lucky) <= 15
+    assert not harm_of_depth(falling([0.5, 0.7, 0.9]))

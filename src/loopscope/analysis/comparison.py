@@ -69,7 +69,9 @@ def compare_readouts(
     )
     subject = Subject(validation, test)
     against = subject if other is None else Subject(*theirs)
-    sentences = [without_verdict(each, each.level(as_target(target))) for each in (subject, against)]
+    sentences = [
+        without_verdict(each.validation, each.test, each.level(as_target(target))) for each in (subject, against)
+    ]
     if any(sentences):
         return Comparison(paired(*sides), None, sentences[0] or f"{other_name}: {sentences[1]}")
     gap = depth_gap(target, (subject, first), (against, second))

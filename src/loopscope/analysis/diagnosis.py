@@ -34,6 +34,7 @@ from loopscope.analysis.targets import (
     as_target,
     best_loop,
     chance,
+    harm_of_depth,
     is_above_chance,
     percent_text,
     target_level,
@@ -78,6 +79,11 @@ class Gap:
         if reaches_more and missed:
             return int(reaches_more)
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the two take as many loops: the whole interval is zero, to the hundredths that are printed."""
+        return self.examples >= _FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < 0.005
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,7 +202,7 @@ def diagnose_subject(
             )
     level = subject.level(as_target(target))
     found = (level, subject.chance, subject.best(level.accuracy))
-    if sentence := without_verdict(subject, level):
+    if sentence := without_verdict(subject.validation, subject.test, level):
         return Diagnosis(*found, None, None, None, (), NO_VERDICT, sentence)
     own, best = partial(_curve_depth, subject, "gate"), partial(_best_depth, subject, "")
     readout = _gap(level.accuracy, own, best, subject, subject.chance) if subject.has_gate else None
@@ -209,32 +215,32 @@ def diagnose_subject(
     room = _gap(level.accuracy, best, known, subject, subject.chance)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
-    decided = all(gap is not None and (gap.sign or gap.first == gap.second) for gap in parts.values())
+    decided = all(gap is not None and (gap.sign or gap.is_nothing or gap.first == gap.second) for gap in parts.values())
     verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
     sentence = _sentence(subject, reference, level, readout, trajectory, verdict)
     return Diagnosis(*found, readout, trajectory, room, blamed, verdict, sentence)
 
 
-def without_verdict(subject: Subject, level: TargetLevel) -> str:
+def without_verdict(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:
     """The sentence on why nothing can be said of a model; nothing where it can."""
-    reason = _without_verdict(subject, level)
+    reason = _without_verdict(validation, test, level)
     return f"No verdict: {reason}." if reason else ""
 
 
-def _without_verdict(subject: Subject, level: TargetLevel) -> str:
+def _without_verdict(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:
     """The loop that validation prefers is tested: a model that is right early and wrong at the end has a trajectory."""
-    test, loop = subject.test, best_loop(subject.validation)
-    if not is_above_chance(test, loop, subject.validation):
+    loop, guessed = best_loop(validation), chance(test, validation)
+    if not is_above_chance(test, loop, validation):
         where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
         right = f"{test.correct[:, loop - 1].mean():.1%} of {test.num_examples:,} test examples"
         return (
-            f"{where} it is right in {right}, and chance is {percent_text(subject.chance)} (it is not above chance by "
+            f"{where} it is right in {right}, and chance is {percent_text(guessed)} (it is not above chance by "
             "an exact binomial test at 5 %)"
         )
     if test.num_loops == 1:
         return "with a single loop there is no exit to choose"
-    if level.accuracy <= subject.chance:
-        return f"the target, {percent_text(level.accuracy)}, is not above chance ({percent_text(subject.chance)})"
+    if level.accuracy <= guessed:
+        return f"the target, {percent_text(level.accuracy)}, is not above chance ({percent_text(guessed)})"
     return ""
 
 
@@ -308,6 +314,8 @@ def _sentence(
     ceiling = ""
     if subject.ceiling < level.accuracy - 1e-9:
         ceiling = f" No loop of it reaches {percent_text(level.accuracy)} (at best {subject.ceiling:.1%})."
+    if harm := harm_of_depth(subject.validation):
+        ceiling += f" {harm}"
     if reference is subject and not subject.has_gate:
         best = subject.best(level.accuracy)
         depth = subject.curves(best).depth_at(level.reached)[0]
@@ -353,6 +361,8 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
 def _compared(name: str, other: str, gap: Gap, question: str) -> str:
     at = percent_text(gap.accuracy)
     size = f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
+    if gap.is_nothing:
+        return f"{name} takes as many loops as {other} to reach {at}"
     if gap.sign == 0:
         return f"{question} than {other} is open ({size} at {at})"
     if gap.low > 0 or gap.high < 0:

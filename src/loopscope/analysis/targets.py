@@ -90,10 +90,14 @@ class TargetLevel:
         loop, why = "full depth", ""
         if self.loop != self.full_depth:
             loop, why = f"loop {self.loop}, its best", "; full depth is not above chance there"
-        text = f"The target is {percent_text(self.accuracy)}: {below} {loop}, on validation data{why}."
-        if self.reached < self.accuracy:
-            text += f" Test data do not reach it at that loop; depths are read at {percent_text(self.reached)}."
-        return text
+        return f"The target is {percent_text(self.accuracy)}: {below} {loop}, on validation data{why}."
+
+    @property
+    def depths_sentence(self) -> str:
+        """Beside depths: at which accuracy they are read, where it is not the target."""
+        if self.reached == self.accuracy:
+            return ""
+        return f"Test data do not reach it at that loop; depths are read at {percent_text(self.reached)}."
 
 
 def target_level(target: Target, validation: Trajectory, test: Trajectory) -> TargetLevel:
@@ -137,6 +141,23 @@ def is_above_chance(recording: Trajectory, loop: int, validation: Trajectory) ->
     """Whether this loop is right more often than chance would have it: a one-sided exact binomial test at 5 %."""
     right = int(recording.correct[:, loop - 1].sum())
     return bool(binom.sf(right - 1, recording.num_examples, chance(recording, validation)) <= SIGNIFICANCE)
+
+
+def harm_of_depth(validation: Trajectory) -> str:
+    """The sentence on a loop that beats the last one by more than noise; nothing where none does.
+
+    A one-sided exact test of the examples on which only one of the two is right, at 5 % over all loops that the best
+    was chosen among.
+    """
+    best, last = best_loop(validation), validation.num_loops
+    if best == last:
+        return ""
+    early, late = validation.correct[:, best - 1], validation.correct[:, -1]
+    gained, lost = int((early & ~late).sum()), int((late & ~early).sum())
+    if binom.sf(gained - 1, gained + lost, 0.5) * (last - 1) > SIGNIFICANCE:
+        return ""
+    points = 100 * (early.mean() - late.mean())
+    return f"Loop {best} is {points:.1f} points better than full depth on validation data: depth harms it."
 
 
 def percent_text(share: float) -> str:
