@@ -1,6 +1,7 @@
 """Targets: what "within a point of full depth" is for a model, and below what nothing is said. Truths are simulated."""
 
 import math
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -228,3 +229,19 @@ def test_depth_that_harms_is_said_and_noise_is_not() -> None:
     lucky = [np.where(rng.random((300, 6)) < 0.6, 0, 1).tolist() for _ in range(200)]
     assert sum(bool(harm_of_depth(bare([0] * 300, each))) for each in lucky) <= 15
     assert not harm_of_depth(falling([0.5, 0.7, 0.9]))
+
+
+def test_what_is_no_pair_and_no_target_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    validation, test = pair(right=0.9, rows=60)
+    with pytest.raises(ls.UserError, match=r"as in reference=\(validation, test\)"):
+        ls.diagnose(validation, test, reference=validation)  # type: ignore[arg-type]
+    with pytest.raises(ls.UserError, match=r"as in other=\(validation, test\)"):
+        ls.compare(validation, test, "margin", "gate", other=validation)  # type: ignore[arg-type]
+    for wrong in (["folder"], {"mine": validation}, {"mine": ("a", "b")}):
+        with pytest.raises(ls.UserError, match="A report is of models by name"):
+            ls.report(wrong, out=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ls.UserError, match="A plot is of frontiers, .* got 'gate'"):
+        ls.sweep("margin", validation, test).plot("gate")  # type: ignore[arg-type]
+    for target in (lambda: ls.Target("x"), lambda: ls.diagnose(validation, test, target="x")):  # type: ignore[arg-type]
+        with pytest.raises(ls.UserError, match="A target is a number, such as 0.95; got 'x'"):
+            target()

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from loopscope.analysis.diagnosis import Gap, Subject, depth_gap, without_verdict
 from loopscope.analysis.paired import Paired, Side, paired
 from loopscope.analysis.targets import Target, as_target, percent_text
+from loopscope.errors import UserError
 from loopscope.exits import sweep
+from loopscope.exits.splits import is_pair
 from loopscope.trajectory import Trajectory
 
 
@@ -60,6 +62,8 @@ def compare_readouts(
     With `other` (validation, test) the second runs on another model's recordings of the same examples. Without a target
     D@X is 1 point below full depth, of the two models the lower one.
     """
+    if other is not None and not is_pair(other):
+        raise UserError("The other model is two recordings, as in other=(validation, test).")
     theirs = (validation, test) if other is None else other
     sides = (
         Side(first, sweep(first, validation, test).select().policy, test),

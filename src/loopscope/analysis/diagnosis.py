@@ -40,7 +40,7 @@ from loopscope.analysis.targets import (
     target_level,
 )
 from loopscope.errors import UserError
-from loopscope.exits.splits import check_calibration
+from loopscope.exits.splits import check_calibration, is_pair
 from loopscope.exits.sweep import curve
 from loopscope.exits.thresholds import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
@@ -186,6 +186,8 @@ def diagnose(
     subject = Subject(validation, test)
     if reference is None:
         return diagnose_subject(subject, None, target)
+    if not is_pair(reference):
+        raise UserError("A reference is two recordings of a model, as in reference=(validation, test).")
     same = reference[0] is validation and reference[1] is test
     return diagnose_subject(subject, subject if same else Subject(*reference), target)
 

@@ -9,6 +9,7 @@ Shapes: N examples, T loops, V classes.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from scipy.stats import binom
@@ -29,6 +30,9 @@ class Target:
     def __post_init__(self) -> None:
         if (self.accuracy is None) == (self.below_full_depth is None):
             raise UserError("A target is either an accuracy, or so much below full depth.")
+        given = self.below_full_depth if self.accuracy is None else self.accuracy
+        if not isinstance(given, Real):
+            raise UserError(f"A target is a number, such as 0.95; got {given!r}.")
         if self.accuracy is not None and not 0 < self.accuracy <= 1:
             raise UserError(f"A target accuracy is between 0 and 1, such as 0.95; got {self.accuracy:g}.")
         if self.below_full_depth is not None and not 0 <= self.below_full_depth < 1:
@@ -63,7 +67,9 @@ def as_target(target: float | Target | None) -> Target:
     """Without a target, one point below full depth."""
     if target is None:
         return WITHIN_A_POINT
-    return target if isinstance(target, Target) else Target(float(target))
+    if isinstance(target, Target):
+        return target
+    return Target(float(target) if isinstance(target, Real) else target)
 
 
 def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:

@@ -1,5 +1,7 @@
 """Which data may choose, and which may only evaluate? What would make a result look better than it is, is refused."""
 
+from collections.abc import Sequence
+
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
 
@@ -31,3 +33,8 @@ def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
     ):
         if ours is not None and theirs is not None and ours != theirs:
             raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")
+
+
+def is_pair(given: object) -> bool:
+    """Whether these are two recordings, validation and test; one alone is easily given instead."""
+    return isinstance(given, Sequence) and [isinstance(each, Trajectory) for each in given] == [True, True]
