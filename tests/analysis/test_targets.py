@@ -1,6 +1,7 @@
 """Targets: what "within a point of full depth" is for a model, and below what nothing is said. Truths are simulated."""
 
 import math
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,7 +12,7 @@ from simulated import CLASSES, pair, simulated
 import loopscope as ls
 from loopscope.analysis import WITHIN_A_POINT, Subject, as_targets, diagnose_subject, target_level
 from loopscope.analysis.diagnosis import GAP_COLUMNS
-from loopscope.analysis.targets import best_loop, chance, is_above_chance, reference_loop
+from loopscope.analysis.targets import best_loop, chance, harm_of_depth, is_above_chance, reference_loop
 
 
 def bare(labels: list[int], answers: list[list[int]]) -> ls.Trajectory:
@@ -48,11 +49,25 @@ def test_names_of_targets() -> None:
 
 def test_chance_is_a_lot_among_the_choices_or_the_commonest_label() -> None:
     logits = np.zeros((6, 1, 4))
-    assert chance(ls.Trajectory(logits=logits, labels=np.arange(6) % 4)) == pytest.approx(2 / 6)
-    assert chance(ls.Trajectory(logits=np.zeros((8, 1, 4)), labels=np.arange(8) % 4)) == 0.25
+    made = [ls.Trajectory(logits=logits.copy(), labels=np.arange(6) % 4)]
+    made.append(ls.Trajectory(logits=np.zeros((8, 1, 4)), labels=np.arange(8) % 4))
     logits[:3, :, 2:] = -np.inf  # three questions have two choices, three have four
-    assert chance(ls.Trajectory(logits=logits, labels=[0, 1, 0, 1, 2, 3])) == pytest.approx((3 / 2 + 3 / 4) / 6)
-    assert chance(bare([1, 1, 1, 0], [[0]] * 4)) == 0.75
+    made.append(ls.Trajectory(logits=logits, labels=[0, 1, 0, 1, 2, 3]))
+    made.append(bare([1, 1, 1, 0], [[0]] * 4))
+    assert [chance(each, each) for each in made] == pytest.approx([2 / 6, 0.25, (3 / 2 + 3 / 4) / 6, 0.75])
+    assert chance(bare([0, 1, 1, 1], [[0]] * 4), bare([0, 0, 1], [[0]] * 3)) == 0.25  # validation names it, test counts
+
+
+def test_a_shift_of_the_labels_is_nobodys_knowledge() -> None:
+    """Validation has 80 % zeros, test data 90 %: always to say zero is to guess, and to be right in 94 % is not."""
+    validation, test = ([0] * round(1000 * share) + [1] * round(1000 - 1000 * share) for share in (0.8, 0.9))
+    calibration = bare(validation, [[0, label] for label in validation])
+    says_zero = bare(test, [[0, 0]] * 1000)
+    assert not is_above_chance(says_zero, 2, calibration)
+    assert ls.diagnose(calibration, says_zero).verdict == "no verdict"
+    assert "right in 90.0% of 1,000 test examples, and chance is 90%" in ls.diagnose(calibration, says_zero).sentence
+    knows = bare(test, [[0, 1 if k >= 960 else 0] for k in range(1000)])
+    assert is_above_chance(knows, 2, calibration)
 
 
 def test_above_chance_is_an_exact_one_sided_test() -> None:
@@ -68,10 +83,11 @@ def test_at_chance_there_is_no_verdict_and_nine_of_ten_models_that_guess_get_non
     test = simulated("test", right=0.0)
     loop = best_loop(simulated("validation", right=0.0))
     assert (diagnosis.verdict, diagnosis.blamed, diagnosis.rows) == ("no verdict", (), [])
-    said = f"right in {test.correct[:, loop - 1].mean():.1%} of 1,500 test examples, and chance is 26%"
+    said = f"right in {test.correct[:, loop - 1].mean():.1%} of 1,500 test examples, and chance is 25%"
     assert diagnosis.sentence.startswith("No verdict: at loop 3")
     assert said in diagnosis.sentence
-    assert diagnosis.chance == np.bincount(simulated("validation", right=0.0).labels).max() / 1500
+    commonest = np.bincount(simulated("validation", right=0.0).labels).argmax()
+    assert diagnosis.chance == max(0.25, (test.labels == commonest).mean())
     verdicts = [ls.diagnose(*pair(right=0.0, seed=seed, rows=200)).verdict for seed in range(40)]
     assert verdicts.count("no verdict") >= 36
 
@@ -142,7 +158,7 @@ def test_nothing_is_compared_at_chance() -> None:
     assert diagnosis.trajectory_gap is None
     assert "it reaches no accuracy above chance together with the reference" in diagnosis.sentence
     low = ls.diagnose(*pair(right=0.9), target=1 / CLASSES)
-    assert low.sentence == "No verdict: the target, 25%, is not above chance (26%)."
+    assert low.sentence == "No verdict: the target, 25%, is not above chance (25%)."
 
 
 def test_an_absolute_target_stays_as_it_was_given() -> None:
@@ -162,3 +178,70 @@ def test_two_readouts_compared_from_python() -> None:
     assert str(compared).startswith("gate minus margin on 1,500 test examples.")
     other = ls.compare(*late, "gate", "margin", other=pair(right=0.6))
     assert other.selected.second == "margin on the other model"
+
+
+def test_readouts_are_not_compared_at_chance() -> None:
+    guesses, knows = pair(right=0.0), pair(right=0.9)
+    compared = ls.compare(*guesses, "margin", "gate")
+    assert compared.depth is None
+    assert ls.diagnose(*guesses).sentence in str(compared)
+    assert "D@" not in str(compared)
+    beside = ls.compare(*knows, "margin", "gate", other=guesses)
+    assert beside.depth is None
+    assert f"the other model: {ls.diagnose(*guesses).sentence}" in str(beside)
+    assert "No verdict" not in str(ls.compare(*knows, "margin", "gate"))
+
+
+def test_an_interval_of_zero_is_not_open() -> None:
+    """All readouts exit at loop 1, where everything is right: the gate takes as many loops as any."""
+    logits = np.zeros((200, 3, 2))
+    logits[..., 0] = 3.0
+    labels = np.arange(200) % 5 == 0
+    logits[labels] = logits[labels][..., ::-1]
+    made = [
+        ls.Trajectory(
+            logits=logits[:rows], labels=labels[:rows].astype(int), gate_logits=np.full((rows, 3), 5.0), split=split
+        )
+        for split, rows in (("validation", 200), ("test", 150))
+    ]
+    diagnosis = ls.diagnose(*made)
+    gap = diagnosis.readout_gap
+    assert gap is not None
+    assert (gap.low, gap.high, gap.first, gap.second) == (0, 0, "gate", "fixed")
+    assert "its own gate takes as many loops as fixed to reach 99%" in diagnosis.sentence
+    assert "open" not in diagnosis.sentence
+
+
+def test_depth_that_harms_is_said_and_noise_is_not() -> None:
+    """Right in 90 % at loop 1 and in 50 % at loop 4; beside it models whose loops differ by luck alone."""
+    rng = np.random.default_rng(0)
+
+    def falling(shares: list[float], rows: int = 1000) -> ls.Trajectory:
+        labels = np.arange(rows) % 4
+        return bare(
+            labels.tolist(), np.where(rng.random((rows, 1)) < shares, labels[:, None], (labels[:, None] + 1) % 4)
+        )
+
+    validation, test = falling([0.9, 0.7, 0.6, 0.5]), falling([0.9, 0.7, 0.6, 0.5])
+    points = 100 * (validation.correct[:, 0].mean() - validation.correct[:, 3].mean())
+    said = f"Loop 1 is {points:.1f} points better than full depth on validation data: depth harms it."
+    assert said in str(ls.diagnose(validation, test))
+    lucky = [np.where(rng.random((300, 6)) < 0.6, 0, 1).tolist() for _ in range(200)]
+    assert sum(bool(harm_of_depth(bare([0] * 300, each))) for each in lucky) <= 15
+    assert not harm_of_depth(falling([0.5, 0.7, 0.9]))
+
+
+def test_what_is_no_pair_and_no_target_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    validation, test = pair(right=0.9, rows=60)
+    with pytest.raises(ls.UserError, match=r"as in reference=\(validation, test\)"):
+        ls.diagnose(validation, test, reference=validation)  # type: ignore[arg-type]
+    with pytest.raises(ls.UserError, match=r"as in other=\(validation, test\)"):
+        ls.compare(validation, test, "margin", "gate", other=validation)  # type: ignore[arg-type]
+    for wrong in (["folder"], {"mine": validation}, {"mine": ("a", "b")}):
+        with pytest.raises(ls.UserError, match="A report is of models by name"):
+            ls.report(wrong, out=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ls.UserError, match="A plot is of frontiers, .* got 'gate'"):
+        ls.sweep("margin", validation, test).plot("gate")  # type: ignore[arg-type]
+    for target in (lambda: ls.Target("x"), lambda: ls.diagnose(validation, test, target="x")):  # type: ignore[arg-type]
+        with pytest.raises(ls.UserError, match="A target is a number, such as 0.95; got 'x'"):
+            target()

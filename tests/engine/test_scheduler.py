@@ -289,3 +289,8 @@ def test_a_promise_holds_for_its_own_depth_only(
         next(ls.run(model, own, requests, num_loops=2))
     assert {answer.loop for answer in ls.run(model, own, requests, num_loops=3)} == {1, 2, 3}
     assert {answer.loop for answer in ls.run(model, own.for_any_model(), requests, num_loops=2)} == {1, 2}
+
+
+def test_an_answer_prints_in_a_line() -> None:
+    answer = Answer(3, 2, np.eye(7, dtype=np.float32)[5])
+    assert repr(answer) == "Answer(key=3, loop=2, prediction=5)"

@@ -116,3 +116,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ExitState(ls.ExitPolicy("gate:a", 0.5), 4)
     with pytest.raises(ls.UserError, match="takes no fitted gate"):
         ls.ExitPolicy("margin", 0.5, linear())
+
+
+def test_it_prints_in_a_line() -> None:
+    weights = {"weight": np.zeros(64), "bias": np.zeros(())}
+    fitted = FittedGate(**weights, provenance={"split": "train"})
+    assert repr(fitted) == "FittedGate(linear, width 64, fitted to the train split)"
+    assert repr(FittedGate(**weights)) == "FittedGate(linear, width 64)"

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
-from loopscope.analysis.diagnosis import Gap, Subject, depth_gap
+from loopscope.analysis.diagnosis import Gap, Subject, depth_gap, without_verdict
 from loopscope.analysis.paired import Paired, Side, paired
-from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.targets import Target, as_target, percent_text
+from loopscope.errors import UserError
 from loopscope.exits import sweep
+from loopscope.exits.splits import is_pair
 from loopscope.trajectory import Trajectory
 
 
@@ -14,7 +16,8 @@ class Comparison:
     """The first readout minus the second, with 95 % intervals."""
 
     selected: Paired  # at the operating points that validation chose
-    depth: Gap | None  # in D@X; None where they reach nothing together
+    depth: Gap | None  # in D@X; None where they reach nothing above chance together
+    without_depth: str = ""  # why no depth is compared: a model that is not above chance, or has one loop
 
     @property
     def sentence(self) -> str:
@@ -22,7 +25,7 @@ class Comparison:
         return (
             f"{both.first} minus {both.second} on {both.examples:,} test examples. Accuracy and loops at the "
             f"thresholds that validation chose; only {both.first} is right on {both.only_first_right:,}, only "
-            f"{both.second} on {both.only_second_right:,}."
+            f"{both.second} on {both.only_second_right:,}." + (f" {self.without_depth}" if self.without_depth else "")
         )
 
     @property
@@ -59,6 +62,8 @@ def compare_readouts(
     With `other` (validation, test) the second runs on another model's recordings of the same examples. Without a target
     D@X is 1 point below full depth, of the two models the lower one.
     """
+    if other is not None and not is_pair(other):
+        raise UserError("The other model is two recordings, as in other=(validation, test).")
     theirs = (validation, test) if other is None else other
     sides = (
         Side(first, sweep(first, validation, test).select().policy, test),
@@ -68,4 +73,10 @@ def compare_readouts(
     )
     subject = Subject(validation, test)
     against = subject if other is None else Subject(*theirs)
-    return Comparison(paired(*sides), depth_gap(target, (subject, first), (against, second)))
+    sentences = [
+        without_verdict(each.validation, each.test, each.level(as_target(target))) for each in (subject, against)
+    ]
+    if any(sentences):
+        return Comparison(paired(*sides), None, sentences[0] or f"{other_name}: {sentences[1]}")
+    gap = depth_gap(target, (subject, first), (against, second))
+    return Comparison(paired(*sides), gap, "" if gap else "Both reach no accuracy above chance together.")

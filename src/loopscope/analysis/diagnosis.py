@@ -34,12 +34,13 @@ from loopscope.analysis.targets import (
     as_target,
     best_loop,
     chance,
+    harm_of_depth,
     is_above_chance,
     percent_text,
     target_level,
 )
 from loopscope.errors import UserError
-from loopscope.exits.splits import check_calibration
+from loopscope.exits.splits import check_calibration, is_pair
 from loopscope.exits.sweep import curve
 from loopscope.exits.thresholds import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
@@ -78,6 +79,11 @@ class Gap:
         if reaches_more and missed:
             return int(reaches_more)
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the two take as many loops: the whole interval is zero, to the hundredths that are printed."""
+        return self.examples >= _FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < 0.005
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,7 +145,7 @@ class Subject:
         self.validation, self.test = validation, test
         self.readouts = [name for name in available_readouts(validation, test) if name != "oracle"]
         self.ceiling = float(test.correct.mean(axis=0).max())
-        self.chance = chance(validation)
+        self.chance = chance(test, validation)
         self.has_gate = "gate" in self.readouts
         self.label_aware = resampled_label_aware(test, resamples, seed)
         self._resamples, self._seed = resamples, seed
@@ -180,6 +186,8 @@ def diagnose(
     subject = Subject(validation, test)
     if reference is None:
         return diagnose_subject(subject, None, target)
+    if not is_pair(reference):
+        raise UserError("A reference is two recordings of a model, as in reference=(validation, test).")
     same = reference[0] is validation and reference[1] is test
     return diagnose_subject(subject, subject if same else Subject(*reference), target)
 
@@ -196,8 +204,8 @@ def diagnose_subject(
             )
     level = subject.level(as_target(target))
     found = (level, subject.chance, subject.best(level.accuracy))
-    if reason := _without_verdict(subject, level):
-        return Diagnosis(*found, None, None, None, (), NO_VERDICT, f"No verdict: {reason}.")
+    if sentence := without_verdict(subject.validation, subject.test, level):
+        return Diagnosis(*found, None, None, None, (), NO_VERDICT, sentence)
     own, best = partial(_curve_depth, subject, "gate"), partial(_best_depth, subject, "")
     readout = _gap(level.accuracy, own, best, subject, subject.chance) if subject.has_gate else None
     trajectory = None
@@ -209,39 +217,43 @@ def diagnose_subject(
     room = _gap(level.accuracy, best, known, subject, subject.chance)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
-    decided = all(gap is not None and (gap.sign or gap.first == gap.second) for gap in parts.values())
+    decided = all(gap is not None and (gap.sign or gap.is_nothing or gap.first == gap.second) for gap in parts.values())
     verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
     sentence = _sentence(subject, reference, level, readout, trajectory, verdict)
     return Diagnosis(*found, readout, trajectory, room, blamed, verdict, sentence)
 
 
-def _without_verdict(subject: Subject, level: TargetLevel) -> str:
-    """Why nothing can be said of a model; nothing where it can.
+def without_verdict(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:
+    """The sentence on why nothing can be said of a model; nothing where it can."""
+    reason = _without_verdict(validation, test, level)
+    return f"No verdict: {reason}." if reason else ""
 
-    The loop that validation prefers is tested: a model that is right early and wrong at full depth has a trajectory.
-    """
-    test, loop = subject.test, best_loop(subject.validation)
-    if not is_above_chance(test, loop, subject.validation):
+
+def _without_verdict(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:
+    """The loop that validation prefers is tested: a model that is right early and wrong at the end has a trajectory."""
+    loop, guessed = best_loop(validation), chance(test, validation)
+    if not is_above_chance(test, loop, validation):
         where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
         right = f"{test.correct[:, loop - 1].mean():.1%} of {test.num_examples:,} test examples"
         return (
-            f"{where} it is right in {right}, and chance is {percent_text(subject.chance)} (it is not above chance by "
+            f"{where} it is right in {right}, and chance is {percent_text(guessed)} (it is not above chance by "
             "an exact binomial test at 5 %)"
         )
     if test.num_loops == 1:
         return "with a single loop there is no exit to choose"
-    if level.accuracy <= subject.chance:
-        return f"the target, {percent_text(level.accuracy)}, is not above chance ({percent_text(subject.chance)})"
+    if level.accuracy <= guessed:
+        return f"the target, {percent_text(level.accuracy)}, is not above chance ({percent_text(guessed)})"
     return ""
 
 
 def depth_gap(target: float | Target | None, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
     """D@X of one readout minus that of another, each on its own model, resampled together.
 
-    At the highest accuracy, from the target (the lower of both models' own) down, that both reach.
+    At the highest accuracy, from the target (the lower of both models' own) down to chance, that both reach.
     """
     accuracy = min(subject.level(as_target(target)).accuracy for subject, _ in (first, second))
-    return _gap(accuracy, partial(_curve_depth, *first), partial(_curve_depth, *second), first[0])
+    floor = max(subject.chance for subject, _ in (first, second))
+    return _gap(accuracy, partial(_curve_depth, *first), partial(_curve_depth, *second), first[0], floor)
 
 
 def _curve_depth(subject: Subject, readout: str, accuracy: float) -> tuple[str, Sums]:
@@ -304,6 +316,8 @@ def _sentence(
     ceiling = ""
     if subject.ceiling < level.accuracy - 1e-9:
         ceiling = f" No loop of it reaches {percent_text(level.accuracy)} (at best {subject.ceiling:.1%})."
+    if harm := harm_of_depth(subject.validation):
+        ceiling += f" {harm}"
     if reference is subject and not subject.has_gate:
         best = subject.best(level.accuracy)
         depth = subject.curves(best).depth_at(level.reached)[0]
@@ -349,6 +363,8 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
 def _compared(name: str, other: str, gap: Gap, question: str) -> str:
     at = percent_text(gap.accuracy)
     size = f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
+    if gap.is_nothing:
+        return f"{name} takes as many loops as {other} to reach {at}"
     if gap.sign == 0:
         return f"{question} than {other} is open ({size} at {at})"
     if gap.low > 0 or gap.high < 0:

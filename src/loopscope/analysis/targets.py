@@ -9,6 +9,7 @@ Shapes: N examples, T loops, V classes.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from scipy.stats import binom
@@ -29,6 +30,9 @@ class Target:
     def __post_init__(self) -> None:
         if (self.accuracy is None) == (self.below_full_depth is None):
             raise UserError("A target is either an accuracy, or so much below full depth.")
+        given = self.below_full_depth if self.accuracy is None else self.accuracy
+        if not isinstance(given, Real):
+            raise UserError(f"A target is a number, such as 0.95; got {given!r}.")
         if self.accuracy is not None and not 0 < self.accuracy <= 1:
             raise UserError(f"A target accuracy is between 0 and 1, such as 0.95; got {self.accuracy:g}.")
         if self.below_full_depth is not None and not 0 <= self.below_full_depth < 1:
@@ -63,7 +67,9 @@ def as_target(target: float | Target | None) -> Target:
     """Without a target, one point below full depth."""
     if target is None:
         return WITHIN_A_POINT
-    return target if isinstance(target, Target) else Target(float(target))
+    if isinstance(target, Target):
+        return target
+    return Target(float(target) if isinstance(target, Real) else target)
 
 
 def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
@@ -90,10 +96,14 @@ class TargetLevel:
         loop, why = "full depth", ""
         if self.loop != self.full_depth:
             loop, why = f"loop {self.loop}, its best", "; full depth is not above chance there"
-        text = f"The target is {percent_text(self.accuracy)}: {below} {loop}, on validation data{why}."
-        if self.reached < self.accuracy:
-            text += f" Test data do not reach it at that loop; depths are read at {percent_text(self.reached)}."
-        return text
+        return f"The target is {percent_text(self.accuracy)}: {below} {loop}, on validation data{why}."
+
+    @property
+    def depths_sentence(self) -> str:
+        """Beside depths: at which accuracy they are read, where it is not the target."""
+        if self.reached == self.accuracy:
+            return ""
+        return f"Test data do not reach it at that loop; depths are read at {percent_text(self.reached)}."
 
 
 def target_level(target: Target, validation: Trajectory, test: Trajectory) -> TargetLevel:
@@ -120,19 +130,40 @@ def best_loop(validation: Trajectory) -> int:
     return int(np.flatnonzero(accuracy == accuracy.max())[-1]) + 1
 
 
-def chance(validation: Trajectory) -> float:
-    """How often an answer that knows nothing is right: one of the choices by lot, or always the commonest label."""
-    commonest = np.unique(validation.required_labels, return_counts=True)[1].max() / validation.num_examples
-    if validation.logits is None:
-        return float(commonest)
-    choices = (~np.isneginf(validation.logits[:, 0])).sum(axis=1)
+def chance(recording: Trajectory, validation: Trajectory) -> float:
+    """How often an answer that knows nothing is right here: by lot, or always the label commonest in validation.
+
+    Validation data choose the label and this recording counts it, so that a shift of the labels is nobody's knowledge.
+    """
+    labels, counts = np.unique(validation.required_labels, return_counts=True)
+    commonest = float((recording.required_labels == labels[counts.argmax()]).mean())
+    if recording.logits is None:
+        return commonest
+    choices = (~np.isneginf(recording.logits[:, 0])).sum(axis=1)
     return float(max(commonest, (1 / choices).mean()))
 
 
 def is_above_chance(recording: Trajectory, loop: int, validation: Trajectory) -> bool:
     """Whether this loop is right more often than chance would have it: a one-sided exact binomial test at 5 %."""
     right = int(recording.correct[:, loop - 1].sum())
-    return bool(binom.sf(right - 1, recording.num_examples, chance(validation)) <= SIGNIFICANCE)
+    return bool(binom.sf(right - 1, recording.num_examples, chance(recording, validation)) <= SIGNIFICANCE)
+
+
+def harm_of_depth(validation: Trajectory) -> str:
+    """The sentence on a loop that beats the last one by more than noise; nothing where none does.
+
+    A one-sided exact test of the examples on which only one of the two is right, at 5 % over all loops that the best
+    was chosen among.
+    """
+    best, last = best_loop(validation), validation.num_loops
+    if best == last:
+        return ""
+    early, late = validation.correct[:, best - 1], validation.correct[:, -1]
+    gained, lost = int((early & ~late).sum()), int((late & ~early).sum())
+    if binom.sf(gained - 1, gained + lost, 0.5) * (last - 1) > SIGNIFICANCE:
+        return ""
+    points = 100 * (early.mean() - late.mean())
+    return f"Loop {best} is {points:.1f} points better than full depth on validation data: depth harms it."
 
 
 def percent_text(share: float) -> str:

@@ -48,6 +48,7 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
         )
     accuracies = target_accuracies(options.at or [])
     from loopscope.analysis import as_targets, target_level
+    from loopscope.analysis.diagnosis import without_verdict
     from loopscope.analysis.model_analysis import frontier_result
     from loopscope.analysis.threshold_details import detailed_frontier
     from loopscope.exits import attach
@@ -67,6 +68,9 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
         print_json({"targets": {level.target.key: level for level in levels}, "readouts": found})
     else:
         _print_frontiers(frontiers, evaluation, levels)
+    for sentence in dict.fromkeys(without_verdict(calibration, evaluation, level) for level in levels):
+        if sentence:
+            print_note(sentence)
     return 0
 
 
@@ -87,7 +91,11 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
     title = (
         f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} examples. D@X: least average loops on the "
         "evaluation curve that reach X. Selected: the most accurate threshold on calibration data, evaluated."
-        + "".join(f" {level.target.label}: {level.sentence}" for level in levels if level.sentence)
+        + "".join(
+            f" {level.target.label}: {' '.join(filter(None, (level.sentence, level.depths_sentence)))}"
+            for level in levels
+            if level.sentence
+        )
     )
     columns = ["readout", *(level.target.label for level in levels), "selected", "accuracy", "loops"]
     print_table(title, columns, rows)

@@ -38,7 +38,7 @@ from loopscope.models.device import upload
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Answer:
     key: Any
     loop: int  # the loop at which the request stopped
@@ -48,6 +48,9 @@ class Answer:
     @property
     def prediction(self) -> int:
         return int(self.logits.argmax())
+
+    def __repr__(self) -> str:
+        return f"Answer(key={self.key!r}, loop={self.loop}, prediction={self.prediction})"
 
 
 def run(

@@ -29,7 +29,7 @@ _LAYERS = {2: ("weight", "bias"), 4: ("weight_1", "bias_1", "weight", "bias")}
 _CHUNK = 4096
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class FittedGate:
     """A linear projection of the pooled state to a halt logit, or the same after one hidden layer with GELU."""
 
@@ -46,6 +46,10 @@ class FittedGate:
     @property
     def width(self) -> int:
         return int(self.weight.shape[0] if self.weight_1 is None else self.weight_1.shape[1])
+
+    def __repr__(self) -> str:
+        split = self.provenance.get("split")
+        return f"FittedGate({self.kind}, width {self.width}{f', fitted to the {split} split' if split else ''})"
 
     @property
     def tensors(self) -> dict[str, Array]:

@@ -1,5 +1,7 @@
 """Which data may choose, and which may only evaluate? What would make a result look better than it is, is refused."""
 
+from collections.abc import Sequence
+
 from loopscope.errors import UserError
 from loopscope.exits.scope import scope_of
 from loopscope.trajectory import Trajectory
@@ -34,3 +36,8 @@ def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
             raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")
     if (found := scope_of(first).difference(scope_of(second))) is not None:
         raise UserError(f"{both} are of different kinds ({found[1]}, and {found[2]}); record both alike.")
+
+
+def is_pair(given: object) -> bool:
+    """Whether these are two recordings, validation and test; one alone is easily given instead."""
+    return isinstance(given, Sequence) and [isinstance(each, Trajectory) for each in given] == [True, True]

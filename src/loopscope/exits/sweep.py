@@ -73,6 +73,8 @@ class Frontier:
 
     def plot(self, *others: "Frontier") -> FrontierPlot:
         """Accuracy against average loops, beside other frontiers if there are any: a chart in a notebook."""
+        if wrong := [each for each in others if not isinstance(each, Frontier)]:
+            raise UserError(f"A plot is of frontiers, such as sweep('margin', validation, test); got {wrong[0]!r}.")
         return FrontierPlot({each.readout: (each.average_loops, each.accuracy) for each in (self, *others)})
 
     def depth_at(self, accuracy: float) -> float | None:

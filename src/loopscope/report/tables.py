@@ -30,13 +30,16 @@ def headline(results: Results) -> Table:
         depths = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
         verdicts = Counter(model.verdict for model in members)
         lower = read_lower(members, target)
+        shown = [
+            f"{group.depth_at['fixed'][target.key]}{lower}",
+            f"{group.depth_at['gate'][target.key]}{lower}" if "gate" in group.depth_at else "no gate",
+            f"{over_seeds(depths)}{lower}, {'/'.join(dict.fromkeys(best))}",
+        ]
         rows.append(
             [
                 group.label if len(members) > 1 else members[0].label,
                 share(over_seeds([max(model.forced_accuracy) for model in members])),
-                f"{group.depth_at['fixed'][target.key]}{lower}",
-                f"{group.depth_at['gate'][target.key]}{lower}" if "gate" in group.depth_at else "no gate",
-                f"{over_seeds(depths)}{lower}, {'/'.join(dict.fromkeys(best))}",
+                *([NO_VERDICT] * len(shown) if without_depths(members) else shown),
                 ", ".join(name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()),
             ]
         )
@@ -53,6 +56,11 @@ def headline(results: Results) -> Table:
 def _depth_of(model: ModelResult, readout: str, target: str) -> float | None:
     frontier = model.frontier(readout)
     return None if frontier is None else frontier.depth_at[target]
+
+
+def without_depths(models: Sequence[ModelResult]) -> bool:
+    """Whether none of them gets a verdict: then a depth would say nothing either."""
+    return all(model.diagnosis.verdict == NO_VERDICT for model in models)
 
 
 def read_lower(models: Sequence[ModelResult], target: Target) -> str:
@@ -206,16 +214,19 @@ def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
     absent = ("no gate", "is the reference" if model.is_reference else "no reference", "nothing above chance")
     if model.diagnosis.verdict == NO_VERDICT:
         absent = (NO_VERDICT,) * 3
-    return [_gap(gap, words, shares) for gap, words in zip(model.diagnosis.gaps.values(), absent, strict=True)]
+    own = model.diagnosis.target.accuracy
+    return [_gap(gap, words, shares, own) for gap, words in zip(model.diagnosis.gaps.values(), absent, strict=True)]
 
 
-def _gap(gap: Gap | None, absent: str, with_shares: bool) -> str:
+def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
     if gap is None:
         return absent
     text = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
         shares = f" ({gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%})" if with_shares else ""
-        text += f" @{percent_text(gap.accuracy)}{shares}"
+        return f"{text} @{percent_text(gap.accuracy)}{shares}"
+    if gap.accuracy != target:  # the reference's own is lower
+        text += f" @{percent_text(gap.accuracy)}"
     return text
 
 

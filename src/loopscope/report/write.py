@@ -10,6 +10,7 @@ from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import write_bytes, write_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
+from loopscope.exits.splits import is_pair
 from loopscope.report.charts import write_figure
 from loopscope.report.page import render
 from loopscope.report.page.data import Marker
@@ -30,6 +31,8 @@ def report(
     `reference` names the model whose trajectory is the measure. Without targets it is made at 1 point below full
     depth. `policies` are calibrated ones, by model.
     """
+    if not isinstance(models, Mapping) or not all(map(is_pair, models.values())):
+        raise UserError('A report is of models by name, each with two recordings: {"mine": (validation, test)}.')
     own = policies or {}
     if unknown := [name for name in own if name not in models]:
         raise UserError(f"There are policies of '{unknown[0]}', which is not among the models: {', '.join(models)}.")

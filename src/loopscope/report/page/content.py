@@ -4,11 +4,12 @@ import json
 from collections import Counter
 from typing import NamedTuple
 
-from loopscope.analysis import Gap, Target, over_seeds
+from loopscope.analysis import Diagnosis, Gap, Target, over_seeds
+from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.labels import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.targets import percent_text
-from loopscope.report.tables import gap_cells, guarantee_cell, headline
+from loopscope.report.tables import gap_cells, guarantee_cell, headline, without_depths
 
 
 class Card(NamedTuple):
@@ -67,7 +68,7 @@ def cards(results: Results) -> list[Card]:
 
 def _own_target(models: list[ModelResult], target: Target) -> str:
     """Of a relative target the accuracy, over seeds from the lowest to the highest."""
-    if target.accuracy is not None:
+    if target.accuracy is not None or without_depths(models):
         return ""
     accuracies = sorted(model.targets[target.key].accuracy for model in models)
     return " to ".join(dict.fromkeys(map(percent_text, (accuracies[0], accuracies[-1]))))
@@ -85,9 +86,22 @@ def _run(place: int, model: ModelResult) -> RunCard:
         for each in model.certified
         if each.guarantee is not None
     ]
-    sentence = " ".join(filter(None, (model.diagnosis.sentence, model.diagnosis.target_sentence)))
+    diagnosis = model.diagnosis
+    sentence = " ".join(filter(None, (diagnosis.sentence, diagnosis.target_sentence, _read_at(diagnosis))))
     summary = (seed_of(model), sentence, gaps, certified, model.refused)
     return RunCard(model.name, place, _weights(model), *summary)
+
+
+def _read_at(diagnosis: Diagnosis) -> str:
+    """Of which accuracy the card's depths are, where its gaps are at another, or where it is not the target."""
+    level = diagnosis.target
+    lower = any(gap is not None and gap.accuracy != level.reached for gap in diagnosis.gaps.values())
+    if diagnosis.verdict == NO_VERDICT or (level.reached == level.accuracy and not lower):
+        return ""
+    text = f"Best readout, own gate and fixed depth are read at {percent_text(level.reached)}"
+    if level.reached < level.accuracy:
+        text += ", the highest whole percent that test data reach at that loop"
+    return text + ("; a gap, and the depths that it subtracts, at the accuracy beside it (@)." if lower else ".")
 
 
 def _subtracted(gap: Gap | None) -> str:
