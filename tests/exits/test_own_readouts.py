@@ -224,11 +224,53 @@ def test_what_is_no_readout_is_refused(arguments: tuple, words: str) -> None:
         (lambda now, state: (now, now), "tuple of arrays"),
         (lambda now, state: (now, (now[:3],)), "tuple of arrays"),
         (lambda now, state: (now * (1 if state is None else np.nan), (now,)), "at loop 2"),
+        (lambda now: 1 / 0, r"failed: ZeroDivisionError: division by zero \(test_own_readouts.py, line \d+\)\.$"),
+        (lambda now: nowhere, "failed: NameError: .*test_own_readouts.py, line"),  # type: ignore[name-defined]  # noqa: F821
+        (lambda now: now.__imul__(2), "failed: ValueError: .*read-only.*test_own_readouts.py, line"),
+        (lambda now: np.linalg.inv(now), "failed: LinAlgError: .*test_own_readouts.py, line"),
+        (lambda now: now + 0j, "of the type complex"),
+        (lambda now: ["1"] * len(now), "must be numbers"),
+        (lambda now: [None] * len(now), "must be numbers"),
+        (lambda now: None, r"values \[\] for 200 rows"),
+        (lambda now, state: now, "must return two things"),
+        (lambda now, state: (now, (now,), 3), "must return two things"),
+        (lambda *given: given[0], "must return two things"),
     ],
 )
 def test_a_step_that_does_not_keep_to_its_form_is_refused(step, words: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ls.UserError, match=words):
         replayed(ls.Readout("wrong", "above", "gate_logits", step), random_trajectory().gate_logits)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda *given: (given[0], given[:1]),
+        lambda now, state: (now, (now,)),
+        lambda now, state=None: (now, (now,)),
+        lambda now, *state: (now, (now,)),
+    ],
+)
+def test_a_step_with_room_for_a_state_gets_one(step) -> None:  # type: ignore[no-untyped-def]
+    values = np.ones((4, 2), np.float32)
+    assert np.array_equal(replayed(ls.Readout("roomy", "above", "gate_logits", step), values), values)
+
+
+@pytest.mark.parametrize(
+    "step", [np.abs, lambda now: now, lambda now, **k: now, lambda now, *, k=1: now, lambda now, k=3: now]
+)
+def test_a_step_without_room_for_a_state_gets_none(step) -> None:  # type: ignore[no-untyped-def]
+    values = np.ones((4, 2), np.float32)
+    assert replayed(ls.Readout("narrow", "above", "gate_logits", step), values).shape == (4, 2)
+
+
+def test_a_broken_readout_does_not_harm_the_others(forgotten: None) -> None:
+    ls.readout("broken", exits="above", reads="logits")(lambda logits: 1 / 0)
+    validation, test = (random_trajectory(seed, split=split) for seed, split in ((1, "validation"), (2, "test")))
+    with pytest.warns(UserWarning, match=r"'broken' failed: .* It is left out here\."):
+        assert "broken" not in available_readouts(validation, test)
+    with pytest.raises(ls.UserError, match="'broken' failed"):
+        ls.sweep("broken", validation, test)
 
 
 def test_an_installed_package_is_asked_for_an_unknown_name(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 Shapes: N examples, T loops, V classes.
 """
 
+import warnings
+
 import numpy as np
 
 from loopscope.errors import UserError
@@ -55,7 +57,15 @@ def has_signal(name: str, trajectory: Trajectory) -> bool:
             return False
     elif name in CONVERGENCE and np.isnan(trajectory.signals[name]).all():
         return False
-    return name in SIGNALS or bool(not np.isnan(signal(name, trajectory)[:, -1]).all())
+    if name in SIGNALS:
+        return True
+    try:
+        return bool(not np.isnan(signal(name, trajectory)[:, -1]).all())
+    except UserError as error:
+        if definition is None or not definition.is_own:
+            raise
+        warnings.warn(f"{error} It is left out here.", stacklevel=2)  # the others are not to suffer from it
+        return False
 
 
 def replayed(definition: Readout, values: Array) -> Signal:
