@@ -242,6 +242,38 @@ def test_a_step_that_does_not_keep_to_its_form_is_refused(step, words: str) -> N
         replayed(ls.Readout("wrong", "above", "gate_logits", step), random_trajectory().gate_logits)
 
 
+def standardised(values):  # type: ignore[no-untyped-def]
+    return (values - values.mean()) / (values.std() + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda logits: standardised(logits.max(axis=1)),
+        lambda logits: logits.max(axis=1) - logits.max(),
+        lambda logits: logits.max(axis=1).argsort().argsort(),
+        lambda logits: np.random.default_rng().random(len(logits)),
+        lambda logits, state: (logits.max(axis=1) / (1 if state is None else state[0].mean()), (logits.max(axis=1),)),
+    ],
+    ids=["standardised", "best", "rank", "chance", "state"],
+)
+@pytest.mark.parametrize("classes", [5, 40_000])
+def test_a_step_that_looks_at_other_rows_is_refused(step, classes: int) -> None:  # type: ignore[no-untyped-def]
+    """Also where the logits are so wide that the replay steps the rows one by one."""
+    values = np.random.default_rng(0).normal(size=(9, 4, classes)).astype(np.float32)
+    with pytest.raises(ls.UserError, match="'crowded' says something else of a row alone"):
+        replayed(ls.Readout("crowded", "above", "logits", step), values)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(1, 300))
+def test_a_step_that_rounds_in_float32_is_not_refused(seed: int, rows: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    direction = rng.normal(size=width).astype(np.float32)
+    values = rng.normal(size=(rows, 3, width)).astype(np.float32)
+    assert replayed(ls.Readout("along", "above", "hidden", lambda now: now @ direction), values).shape == (rows, 3)
+
+
 @pytest.mark.parametrize(
     "step",
     [

@@ -17,6 +17,10 @@ _MISSING = {
     "logits": "The recording has no logits and no recorded signal '{name}'.",
     "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden.",
 }
+_FEW = 4
+"""Rows that are replayed once more by themselves."""
+_ROUNDING = 1e-5
+"""What a step in float32 may say differently of a row (relative), because another batch is summed in another order."""
 
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
@@ -77,9 +81,9 @@ def replayed(definition: Readout, values: Array) -> Signal:
         counts = class_counts(values[:, 0])
         for count in np.unique(counts):
             rows = counts == count
-            result[rows] = by_chunks(lambda part: _steps(definition, part), values[rows][..., :count])
+            result[rows] = _replayed(definition, values[rows][..., :count])
     else:
-        result[:] = by_chunks(lambda part: _steps(definition, part), values)
+        result[:] = _replayed(definition, values)
     gone = np.isnan(result[:, 1:]) & ~np.isnan(result[:, :-1])
     if gone.any():
         raise UserError(
@@ -94,6 +98,29 @@ def class_counts(logits: Array) -> Array:
     if not np.isneginf(logits[:, -1]).any():
         return np.full(len(logits), logits.shape[1])
     return logits.shape[1] - np.isneginf(logits)[:, ::-1].argmin(axis=1)
+
+
+def _replayed(definition: Readout, values: Array) -> Signal:
+    """[N, T] of rows that are equally wide; a user's step must treat each as if it were alone."""
+    result = by_chunks(lambda part: _steps(definition, part), values)
+    if definition.is_own and len(values) > 1:
+        few = np.unique(np.linspace(0, len(values) - 1, _FEW).astype(int))
+        with np.errstate(all="ignore"):
+            alone = np.concatenate([_steps(definition, values[row : row + 1]) for row in few])
+            for others in (result[few], _steps(definition, values[few])):
+                if not _close(others, alone, _ROUNDING):
+                    raise UserError(
+                        f"The readout '{definition.name}' says something else of a row alone than of the same row "
+                        "among others; its step must look at every row by itself: no mean, maximum or rank over the "
+                        "rows, and no chance."
+                    )
+    return result
+
+
+def _close(values: Signal, others: Signal, tolerance: float) -> bool:
+    """Whether they differ by no more than this, relative to the largest."""
+    scale = max(np.abs(others[~np.isnan(others)]).max(initial=0.0), np.finfo(np.float64).tiny)
+    return np.allclose(values / scale, others / scale, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _steps(definition: Readout, values: Array) -> Signal:
