@@ -441,12 +441,33 @@ def test_a_policy_is_held_to_the_definition_that_it_was_made_with(forgotten: Non
     def second(logits):  # type: ignore[no-untyped-def]
         return 2 * logits.max(axis=1)
 
-    ls.register_readout(ls.Readout("largest", "above", "logits", first))
-    ls.calibrate(random_trajectory(rows=2000, split="validation"), 0.5, 0.8, readout="largest").save(
-        tmp_path / "p.json"
-    )
-    assert ls.ExitPolicy.load(tmp_path / "p.json").readout == "largest"
-    del readouts._KNOWN["largest"], readouts.READOUTS["largest"]
-    ls.register_readout(ls.Readout("largest", "above", "logits", second))
-    with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
-        ls.ExitPolicy.load(tmp_path / "p.json")
+    def register(exits: str, reads: str, step) -> None:  # type: ignore[no-untyped-def]
+        for table in (readouts._KNOWN, readouts.READOUTS):
+            table.pop("largest", None)  # type: ignore[attr-defined]
+        ls.register_readout(ls.Readout("largest", exits, reads, step))  # type: ignore[arg-type]
+
+    register("above", "logits", first)
+    validation, test = (random_trajectory(n, rows=2000, split=each) for n, each in ((1, "validation"), (2, "test")))
+    made = [
+        ls.calibrate(validation, 0.5, 0.8, readout="largest"),
+        choose("largest", validation),
+        ls.sweep("largest", validation, test).select().policy,
+    ]
+    for number, policy in enumerate(made):
+        policy.save(tmp_path / f"{number}.json")
+        assert ls.ExitPolicy.load(tmp_path / f"{number}.json") == policy
+        assert policy.exit_loops(test).max() <= 4
+    for other in (("above", "logits", second), ("below", "logits", first), ("above", "hidden", first)):
+        register(*other)
+        for number, policy in enumerate(made):
+            with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+                ls.ExitPolicy.load(tmp_path / f"{number}.json")
+            with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+                policy.exit_loops(test)
+            with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+                policy.for_any_model().exit_loops(test)
+            policy.save(tmp_path / f"{number}.json")  # what it was made with, not what the name means by now
+    register("above", "logits", first)
+    assert [ls.ExitPolicy.load(tmp_path / f"{number}.json") for number in range(3)] == made
+    assert ls.ExitPolicy("largest", 0.5).definition_sha256 is None
+    assert ls.calibrate(validation, 0.5, 0.8, readout="margin").definition_sha256 is None

@@ -209,6 +209,12 @@ def readout_kind(name: str) -> ReadoutKind:
     return READOUTS[name]
 
 
+def readout_definition(name: str) -> str | None:
+    """The hash of what a name means here, if it is a user's readout."""
+    found = find_readout(name)
+    return None if found is None else found.definition_sha256
+
+
 def readouts_reading(*sources: str) -> list[Readout]:
     """Those that read one of these."""
     return [each for each in _KNOWN.values() if each.reads in sources]

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from loopscope.errors import UserError
 from loopscope.exits.plot import FrontierPlot
 from loopscope.exits.policy import NEVER, ExitPolicy
-from loopscope.exits.readouts import find_readout, readout_kind
+from loopscope.exits.readouts import find_readout, readout_definition, readout_kind
 from loopscope.exits.recorded_signals import signal
 from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import is_gate
@@ -141,7 +141,8 @@ def _best(accuracy: Curve, average_loops: Curve) -> int:
 
 
 def _policy(readout: str, threshold: float, model: str | None, scope: Scope) -> ExitPolicy:
-    return ExitPolicy(readout, None if np.isnan(threshold) else float(threshold), model=model, scope=scope)
+    at, definition = None if np.isnan(threshold) else float(threshold), readout_definition(readout)
+    return ExitPolicy(readout, at, model=model, scope=scope, definition_sha256=definition)
 
 
 def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[Curve, Curve]:
