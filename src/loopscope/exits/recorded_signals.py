@@ -36,6 +36,7 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
 
 def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
     if name in trajectory.signals:
+        check_definition(name, trajectory)
         return as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
     if name.startswith(FITTED):
         raise UserError(f"The recording does not have the signal '{name}'; give the fitted gate with --gate.")
@@ -47,6 +48,17 @@ def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Si
     if values is None:
         raise UserError(_MISSING[definition.reads].format(name=name))
     return replayed(definition, values)
+
+
+def check_definition(name: str, trajectory: Trajectory) -> None:
+    """Refuses a recorded signal of a user's readout that means something else by now."""
+    definition, recorded = find_readout(name), trajectory.provenance.get("signal_definitions", {}).get(name)
+    if definition is None or definition.step is None or recorded in (None, definition.definition_sha256):
+        return
+    raise UserError(
+        f"The signal '{name}' was recorded with another definition of the readout '{name}' than the one that is known "
+        "here; record again, or put that definition back."
+    )
 
 
 def has_signal(name: str, trajectory: Trajectory) -> bool:
