@@ -432,6 +432,22 @@ def test_thresholds_of_whole_numbers_lie_between_them(exits: str, sign: int, for
     assert min(loops) == 1
 
 
+@pytest.mark.parametrize("name", STEPPED)
+def test_a_recorded_signal_is_what_its_name_says_where_that_can_be_told(name: str) -> None:
+    """Live the built-in definition would run; a signal of another meaning would exit by it in the replay only."""
+    whole = random_trajectory(rows=100, loops=5)
+    kept = {each: getattr(whole, each) for each in ("logits", "labels", "hidden", "gate_logits")}
+    expected = np.array(ls.signal(name, whole))
+    rounded = ls.Trajectory(**kept, signals={name: expected.astype(np.float32)})
+    assert ls.signal(name, rounded) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    foreign = expected.copy()
+    foreign[7, 3] += 0.01
+    with pytest.raises(ls.UserError, match=f"recorded signal '{name}' is not what the readout '{name}' makes of the"):
+        ls.signal(name, ls.Trajectory(**kept, signals={name: foreign}))
+    alone = ls.Trajectory(labels=whole.labels, predictions=whole.predicted, signals={name: foreign})
+    assert ls.signal(name, alone)[7, 3] == pytest.approx(foreign[7, 3])  # nothing there says otherwise
+
+
 def test_a_policy_is_held_to_the_definition_that_it_was_made_with(forgotten: None, tmp_path: Path) -> None:
     """The same name with other lines would be another rule under the old promise."""
 

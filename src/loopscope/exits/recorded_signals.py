@@ -21,6 +21,8 @@ _FEW = 4
 """Rows that are replayed once more by themselves."""
 _ROUNDING = 1e-5
 """What a step in float32 may say differently of a row (relative), because another batch is summed in another order."""
+_RECORDED = 1e-4
+"""How far a recorded signal may lie from what is computed here (relative): it may have been rounded to float32."""
 
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
@@ -37,7 +39,9 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
 def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
     if name in trajectory.signals:
         check_definition(name, trajectory)
-        return as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
+        recorded = as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
+        _check_source(name, definition, recorded, trajectory)
+        return recorded
     if name.startswith(FITTED):
         raise UserError(f"The recording does not have the signal '{name}'; give the fitted gate with --gate.")
     if definition is None:
@@ -59,6 +63,24 @@ def check_definition(name: str, trajectory: Trajectory) -> None:
         f"The signal '{name}' was recorded with another definition of the readout '{name}' than the one that is known "
         "here; record again, or put that definition back."
     )
+
+
+def _check_source(name: str, definition: Readout | None, recorded: Signal, trajectory: Trajectory) -> None:
+    """Refuses a recorded signal that what it is computed from contradicts: a policy would run by another rule."""
+    if definition is None or definition.reads is None or name.startswith(FITTED):
+        return
+    if definition.reads == "predictions":  # beside a signal those are as foreign as the signal, unless logits give them
+        values = None if trajectory.logits is None else trajectory.predicted
+    else:
+        values = getattr(trajectory, definition.reads)
+    if values is None:
+        return
+    computed = as_defined(name, replayed(definition, values))
+    if not np.allclose(recorded, computed, rtol=_RECORDED, atol=_RECORDED / 100, equal_nan=True):
+        raise UserError(
+            f"The recorded signal '{name}' is not what the readout '{name}' makes of the {definition.reads} in the "
+            "same recording, so that it would exit by another rule live than replayed; give the signal another name."
+        )
 
 
 def has_signal(name: str, trajectory: Trajectory) -> bool:
