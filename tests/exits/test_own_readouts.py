@@ -232,6 +232,8 @@ def test_what_is_no_readout_is_refused(arguments: tuple, words: str) -> None:
         (lambda now: ["1"] * len(now), "must be numbers"),
         (lambda now: [None] * len(now), "must be numbers"),
         (lambda now: None, r"values \[\] for 200 rows"),
+        (lambda now: (now, None), "as its second argument"),
+        (lambda now, state=(): (now, (now,)), "as its second argument"),
         (lambda now, state: now, "must return two things"),
         (lambda now, state: (now, (now,), 3), "must return two things"),
         (lambda *given: given[0], "must return two things"),

@@ -123,6 +123,11 @@ class Readout:
                     f"The step of the readout '{self.name}' takes a state, so it must return two things: the values, "
                     "and the state for the next loop."
                 )
+            if isinstance(found[0], tuple):
+                raise UserError(
+                    f"The readout '{self.name}' gave a tuple in the place of values; a step with a state takes it as "
+                    "its second argument."
+                )
             values, after = np.asarray(found[0]), found[1]
             if after is None:
                 return values, None
