@@ -471,6 +471,7 @@ def test_a_policy_is_held_to_the_definition_that_it_was_made_with(forgotten: Non
         choose("largest", validation),
         ls.sweep("largest", validation, test).select().policy,
     ]
+    frontier = ls.sweep("largest", validation, test)
     for number, policy in enumerate(made):
         policy.save(tmp_path / f"{number}.json")
         assert ls.ExitPolicy.load(tmp_path / f"{number}.json") == policy
@@ -484,6 +485,8 @@ def test_a_policy_is_held_to_the_definition_that_it_was_made_with(forgotten: Non
                 policy.exit_loops(test)
             with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
                 policy.for_any_model().exit_loops(test)
+            with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+                frontier.select().policy.exit_loops(test)
             policy.save(tmp_path / f"{number}.json")  # what it was made with, not what the name means by now
     register("above", "logits", first)
     assert [ls.ExitPolicy.load(tmp_path / f"{number}.json") for number in range(3)] == made

@@ -186,6 +186,7 @@ def register_readout(new: Readout) -> Readout:
         old = _KNOWN.get(new.name)
         if old is None or (old != new and not _defined_again(old, new)):
             raise UserError(f"There is another readout '{new.name}' already; give yours another name.")
+    _ = new.definition_sha256  # of the text as it is now: its file may be edited while this process runs
     _KNOWN[new.name] = new
     READOUTS[new.name] = new.exits
     return new
