@@ -281,6 +281,11 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
             ("classes", first.num_classes, other.num_classes),
             ("arrays", kept, [name for name in (*_ARRAYS, "hidden") if getattr(other, name) is not None]),
             ("signals", set(first.signals), set(other.signals)),
+            (
+                "definitions of signals",
+                first.provenance.get("signal_definitions"),
+                other.provenance.get("signal_definitions"),
+            ),
             ("texts", first.examples is None, other.examples is None),
         ):
             if ours != theirs:

@@ -1,6 +1,7 @@
 """`loopscope bench` from the command line: what each kind measures, and what it refuses."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from benchmark_slices import DATA
 
 import loopscope as ls
 from cli.conftest import recording_of, refusal, run
+from loopscope.exits import readouts
 
 
 def test_bench_exits_of_a_run(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +100,38 @@ def test_bench_exits_of_a_policy(mine: Path, policy: Path, capsys: pytest.Captur
     assert "margin, loss ≤ 10 %" in table
     assert "│ kl " in table
     assert "needs the run" in refusal(capsys, "bench", "exits", "--policy", policy)
+
+
+def test_policies_by_a_readout_of_one_s_own_are_measured(
+    forgotten: None,
+    mine: Path,
+    checkpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The refusal names an option; every verb that takes a policy or the name of a readout has it."""
+    (tmp_path / "benched_here.py").write_text(
+        "import loopscope as ls\n\n\n"
+        "@ls.readout('height', exits='above', reads='logits')\ndef height(logits):\n    return logits.max(axis=1)\n"
+    )
+    (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"{word} " * 40 for word in ("sun", "moon", "sea")))
+    monkeypatch.syspath_prepend(tmp_path)
+    ls.register_readout(ls.Readout("height", exits="above"))
+    ls.ExitPolicy("height", 0.5).save(tmp_path / "height.json")
+    words = ["--text", tmp_path / "text.txt", "--prompts", 2, "--prompt-tokens", 8, "--new-tokens", 3]
+    for verb in (
+        ["bench", "exits", mine, "--policy", tmp_path / "height.json", "--rounds", 1],
+        ["bench", "generation", checkpoint, "--policy", tmp_path / "height.json", *words, "--rounds", 1],
+        ["compare", mine, "height", "margin"],
+    ):
+        for table in (ls.READOUTS, readouts._KNOWN):
+            table.pop("height")  # type: ignore[attr-defined]
+        monkeypatch.delitem(sys.modules, "benched_here", raising=False)
+        assert "height" in refusal(capsys, *verb)
+        assert run(*verb, "--with-readout", "benched_here:height") == 0
+        assert "height" in capsys.readouterr().out
+    del sys.modules["benched_here"]
 
 
 def test_scoring_is_measured(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

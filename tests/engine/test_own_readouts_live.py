@@ -10,10 +10,12 @@ from tiny_language import MODELS, VOCABULARY
 
 import loopscope as ls
 from loopscope.engine import Answer, Prompt, Request, choices, compare, generate, run
+from loopscope.exits import readouts
 from loopscope.exits.readouts import find_readout
 from loopscope.exits.recorded_signals import replayed
 from loopscope.models import LoopedTransformer, TransformerSettings
 from loopscope.recording import Keep
+from loopscope.trajectory import concatenate
 
 
 def unchanged(answers, state):  # type: ignore[no-untyped-def]
@@ -140,6 +142,32 @@ def test_a_recording_without_logits_has_the_signal_all_the_same(
     assert definition is not None
     values = getattr(whole, str(definition.reads))
     assert np.array_equal(replayed(definition, values), ls.signal(readout, bare), equal_nan=True)
+
+
+def test_a_recorded_signal_is_held_to_the_definition_it_was_recorded_with(
+    own: None, model: LoopedTransformer, tmp_path: Path
+) -> None:
+    """Without its logits a recording has the signal of the readout as it was, whatever its name means now."""
+    recorded(model, 4, 100, "validation", Keep(logits=False)).save(tmp_path / "bare")
+    bare = ls.Trajectory.load(tmp_path / "bare")
+    before = np.array(ls.signal("lead", bare))
+    assert set(bare.provenance["signal_definitions"]) == {"lead"}
+
+    def other(logits):  # type: ignore[no-untyped-def]
+        return -lead(logits, None)[0]
+
+    del ls.READOUTS["lead"], readouts._KNOWN["lead"]
+    ls.readout("lead", exits="above", reads="logits")(other)
+    for trajectory in (bare, ls.Trajectory.load(tmp_path / "bare"), bare.take(np.arange(50))):
+        with pytest.raises(ls.UserError, match="'lead' was recorded with another definition"):
+            ls.signal("lead", trajectory)
+    again = recorded(model, 4, 100, "validation", Keep(logits=False))
+    with pytest.raises(ls.UserError, match="differ in their definitions of signals"):
+        concatenate([bare, again])
+    assert not np.array_equal(ls.signal("lead", again), before)
+    del ls.READOUTS["lead"], readouts._KNOWN["lead"]
+    ls.register_readout(ls.Readout("lead", exits="below"))  # says when it exits, and nothing of its values
+    assert np.array_equal(ls.signal("lead", bare), before)
 
 
 def answers_at(loops: np.ndarray, trajectory: ls.Trajectory) -> list[Answer]:

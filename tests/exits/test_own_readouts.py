@@ -224,11 +224,87 @@ def test_what_is_no_readout_is_refused(arguments: tuple, words: str) -> None:
         (lambda now, state: (now, now), "tuple of arrays"),
         (lambda now, state: (now, (now[:3],)), "tuple of arrays"),
         (lambda now, state: (now * (1 if state is None else np.nan), (now,)), "at loop 2"),
+        (lambda now: 1 / 0, r"failed: ZeroDivisionError: division by zero \(test_own_readouts.py, line \d+\)\.$"),
+        (lambda now: nowhere, "failed: NameError: .*test_own_readouts.py, line"),  # type: ignore[name-defined]  # noqa: F821
+        (lambda now: now.__imul__(2), "failed: ValueError: .*read-only.*test_own_readouts.py, line"),
+        (lambda now: np.linalg.inv(now), "failed: LinAlgError: .*test_own_readouts.py, line"),
+        (lambda now: now + 0j, "of the type complex"),
+        (lambda now: ["1"] * len(now), "must be numbers"),
+        (lambda now: [None] * len(now), "must be numbers"),
+        (lambda now: None, r"values \[\] for 200 rows"),
+        (lambda now: (now, None), "as its second argument"),
+        (lambda now, state=(): (now, (now,)), "as its second argument"),
+        (lambda now, state: now, "must return two things"),
+        (lambda now, state: (now, (now,), 3), "must return two things"),
+        (lambda *given: given[0], "must return two things"),
     ],
 )
 def test_a_step_that_does_not_keep_to_its_form_is_refused(step, words: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ls.UserError, match=words):
         replayed(ls.Readout("wrong", "above", "gate_logits", step), random_trajectory().gate_logits)
+
+
+def standardised(values):  # type: ignore[no-untyped-def]
+    return (values - values.mean()) / (values.std() + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda logits: standardised(logits.max(axis=1)),
+        lambda logits: logits.max(axis=1) - logits.max(),
+        lambda logits: logits.max(axis=1).argsort().argsort(),
+        lambda logits: np.random.default_rng().random(len(logits)),
+        lambda logits, state: (logits.max(axis=1) / (1 if state is None else state[0].mean()), (logits.max(axis=1),)),
+    ],
+    ids=["standardised", "best", "rank", "chance", "state"],
+)
+@pytest.mark.parametrize("classes", [5, 40_000])
+def test_a_step_that_looks_at_other_rows_is_refused(step, classes: int) -> None:  # type: ignore[no-untyped-def]
+    """Also where the logits are so wide that the replay steps the rows one by one."""
+    values = np.random.default_rng(0).normal(size=(9, 4, classes)).astype(np.float32)
+    with pytest.raises(ls.UserError, match="'crowded' says something else of a row alone"):
+        replayed(ls.Readout("crowded", "above", "logits", step), values)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(1, 300))
+def test_a_step_that_rounds_in_float32_is_not_refused(seed: int, rows: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    direction = rng.normal(size=width).astype(np.float32)
+    values = rng.normal(size=(rows, 3, width)).astype(np.float32)
+    assert replayed(ls.Readout("along", "above", "hidden", lambda now: now @ direction), values).shape == (rows, 3)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda *given: (given[0], given[:1]),
+        lambda now, state: (now, (now,)),
+        lambda now, state=None: (now, (now,)),
+        lambda now, *state: (now, (now,)),
+    ],
+)
+def test_a_step_with_room_for_a_state_gets_one(step) -> None:  # type: ignore[no-untyped-def]
+    values = np.ones((4, 2), np.float32)
+    assert np.array_equal(replayed(ls.Readout("roomy", "above", "gate_logits", step), values), values)
+
+
+@pytest.mark.parametrize(
+    "step", [np.abs, lambda now: now, lambda now, **k: now, lambda now, *, k=1: now, lambda now, k=3: now]
+)
+def test_a_step_without_room_for_a_state_gets_none(step) -> None:  # type: ignore[no-untyped-def]
+    values = np.ones((4, 2), np.float32)
+    assert replayed(ls.Readout("narrow", "above", "gate_logits", step), values).shape == (4, 2)
+
+
+def test_a_broken_readout_does_not_harm_the_others(forgotten: None) -> None:
+    ls.readout("broken", exits="above", reads="logits")(lambda logits: 1 / 0)
+    validation, test = (random_trajectory(seed, split=split) for seed, split in ((1, "validation"), (2, "test")))
+    with pytest.warns(UserWarning, match=r"'broken' failed: .* It is left out here\."):
+        assert "broken" not in available_readouts(validation, test)
+    with pytest.raises(ls.UserError, match="'broken' failed"):
+        ls.sweep("broken", validation, test)
 
 
 def test_an_installed_package_is_asked_for_an_unknown_name(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +434,22 @@ def test_thresholds_of_whole_numbers_lie_between_them(exits: str, sign: int, for
     assert min(loops) == 1
 
 
+@pytest.mark.parametrize("name", STEPPED)
+def test_a_recorded_signal_is_what_its_name_says_where_that_can_be_told(name: str) -> None:
+    """Live the built-in definition would run; a signal of another meaning would exit by it in the replay only."""
+    whole = random_trajectory(rows=100, loops=5)
+    kept = {each: getattr(whole, each) for each in ("logits", "labels", "hidden", "gate_logits")}
+    expected = np.array(ls.signal(name, whole))
+    rounded = ls.Trajectory(**kept, signals={name: expected.astype(np.float32)})
+    assert ls.signal(name, rounded) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    foreign = expected.copy()
+    foreign[7, 3] += 0.01
+    with pytest.raises(ls.UserError, match=f"recorded signal '{name}' is not what the readout '{name}' makes of the"):
+        ls.signal(name, ls.Trajectory(**kept, signals={name: foreign}))
+    alone = ls.Trajectory(labels=whole.labels, predictions=whole.predicted, signals={name: foreign})
+    assert ls.signal(name, alone)[7, 3] == pytest.approx(foreign[7, 3])  # nothing there says otherwise
+
+
 def test_a_policy_is_held_to_the_definition_that_it_was_made_with(forgotten: None, tmp_path: Path) -> None:
     """The same name with other lines would be another rule under the old promise."""
 
@@ -367,12 +459,36 @@ def test_a_policy_is_held_to_the_definition_that_it_was_made_with(forgotten: Non
     def second(logits):  # type: ignore[no-untyped-def]
         return 2 * logits.max(axis=1)
 
-    ls.register_readout(ls.Readout("largest", "above", "logits", first))
-    ls.calibrate(random_trajectory(rows=2000, split="validation"), 0.5, 0.8, readout="largest").save(
-        tmp_path / "p.json"
-    )
-    assert ls.ExitPolicy.load(tmp_path / "p.json").readout == "largest"
-    del readouts._KNOWN["largest"], readouts.READOUTS["largest"]
-    ls.register_readout(ls.Readout("largest", "above", "logits", second))
-    with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
-        ls.ExitPolicy.load(tmp_path / "p.json")
+    def register(exits: str, reads: str, step) -> None:  # type: ignore[no-untyped-def]
+        for table in (readouts._KNOWN, readouts.READOUTS):
+            table.pop("largest", None)  # type: ignore[attr-defined]
+        ls.register_readout(ls.Readout("largest", exits, reads, step))  # type: ignore[arg-type]
+
+    register("above", "logits", first)
+    validation, test = (random_trajectory(n, rows=2000, split=each) for n, each in ((1, "validation"), (2, "test")))
+    made = [
+        ls.calibrate(validation, 0.5, 0.8, readout="largest"),
+        choose("largest", validation),
+        ls.sweep("largest", validation, test).select().policy,
+    ]
+    frontier = ls.sweep("largest", validation, test)
+    for number, policy in enumerate(made):
+        policy.save(tmp_path / f"{number}.json")
+        assert ls.ExitPolicy.load(tmp_path / f"{number}.json") == policy
+        assert policy.exit_loops(test).max() <= 4
+    for other in (("above", "logits", second), ("below", "logits", first), ("above", "hidden", first)):
+        register(*other)
+        for number, policy in enumerate(made):
+            with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+                ls.ExitPolicy.load(tmp_path / f"{number}.json")
+            with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+                policy.exit_loops(test)
+            with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+                policy.for_any_model().exit_loops(test)
+            with pytest.raises(ls.UserError, match="another definition of the readout 'largest'"):
+                frontier.select().policy.exit_loops(test)
+            policy.save(tmp_path / f"{number}.json")  # what it was made with, not what the name means by now
+    register("above", "logits", first)
+    assert [ls.ExitPolicy.load(tmp_path / f"{number}.json") for number in range(3)] == made
+    assert ls.ExitPolicy("largest", 0.5).definition_sha256 is None
+    assert ls.calibrate(validation, 0.5, 0.8, readout="margin").definition_sha256 is None

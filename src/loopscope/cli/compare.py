@@ -25,7 +25,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--with", type=Path, metavar="RUN", dest="other", help="the run of the second (default: RUN)")
     add_shared(parser, "--gate")
     parser.add_argument("--at", type=float, metavar="X", help=AT)
-    add_shared(parser, "--unseen", "--json")
+    add_shared(parser, "--unseen", "--with-readout", "--json")
 
 
 def execute(options: argparse.Namespace) -> None:

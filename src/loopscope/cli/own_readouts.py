@@ -7,7 +7,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reason
 
 _OPTIONS = ("readout", "first", "second")
 """Where readouts are named: by their option, or as one of two to be compared."""
@@ -37,8 +37,10 @@ def _name(given: str) -> str:
     sys.path.insert(0, "")  # as `python -m` does: the module may lie in the current folder
     try:
         found = getattr(import_module(module), attribute, None)
-    except ImportError as error:
-        raise UserError(f"The module of the readout '{given}' cannot be imported: {error}.") from None
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"The module of the readout '{given}' cannot be imported: {reason(error)}.") from error
     finally:
         sys.path[:] = here
     if not isinstance(found, Readout):

@@ -26,6 +26,7 @@ from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Evidence, Guarantee
 from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
 from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.readouts import readout_definition
 from loopscope.exits.refusals import NotProven, not_safe, set_aside, too_few
 from loopscope.exits.risk_control import conformal, count_leading, fixed_sequence, max_losses, min_units, p_values
 from loopscope.exits.risk_target import AUTO, RiskOptions, RiskTarget
@@ -110,7 +111,8 @@ def certify(
     lists = {"candidates": candidates, "finalists": [each.readout for each in walks]}
     guarantee = _guarantee(policy, walk, place, passed, level, target, lists, recording, proposing)
     weights = recording.provenance.get("weights_sha256")
-    return replace(policy, model=weights, guarantee=guarantee, scope=scope_of(recording))
+    definition = readout_definition(policy.readout)
+    return replace(policy, model=weights, guarantee=guarantee, scope=scope_of(recording), definition_sha256=definition)
 
 
 def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, FittedGate]) -> None:

@@ -16,7 +16,7 @@ from loopscope.config import Settings, build, digest, plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
-from loopscope.exits.readouts import READOUTS, find_readout, readout_kind
+from loopscope.exits.readouts import READOUTS, find_readout, readout_definition, readout_kind
 from loopscope.exits.recorded_signals import signal
 from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import FITTED
@@ -82,6 +82,7 @@ class ExitPolicy:
     model: str | None = None
     guarantee: Guarantee | None = None
     scope: Scope = ANYTHING
+    definition_sha256: str | None = None  # of a readout of the user's, as it was when the threshold was chosen
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
@@ -119,7 +120,7 @@ class ExitPolicy:
         file = PolicyFile(
             readout=self.readout,
             threshold=threshold,
-            definition_sha256=own.definition_sha256 if (own := find_readout(self.readout)) else None,
+            definition_sha256=self.definition_sha256,
             gate=gate,
             model=self.model,
             scope=self.scope,
@@ -138,13 +139,10 @@ class ExitPolicy:
                 f"{path} exits by the readout '{file.readout}', which is not installed: import the module or "
                 "install the package that defines it (on the command line: --with-readout MODULE:NAME)."
             )
-        if own is not None and file.definition_sha256 not in (None, own.definition_sha256):
-            raise UserError(
-                f"{path} was made with another definition of the readout '{file.readout}' than the one that is known "
-                "here; put that one back, or calibrate again."
-            )
         if file.gate is None:
-            return cls(file.readout, file.threshold, None, file.model, file.guarantee, file.scope)
+            return cls(
+                file.readout, file.threshold, None, file.model, file.guarantee, file.scope, file.definition_sha256
+            )._as_defined()
         weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
         if not weights.is_file() or sha256(weights) != file.gate.sha256:
             raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
@@ -156,6 +154,7 @@ class ExitPolicy:
 
         Each where both sides say what they are; `here` is what would be decided about.
         """
+        self._as_defined()
         self.scope.check(here)
         if self.gate is not None:
             self.gate.check(weights)
@@ -170,6 +169,15 @@ class ExitPolicy:
                 f"This policy was calibrated for {self.guarantee.loops} loops, and here full depth is {num_loops}; "
                 "calibrate it for this depth, or use it without its promise (--any-model, or policy.for_any_model())."
             )
+
+    def _as_defined(self) -> Self:
+        """Itself, unless the name of its readout has another meaning by now."""
+        if self.definition_sha256 not in (None, readout_definition(self.readout)):
+            raise UserError(
+                f"This policy was made with another definition of the readout '{self.readout}' than the one that is "
+                "known here; put that one back, or calibrate again."
+            )
+        return self
 
     def for_any_model(self) -> Self:
         """The same rule without its promise, for whatever model in whatever precision, for decisions of its kind."""

@@ -7,7 +7,6 @@ with an installed package, whose entry points in the group `loopscope.readouts` 
 Shapes: N rows, V classes, D width.
 """
 
-import hashlib
 import inspect
 import re
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UserError
+from loopscope.config import digest
+from loopscope.errors import UserError, reason
 from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, Array, Source
 from loopscope.exits.steps import hidden_acceleration, one_loop, patience, running_cdf, settling, two_loops
 
@@ -62,39 +62,82 @@ class Readout:
     @cached_property
     def looks_back(self) -> bool:
         """Whether its step takes a state: a second argument, unless it is an option with a value of its own."""
-        if self.step is None:
+        if self.step is None or isinstance(self.step, np.ufunc):
             return False
-        second = list(inspect.signature(self.step).parameters.values())[1:2]
-        return any(each.kind != each.KEYWORD_ONLY and each.default in (each.empty, None) for each in second)
+        try:
+            first, *others = inspect.signature(self.step).parameters.values()
+        except (TypeError, ValueError):  # some compiled functions do not say
+            return False
+        if first.kind == first.VAR_POSITIONAL:
+            return True
+        positional = [each for each in others[:1] if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+        return any(each.default is each.empty or each.default is None for each in positional)
 
     @property
+    def is_own(self) -> bool:
+        """Whether it is a user's, and not built in."""
+        return self.step is None or not str(getattr(self.step, "__module__", "")).startswith("loopscope.")
+
+    @cached_property
     def definition_sha256(self) -> str | None:
-        """Of the text of a user's step, for the policies made with it; None for what is built in or has no text."""
-        if self.step is None or self.step.__module__.startswith("loopscope."):
+        """Of a user's readout: what it reads, when it exits and the text of its step, if there is one to be had."""
+        if not self.is_own:
             return None
         try:
-            return hashlib.sha256(inspect.getsource(self.step).encode()).hexdigest()
+            step = self.step if self.step is None or inspect.isroutine(self.step) else type(self.step)
+            source = None if step is None else inspect.getsource(step)
         except (OSError, TypeError):
-            return None
+            source = None
+        return digest([self.name, self.exits, self.reads, source])
 
     def advance(self, now: Array, state: State) -> tuple[NDArray[np.float64], State]:
         """One loop of rows: the signal [N], and what the next loop needs."""
-        assert self.step is not None
-        values, state = self.step(now, state) if self.looks_back else (self.step(now), None)
-        result = np.asarray(values, dtype=np.float64)
-        if result.shape != now.shape[:1]:
+        values, state = self._own_step(now, state) if self.is_own else self._step(now, state)
+        if values.shape != now.shape[:1]:
             raise UserError(
-                f"The readout '{self.name}' gave values {list(result.shape)} for {len(now)} rows: one each."
+                f"The readout '{self.name}' gave values {list(values.shape)} for {len(now)} rows: one each."
             )
+        if values.dtype.kind not in "biuf":
+            raise UserError(f"The readout '{self.name}' gave values of the type {values.dtype}; they must be numbers.")
+        result = values.astype(np.float64)
         if np.isinf(result).any():
             raise UserError(
                 f"The readout '{self.name}' gave a value that is infinite; NaN says that there is none yet."
             )
-        if state is not None and not (isinstance(state, tuple) and all(np.shape(x)[:1] == result.shape for x in state)):
-            raise UserError(
-                f"The state of the readout '{self.name}' must be a tuple of arrays with a row for every row."
-            )
-        return result, state if state is None else tuple(map(np.asarray, state))
+        return result, state
+
+    def _step(self, now: Array, state: State) -> tuple[Array, State]:
+        assert self.step is not None
+        values, state = self.step(now, state) if self.looks_back else (self.step(now), None)
+        return np.asarray(values), state
+
+    def _own_step(self, now: Array, state: State) -> tuple[Array, State]:
+        """Whatever goes wrong in a user's step is said in a sentence; to what was recorded it cannot write."""
+        assert self.step is not None
+        now = now.view()
+        now.flags.writeable = False
+        try:
+            found = self.step(now, state) if self.looks_back else (self.step(now), None)
+            if not isinstance(found, tuple) or len(found) != 2:
+                raise UserError(
+                    f"The step of the readout '{self.name}' takes a state, so it must return two things: the values, "
+                    "and the state for the next loop."
+                )
+            if isinstance(found[0], tuple):
+                raise UserError(
+                    f"The readout '{self.name}' gave a tuple in the place of values; a step with a state takes it as "
+                    "its second argument."
+                )
+            values, after = np.asarray(found[0]), found[1]
+            if after is None:
+                return values, None
+            if isinstance(after, tuple) and all(np.shape(each)[:1] == now.shape[:1] for each in after):
+                return values, tuple(map(np.asarray, after))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"The step of the readout '{self.name}' failed: {reason(error)}.") from error
+        raise UserError(f"The state of the readout '{self.name}' must be a tuple of arrays with a row for every row.")
 
 
 READOUTS: dict[str, ReadoutKind] = {
@@ -143,6 +186,7 @@ def register_readout(new: Readout) -> Readout:
         old = _KNOWN.get(new.name)
         if old is None or (old != new and not _defined_again(old, new)):
             raise UserError(f"There is another readout '{new.name}' already; give yours another name.")
+    _ = new.definition_sha256  # of the text as it is now: its file may be edited while this process runs
     _KNOWN[new.name] = new
     READOUTS[new.name] = new.exits
     return new
@@ -169,6 +213,12 @@ def readout_kind(name: str) -> ReadoutKind:
             "that defines it."
         )
     return READOUTS[name]
+
+
+def readout_definition(name: str) -> str | None:
+    """The hash of what a name means here, if it is a user's readout."""
+    found = find_readout(name)
+    return None if found is None else found.definition_sha256
 
 
 def readouts_reading(*sources: str) -> list[Readout]:

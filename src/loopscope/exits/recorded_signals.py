@@ -3,6 +3,8 @@
 Shapes: N examples, T loops, V classes.
 """
 
+import warnings
+
 import numpy as np
 
 from loopscope.errors import UserError
@@ -15,6 +17,12 @@ _MISSING = {
     "logits": "The recording has no logits and no recorded signal '{name}'.",
     "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden.",
 }
+_FEW = 4
+"""Rows that are replayed once more by themselves."""
+_ROUNDING = 1e-5
+"""What a step in float32 may say differently of a row (relative), because another batch is summed in another order."""
+_RECORDED = 1e-4
+"""How far a recorded signal may lie from what is computed here (relative): it may have been rounded to float32."""
 
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
@@ -30,7 +38,10 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
 
 def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
     if name in trajectory.signals:
-        return as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
+        check_definition(name, trajectory)
+        recorded = as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
+        _check_source(name, definition, recorded, trajectory)
+        return recorded
     if name.startswith(FITTED):
         raise UserError(f"The recording does not have the signal '{name}'; give the fitted gate with --gate.")
     if definition is None:
@@ -41,6 +52,35 @@ def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Si
     if values is None:
         raise UserError(_MISSING[definition.reads].format(name=name))
     return replayed(definition, values)
+
+
+def check_definition(name: str, trajectory: Trajectory) -> None:
+    """Refuses a recorded signal of a user's readout that means something else by now."""
+    definition, recorded = find_readout(name), trajectory.provenance.get("signal_definitions", {}).get(name)
+    if definition is None or definition.step is None or recorded in (None, definition.definition_sha256):
+        return
+    raise UserError(
+        f"The signal '{name}' was recorded with another definition of the readout '{name}' than the one that is known "
+        "here; record again, or put that definition back."
+    )
+
+
+def _check_source(name: str, definition: Readout | None, recorded: Signal, trajectory: Trajectory) -> None:
+    """Refuses a recorded signal that what it is computed from contradicts: a policy would run by another rule."""
+    if definition is None or definition.reads is None or name.startswith(FITTED):
+        return
+    if definition.reads == "predictions":  # beside a signal those are as foreign as the signal, unless logits give them
+        values = None if trajectory.logits is None else trajectory.predicted
+    else:
+        values = getattr(trajectory, definition.reads)
+    if values is None:
+        return
+    computed = as_defined(name, replayed(definition, values))
+    if not np.allclose(recorded, computed, rtol=_RECORDED, atol=_RECORDED / 100, equal_nan=True):
+        raise UserError(
+            f"The recorded signal '{name}' is not what the readout '{name}' makes of the {definition.reads} in the "
+            "same recording, so that it would exit by another rule live than replayed; give the signal another name."
+        )
 
 
 def has_signal(name: str, trajectory: Trajectory) -> bool:
@@ -55,7 +95,15 @@ def has_signal(name: str, trajectory: Trajectory) -> bool:
             return False
     elif name in CONVERGENCE and np.isnan(trajectory.signals[name]).all():
         return False
-    return name in SIGNALS or bool(not np.isnan(signal(name, trajectory)[:, -1]).all())
+    if name in SIGNALS:
+        return True
+    try:
+        return bool(not np.isnan(signal(name, trajectory)[:, -1]).all())
+    except UserError as error:
+        if definition is None or not definition.is_own:
+            raise
+        warnings.warn(f"{error} It is left out here.", stacklevel=2)  # the others are not to suffer from it
+        return False
 
 
 def replayed(definition: Readout, values: Array) -> Signal:
@@ -67,9 +115,9 @@ def replayed(definition: Readout, values: Array) -> Signal:
         counts = class_counts(values[:, 0])
         for count in np.unique(counts):
             rows = counts == count
-            result[rows] = by_chunks(lambda part: _steps(definition, part), values[rows][..., :count])
+            result[rows] = _replayed(definition, values[rows][..., :count])
     else:
-        result[:] = by_chunks(lambda part: _steps(definition, part), values)
+        result[:] = _replayed(definition, values)
     gone = np.isnan(result[:, 1:]) & ~np.isnan(result[:, :-1])
     if gone.any():
         raise UserError(
@@ -84,6 +132,29 @@ def class_counts(logits: Array) -> Array:
     if not np.isneginf(logits[:, -1]).any():
         return np.full(len(logits), logits.shape[1])
     return logits.shape[1] - np.isneginf(logits)[:, ::-1].argmin(axis=1)
+
+
+def _replayed(definition: Readout, values: Array) -> Signal:
+    """[N, T] of rows that are equally wide; a user's step must treat each as if it were alone."""
+    result = by_chunks(lambda part: _steps(definition, part), values)
+    if definition.is_own and len(values) > 1:
+        few = np.unique(np.linspace(0, len(values) - 1, _FEW).astype(int))
+        with np.errstate(all="ignore"):
+            alone = np.concatenate([_steps(definition, values[row : row + 1]) for row in few])
+            for others in (result[few], _steps(definition, values[few])):
+                if not _close(others, alone, _ROUNDING):
+                    raise UserError(
+                        f"The readout '{definition.name}' says something else of a row alone than of the same row "
+                        "among others; its step must look at every row by itself: no mean, maximum or rank over the "
+                        "rows, and no chance."
+                    )
+    return result
+
+
+def _close(values: Signal, others: Signal, tolerance: float) -> bool:
+    """Whether they differ by no more than this, relative to the largest."""
+    scale = max(np.abs(others[~np.isnan(others)]).max(initial=0.0), np.finfo(np.float64).tiny)
+    return np.allclose(values / scale, others / scale, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _steps(definition: Readout, values: Array) -> Signal:

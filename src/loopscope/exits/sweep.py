@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from loopscope.errors import UserError
 from loopscope.exits.plot import FrontierPlot
 from loopscope.exits.policy import NEVER, ExitPolicy
-from loopscope.exits.readouts import find_readout, readout_kind
+from loopscope.exits.readouts import find_readout, readout_definition, readout_kind
 from loopscope.exits.recorded_signals import signal
 from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import is_gate
@@ -63,6 +63,7 @@ class Frontier:
     calibration_average_loops: Curve
     model: str | None = None  # the weights that were recorded, and the kind of decisions: for the policies chosen here
     scope: Scope = ANYTHING
+    definition_sha256: str | None = None  # of a readout of the user's
 
     def __repr__(self) -> str:
         loops, accuracy = self.average_loops, self.accuracy
@@ -96,7 +97,7 @@ class Frontier:
         """The point chosen on calibration data: the highest accuracy, ties to fewer loops."""
         best = _best(self.calibration_accuracy, self.calibration_average_loops)
         return OperatingPoint(
-            _policy(self.readout, self.thresholds[best], self.model, self.scope),
+            _policy(self.readout, self.thresholds[best], self.model, self.scope, self.definition_sha256),
             float(self.accuracy[best]),
             float(self.average_loops[best]),
             float(self.calibration_accuracy[best]),
@@ -116,7 +117,8 @@ def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid
     accuracy, loops = curve(readout, thresholds, evaluation)
     calibration_accuracy, calibration_loops = curve(readout, thresholds, calibration)
     curves = (accuracy, loops, calibration_accuracy, calibration_loops)
-    return Frontier(readout, thresholds, *curves, calibration.provenance.get("weights_sha256"), scope_of(calibration))
+    weights, definition = calibration.provenance.get("weights_sha256"), readout_definition(readout)
+    return Frontier(readout, thresholds, *curves, weights, scope_of(calibration), definition)
 
 
 def swept_thresholds(readout: str, calibration: Trajectory, which: Grid = "fine") -> Curve:
@@ -135,15 +137,17 @@ def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
     if find_readout(readout) is not None and not is_gate(readout) and abs(threshold) < NEVER:
         side: Literal["left", "right"] = "left" if readout_kind(readout) == "above" else "right"
         threshold = in_a_gap(threshold, np.sort(signal(readout, calibration), axis=None), side)
-    return _policy(readout, threshold, calibration.provenance.get("weights_sha256"), scope_of(calibration))
+    weights, definition = calibration.provenance.get("weights_sha256"), readout_definition(readout)
+    return _policy(readout, threshold, weights, scope_of(calibration), definition)
 
 
 def _best(accuracy: Curve, average_loops: Curve) -> int:
     return int(np.lexsort((average_loops, -accuracy))[0])
 
 
-def _policy(readout: str, threshold: float, model: str | None, scope: Scope) -> ExitPolicy:
-    return ExitPolicy(readout, None if np.isnan(threshold) else float(threshold), model=model, scope=scope)
+def _policy(readout: str, threshold: float, model: str | None, scope: Scope, definition: str | None) -> ExitPolicy:
+    at = None if np.isnan(threshold) else float(threshold)
+    return ExitPolicy(readout, at, model=model, scope=scope, definition_sha256=definition)
 
 
 def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[Curve, Curve]:

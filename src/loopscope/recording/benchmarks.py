@@ -107,6 +107,7 @@ def record_benchmark(
     if (found := existing_recording(out, split, provenance, keep)) is not None:
         shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was cut off after all was written
         return found
+    provenance |= keep.provenance
     encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
     provenance["cut"] = sum(tokens.cut > 0 for tokens in encoded)
     requests = question_requests(questions, encoded, "acc", mean)

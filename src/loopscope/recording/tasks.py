@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, check_replaceable, create_tensors, write_json
 from loopscope.config import plain, read_json
 from loopscope.errors import UserError
-from loopscope.exits.readouts import find_readout, readouts_reading
-from loopscope.exits.recorded_signals import replayed
+from loopscope.exits.readouts import find_readout, readout_definition, readouts_reading
+from loopscope.exits.recorded_signals import check_definition, replayed
 from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_probs
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.checkpoint import weights_sha256
@@ -44,6 +44,12 @@ class Keep:
         """The signals that are computed now, because what they need is not kept."""
         lost = {"logits": not self.logits, "hidden": not self.hidden}
         return [each.name for each in readouts_reading(*(source for source, gone in lost.items() if gone))]
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What the signals of a user's readouts meant when they were recorded."""
+        definitions = {name: found for name in self.signals if (found := readout_definition(name)) is not None}
+        return {"signal_definitions": definitions} if definitions else {}
 
 
 def record_task(
@@ -72,6 +78,7 @@ def record_task(
     }
     if (found := existing_recording(out, split, provenance, keep)) is not None:
         return found
+    provenance |= keep.provenance
     shape = (len(examples), model.num_loops)
     with atomic_folder(out, RECORDING) as scratch:
         layout = _layout(shape, keep, settings.task.vocab_size, settings.model.gate != "none")
@@ -143,6 +150,7 @@ def record_model(
             "weights_sha256": model.weights_sha256,
             "precision": model.precision,
             "tokens_sha256": _hash(examples),
+            **keep.provenance,
         },
     )
 
@@ -224,6 +232,8 @@ def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: 
         raise UserError(
             f"{out} holds a recording without the signal {', '.join(lacking)}; choose another --out, or remove it."
         )
+    for name in keep.signals:
+        check_definition(name, recording)
     return recording
 
 

@@ -85,6 +85,7 @@ def record_text(
     keep, done = Keep(logits=False, hidden=hidden), 0
     if (found := existing_recording(out, split, provenance, keep)) is not None:
         return found
+    provenance |= keep.provenance
     with atomic_folder(out, RECORDING) as scratch:
         probe = model.loops(torch.zeros((1, 1), dtype=torch.int64, device=device), num_loops=1)
         layout: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(("labels", "sequences"), (shape[:1], np.int64))

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
@@ -26,16 +25,13 @@ from msgspec import UNSET
 from torch import Tensor
 
 from loopscope.config import build, digest
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reason
 from loopscope.objectives import LoopLosses, Objective, Option
 
 LossFunction = Callable[[LoopLosses], Tensor]
 """The mean loss of a batch."""
 UserFunction = Callable[..., Tensor]
 """Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
-
-_NOT_THEIRS = ("<", str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""Where a line of a traceback is not the user's."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class CustomObjective:
             try:
                 loss = self.function(loops, **(self.settings.options or {}))
             except (Exception, SystemExit) as error:
-                raise UserError(f"The objective '{self.settings.name}' failed: {_reason(error)}.") from error
+                raise UserError(f"The objective '{self.settings.name}' failed: {reason(error)}.") from error
         rows = loops.cross_entropy.shape[1]
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.shape not in ((), (rows,)):
             got = (
@@ -196,19 +192,7 @@ def _imported(name: str) -> UserFunction:
 
 
 def _not_imported(name: str, error: BaseException) -> UserError:
-    return UserError(f"The module of the objective '{name}' cannot be imported: {_reason(error)}.")
-
-
-def _reason(error: BaseException) -> str:
-    """An error in one line, with the place in the user's file."""
-    text = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {text}"
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
-    ]
-    where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in frames[-1:])
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+    return UserError(f"The module of the objective '{name}' cannot be imported: {reason(error)}.")
 
 
 def _is_current(function: UserFunction, text: bytes) -> bool:

@@ -25,7 +25,7 @@ def define(kinds: Any) -> None:
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="recorded runs (default: random weights)")
     parser.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: several)")
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
-    add_shared(parser, "--any-model")
+    add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--batch-size", type=count, metavar="N", help="rows (default: 64 at random, else the fastest)")
     parser.add_argument("--waiting", action="store_true", help="also the batch in which all wait for the slowest")
     parser.add_argument("--settings", default="paper", help="preset or TOML file of the random model (default: paper)")

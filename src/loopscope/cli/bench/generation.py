@@ -26,7 +26,7 @@ def define(kinds: Any) -> None:
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="a text")
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help="(repeatable)")
-    add_shared(parser, "--any-model")
+    add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--readout", action="append", default=[], metavar="NAME", help="a rule (repeatable)")
     parser.add_argument("--threshold", action="append", type=float, default=[], metavar="X", help="of each readout")
     caches = f"{', '.join(CACHE_MODES)} (repeatable; default: every one)"
