@@ -261,7 +261,7 @@ def test_whatever_fails_in_a_check_is_one_sentence() -> None:
     class Nothing(LoopedModel):
         num_loops = block_size = vocab_size = 3
 
-    with pytest.raises(ls.UserError, match="The model fails where it is checked that step goes one loop further"):
+    with pytest.raises(ls.UserError, match="The model fails in the check of 'one step'"):
         ls.check_model(made(WrongShape))
     with pytest.raises(ls.UserError, match="no parameters"):
         ls.check_model(Nothing().eval())

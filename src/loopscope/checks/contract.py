@@ -62,27 +62,9 @@ def contract_checks(
             raise
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"The model fails where it is checked that {_subject(check)} ({reason[:200]}).") from error
+            name = check.__name__.replace("_", " ")
+            raise UserError(f"The model fails in the check of '{name}' ({reason[:200]}).") from error
         yield held
-
-
-_SUBJECTS = {
-    "embedding": "embed gives a state",
-    "one_step": "step goes one loop further",
-    "shapes": "states, logits and halt logits have their shapes",
-    "repeats": "the same rows get the same answers",
-    "order": "the order of rows does not matter",
-    "alone": "a row says in a batch what it says alone",
-    "different_loops": "rows at different loops share a batch",
-    "last_loop": "the last loop may leave out what is not read",
-    "causality": "a token does not see what comes after it",
-    "kv_cache": "text written with the KV cache is that of the plain pass",
-    "branches": "choices have the scores of a plain pass",
-}
-
-
-def _subject(check: Callable[[], Check]) -> str:
-    return _SUBJECTS[check.__name__]
 
 
 def _checked_row(model: LoopedModel, row: NDArray[np.int64]) -> Tensor:
