@@ -1,5 +1,8 @@
 """Artifacts: whole or not at all, plain safetensors, and every alteration noticed."""
 
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -7,11 +10,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from loopscope.artifacts import (
+    BusyError,
     atomic_file,
     atomic_folder,
     create_tensors,
     map_tensors,
+    only_writer,
     read_manifest,
+    remove_leftovers,
     remove_scratch,
     save_tensors,
     write_bytes,
@@ -61,13 +67,74 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 def test_a_killed_replacement_is_put_back_and_its_scratch_removed(tmp_path: Path) -> None:
     """Killed between its two renames: the old folder stands aside, the new one was never named."""
     _make(tmp_path / "thing", "old")
-    (tmp_path / "thing").rename(tmp_path / "thing.replaced")
-    (tmp_path / ".partial-thing-xyz").mkdir()
-    (tmp_path / ".partial-other-xyz").mkdir()
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "thing", "thing"):
+    (tmp_path / "thing").rename(tmp_path / ".replaced-abcdefgh-thing")
+    (tmp_path / ".partial-thing").mkdir()
+    (tmp_path / ".partial-thing" / "data.txt").write_text("half")
+    (tmp_path / ".partial-thing-2").mkdir()  # of another target, whose name begins alike
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "thing", "thing") as scratch:
+        assert not list(scratch.iterdir())
         raise RuntimeError
     assert (tmp_path / "thing" / "data.txt").read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".partial-other-xyz", "thing"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".partial-thing-2", "thing"]
+
+
+def test_what_a_finished_replacement_left_is_removed(tmp_path: Path) -> None:
+    """Killed after its second rename: the old folder was not removed any more."""
+    _make(tmp_path / "thing", "old")
+    (tmp_path / "thing").rename(tmp_path / ".replaced-abcdefgh-thing")
+    _make(tmp_path / "other", "new")
+    (tmp_path / "other").rename(tmp_path / "thing")
+    remove_leftovers(tmp_path / "thing")
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+    assert (tmp_path / "thing" / "data.txt").read_text() == "new"
+
+
+def test_a_target_has_one_writer_and_its_scratch_one_owner(tmp_path: Path) -> None:
+    with atomic_folder(tmp_path / "thing", "thing") as scratch:
+        (scratch / "data.txt").write_text("mine")
+        with pytest.raises(BusyError, match="Another process is writing .*thing; wait"):
+            _make(tmp_path / "thing", "theirs")
+        remove_scratch(tmp_path)
+        remove_leftovers(tmp_path / "thing")
+        _make(tmp_path / "thing-2", "another")
+        assert (scratch / "data.txt").read_text() == "mine"
+        write_manifest(scratch, "thing", 1, {}, {})
+    assert read_manifest(tmp_path / "thing", "thing", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thing", "thing-2"]
+
+
+def test_writers_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: write_bytes(file, bytes([number]) * 5000), range(200)))
+    assert len(set(file.read_bytes())) == 1
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_scratch_that_vanishes_takes_no_artifacts_place(tmp_path: Path) -> None:
+    _make(tmp_path / "thing", "old")
+    with (
+        pytest.raises(UserError, match="removed while it was written"),
+        atomic_folder(tmp_path / "thing", "thing") as s,
+    ):
+        shutil.rmtree(s)
+        write_bytes(s / "data.txt", b"made again")
+    assert (tmp_path / "thing" / "data.txt").read_text() == "old"
+    with pytest.raises(UserError, match="data.txt vanished"), atomic_folder(tmp_path / "thing", "thing") as scratch:
+        write_manifest(scratch, "thing", 1, {}, {}, needed=["data.txt"])
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path(os.devnull)):
+        with pytest.raises(UserError, match="not a file that could be replaced"):
+            write_bytes(path, b"x")
+
+
+def test_one_process_writes_into_a_folder(tmp_path: Path) -> None:
+    with only_writer(tmp_path / "run"), pytest.raises(BusyError), only_writer(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()  # nothing was put there
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int64, np.bool_])

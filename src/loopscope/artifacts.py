@@ -1,17 +1,20 @@
 """How does anything get to disk and back without being lost, half-written or silently altered?
 
-Files and folders appear whole or not at all (written beside their place, then renamed), tensors are safetensors,
-everything else is JSON, and a manifest lists every file of a folder with its hash.
+Files and folders appear whole or not at all (written beside their place, then renamed), by one writer at a time, which
+holds a lock on what it writes; tensors are safetensors, everything else is JSON, and a manifest lists every file of a
+folder with its hash.
 """
 
-import glob
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ from loopscope.errors import UserError
 
 MANIFEST = "manifest.json"
 SCRATCH = ".partial-"
+"""What is being written to `name` is called this and the name; what it replaces stands aside for a moment, as below."""
+REPLACED = ".replaced-"
+_REPLACED_NAME = re.compile(rf"{re.escape(REPLACED)}.{{8}}-(.+)", re.DOTALL)
 
 _DTYPES = {
     "F64": np.float64,
@@ -69,8 +75,8 @@ def sha256(path: Path) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`, whole or not at all."""
-    with atomic_file(path) as scratch:
+    """Writes `data` to `path`, whole or not at all; whoever is writing it already is waited for."""
+    with atomic_file(path, wait=True) as scratch:
         scratch.write_bytes(data)
 
 
@@ -79,46 +85,40 @@ def write_json(path: Path, value: object) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write to; what was written replaces `path` at the end, unless an exception came."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=SCRATCH, dir=path.parent)
-    os.close(handle)
-    scratch = Path(name)
-    try:
+def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
+    """Yields a file to write to; it replaces `path` at the end, unless an exception came."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file that could be replaced; choose another place.")
+    with room_for(path), _scratch_of(path, Path.touch, wait) as (scratch, _):
+        os.truncate(scratch, 0)
         yield scratch
-        scratch.chmod(0o666 & ~_umask())
         _sync(scratch)
         scratch.replace(path)
         _sync(path.parent)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
     """Yields a folder to fill; it replaces `path` at the end. Only an earlier artifact of the same kind is replaced."""
     path = path.resolve()
-    old = path.with_name(f"{path.name}.replaced")
-    if old.is_dir() and not path.exists():
-        old.rename(path)  # a writer was killed between its two renames
-    check_replaceable(path, kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_scratch(path.parent, f"{path.name}-")
-    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{path.name}-", dir=path.parent))
-    try:
+    with room_for(path), _scratch_of(path, Path.mkdir) as (scratch, handle):
+        check_replaceable(path, kind)
+        for leftover in scratch.iterdir():
+            _remove(leftover)
         yield scratch
+        if not _is_at(handle, scratch):
+            raise UserError(f"{scratch} was removed while it was written; run the same command again.")
         for file in scratch.iterdir():
             _sync(file)
-        scratch.chmod(0o777 & ~_umask())
         if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            old = Path(tempfile.mkdtemp(prefix=REPLACED, suffix=f"-{path.name}", dir=path.parent))
             path.rename(old)
-        scratch.rename(path)
-        _sync(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            scratch.rename(path)
+            _sync(path.parent)
+            _remove(old)
+        else:
+            scratch.rename(path)
+            _sync(path.parent)
 
 
 def check_replaceable(path: Path, kind: str) -> None:
@@ -127,28 +127,157 @@ def check_replaceable(path: Path, kind: str) -> None:
         raise UserError(f"{path} exists and is not a {kind}; choose another folder.")
 
 
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Makes `folder` if need be and keeps every other process from writing into it; a killed one holds nothing."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give a folder.")
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            _lock(handle, folder)
+            if not _is_at(handle, folder):  # whoever had it has removed it
+                continue
+            yield
+            return
+        finally:
+            with suppress(OSError):
+                folder.rmdir()  # unless something is in it
+            os.close(handle)
+
+
 def is_scratch(path: Path) -> bool:
-    return path.name.startswith(SCRATCH)
+    return _target_name(path) is not None
 
 
-def remove_scratch(folder: Path, name: str = "") -> None:
-    """Removes what a killed writer left behind in `folder` (of the target `name` only)."""
-    for leftover in folder.glob(f"{SCRATCH}{glob.escape(name)}*"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
+def remove_scratch(folder: Path) -> None:
+    """Removes what killed writers left behind in `folder`; what somebody is writing stays."""
+    for name in {name for path in folder.iterdir() if (name := _target_name(path)) is not None}:
+        remove_leftovers(folder / name)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what a killed writer of `path` left behind, unless somebody is writing it now."""
+    path = path.resolve()
+    if not any(_target_name(beside) == path.name for beside in path.parent.glob(".*")):
+        return
+    try:
+        with _scratch_of(path, Path.mkdir):
+            pass
+    except BusyError:
+        return
+
+
+class BusyError(UserError):
+    """Another process is at it."""
+
+
+@contextmanager
+def _scratch_of(path: Path, make: Callable[[Path], None], wait: bool = False) -> Iterator[tuple[Path, int]]:
+    """The one scratch file or folder of `path`, open, with a lock that goes with this process, however it ends.
+
+    Whoever has the lock is the writer of `path`: what it finds of earlier ones was left by a kill.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(SCRATCH + path.name)
+    while (handle := _open_locked(scratch, make, path, wait)) is None:
+        pass
+    try:
+        _settle(path)
+        yield scratch, handle
+    finally:
+        if _is_at(handle, scratch):
+            _remove(scratch)
+        os.close(handle)
+
+
+def _open_locked(scratch: Path, make: Callable[[Path], None], path: Path, wait: bool) -> int | None:
+    """Makes the scratch of `path` if need be and locks it; None if its writer has just ended."""
+    with suppress(FileExistsError):
+        make(scratch)
+    try:
+        handle = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        _lock(handle, path, wait)
+        if _is_at(handle, scratch):
+            if scratch.is_dir() == (make is Path.mkdir):
+                return os.dup(handle)
+            _remove(scratch)
+        return None
+    finally:
+        os.close(handle)
+
+
+def _settle(path: Path) -> None:
+    """Ends a replacement that was killed: what stands aside goes back to its place, or away if there is a new one."""
+    for beside in path.parent.glob(f"{REPLACED}*"):
+        if _target_name(beside) == path.name:
+            if not path.exists() and any(beside.iterdir()):
+                beside.rename(path)
+            else:
+                _remove(beside)
+
+
+def _lock(handle: int, path: Path, wait: bool = False) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise BusyError(f"Another process is writing {path}; wait for it, or choose another place.") from None
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether an open file or folder is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _target_name(path: Path) -> str | None:
+    """Whose scratch it is, or of what it is the replaced version; None of any other file."""
+    if path.name.startswith(SCRATCH):
+        return path.name.removeprefix(SCRATCH)
+    found = _REPLACED_NAME.fullmatch(path.name)
+    return found and found[1]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """A disk that is full is said in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UserError(f"{path} could not be written ({error.strerror}); make room, and try again.") from None
 
 
 def write_manifest(
-    folder: Path, kind: str, schema_version: int, contents: Mapping[str, Any], provenance: Mapping[str, Any]
+    folder: Path,
+    kind: str,
+    schema_version: int,
+    contents: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    needed: Collection[str] = (),
 ) -> None:
-    """Lists and hashes every file of `folder`."""
+    """Lists and hashes every file of `folder`, which must have the `needed` ones."""
     files = {
         file.name: FileEntry(sha256(file), file.stat().st_size)
         for file in sorted(folder.iterdir())
         if file.name != MANIFEST
     }
+    if missing := [name for name in needed if name not in files]:
+        raise UserError(f"{folder / missing[0]} vanished before the {kind} was finished; run the same command again.")
     manifest = Manifest(
         kind=kind,
         schema_version=schema_version,
@@ -181,18 +310,18 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
 
 
 def create_tensors(path: Path, layout: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, NDArray[Any]]:
-    """A safetensors file of the given shapes and dtypes, as arrays that write through to disk."""
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, (shape, dtype) in layout.items():
-        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        header[name] = {"dtype": _NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
+    """A safetensors file of the given shapes and dtypes, as arrays that write through to disk.
+
+    Its room is reserved before: a full disk is an error here, and not the end of the process at the first write.
+    """
+    header, size = _header(layout)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + offset)
+        file.write(header)
+        file.flush()
+        if size and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), len(header), size)
+        else:  # macOS: there a full disk is noticed at the first write
+            file.truncate(len(header) + size)
     return _map(path, "r+")
 
 
@@ -206,9 +335,28 @@ def map_tensors(path: Path) -> dict[str, NDArray[Any]]:
 
 def save_tensors(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Writes `arrays` as one safetensors file."""
-    mapped = create_tensors(path, {name: (array.shape, array.dtype) for name, array in arrays.items()})
-    for name, array in arrays.items():
-        mapped[name][...] = array
+    header, _ = _header({name: (array.shape, array.dtype) for name, array in arrays.items()})
+    with path.open("wb") as file:
+        file.write(header)
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array).data)
+
+
+def _header(layout: Mapping[str, tuple[tuple[int, ...], Any]]) -> tuple[bytes, int]:
+    """The beginning of a safetensors file of these shapes and dtypes, and how many bytes follow it."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name, (shape, dtype) in layout.items():
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        entries[name] = {
+            "dtype": _NAMES[np.dtype(dtype)],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    return len(text).to_bytes(8, "little") + text, offset
 
 
 def _map(path: Path, mode: Any) -> dict[str, NDArray[Any]]:
@@ -258,9 +406,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

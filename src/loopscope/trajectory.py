@@ -12,7 +12,7 @@ is -inf in its logits at every loop.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from loopscope.errors import UserError
 
 RECORDING = "recording"
 RECORDING_SCHEMA = 1
+TRAJECTORY, HIDDEN, EXAMPLES = "trajectory.safetensors", "hidden.safetensors", "examples.json"
 Array = NDArray[Any]
 
 _ARRAYS = (
@@ -207,26 +208,31 @@ class Trajectory:
         with atomic_folder(Path(folder), RECORDING) as scratch:
             arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
             arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
-            save_tensors(scratch / "trajectory.safetensors", arrays)
+            save_tensors(scratch / TRAJECTORY, arrays)
+            needed = [TRAJECTORY]
             if self.hidden is not None:
-                save_tensors(scratch / "hidden.safetensors", {"hidden": self.hidden})
+                save_tensors(scratch / HIDDEN, {"hidden": self.hidden})
+                needed.append(HIDDEN)
             if self.examples is not None:
-                write_json(scratch / "examples.json", list(self.examples))
-            seal(scratch, self.split, self.num_examples, self.num_loops, self.provenance)
+                write_json(scratch / EXAMPLES, list(self.examples))
+                needed.append(EXAMPLES)
+            seal(scratch, self.split, self.num_examples, self.num_loops, self.provenance, needed)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
         """The recording in `folder`, after every file was checked against its hash."""
         path = Path(folder)
         manifest = read_manifest(path, RECORDING, RECORDING_SCHEMA)
-        arrays = map_tensors(path / "trajectory.safetensors")
+        if TRAJECTORY not in manifest.files:
+            raise UserError(f"{path} is a recording without {TRAJECTORY}; make the recording again.")
+        arrays = map_tensors(path / TRAJECTORY)
         recorded = [name for name in arrays if name.startswith(SIGNAL_PREFIX)]
         signals = {name.removeprefix(SIGNAL_PREFIX): arrays.pop(name) for name in recorded}
-        if "hidden.safetensors" in manifest.files:
-            arrays |= map_tensors(path / "hidden.safetensors")
+        if HIDDEN in manifest.files:
+            arrays |= map_tensors(path / HIDDEN)
         examples = None
-        if "examples.json" in manifest.files:
-            examples = json.loads((path / "examples.json").read_bytes())
+        if EXAMPLES in manifest.files:
+            examples = json.loads((path / EXAMPLES).read_bytes())
         return cls(
             logits=arrays.pop("logits", None),
             split=build(Contents, manifest.contents, str(path)).split,
@@ -304,10 +310,12 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     )
 
 
-def seal(folder: Path, split: str | None, examples: int, loops: int, provenance: Mapping[str, Any]) -> None:
+def seal(
+    folder: Path, split: str | None, examples: int, loops: int, provenance: Mapping[str, Any], needed: Collection[str]
+) -> None:
     """Writes the manifest of a recording whose files are all in `folder`."""
     contents = Contents(split=split, examples=examples, loops=loops)
-    write_manifest(folder, RECORDING, RECORDING_SCHEMA, plain(contents), provenance)
+    write_manifest(folder, RECORDING, RECORDING_SCHEMA, plain(contents), provenance, needed)
 
 
 def _frozen(values: Array) -> Array:

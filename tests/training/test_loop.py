@@ -10,8 +10,8 @@ from conftest import GATED, tiny_settings
 from safetensors.torch import load_file
 
 import loopscope as ls
+from loopscope.artifacts import only_writer
 from loopscope.training import Training, check_memory, describe_data, estimate_time, initial_model, read_settings, train
-from loopscope.training.loop import _lock
 from loopscope.training.optimizers import Optimizers, schedule
 from loopscope.training.task_run import training_batches
 
@@ -220,7 +220,7 @@ def test_broken_files_of_a_run_are_named(tmp_path: Path) -> None:
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     train(tiny_settings(), tmp_path / "run", CPU)
     (tmp_path / "run" / "model.safetensors").unlink()
-    with _lock(tmp_path / "run"), pytest.raises(ls.UserError, match="Another process"):
+    with only_writer(tmp_path / "run"), pytest.raises(ls.UserError, match="Another process"):
         train(tiny_settings(), tmp_path / "run", CPU)
 
 

@@ -143,7 +143,7 @@ def test_what_only_the_first_worker_meets_ends_all(tmp_path: Path) -> None:
     train(tiny_settings(), tmp_path / "run", CPU)
     (tmp_path / "run" / "model.safetensors").unlink()
     with _lock(tmp_path / "run"):
-        assert "Another process is training" in refusal(torchrun(tmp_path / "run"))
+        assert "Another process is writing" in refusal(torchrun(tmp_path / "run"))
 
 
 def refusal(process: "subprocess.Popen[str]") -> str:

@@ -3,16 +3,20 @@
 Its file is JSON; the weights of a fitted gate lie beside it as safetensors, and the file holds their hash.
 """
 
+import glob
+import hashlib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
 
-from loopscope.artifacts import atomic_file, map_tensors, save_tensors, sha256, write_json
-from loopscope.config import Settings, build, digest, plain, read_json
+from loopscope.artifacts import atomic_file, map_tensors, sha256, write_bytes
+from loopscope.config import Settings, build, digest, plain, read_json, to_json
 from loopscope.errors import UserError
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
@@ -110,23 +114,20 @@ class ExitPolicy:
         """Writes the policy as JSON, and the weights of its fitted gate beside it."""
         if self.threshold is not None and np.isinf(self.threshold):
             raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
-        path, gate = Path(path), None
-        if self.gate is not None:
-            weights = path.with_name(f"{path.name.removesuffix('.json')}.gate.safetensors")
-            with atomic_file(weights) as scratch:
-                save_tensors(scratch, self.gate.tensors)
-            gate = GateFile(file=weights.name, sha256=sha256(weights), provenance=plain(dict(self.gate.provenance)))
-        threshold = None if self.threshold is None else float(self.threshold)
-        file = PolicyFile(
-            readout=self.readout,
-            threshold=threshold,
-            definition_sha256=self.definition_sha256,
-            gate=gate,
-            model=self.model,
-            scope=self.scope,
-            guarantee=self.guarantee,
-        )
-        write_json(path, file if self.guarantee is None else msgspec.structs.replace(file, digest=file.seal()))
+        path = Path(path)
+        with atomic_file(path, wait=True) as scratch:
+            file = PolicyFile(
+                readout=self.readout,
+                threshold=None if self.threshold is None else float(self.threshold),
+                definition_sha256=self.definition_sha256,
+                gate=None if self.gate is None else _save_gate(self.gate, path),
+                model=self.model,
+                scope=self.scope,
+                guarantee=self.guarantee,
+            )
+            scratch.write_bytes(
+                to_json(file if self.guarantee is None else msgspec.structs.replace(file, digest=file.seal()))
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -217,6 +218,25 @@ class ExitPolicy:
         """Whether these values of the policy's signal say stop, whatever their shape: recorded or live."""
         assert self.threshold is not None
         return values >= self.threshold if readout_kind(self.readout) == "above" else values <= self.threshold
+
+
+def _save_gate(gate: FittedGate, path: Path) -> GateFile:
+    """Writes the weights of the gate beside the policy at `path`.
+
+    Their name has their hash: an earlier policy keeps its own until this one is in its place, and the next one to be
+    written removes what nobody refers to.
+    """
+    stem = f"{path.name.removesuffix('.json')}.gate"
+    with suppress(UserError):
+        named = PolicyFile.read(path).gate
+        for old in path.parent.glob(f"{glob.escape(stem)}-????????.safetensors"):
+            if named is None or old.name != named.file:
+                old.unlink(missing_ok=True)
+    data = safetensors.numpy.save(dict(gate.tensors))
+    found = hashlib.sha256(data).hexdigest()
+    weights = path.with_name(f"{stem}-{found[:8]}.safetensors")
+    write_bytes(weights, data)
+    return GateFile(file=weights.name, sha256=found, provenance=plain(dict(gate.provenance)))
 
 
 def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:

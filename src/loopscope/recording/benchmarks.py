@@ -8,6 +8,7 @@ Shapes: N questions, T loops, C choices of the question of the benchmark that ha
 """
 
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -19,7 +20,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.artifacts import atomic_file, map_tensors, save_tensors, write_json
+from loopscope.artifacts import (
+    SCRATCH,
+    map_tensors,
+    only_writer,
+    remove_scratch,
+    room_for,
+    save_tensors,
+    sha256,
+    write_json,
+)
 from loopscope.config import digest, read_json
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.errors import UserError
@@ -54,6 +64,7 @@ _EVERY = 10.0
 """Seconds of work that may be lost."""
 _WHAT = "what.json"
 _COUNTED = "done.json"
+_PART = "{}.safetensors"
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -103,25 +114,30 @@ def record_benchmark(
         "dtype": dtype,
         "keeps_hidden": hidden,
     }
-    unfinished, keep = out.with_name(f"{out.name}.unfinished"), Keep(hidden=hidden)
-    if (found := existing_recording(out, split, provenance, keep)) is not None:
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was cut off after all was written
+    unfinished, keep = _unfinished(out), Keep(hidden=hidden)
+    if (found := existing_recording(out, split, provenance, keep)) is not None and not unfinished.exists():
         return found
-    provenance |= keep.provenance
-    encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
-    provenance["cut"] = sum(tokens.cut > 0 for tokens in encoded)
-    requests = question_requests(questions, encoded, "acc", mean)
-    description = {"split": split, "signals": keep.signals, **provenance}
-    arrays = _collect(model, requests, unfinished, description, hidden, mean, batch_tokens, progress)
-    trajectory = _trajectory(which, questions, arrays, split, provenance)
-    trajectory.save(out)
-    shutil.rmtree(unfinished)
+    with only_writer(unfinished):
+        if found is not None:
+            shutil.rmtree(unfinished)  # left by a process that was killed after all was written
+            return found
+        encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
+        provenance |= {**keep.provenance, "cut": sum(tokens.cut > 0 for tokens in encoded)}
+        requests = question_requests(questions, encoded, "acc", mean)
+        description = {"split": split, "signals": keep.signals, **provenance}
+        arrays = _collect(model, requests, unfinished, description, hidden, mean, batch_tokens, progress)
+        _trajectory(which, questions, arrays, split, provenance).save(out)
+        shutil.rmtree(unfinished)
     return Trajectory.load(out)
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f"{out.name}.unfinished")
 
 
 def share_recorded(out: Path) -> float:
     """How much of the recording that is being made in `out` is kept already."""
-    counted = out.with_name(f"{out.name}.unfinished") / _COUNTED
+    counted = _unfinished(out) / _COUNTED
     return float(read_json(float, counted, "unfinished recording")) if counted.is_file() else 0.0
 
 
@@ -137,11 +153,12 @@ def _collect(
 ) -> Arrays:
     """Everything of all questions: what `folder` has of an earlier try, and the rest."""
     expected = digest(description)
-    if not folder.is_dir():
+    remove_scratch(folder)
+    if not any(folder.iterdir()):
         write_json(folder / _WHAT, expected)
     elif not (folder / _WHAT).is_file() or read_json(str, folder / _WHAT, "unfinished recording") != expected:
         raise UserError(f"{folder} holds another unfinished recording; choose another --out, or remove it.")
-    parts = [dict(map_tensors(file)) for file in sorted(folder.glob("*.safetensors"))]
+    parts = [part for file in sorted(folder.glob(_PART.format("*"))) if (part := _kept(file)) is not None]
     done = np.zeros(len(requests), dtype=bool)
     for part in parts:
         done[part["rows"]] = True
@@ -159,13 +176,27 @@ def _collect(
         progress(int(done.sum()), len(requests), "")
         if time.monotonic() - saved > _EVERY:
             parts.append(_joined(waiting))
-            with atomic_file(folder / f"{len(parts):06d}.safetensors") as scratch:
-                save_tensors(scratch, parts[-1])
+            _keep(parts[-1], folder)
             write_json(folder / _COUNTED, float(done.mean()))
             waiting, saved = [], time.monotonic()
     whole = _joined([*parts, *waiting])
     order = np.argsort(whole.pop("rows"))
     return {name: values[order] for name, values in whole.items()}
+
+
+def _keep(part: Arrays, folder: Path) -> None:
+    """Writes a part under a name that has its hash: what was altered since is scored again."""
+    with room_for(folder), tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
+        file = Path(scratch, "part")
+        save_tensors(file, part)
+        file.rename(folder / _PART.format(sha256(file)))
+
+
+def _kept(file: Path) -> Arrays | None:
+    if file.name != _PART.format(sha256(file)):
+        file.unlink()
+        return None
+    return dict(map_tensors(file))
 
 
 def _arrays(scores: LoopScores, hidden: bool) -> Arrays:

@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, check_replaceable, create_tensors, write_json
+from loopscope.artifacts import (
+    MANIFEST,
+    Manifest,
+    atomic_folder,
+    check_replaceable,
+    create_tensors,
+    remove_leftovers,
+    write_json,
+)
 from loopscope.config import plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits.readouts import find_readout, readout_definition, readouts_reading
@@ -27,7 +35,7 @@ from loopscope.models.device import upload
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, seen, training_fingerprints
 from loopscope.training.settings import RunSettings, read_run_settings
-from loopscope.trajectory import RECORDING, SIGNAL_PREFIX, Trajectory, seal
+from loopscope.trajectory import EXAMPLES, HIDDEN, RECORDING, SIGNAL_PREFIX, TRAJECTORY, Trajectory, seal
 
 BATCH = 1024
 
@@ -84,10 +92,11 @@ def record_task(
         layout = _layout(shape, keep, settings.task.vocab_size, settings.model.gate != "none")
         if settings.task.train_examples:  # what was drawn online nobody knows any more
             layout["seen"] = (shape[:1], np.bool_)
-        arrays = create_tensors(scratch / "trajectory.safetensors", layout)
+        arrays, needed = create_tensors(scratch / TRAJECTORY, layout), [TRAJECTORY, EXAMPLES]
         if keep.hidden:
             hidden = {"hidden": ((*shape, settings.model.width), np.float32)}
-            arrays |= create_tensors(scratch / "hidden.safetensors", hidden)
+            arrays |= create_tensors(scratch / HIDDEN, hidden)
+            needed.append(HIDDEN)
         arrays["labels"][:], arrays["difficulty"][:] = examples.labels, examples.difficulty
         if "seen" in layout:
             arrays["seen"][:] = seen(examples, training_fingerprints(settings.task))
@@ -97,11 +106,11 @@ def record_task(
             write_rows(arrays, rows, forward(model, batch, next(model.parameters()).device), batch.labels, keep)
             done += len(rows)
             progress(done, len(examples), "")
-        write_json(scratch / "examples.json", settings.task.text(examples))
+        write_json(scratch / EXAMPLES, settings.task.text(examples))
         for array in arrays.values():
             array.flush()  # type: ignore[attr-defined]
-        seal(scratch, split, len(examples), model.num_loops, provenance)
-    return Trajectory.load(out)
+        seal(scratch, split, len(examples), model.num_loops, provenance, needed)
+        return Trajectory.load(scratch)  # only what can be read takes its place
 
 
 def record_model(
@@ -214,6 +223,7 @@ def extrapolation_levels(settings: RunSettings) -> range:
 
 def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:
     """The recording in `out`, if it is this one; another is refused, also one that lacks a signal."""
+    remove_leftovers(out)
     if not (out / MANIFEST).is_file():
         check_replaceable(out, RECORDING)
         return None

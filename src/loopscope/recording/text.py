@@ -30,7 +30,7 @@ from loopscope.models.layout import Layout, count_up
 from loopscope.progress import ProgressCallback, silent
 from loopscope.recording.tasks import Keep, existing_recording
 from loopscope.training.loop import trained_with
-from loopscope.trajectory import RECORDING, SIGNAL_PREFIX, Trajectory, seal
+from loopscope.trajectory import HIDDEN, RECORDING, SIGNAL_PREFIX, TRAJECTORY, Trajectory, seal
 
 TEXT_SPLITS = ("train", "validation", "test")
 CONTEXT = 512
@@ -92,10 +92,11 @@ def record_text(
         layout |= {"predictions": (shape, np.int64), "label_log_probs": (shape, np.float64)}
         layout |= {} if probe.gate_logits is None else {"gate_logits": (shape, np.float32)}
         layout |= {SIGNAL_PREFIX + name: (shape, np.float64) for name in keep.signals}
-        arrays = create_tensors(scratch / "trajectory.safetensors", layout)
+        arrays, needed = create_tensors(scratch / TRAJECTORY, layout), [TRAJECTORY]
         if hidden:
             states = {"hidden": ((*shape, probe.hidden.shape[-1]), np.float32)}
-            arrays |= create_tensors(scratch / "hidden.safetensors", states)
+            arrays |= create_tensors(scratch / HIDDEN, states)
+            needed.append(HIDDEN)
         for batch in windows.batches(tokens):
             rows, labels, sequences = windows.targets(batch)
             arrays["labels"][rows], arrays["sequences"][rows] = labels, sequences
@@ -105,8 +106,8 @@ def record_text(
             progress(done, windows.decisions, "")
         for array in arrays.values():
             array.flush()  # type: ignore[attr-defined]
-        seal(scratch, split, *shape, provenance)
-    return Trajectory.load(out)
+        seal(scratch, split, *shape, provenance, needed)
+        return Trajectory.load(scratch)  # only what can be read takes its place
 
 
 @dataclass(frozen=True)

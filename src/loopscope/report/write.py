@@ -7,7 +7,7 @@ from loopscope.analysis import Target
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
-from loopscope.artifacts import write_bytes, write_json
+from loopscope.artifacts import only_writer, remove_scratch, write_bytes, write_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.splits import is_pair
@@ -54,12 +54,14 @@ def write_report(
     markers: Sequence[Marker] = (),
 ) -> Path:
     """Writes the report and returns its page; for command, again and markers see `page.render`."""
-    write_json(folder / "results.json", results)
-    for each in products:
-        if each.figure is not None:
-            write_figure(each.figure, folder, each.name)
-    write_bytes(folder / "tables.md", _markdown(products).encode())
-    write_bytes(folder / "report.html", render(results, details, products, command, again, markers).encode())
+    with only_writer(folder):
+        remove_scratch(folder)
+        write_json(folder / "results.json", results)
+        for each in products:
+            if each.figure is not None:
+                write_figure(each.figure, folder, each.name)
+        write_bytes(folder / "tables.md", _markdown(products).encode())
+        write_bytes(folder / "report.html", render(results, details, products, command, again, markers).encode())
     return folder / "report.html"
 
 

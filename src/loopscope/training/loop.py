@@ -10,7 +10,6 @@ answers of a task (`task_run`) or on the tokens of a text (`language_run`).
 Shapes: B rows (or tokens), T loops.
 """
 
-import fcntl
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from loopscope.artifacts import atomic_file, is_scratch, remove_scratch, write_bytes, write_json
+from loopscope.artifacts import atomic_file, is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
 from loopscope.config import differences, read_json
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, LoopedTransformer, Ouro, read_checkpoint_config
@@ -162,10 +161,8 @@ def train_run(
     with ExitStack() as held:
         with workers.together():
             if workers.is_main:
-                _claim(run)
-                if not (folder / WEIGHTS).is_file():
-                    held.enter_context(_lock(folder))
-                else:
+                held.enter_context(_claimed(run))
+                if (folder / WEIGHTS).is_file():
                     (folder / STATE_FILE).unlink(missing_ok=True)
         if (folder / WEIGHTS).is_file():
             return RunResult(folder, steps, _read_metrics(folder, steps))
@@ -300,8 +297,15 @@ def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int
     return rows
 
 
+@contextmanager
+def _claimed(run: TrainingRun) -> Iterator[None]:
+    """Makes the run's folder its own, or finds that it is; another run's folder is refused, and one at work."""
+    with only_writer(run.folder):
+        _claim(run)
+        yield
+
+
 def _claim(run: TrainingRun) -> None:
-    """Makes the run's folder its own, or finds that it is; another run's folder is refused."""
     folder = run.folder
     if (folder / CONFIG).is_file():
         before = trained_with(folder)
@@ -319,7 +323,7 @@ def _claim(run: TrainingRun) -> None:
                 "or remove it."
             )
         return
-    if folder.exists() and (not folder.is_dir() or any(not is_scratch(path) for path in folder.iterdir())):
+    if any(not is_scratch(path) for path in folder.iterdir()):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
     write_json(folder / CONFIG, run.config)
 
@@ -387,7 +391,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
 
 
 def _log(folder: Path, entry: dict[str, Any]) -> None:
-    with (folder / METRICS_FILE).open("ab", buffering=0) as file:
+    with room_for(folder / METRICS_FILE), (folder / METRICS_FILE).open("ab") as file:
         file.write(_line(entry))
 
 
@@ -411,17 +415,6 @@ def _autocast(settings: TrainableSettings, device: torch.device) -> AbstractCont
     if device.type == "cuda" and settings.training.bf16:
         return torch.autocast("cuda", torch.bfloat16)
     return nullcontext()
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time trains in a folder; the lock goes with the process, however it ends."""
-    with (folder / CONFIG).open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"Another process is training in {folder}; wait for it, or choose another --out.") from None
-        yield
 
 
 @contextmanager
