@@ -19,8 +19,8 @@ import torch
 from conftest import GATED, TINY, tiny_settings
 
 import loopscope as ls
+from loopscope.artifacts import only_writer
 from loopscope.training import RunSettings, check_memory, read_settings, train
-from loopscope.training.loop import _lock
 from loopscope.training.parallel import Workers, join_workers
 
 CPU = torch.device("cpu")
@@ -142,7 +142,7 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path) -> None:
 def test_what_only_the_first_worker_meets_ends_all(tmp_path: Path) -> None:
     train(tiny_settings(), tmp_path / "run", CPU)
     (tmp_path / "run" / "model.safetensors").unlink()
-    with _lock(tmp_path / "run"):
+    with only_writer(tmp_path / "run"):
         assert "Another process is writing" in refusal(torchrun(tmp_path / "run"))
 
 

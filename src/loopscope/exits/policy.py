@@ -232,7 +232,7 @@ def _save_gate(gate: FittedGate, path: Path) -> GateFile:
         for old in path.parent.glob(f"{glob.escape(stem)}-????????.safetensors"):
             if named is None or old.name != named.file:
                 old.unlink(missing_ok=True)
-    data = safetensors.numpy.save(dict(gate.tensors))
+    data = safetensors.numpy.save({name: np.asarray(values) for name, values in gate.tensors.items()})
     found = hashlib.sha256(data).hexdigest()
     weights = path.with_name(f"{stem}-{found[:8]}.safetensors")
     write_bytes(weights, data)
