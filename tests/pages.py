@@ -20,6 +20,7 @@ HOSTILE = (
     "a \"quoted\" & 'single' \\ back|pipe, comma; $math$ _under_ #hash",
     "\u202eright to left\u202c \u200f\u05d0\u05d1\u05d2 \u0000\u0007",
     "=cmd|' /C calc'!A0",
+    "`tick` _edge_ [x](javascript:alert(1)) *b* \\| &lt; \x1b[31m\r\nline",
 )
 
 

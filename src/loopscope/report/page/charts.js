@@ -11,7 +11,7 @@ const isDark = () => document.documentElement.dataset.theme === "dark";
 // The same value with colours and scales for a dark ground; texts stay as they are.
 function painted(value) {
   if (!isDark()) return value;
-  if (typeof value === "string") return head.dark[value] ?? value;
+  if (typeof value === "string") return Object.hasOwn(head.dark, value) ? head.dark[value] : value;
   if (Array.isArray(value)) return value.map(painted);
   if (value === null || typeof value !== "object") return value;
   const { scheme, reverse, ...rest } = value;

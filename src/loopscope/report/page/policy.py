@@ -1,7 +1,7 @@
-"""What may run on the page? Its own scripts, told by their hashes, and nothing that they would read from a text.
+"""What may run on the page? Its own scripts, told by their hashes, and nothing else.
 
-A script or a style that finds its way into the page by a text, or by whoever changes the file afterwards without
-knowing the policy, is refused by the browser: no other inline script, no handler in an attribute, no `eval`, no request.
+Whatever else finds its way into the file, the browser refuses to run: no other inline script, no handler in an
+attribute, no `eval`, no style but the page's, no request.
 """
 
 import base64
