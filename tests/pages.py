@@ -15,7 +15,7 @@ from loopscope.reproduction.products import PRODUCTS
 TARGETS = [0.6, 0.9]
 HOSTILE = (
     "<img src=x onerror=\"alert('x')\">",
-    "</script><script>alert(1)</script>",
+    "</script><script>window.hacked = 1; alert(1)</script>",
     "{{ 7 * 7 }} {% raw %} ${7*7}",
     "a \"quoted\" & 'single' \\ back|pipe, comma; $math$ _under_ #hash",
     "\u202eright to left\u202c \u200f\u05d0\u05d1\u05d2 \u0000\u0007",
