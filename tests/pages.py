@@ -15,11 +15,12 @@ from loopscope.reproduction.products import PRODUCTS
 TARGETS = [0.6, 0.9]
 HOSTILE = (
     "<img src=x onerror=\"alert('x')\">",
-    "</script><script>alert(1)</script>",
+    "</script><script>window.hacked = 1; alert(1)</script>",
     "{{ 7 * 7 }} {% raw %} ${7*7}",
     "a \"quoted\" & 'single' \\ back|pipe, comma; $math$ _under_ #hash",
     "\u202eright to left\u202c \u200f\u05d0\u05d1\u05d2 \u0000\u0007",
     "=cmd|' /C calc'!A0",
+    "`tick` _edge_ [x](javascript:alert(1)) *b* \\| &lt; \x1b[31m\r\nline",
 )
 
 

@@ -376,7 +376,17 @@ def test_hostile_text_is_text(tmp_path: Path, browser: Browser, width: int) -> N
         tab.locator("#headline .tools").get_by_role("button", name="CSV").click()
         tab.wait_for_timeout(100)
         rows = list(csv.reader(io.StringIO(tab.evaluate("navigator.clipboard.readText()"))))
-        assert {row[0] for row in rows} >= {HOSTILE[0], HOSTILE[1], HOSTILE[3]}
+        assert {row[0] for row in rows} >= {HOSTILE[0], HOSTILE[1], HOSTILE[3], "'" + HOSTILE[5]}
+        tab.locator("#headline .tools").get_by_role("button", name="Markdown").click()
+        tab.wait_for_timeout(100)
+        lines = tab.evaluate("navigator.clipboard.readText()").splitlines()
+        tables = re.sub(" +", " ", (page.parent / "tables.md").read_text())
+        assert set(lines) <= set(tables.splitlines())
+        with tab.expect_download() as download:
+            tab.locator("#frontier-chart").locator("xpath=following-sibling::*[1]").get_by_text("SVG").click()
+        saved = ElementTree.parse(download.value.path())
+        assert not [each for each in saved.iter() if each.tag.rpartition("}")[2] in ("script", "img", "a")]
+        assert tab.evaluate("window.hacked") is None
         for figure in tab.locator(".chart.figure").all():
             figure.scroll_into_view_if_needed()
             figure.locator("svg").first.wait_for()

@@ -1,5 +1,7 @@
 """The written report: complete, self-contained, and safe against hostile names."""
 
+import base64
+import hashlib
 import re
 from pathlib import Path
 
@@ -9,8 +11,32 @@ from pages import HOSTILE, hostile, two, written
 from playwright.sync_api import Browser
 
 from loopscope.analysis.schema import Results
+from loopscope.report.markdown import markdown_text
 from loopscope.report.tables import Table
 from loopscope.reproduction.products import PRODUCTS
+
+INJECTED = (
+    "<script>window.hacked = 1</script>",
+    '<script type="module">window.hacked = 1</script>',
+    "<img src=x onerror='window.hacked = 1'>",
+    "<a id='clicked' href='javascript:window.hacked=1'>here</a>",
+    "<iframe srcdoc='<script>parent.hacked = 1</script>'></iframe>",
+    "<base href='https://example.org/'>",
+    "<p id='late' style='color: red'></p>",
+)
+
+LATER = """() => new Promise((done) => setTimeout(() => {  // by itself: what a debugger evaluates is free of the policy
+    document.getElementById("late").innerHTML = "<img src=x onerror='window.hacked = 1'>";
+    const script = document.createElement("script");
+    script.text = "window.hacked = 1";
+    document.body.append(script);
+    const tried = [() => eval("window.hacked = 1"), () => Function("window.hacked = 1")()];
+    done(tried.map((act) => { try { return act(); } catch (error) { return error.name; } }));
+}))"""
+
+
+def hash_of(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def tables(results: Results) -> list[Table]:
@@ -42,7 +68,17 @@ def test_the_page_needs_nothing_from_elsewhere(report: tuple[Path, Results]) -> 
     links = re.findall(r"""(?:src|href|xlink:href)\s*=\s*["']([^"'#][^"']*)""", page)
     assert links == []
     assert "@import" not in page
-    assert "default-src 'none'" in page  # the browser itself refuses whatever would be asked for
+
+
+def test_the_policy_names_the_scripts_that_are_there_and_no_others(report: tuple[Path, Results]) -> None:
+    page = report[0].read_text()
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == "'none'"  # the browser itself refuses whatever would be asked for
+    assert "unsafe" not in policy
+    for kind, tag in (("script-src", 'script type="module"'), ("style-src", "style")):
+        inline = re.findall(rf"<{tag}>(.*?)</{tag.split()[0]}>", page, re.DOTALL)
+        assert rules[kind].split() == [hash_of(text) for text in inline]
 
 
 def test_the_page_says_what_the_tables_say(report: tuple[Path, Results]) -> None:
@@ -60,11 +96,17 @@ def test_the_same_results_give_the_same_page(report: tuple[Path, Results], tmp_p
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
-    page = written(hostile()[:2], tmp_path / "report")[0].read_text()
-    assert page.count("<script") == 3 + 2 + 4  # the head, the libraries and the script; a part a model; figures
+    path, results = written([hostile()[place] for place in (0, 1, 6)], tmp_path / "report")
+    page, tables = path.read_text(), (path.parent / "tables.md").read_text()
+    assert page.count("<script") == 3 + 3 + 4  # the head, the libraries and the script; a part a model; figures
     for text in HOSTILE[:2]:
         assert text not in page
     assert "&lt;img src=x onerror=" in page
+    assert "\\u001b[31m" in page  # the name of the run, as it can be seen
+    for model in results.models:
+        assert f"\n| {markdown_text(model.label)} | " in tables
+    for text in (page, tables):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text.replace("\t", ""))
 
 
 def test_the_headline_has_the_depth_and_the_culprit_of_every_model(report: tuple[Path, Results]) -> None:
@@ -75,6 +117,27 @@ def test_the_headline_has_the_depth_and_the_culprit_of_every_model(report: tuple
     assert (first[0], first[3], first[5]) == ("a", "no gate", "the reference")
     gate = next(frontier for frontier in results.models[1].frontiers if frontier.readout == "gate")
     assert second[3] == f"{gate.depth_at['0.6']:.2f}"
+
+
+def test_what_is_put_into_the_page_does_not_run(report: tuple[Path, Results], tmp_path: Path, browser: Browser) -> None:
+    """Whoever gets markup into the page gets no script to run, and neither do the page's own scripts with a text."""
+    whole = report[0].read_text()
+    (tmp_path / "report.html").write_text(whole.replace("</main>", "".join(INJECTED) + "</main>"))
+    refused: list[str] = []
+    tab = browser.new_page()
+    tab.on("console", lambda said: refused.append(said.text) if "Content Security Policy" in said.text else None)
+    tab.goto((tmp_path / "report.html").as_uri())
+    tab.wait_for_selector("body[data-ready]")
+    assert tab.locator("#exits svg").count() == 1  # the page itself runs
+    tab.locator("#clicked").click()
+    said = tab.evaluate(LATER)
+    assert said == ["EvalError", "EvalError"]
+    tab.wait_for_timeout(300)
+    assert tab.evaluate("window.hacked") is None
+    assert tab.locator("base").count() == 1
+    assert tab.evaluate("document.baseURI") == tab.url.split("#")[0]
+    assert len(refused) >= len(INJECTED)
+    tab.close()
 
 
 def test_the_page_works_in_a_browser(report: tuple[Path, Results], browser: Browser) -> None:

@@ -1,5 +1,6 @@
 """From the recordings of some models to everything that a report says, as data."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,7 +54,7 @@ from loopscope.analysis.threshold_details import (
     threshold_details,
 )
 from loopscope.config import digest
-from loopscope.errors import UserError
+from loopscope.errors import UserError, visible
 from loopscope.exits import ExitPolicy, FittedGate, Frontier, attach, sweep
 from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED
@@ -111,6 +112,8 @@ def analyse_models(
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
         raise UserError("Two of the runs have the same name; give their folders different names.")
+    if halves := [name for name in names if re.search("[\ud800-\udfff]", name)]:
+        raise UserError(f"The name '{visible(halves[0])}' is no UTF-8; give the folder of that run another one.")
     if reference is not None and reference not in names:
         raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(names)}.")
     against = None if reference is None else sources[names.index(reference)]

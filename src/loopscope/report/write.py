@@ -12,10 +12,10 @@ from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.splits import is_pair
 from loopscope.report.charts import write_figure
+from loopscope.report.markdown import markdown
 from loopscope.report.page import render
 from loopscope.report.page.data import Marker
 from loopscope.report.products import OVERVIEW, Product
-from loopscope.report.tables import Table
 from loopscope.trajectory import Trajectory
 
 
@@ -60,21 +60,6 @@ def write_report(
         for each in products:
             if each.figure is not None:
                 write_figure(each.figure, folder, each.name)
-        write_bytes(folder / "tables.md", _markdown(products).encode())
+        write_bytes(folder / "tables.md", markdown(products).encode())
         write_bytes(folder / "report.html", render(results, details, products, command, again, markers).encode())
     return folder / "report.html"
-
-
-def _markdown(products: Sequence[Product]) -> str:
-    """All tables, as a repository shows them."""
-    parts = []
-    for each in products:
-        if each.table is not None:
-            paper = f", the counterpart of the paper's {each.paper}" if each.paper else ""
-            parts.append(f"## {each.title}\n\n`{each.name}`{paper}. {each.note}\n\n{_markdown_table(each.table)}\n")
-    return "\n".join(parts)
-
-
-def _markdown_table(table: Table) -> str:
-    rows = [table.columns, ["---"] * len(table.columns), *table.rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)

@@ -1,19 +1,23 @@
 """One HTML file in which a report can be explored: offline, without a server, without a request to anywhere.
 
 Python computes every number and writes it into the page, compressed; the scripts beside this file only look numbers
-up, sort them and hand them to Vega-Lite. Texts reach the page escaped, or inside compressed JSON, never as markup.
+up, sort them and hand them to Vega-Lite. Texts reach the page escaped, or inside compressed JSON, never as markup; were
+one to get through, the page's policy would not let it run.
 """
 
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
+from typing import Any
 
 import vl_convert
 from jinja2 import Environment
 
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.errors import visible
 from loopscope.report.page.content import cards, made_of, scope
 from loopscope.report.page.data import Marker, packed, page_head, thinned
+from loopscope.report.page.policy import content_security_policy
 from loopscope.report.products import Product
 
 LARGEST = 8_000_000
@@ -34,7 +38,11 @@ def render(
     `markers` are published numbers that its frontiers show beside the models' own.
     """
     everything = list(details)
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
+    style = _file("page.css")
+    libraries: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub is wrong
+    script = "\n".join(map(_file, _SCRIPTS))
+    environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(_file("page.html"))
     content = {
         "version": results.loopscope,
         "target": results.targets[0],
@@ -46,13 +54,19 @@ def render(
         "again": again,
         "head": packed(page_head(results, everything, markers)),
         "figures": {each.name: packed(each.figure) for each in products if each.figure is not None},
-        "style": _file("page.css"),
-        "libraries": vl_convert.javascript_bundle(),  # type: ignore[call-arg]  # its stub is wrong
-        "script": "\n".join(map(_file, _SCRIPTS)),
+        "policy": content_security_policy([libraries, script], [style]),
+        "style": style,
+        "libraries": libraries,
+        "script": script,
     }
     bare = len(template.render(**content, deep=[], thinned="").encode())
     deep, note = thinned(results, everything, LARGEST - bare - 100 * len(everything) - 1000)
     return template.render(**content, deep=deep, thinned=note)
+
+
+def _shown(value: Any) -> Any:
+    """Of texts, what a reader can see: a mark that reorders a line would turn the numbers around that follow it."""
+    return visible(value) if type(value) is str else value  # what is marked as safe is the page's own
 
 
 def _file(name: str) -> str:

@@ -3,12 +3,15 @@
 const drawn = new Map(); // place -> {name, specification, data, view}
 let head; // what charts of many models need
 
+// The page's policy forbids eval, so Vega interprets its expressions, and styles that are not the page's own.
+const EMBEDDED = { actions: false, ast: true, defaultStyle: false };
+
 const isDark = () => document.documentElement.dataset.theme === "dark";
 
 // The same value with colours and scales for a dark ground; texts stay as they are.
 function painted(value) {
   if (!isDark()) return value;
-  if (typeof value === "string") return head.dark[value] ?? value;
+  if (typeof value === "string") return Object.hasOwn(head.dark, value) ? head.dark[value] : value;
   if (Array.isArray(value)) return value.map(painted);
   if (value === null || typeof value !== "object") return value;
   const { scheme, reverse, ...rest } = value;
@@ -77,9 +80,9 @@ async function embed(place, chart) {
     datasets: { ...specification.datasets, ...data },
   });
   const options = {
-    actions: false,
+    ...EMBEDDED,
     renderer: place.id === "frontier-chart" ? "canvas" : "svg",
-    tooltip: { theme: isDark() ? "dark" : "light" },
+    tooltip: { theme: isDark() ? "dark" : "light", disableDefaultStyle: true },
   };
   chart.result?.finalize();
   chart.result = await vegaEmbed(place, { ...shown, config: theme(specification, isDark()) }, options);
@@ -120,7 +123,7 @@ async function image(place, kind) {
   const whole = key?.length
     ? { hconcat: [{ ...specification, width: 480 }, keyOf(key)], ...sets }
     : { ...sized(specification, data, 480), ...sets };
-  const made = await vegaEmbed(make("div"), whole, { actions: false });
+  const made = await vegaEmbed(make("div"), whole, { ...EMBEDDED, tooltip: false });
   const address = await made.view.toImageURL(kind, kind === "png" ? 3 : 1);
   made.finalize();
   return address;

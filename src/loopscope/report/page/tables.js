@@ -17,13 +17,16 @@ const LATEX = {
   "✗": "$\\times$",
 };
 
+const UNSEEN = /[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g; // what a terminal would obey
+const visible = (text) => text.replace(UNSEEN, (letter) => `\\u${letter.charCodeAt(0).toString(16).padStart(4, "0")}`);
 const texts = (table) =>
-  [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent.trim().replace(/\s+/g, " ")));
+  [...table.rows].map((row) => [...row.cells].map((cell) => visible(cell.textContent.trim().replace(/\s+/g, " "))));
+const MARKUP = /[\\|`*<~$&]|(?<![\p{L}\p{N}])_|_(?![\p{L}\p{N}])|(?<=\])[([]/gu; // as in tables.md
+const FORMULA = /^(?:[=@]|[+-](?![\d\s.,%±()[\]@+-]*$))/; // what a spreadsheet would compute, numbers apart
 
 const COPIES = {
   Markdown(rows) {
-    const line = (cells) =>
-      `| ${cells.map((cell) => cell.replaceAll("\\", "\\\\").replaceAll("|", "\\|")).join(" | ")} |`;
+    const line = (cells) => `| ${cells.map((cell) => cell.replace(MARKUP, "\\$&")).join(" | ")} |`;
     return [line(rows[0]), line(rows[0].map(() => "---")), ...rows.slice(1).map(line)].join("\n");
   },
   LaTeX(rows) {
@@ -40,7 +43,8 @@ const COPIES = {
     ].join("\n");
   },
   CSV(rows) {
-    const cell = (text) => (/[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+    const quoted = (text) => (/[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+    const cell = (text) => quoted(FORMULA.test(text) ? `'${text}` : text);
     return rows.map((cells) => cells.map(cell).join(",")).join("\r\n");
   },
 };
