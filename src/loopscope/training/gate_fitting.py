@@ -26,6 +26,7 @@ from loopscope.exits import FittedGate
 from loopscope.exits.splits import EVALUATION_SPLITS
 from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256
 from loopscope.models.gates import Gate
+from loopscope.models.run_hashes import HASHES
 from loopscope.objectives import Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
@@ -141,7 +142,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
     gate.check(weights_sha256(checkpoint))
     with atomic_folder(out, "checkpoint") as scratch:
-        beside = shutil.ignore_patterns("recordings", "gates", "policy*", f"{SCRATCH}*")
+        beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, f"{SCRATCH}*")
         shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:
