@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loopscope.config import NonNegative, Settings
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
+from loopscope.engine.logit_stats import NO_ANSWER, check_answers, likeliest_classes
 from loopscope.engine.request_batch import require_vocabulary
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
@@ -195,7 +196,7 @@ def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
 def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
     """The next token of every row, from its logits [n, V]."""
     if sampling.temperature == 0:
-        picked = logits.argmax(-1)
+        picked = likeliest_classes(logits)
     else:
         ordered, tokens = (logits.to(accumulator(logits.device)) / sampling.temperature).sort(
             dim=-1, descending=True, stable=True
@@ -207,5 +208,8 @@ def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
         drawn = upload(torch.tensor([row.draws.random() for row in rows], dtype=shares.dtype), logits.device)
         reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
         picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
+        largest = logits.gather(1, tokens[:, :1])[:, 0]  # or a NaN, which is sorted to the front
+        picked = picked.masked_fill(~largest.isfinite(), NO_ANSWER)
+    chosen = check_answers(picked.cpu().numpy()).tolist()
     forced = (None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows)
-    return [token if other is None else other for token, other in zip(picked.tolist(), forced, strict=True)]
+    return [token if other is None else other for token, other in zip(chosen, forced, strict=True)]

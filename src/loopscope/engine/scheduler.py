@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.engine.logit_stats import check_finite, check_logits
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import (
     choice_scores,
@@ -262,11 +263,11 @@ class _LoopOutputs:
         if source in ("logits", "predictions"):
             return self._all_logits if source == "logits" else self._all_logits.argmax(axis=-1)
         if source == "hidden":
-            return _numpy(self._pooled)
+            return check_finite(_numpy(self._pooled), "states")
         halting = self._model.halt(self._pooled)
         if halting is None:
             raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
-        return _numpy(halting)
+        return check_finite(_numpy(halting), "halt logits")
 
     def logits(self, chosen: NDArray[np.int64]) -> Array:
         """[n, V], or [n, C], of these requests."""
@@ -276,9 +277,9 @@ class _LoopOutputs:
             return _single(choice_scores(self._model, self._state.take(chosen), self._requests[chosen]))
         if self._model.head_attends:
             theirs = self._state.take(chosen)
-            return _numpy(self._model.predict(self._model.head_input(theirs, trunk_ends(theirs))))
+            return check_logits(_numpy(self._model.predict(self._model.head_input(theirs, trunk_ends(theirs)))))
         rows = upload(chosen, self._pooled.device)
-        return _numpy(self._model.predict(self._pooled.index_select(0, rows)))
+        return check_logits(_numpy(self._model.predict(self._pooled.index_select(0, rows))))
 
     def logits_and_greedy(self, chosen: NDArray[np.int64]) -> tuple[Array, Array | None]:
         """[n, C] of these questions."""
@@ -291,8 +292,9 @@ class _LoopOutputs:
         if self._questions:
             return _single(choice_scores(self._model, self._state, self._requests))
         if self._model.head_attends:
-            return _numpy(self._model.predict(self._model.head_input(self._state, trunk_ends(self._state))))
-        return _numpy(self._model.predict(self._pooled))
+            read = self._model.head_input(self._state, trunk_ends(self._state))
+            return check_logits(_numpy(self._model.predict(read)))
+        return check_logits(_numpy(self._model.predict(self._pooled)))
 
     @cached_property
     def _pooled(self) -> Tensor:

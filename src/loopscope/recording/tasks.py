@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from loopscope.artifacts import MANIFEST, Manifest, atomic_folder, check_replaceable, create_tensors, write_json
 from loopscope.config import plain, read_json
+from loopscope.engine.logit_stats import check_finite, check_logits
 from loopscope.errors import UserError
 from loopscope.exits.readouts import find_readout, readout_definition, readouts_reading
 from loopscope.exits.recorded_signals import check_definition, replayed
@@ -263,9 +264,9 @@ def write_rows(
     arrays: dict[str, NDArray[Any]], rows: NDArray[np.int64], out: Loops, labels: NDArray[np.int64], keep: Keep
 ) -> None:
     """Puts what a model said about some examples in its place, with the signals of what is not kept."""
-    outputs = {"logits": _numpy(out.logits), "hidden": _numpy(out.hidden)}
+    outputs = {"logits": check_logits(_numpy(out.logits)), "hidden": check_finite(_numpy(out.hidden), "states")}
     if out.gate_logits is not None:
-        arrays["gate_logits"][rows] = _numpy(out.gate_logits)
+        arrays["gate_logits"][rows] = check_finite(_numpy(out.gate_logits), "halt logits")
     if keep.hidden:
         arrays["hidden"][rows] = outputs["hidden"]
     if keep.logits:
