@@ -231,8 +231,6 @@ def _train(
             outcome = outcome.over(workers)
             if not torch.isfinite(outcome.loss):
                 raise UserError(f"The loss is no longer finite at step {done}; lower training.learning_rate.")
-        if saving and first_not_finite(_weights(model)) is not None:
-            raise UserError(f"The weights are no longer finite at step {done}; lower training.learning_rate.")
         if logging:
             note = f"loss {outcome.loss.item():.3f}"
         if logging or validating or saving:
@@ -442,6 +440,8 @@ def _write_tensors(
 ) -> None:
     """Writes a file, whole or not at all; `ready` is called when all of it is written, before it is in its place."""
     held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    if first_not_finite({name: value for name, value in held.items() if not name.startswith("optimizer.")}) is not None:
+        raise UserError("The weights are no longer finite; lower training.learning_rate, and train in another folder.")
     try:
         with atomic_file(path) as scratch:
             save_file(held, scratch, metadata)
