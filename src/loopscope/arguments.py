@@ -40,10 +40,10 @@ def as_integers(values: Any, name: str) -> NDArray[np.int64]:
 
 def as_token_row(values: Any, name: str) -> NDArray[np.int64]:
     """At least one token."""
-    row = as_integers(values, name) if np.size(as_array(values, name)) else np.empty(0, dtype=np.int64)
-    if row.ndim != 1 or not len(row):
+    row = as_array(values, name)
+    if row.ndim != 1 or not len(row) or row.dtype.kind not in "iu":
         raise UserError(f"{name} must be a row of at least one token, a whole number each.")
-    return row
+    return row.astype(np.int64, copy=False)
 
 
 def as_count(value: Any, name: str, least: int = 1) -> int:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.arguments import as_count, as_number, as_token_row, check_kind
 from loopscope.config import NonNegative, Settings
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
 from loopscope.engine.logit_stats import NO_ANSWER, check_answers, likeliest_classes
@@ -39,6 +40,10 @@ class Sampling(Settings, frozen=True, kw_only=True):
     seed: Whole = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            as_number(getattr(self, name), name)
+        for name in ("top_k", "seed"):
+            as_count(getattr(self, name), name, 0)
         if not (0 <= self.temperature < math.inf and 0 <= self.top_k < _MOST and 0 <= self.seed < _MOST):
             raise UserError("temperature, top_k and seed are numbers from 0 on, and below 2**63.")
         if not 0 < self.top_p <= 1:
@@ -101,9 +106,14 @@ def stream(
     so. A prompt that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what
     is drawn: a prompt has random numbers of its own.
     """
+    check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
+    check_kind(policy, (ExitPolicy, type(None)), "The policy", "an ExitPolicy")
+    check_kind(sampling, (Sampling, type(None)), "sampling", "a Sampling")
+    check_kind(prompts, Iterable, "prompts", "a list of prompts")
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}.")
+        as_count(value, name)
+    for token in check_kind(stop, Collection, "stop", "a collection of tokens"):
+        as_count(token, "A token that ends a text", 0)
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     model.require_evaluation()
@@ -122,6 +132,7 @@ def stream(
             if (following := next(waiting, None)) is None:
                 break
             number, prompt = following
+            check_kind(prompt, Prompt, "What is continued", "a Prompt")
             rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number)
             decoder.prefill(row, rows[row].tokens)
         if not rows:
@@ -153,7 +164,9 @@ def generate(
     model: LoopedModel, prompts: Iterable[Prompt], policy: ExitPolicy | None = None, **options: Any
 ) -> list[Completion]:
     """All continuations, in the order of the prompts; the options are those of `stream`."""
-    given = list(prompts)
+    given = list(check_kind(prompts, Iterable, "prompts", "a list of prompts"))
+    for prompt in given:
+        check_kind(prompt, Prompt, "What is continued", "a Prompt")
     numbered = [Prompt(number, prompt.tokens, prompt.forced) for number, prompt in enumerate(given)]
     texts = [Completion(prompt.key) for prompt in given]
     for token in stream(model, numbered, policy, **options):
@@ -181,9 +194,9 @@ class _Row:
 
 def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
     """How many tokens may follow a prompt; one that the model cannot take is refused."""
-    given = [np.asarray(part) for part in (prompt.tokens, prompt.forced) if part is not None]
-    if any(part.ndim != 1 or not len(part) or part.dtype.kind not in "iu" for part in given):
-        raise UserError("A prompt, and what is forced after it, is a row of at least one token, a whole number each.")
+    given = [as_token_row(prompt.tokens, "A prompt")]
+    if prompt.forced is not None:
+        given.append(as_token_row(prompt.forced, "What is forced after a prompt"))
     if any(part.min() < 0 or part.max() >= model.vocab_size for part in given):
         raise UserError(f"A prompt has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
     if prompt.forced is not None:

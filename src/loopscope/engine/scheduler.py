@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.arguments import as_count, check_kind
 from loopscope.engine.logit_stats import check_finite, check_logits
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import (
@@ -71,9 +72,13 @@ def run(
     says which it is. With `greedy`, the answers to questions say which choices are what the model itself would say. A
     request that the model cannot take is an error, raised when all before it are answered.
     """
-    for name, value in (("batch_size", batch_size), ("num_loops", model.num_loops if num_loops is None else num_loops)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}.")
+    check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
+    check_kind(policy, ExitPolicy, "The policy", "an ExitPolicy")
+    check_kind(requests, Iterable, "requests", "a list of requests")
+    as_count(batch_size, "batch_size")
+    for name, value in (("num_loops", num_loops), ("batch_tokens", batch_tokens)):
+        if value is not None:
+            as_count(value, name)
     model.require_evaluation()
     tied = policy.model is not None or policy.gate is not None
     read: StateRead | None = None if mean is None else "mean_over_choices" if mean else "last_token"
@@ -91,6 +96,7 @@ def run(
             held = None
             if request is None:
                 break
+            check_kind(request, Request, "What is asked", "a Request")
             if count and batch_tokens is not None and tokens + len(request.tokens) > batch_tokens:
                 held = request
                 break

@@ -63,7 +63,7 @@ def load_model(
     Every tensor is read once and straight to its place, so the weights are never in memory twice. Weights that are not
     finite are refused, and so is what a run trained here wrote, if it was altered since.
     """
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise UserError(f"There is no precision '{dtype}'; choose one of {', '.join(DTYPES)}.")
     device = check_device(device)
     path = find_checkpoint(source, revision)
@@ -116,7 +116,7 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: t
         with _opened(file, str(device)) as tensors:
             for name in (name for name, where in files.items() if where == file and name not in model.tied):
                 found[name] = tensors.get_tensor(name).to(dtype)
-    if (name := first_not_finite(found)) is not None:
+    if (wrong := first_not_finite(found)) is not None:
         raise UserError(
             f"In {folder} the tensor '{name}' holds a value that is not finite in {_name(dtype)}, so that every answer "
             "would be meaningless; fetch or train the checkpoint again, or choose another precision (--dtype)."

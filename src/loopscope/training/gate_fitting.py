@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from loopscope.arguments import check_kind
 from loopscope.artifacts import SCRATCH, atomic_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
@@ -30,7 +31,7 @@ from loopscope.models.run_hashes import HASHES
 from loopscope.objectives import Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
-from loopscope.trajectory import Trajectory
+from loopscope.trajectory import Trajectory, check_trajectory
 
 _SHARPNESS, _WORTH = 50.0, 0.005
 """Another loop is worth it from an improvement of about 0.005 nats on."""
@@ -81,6 +82,8 @@ def fit_gate(
     Without settings: a linear gate with the objective `ponder`, and prior and beta of the model that was recorded.
     `changes` are other values of `GateSettings`: kind="mlp", objective="utility", steps=500.
     """
+    check_trajectory(recording, "What a gate is fitted on")
+    check_kind(settings, (GateSettings, type(None)), "The settings of a gate", "GateSettings, or none")
     if settings is None:
         settings = gate_settings(recording, changes)
     elif changes:
