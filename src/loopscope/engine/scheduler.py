@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.arguments import as_count, check_kind
-from loopscope.engine.logit_stats import check_finite, check_logits
+from loopscope.engine.logit_stats import check_finite, check_logits, not_finite
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import (
     choice_scores,
@@ -108,6 +108,8 @@ def run(
         if not new and not batch.count:
             break
         yield from batch.advance(new)
+        if batch.failure is not None:
+            raise batch.failure
     if bad is not None:
         raise bad
 
@@ -136,6 +138,8 @@ class _RunningBatch:
         self._loops: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # [N] that they have been through
         self._questions: bool | None = None
         self._shares = False  # whether some begin alike
+        self.failure: UserError | None = None
+        """Why a request could not be answered; those beside it are."""
 
     @property
     def count(self) -> int:
@@ -217,7 +221,12 @@ class _RunningBatch:
         else:
             logits, greedy = reading.logits(leaving), None
         answers = []
+        sound = np.isfinite(logits.max(axis=-1)) | bool(self._questions)  # whose scores were checked
+        if not sound.all():
+            self.failure = not_finite("logits")
         for place, (request, at) in enumerate(zip(self._requests[leaving], loop[leaving].tolist(), strict=True)):
+            if not sound[place]:
+                continue
             wide = len(request.rows) if request.scored else None
             same = None if greedy is None else greedy[place, :wide]
             answers.append(Answer(request.key, at, logits[place, :wide], same))
@@ -267,7 +276,8 @@ class _LoopOutputs:
     def of(self, source: str) -> Array:
         """[N, ...] logits, what they answer, pooled states or halt logits."""
         if source in ("logits", "predictions"):
-            return self._all_logits if source == "logits" else self._all_logits.argmax(axis=-1)
+            logits = check_logits(self._all_logits)
+            return logits if source == "logits" else logits.argmax(axis=-1)
         if source == "hidden":
             return check_finite(_numpy(self._pooled), "states")
         halting = self._model.halt(self._pooled)
@@ -283,9 +293,9 @@ class _LoopOutputs:
             return _single(choice_scores(self._model, self._state.take(chosen), self._requests[chosen]))
         if self._model.head_attends:
             theirs = self._state.take(chosen)
-            return check_logits(_numpy(self._model.predict(self._model.head_input(theirs, trunk_ends(theirs)))))
+            return _numpy(self._model.predict(self._model.head_input(theirs, trunk_ends(theirs))))
         rows = upload(chosen, self._pooled.device)
-        return check_logits(_numpy(self._model.predict(self._pooled.index_select(0, rows))))
+        return _numpy(self._model.predict(self._pooled.index_select(0, rows)))
 
     def logits_and_greedy(self, chosen: NDArray[np.int64]) -> tuple[Array, Array | None]:
         """[n, C] of these questions."""
@@ -299,8 +309,8 @@ class _LoopOutputs:
             return _single(choice_scores(self._model, self._state, self._requests))
         if self._model.head_attends:
             read = self._model.head_input(self._state, trunk_ends(self._state))
-            return check_logits(_numpy(self._model.predict(read)))
-        return check_logits(_numpy(self._model.predict(self._pooled)))
+            return _numpy(self._model.predict(read))
+        return _numpy(self._model.predict(self._pooled))
 
     @cached_property
     def _pooled(self) -> Tensor:

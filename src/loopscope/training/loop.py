@@ -355,6 +355,7 @@ class _Trained(msgspec.Struct, frozen=True):
 def _save(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int, written: dict[str, str]) -> None:
     tensors = {f"model.{name}": value for name, value in _weights(model).items()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizers.tensors().items()}
+    tensors = _fetched(tensors)
     files = json.dumps(written | {METRICS_FILE: _metrics_sha256(folder, step)})
     metadata = {"step": str(step), "files": files}
     _write_tensors(folder / STATE_FILE, tensors, metadata | {"sha256": _state_sha256(tensors, metadata)})
@@ -432,6 +433,10 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
+def _fetched(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+
+
 def _write_tensors(
     path: Path,
     tensors: dict[str, Tensor],
@@ -439,7 +444,7 @@ def _write_tensors(
     ready: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a file, whole or not at all; `ready` is called when all of it is written, before it is in its place."""
-    held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    held = _fetched(tensors)
     if first_not_finite({name: value for name, value in held.items() if not name.startswith("optimizer.")}) is not None:
         raise UserError("The weights are no longer finite; lower training.learning_rate, and train in another folder.")
     try:
