@@ -118,7 +118,7 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: t
                 found[name] = tensors.get_tensor(name).to(dtype)
     if (wrong := first_not_finite(found)) is not None:
         raise UserError(
-            f"In {folder} the tensor '{wrong}' holds a value that is not finite in {_name(dtype)}, so that every answer "
+            f"In {folder} the tensor '{wrong}' holds a value that is not finite in {_name(dtype)}, so every answer "
             "would be meaningless; fetch or train the checkpoint again, or choose another precision (--dtype)."
         )
     found |= {name: found[other] for name, other in model.tied.items()}
