@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from loopscope.arguments import as_array, as_integers, as_path, check_kind, check_mapping
 from loopscope.artifacts import atomic_folder, map_tensors, read_manifest, save_tensors, write_json, write_manifest
 from loopscope.config import Settings, build, plain
 from loopscope.errors import UserError
@@ -79,14 +80,25 @@ class Trajectory:
             raise UserError("A trajectory needs logits, or the predictions of every loop in their place.")
         for name in (*_ARRAYS, "hidden"):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _frozen(value))
-        object.__setattr__(self, "signals", {name: _frozen(values) for name, values in self.signals.items()})
+                object.__setattr__(self, name, _frozen(value, name))
+        check_mapping(self.signals, "signals")
+        signals = {name: _frozen(values, f"signal {name}") for name, values in self.signals.items()}
+        object.__setattr__(self, "signals", signals)
+        _check_provenance(self.provenance)
+        self._check_examples()
         self._check_shapes()
         if self.logits is not None:
             _check_logits(self.logits, self.labels)
         for name in ("gate_logits", "label_log_probs", "hidden", "difficulty"):
             if (value := getattr(self, name)) is not None and not np.isfinite(value).all():
                 raise UserError(f"{name} holds a value that is not finite.")
+        for name in ("labels", "predictions"):
+            if (value := getattr(self, name)) is not None and value.min() < 0:
+                raise UserError(f"{name} are classes, counted from 0, and one of them is below 0.")
+        if self.label_log_probs is not None and self.label_log_probs.max() > _ROUNDING:
+            raise UserError("label_log_probs are logarithms of probabilities, and one of them is above 0.")
+        if self.norms is not None and not (np.isfinite(self.norms) & (self.norms > 0)).all():
+            raise UserError("norms are the characters of every choice: finite numbers above 0.")
         for name, values in self.signals.items():  # one that looks back has no value (NaN) at its first loops
             missing = np.isnan(values)
             if np.isinf(values).any() or (missing[:, 1:] & ~missing[:, :-1]).any():
@@ -161,7 +173,7 @@ class Trajectory:
 
     def take(self, rows: Array) -> Self:
         """The trajectory of these rows (indices, or where a mask is true) alone."""
-        chosen = np.flatnonzero(rows) if np.asarray(rows).dtype == np.bool_ else np.asarray(rows)
+        chosen = self._row_numbers(as_array(rows, "rows"))
         if not len(chosen):
             raise UserError("No example is left of this trajectory.")
         arrays = {name: value[chosen] for name in (*_ARRAYS, "hidden") if (value := getattr(self, name)) is not None}
@@ -172,6 +184,21 @@ class Trajectory:
             examples=None if self.examples is None else [self.examples[row] for row in chosen],
             provenance=self.provenance,
         )
+
+    def _row_numbers(self, rows: Array) -> NDArray[np.int64]:
+        """[n] the indices that were given, or those at which a mask is true; what could be either is refused."""
+        if rows.ndim != 1:
+            raise UserError(f"rows must be indices, or a mask, one after the other; got the shape {list(rows.shape)}.")
+        if rows.dtype == np.bool_:
+            if len(rows) != self.num_examples:
+                raise UserError(f"The mask has {len(rows)} entries, and there are {self.num_examples} examples.")
+            return np.flatnonzero(rows)
+        chosen = as_integers(rows, "rows") if len(rows) else np.empty(0, dtype=np.int64)
+        if len(chosen) and (chosen.min() < 0 or chosen.max() >= self.num_examples):
+            raise UserError(f"rows must be between 0 and {self.num_examples - 1}, the last example.")
+        if len(chosen) == self.num_examples > 2 and chosen.max() <= 1:
+            raise UserError("rows are 0 and 1, one for every example: for a mask give booleans, as in rows == 1.")
+        return chosen
 
     def unseen(self) -> Self:
         """Only the examples that training did not have."""
@@ -221,7 +248,7 @@ class Trajectory:
     @classmethod
     def load(cls, folder: str | Path) -> Self:
         """The recording in `folder`, after every file was checked against its hash."""
-        path = Path(folder)
+        path = as_path(folder, "The folder")
         manifest = read_manifest(path, RECORDING, RECORDING_SCHEMA)
         if TRAJECTORY not in manifest.files:
             raise UserError(f"{path} is a recording without {TRAJECTORY}; make the recording again.")
@@ -247,6 +274,8 @@ class Trajectory:
             value = getattr(self, name)
             if value is not None and (value.ndim != 1 or not np.issubdtype(value.dtype, np.integer)):
                 raise UserError(f"{name} must be a vector of whole numbers, one an example.")
+        if self.predictions is not None and not np.issubdtype(self.predictions.dtype, np.integer):
+            raise UserError("predictions must be whole numbers, the class that each loop answers.")
         answers = self._answers
         if self.logits is not None and (answers.ndim != 3 or answers.shape[2] < 2):
             raise UserError(f"logits must have the shape [examples, loops, classes], got {list(answers.shape)}.")
@@ -271,8 +300,21 @@ class Trajectory:
         if self.examples is not None and len(self.examples) != rows:
             raise UserError(f"There are {len(self.examples)} example texts for {rows} examples.")
 
+    def _check_examples(self) -> None:
+        if isinstance(self.examples, np.ndarray):
+            object.__setattr__(self, "examples", self.examples.tolist())
+        if self.examples is None:
+            return
+        texts = isinstance(self.examples, Sequence) and not isinstance(self.examples, str | bytes)
+        if not texts or not all(isinstance(text, str) for text in self.examples):
+            raise UserError("examples must be a list of texts, one an example.")
+
 
 _WIDE = ("logits", "hidden")
+_ROUNDING = 1e-3
+"""What may be missing to a probability of 1."""
+_WORDS = ("weights_sha256", "precision", "benchmark", "metric", "unit", "state")
+"""Of a provenance: what is text, where it is there."""
 
 
 def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
@@ -318,18 +360,44 @@ def seal(
     write_manifest(folder, RECORDING, RECORDING_SCHEMA, plain(contents), provenance, needed)
 
 
-def _frozen(values: Array) -> Array:
+def check_trajectory(value: object, name: str) -> None:
+    """Refuses what is no recording; its path is easily given instead."""
+    check_kind(value, Trajectory, name, "a recording (ls.Trajectory, as Trajectory.load and record_model give them)")
+
+
+def _check_provenance(provenance: Mapping[str, Any]) -> None:
+    check_mapping(provenance, "provenance")
+    try:
+        plain(provenance)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise UserError("provenance is saved as JSON, so it holds text, numbers, lists and mappings only.") from None
+    for name in _WORDS:
+        if not isinstance(provenance.get(name), str | None):
+            raise UserError(f"'{name}' of a provenance must be text, got {type(provenance[name]).__name__}.")
+    check_mapping(provenance.get("signal_definitions", {}), "'signal_definitions' of a provenance")
+
+
+def _frozen(values: Array, name: str) -> Array:
     """A read-only view (whole numbers as int64, others as floats); its source must not be changed from now on."""
-    array = np.asarray(values)
-    if array.dtype.kind not in "biuf":
-        raise UserError(f"A trajectory is made of numbers, got an array of {array.dtype}.")
-    if np.issubdtype(array.dtype, np.integer):
+    array = as_array(values, name)
+    if name == "seen":
+        array = _flags(array)
+    elif array.dtype == np.bool_ and name != "difficulty":
+        raise UserError(f"{name} must be numbers, got booleans.")
+    elif array.dtype.kind in "biu":
         array = array.astype(np.int64, copy=False)
-    elif array.dtype not in (np.bool_, np.float16, np.float32):
+    elif array.dtype not in (np.float16, np.float32):
         array = array.astype(np.float64, copy=False)
     array = array.view()
     array.flags.writeable = False
     return array
+
+
+def _flags(seen: Array) -> Array:
+    """Booleans, also of 0 and 1: of a whole number, `~` would make an index."""
+    if seen.dtype != np.bool_ and not np.isin(seen, (0, 1)).all():
+        raise UserError("seen must be true or false (or 1 or 0) for every example.")
+    return seen.astype(np.bool_, copy=False)
 
 
 def _equal(ours: Array | None, theirs: Array | None) -> bool:

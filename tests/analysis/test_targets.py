@@ -243,5 +243,5 @@ def test_what_is_no_pair_and_no_target_is_refused_in_a_sentence(tmp_path: Path) 
     with pytest.raises(ls.UserError, match="A plot is of frontiers, .* got 'gate'"):
         ls.sweep("margin", validation, test).plot("gate")  # type: ignore[arg-type]
     for target in (lambda: ls.Target("x"), lambda: ls.diagnose(validation, test, target="x")):  # type: ignore[arg-type]
-        with pytest.raises(ls.UserError, match="A target is a number, such as 0.95; got 'x'"):
+        with pytest.raises(ls.UserError, match="A target, such as 0.95, must be a number, got 'x'"):
             target()

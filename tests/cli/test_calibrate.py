@@ -191,7 +191,7 @@ def test_sequences_are_counted_not_their_tokens(texts: Path, capsys: pytest.Capt
         ((*MILD, "--gate", "nowhere"), "There is no folder"),
         ((*MILD, "--grid", "nowhere"), "There is no folder"),
         (("--max-drop", 0), "between 0 and 1"),
-        (("--max-drop", "nan"), "between 0 and 1"),
+        (("--max-drop", "nan"), "must be a number, got NaN"),
         (("--max-drop", 0.3, "--confidence", 1), "between 0 and 1"),
     ],
 )

@@ -176,6 +176,7 @@ def test_what_cannot_be_recorded_is_explained(tiny_ouro: LanguageRun, tmp_path: 
     shutil.copytree(tiny_ouro.folder, tmp_path / "foreign")
     words = ["".join(letters) for letters in itertools.permutations("abcdef", 5)]
     train_tokenizer([" ".join(words)], 400, 64, tmp_path / "foreign")
+    (tmp_path / "foreign" / "hashes.json").unlink()
     (tmp_path / "words.txt").write_text(" ".join(words))
     with pytest.raises(ls.UserError, match="more tokens than the model's 300"):
         record_text(tmp_path / "foreign", [tmp_path / "words.txt"], "test", tmp_path / "x")

@@ -25,6 +25,7 @@ def test_the_folder_is_a_checkpoint_in_ouro_s_layout(tiny_ouro: LanguageRun) -> 
     assert sorted(path.name for path in tiny_ouro.folder.iterdir() if path.is_file()) == [
         "config.json",
         "data.json",
+        "hashes.json",
         "metrics.jsonl",
         "model.safetensors",
         "tokenizer.json",

@@ -7,13 +7,14 @@ Shapes: N examples, T loops, V classes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 import numpy as np
 from scipy.stats import binom
 
+from loopscope.arguments import as_number
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
 
@@ -31,8 +32,7 @@ class Target:
         if (self.accuracy is None) == (self.below_full_depth is None):
             raise UserError("A target is either an accuracy, or so much below full depth.")
         given = self.below_full_depth if self.accuracy is None else self.accuracy
-        if not isinstance(given, Real):
-            raise UserError(f"A target is a number, such as 0.95; got {given!r}.")
+        as_number(given, "A target, such as 0.95,")
         if self.accuracy is not None and not 0 < self.accuracy <= 1:
             raise UserError(f"A target accuracy is between 0 and 1, such as 0.95; got {self.accuracy:g}.")
         if self.below_full_depth is not None and not 0 <= self.below_full_depth < 1:
@@ -69,10 +69,14 @@ def as_target(target: float | Target | None) -> Target:
         return WITHIN_A_POINT
     if isinstance(target, Target):
         return target
-    return Target(float(target) if isinstance(target, Real) else target)
+    return Target(as_number(target, "A target, such as 0.95,"))
 
 
 def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
+    if isinstance(targets, Target | Real):
+        targets = [targets]
+    if targets is not None and (isinstance(targets, str | bytes) or not isinstance(targets, Iterable)):
+        raise UserError("targets are several numbers, such as [0.9, 0.95].")
     return [as_target(each) for each in targets or (None,)]
 
 

@@ -5,7 +5,7 @@ Recording and engine rely on every line of `check_model`; the first that does no
 Shapes: B rows, S states of all rows, D width, V classes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.arguments import as_number, as_token_row, check_kind
 from loopscope.checks.check import Check
 from loopscope.engine import Prompt, Request, choices, in_order, run, stream
 from loopscope.engine.request_batch import require_vocabulary
@@ -41,6 +42,10 @@ def contract_checks(
     model: LoopedModel, rows: Sequence[NDArray[np.int64]] | None = None, tolerance: float | None = None
 ) -> Iterator[Check]:
     """One by one, as they are made."""
+    check_kind(model, LoopedModel, "The model", "a LoopedModel")
+    check_kind(rows, (Iterable, type(None)), "rows", "a list of rows of tokens")
+    if tolerance is not None:
+        as_number(tolerance, "tolerance")
     for name in ("num_loops", "block_size", "vocab_size"):
         value = getattr(model, name, None)
         if not isinstance(value, int) or value < 1:
@@ -68,9 +73,7 @@ def contract_checks(
 
 
 def _checked_row(model: LoopedModel, row: NDArray[np.int64]) -> Tensor:
-    values = np.asarray(row)
-    if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu":
-        raise UserError("A row to be checked with is at least one token, a whole number each.")
+    values = as_token_row(row, "A row to be checked with")
     if values.min() < 0 or values.max() >= model.vocab_size:
         raise UserError(f"A row has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
     model.check_length(len(values))

@@ -22,7 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.engine.logit_stats import LOGIT_SIGNALS, StreamedSignal
+from loopscope.engine.logit_stats import (
+    LOGIT_SIGNALS,
+    StreamedSignal,
+    check_answers,
+    check_finite,
+    check_logits,
+    likeliest_classes,
+)
 from loopscope.errors import UserError
 from loopscope.exits.exit_state import ExitState
 from loopscope.models import LoopedModel, LoopState
@@ -99,12 +106,15 @@ class Decoder:
             values = self._signal.values(rows, loops, logits)
         elif source in ("logits", "predictions"):
             logits = self._logits(rows, pooled)
-            now = (logits.float() if source == "logits" else logits.argmax(-1)).cpu().numpy()
+            if source == "logits":
+                now = check_logits(logits.float().cpu().numpy())
+            else:
+                now = check_answers(likeliest_classes(logits).cpu().numpy())
         elif source is not None:
             outputs = pooled if source == "hidden" else self._model.halt(pooled)
             if outputs is None:
                 raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
-            now = outputs.float().cpu().numpy()
+            now = check_finite(outputs.float().cpu().numpy(), "states" if source == "hidden" else "halt logits")
         stops = self._exit_state.stops(loops, now, values)
         self._exit_state.keep(~stops)
         leaving, exits = np.flatnonzero(stops), rows[stops]

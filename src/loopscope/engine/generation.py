@@ -14,8 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.arguments import as_count, as_number, as_token_row, check_kind
 from loopscope.config import NonNegative, Settings
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
+from loopscope.engine.logit_stats import NO_ANSWER, check_answers, likeliest_classes
 from loopscope.engine.request_batch import require_vocabulary
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
@@ -38,6 +40,10 @@ class Sampling(Settings, frozen=True, kw_only=True):
     seed: Whole = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            as_number(getattr(self, name), name)
+        for name in ("top_k", "seed"):
+            as_count(getattr(self, name), name, 0)
         if not (0 <= self.temperature < math.inf and 0 <= self.top_k < _MOST and 0 <= self.seed < _MOST):
             raise UserError("temperature, top_k and seed are numbers from 0 on, and below 2**63.")
         if not 0 < self.top_p <= 1:
@@ -100,9 +106,14 @@ def stream(
     so. A prompt that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what
     is drawn: a prompt has random numbers of its own.
     """
+    check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
+    check_kind(policy, (ExitPolicy, type(None)), "The policy", "an ExitPolicy")
+    check_kind(sampling, (Sampling, type(None)), "sampling", "a Sampling")
+    check_kind(prompts, Iterable, "prompts", "a list of prompts")
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}.")
+        as_count(value, name)
+    for token in check_kind(stop, Collection, "stop", "a collection of tokens"):
+        as_count(token, "A token that ends a text", 0)
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     model.require_evaluation()
@@ -121,6 +132,7 @@ def stream(
             if (following := next(waiting, None)) is None:
                 break
             number, prompt = following
+            check_kind(prompt, Prompt, "What is continued", "a Prompt")
             rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number)
             decoder.prefill(row, rows[row].tokens)
         if not rows:
@@ -152,7 +164,9 @@ def generate(
     model: LoopedModel, prompts: Iterable[Prompt], policy: ExitPolicy | None = None, **options: Any
 ) -> list[Completion]:
     """All continuations, in the order of the prompts; the options are those of `stream`."""
-    given = list(prompts)
+    given = list(check_kind(prompts, Iterable, "prompts", "a list of prompts"))
+    for prompt in given:
+        check_kind(prompt, Prompt, "What is continued", "a Prompt")
     numbered = [Prompt(number, prompt.tokens, prompt.forced) for number, prompt in enumerate(given)]
     texts = [Completion(prompt.key) for prompt in given]
     for token in stream(model, numbered, policy, **options):
@@ -180,9 +194,9 @@ class _Row:
 
 def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
     """How many tokens may follow a prompt; one that the model cannot take is refused."""
-    given = [np.asarray(part) for part in (prompt.tokens, prompt.forced) if part is not None]
-    if any(part.ndim != 1 or not len(part) or part.dtype.kind not in "iu" for part in given):
-        raise UserError("A prompt, and what is forced after it, is a row of at least one token, a whole number each.")
+    given = [as_token_row(prompt.tokens, "A prompt")]
+    if prompt.forced is not None:
+        given.append(as_token_row(prompt.forced, "What is forced after a prompt"))
     if any(part.min() < 0 or part.max() >= model.vocab_size for part in given):
         raise UserError(f"A prompt has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
     if prompt.forced is not None:
@@ -195,7 +209,7 @@ def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
 def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
     """The next token of every row, from its logits [n, V]."""
     if sampling.temperature == 0:
-        picked = logits.argmax(-1)
+        picked = likeliest_classes(logits)
     else:
         ordered, tokens = (logits.to(accumulator(logits.device)) / sampling.temperature).sort(
             dim=-1, descending=True, stable=True
@@ -207,5 +221,8 @@ def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
         drawn = upload(torch.tensor([row.draws.random() for row in rows], dtype=shares.dtype), logits.device)
         reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
         picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
+        largest = logits.gather(1, tokens[:, :1])[:, 0]  # or a NaN, which is sorted to the front
+        picked = picked.masked_fill(~largest.isfinite(), NO_ANSWER)
+    chosen = check_answers(picked.cpu().numpy()).tolist()
     forced = (None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows)
-    return [token if other is None else other for token, other in zip(picked.tolist(), forced, strict=True)]
+    return [token if other is None else other for token, other in zip(chosen, forced, strict=True)]

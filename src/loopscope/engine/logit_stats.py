@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.errors import UserError
 from loopscope.exits.signals import CONVERGENCE, SIGNALS
 from loopscope.exits.steps import LARGEST_RATIO
 from loopscope.models.device import accumulator, upload
@@ -25,6 +26,8 @@ Integers = NDArray[np.int64]
 LOGIT_SIGNALS = (*(name for name, (source, _) in SIGNALS.items() if source == "logits"), "settling")
 """Those that are computed here; a user's own take the plain way, by their step."""
 _LOOKING_BACK = {*CONVERGENCE, "settling"}
+NO_ANSWER = -1
+"""In the place of a class where logits are not finite: what is fetched anyway says it, and nobody waits for it."""
 _BLOCK = {"cpu": 1 << 15}
 """Logits that are worked on at a time: on a processor as many as its cache holds, elsewhere `_MANY`."""
 _MANY = 1 << 24
@@ -80,6 +83,39 @@ def logit_statistics(
     return {name: found[name] for name in names}, stats
 
 
+def likeliest_classes(logits: Tensor) -> Tensor:
+    """[n] the class with the largest logit, `NO_ANSWER` where that is NaN or infinite; a missing class is -inf."""
+    found = logits.argmax(-1, keepdim=True)  # a NaN counts as the largest
+    return found.masked_fill(~logits.gather(-1, found).isfinite(), NO_ANSWER)[..., 0]
+
+
+def check_answers(classes: Array) -> Array:
+    """The same, if none of them is `NO_ANSWER`."""
+    if (classes == NO_ANSWER).any():
+        raise not_finite("logits")
+    return classes
+
+
+def check_logits(logits: Array) -> Array:
+    """[..., V] the same, if every row has a largest logit that is finite."""
+    if not np.isfinite(logits.max(axis=-1)).all():
+        raise not_finite("logits")
+    return logits
+
+
+def check_finite(values: Array, what: str) -> Array:
+    if not np.isfinite(values).all():
+        raise not_finite(what)
+    return values
+
+
+def not_finite(what: str) -> UserError:
+    return UserError(
+        f"The model's {what} hold a value that is not finite (NaN or infinity), so that they answer nothing; check its "
+        "weights, or run it in float32 (--dtype float32)."
+    )
+
+
 def _remaining_change(step: Tensor, last_step: Tensor) -> Tensor:
     """[n] as `exits.steps.remaining_change` has it."""
     ratio = torch.where(step > 0, step / last_step, torch.where(last_step.isnan(), torch.nan, 0.0))
@@ -115,6 +151,7 @@ class StreamedSignal:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._without_value = 0 if name not in _LOOKING_BACK else 2 if name == "settling" else 1  # loops
         self._previous: LogitStats | None = None  # [R, ...] the loop before, by row, if the signal looks back
 
     def values(self, rows: Integers, loops: Integers, logits: Tensor) -> NDArray[np.float64]:
@@ -131,6 +168,7 @@ class StreamedSignal:
             for each, new in zip(kept or (), stats, strict=False):
                 each.index_copy_(0, index[part], new)
         result = torch.cat(values).cpu().numpy().astype(np.float64)
+        check_finite(result[loops > self._without_value], "logits")
         return result if kept is None else np.where(loops == 1, np.nan, result)
 
     def _allocated(self, rows: int, logits: Tensor) -> LogitStats:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.engine.logit_stats import not_finite
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.requests import Requests
 from loopscope.errors import UserError
@@ -85,6 +86,8 @@ def choice_scores_and_greedy(
     if likeliest is not None:
         values.append((likeliest == targets).to(values[0]))
     log_probs, *likely = torch.stack(values).cpu().numpy()
+    if np.isnan(log_probs).any():
+        raise not_finite("logits")
     wide = max(len(request.rows) for request in requests)
     sums = np.zeros((len(requests), wide))
     np.add.at(sums, (owners, choice), log_probs)
@@ -111,14 +114,16 @@ def log_likelihoods(
 ) -> Tensor:
     """[P] the log-probabilities of tokens, each read off the state `which` [P] of `read` [U, D] says, in float64.
 
-    `likeliest` [P], if it is given, is filled with the tokens that have the highest one.
+    `likeliest` [P], if it is given, is filled with the tokens that have the highest one. NaN where logits are not
+    finite: an infinite one leaves the others a probability of 0, which would look like an answer.
     """
     chunk = max(1, _VOCABULARY // model.vocab_size)
     normaliser, chosen = [], read.new_empty(len(which), dtype=accumulator(read.device))
     for first in range(0, len(read), chunk):
         logits = model.predict(read[first : first + chunk]).float()
         require_vocabulary(model, logits)
-        normaliser.append(logits.logsumexp(-1).to(chosen.dtype))
+        sums = logits.logsumexp(-1).to(chosen.dtype)
+        normaliser.append(sums.masked_fill(~sums.isfinite(), torch.nan))
         there = np.flatnonzero((which >= first) & (which < first + chunk))
         here, rows = upload(np.stack((there, which[there] - first)), read.device)
         chosen[here] = logits[rows, targets[here]].to(chosen.dtype)

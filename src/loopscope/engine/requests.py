@@ -1,13 +1,14 @@
 """What is asked of the engine? A request: one row of tokens, or a question whose choices all continue one context."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loopscope.arguments import as_array, as_count, as_token_row, check_flag
 from loopscope.errors import UserError
 from loopscope.exits.scope import Score
 from loopscope.tasks import Examples
@@ -51,14 +52,17 @@ class Request:
     trunk: int = field(init=False)  # how many tokens all rows begin with, before what is scored
 
     def __post_init__(self) -> None:
-        rows = [np.asarray(row) for row in self.rows]
-        if not rows or any(row.ndim != 1 or len(row) == 0 for row in rows):
+        rows = [as_token_row(row, "A row of a request") for row in _several(self.rows, "rows")]
+        if not rows:
             raise UserError("A request needs at least one row, and a row at least one token.")
-        if any(row.dtype.kind not in "iu" for row in rows):
-            raise UserError("Tokens are whole numbers.")
-        object.__setattr__(self, "rows", [row.astype(np.int64, copy=False) for row in rows])
+        object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "trunk", len(rows[0]))
-        object.__setattr__(self, "scored", tuple(self.scored))
+        scored = tuple(as_count(count, "scored") for count in _several(self.scored, "scored"))
+        object.__setattr__(self, "scored", scored)
+        object.__setattr__(self, "shared", as_count(self.shared, "shared", 0))
+        check_flag(self.whole, "whole")
+        if self.score is not None and self.score not in get_args(Score):
+            raise UserError(f"A score is one of {', '.join(get_args(Score))}.")
         if len(self.scored):
             self._check_question()
         elif len(self.rows) != 1:
@@ -67,7 +71,10 @@ class Request:
             raise UserError("What a request shares with others is less than what it reads before it is answered.")
 
     def _check_question(self) -> None:
-        norms = tuple(self.norms) if len(self.norms) else (1.0,) * len(self.rows)
+        given = as_array(self.norms, "norms") if np.size(self.norms) else np.ones(len(self.rows))
+        if given.ndim != 1 or not np.isfinite(given).all():
+            raise UserError("The norm of a choice is a number above 0.")
+        norms = tuple(given.tolist())
         if not len(self.rows) == len(self.scored) == len(norms):
             raise UserError("Every choice of a question needs its number of tokens and its norm.")
         if any(not 0 < count < len(row) for row, count in zip(self.rows, self.scored, strict=True)):
@@ -131,6 +138,15 @@ class Request:
 Requests = Sequence[Request] | NDArray[np.object_]
 
 
+def _several(values: Any, name: str) -> Any:
+    """What can be gone through, and is no text."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise UserError(f"{name} of a request must be a list.")
+    if isinstance(values, np.ndarray) and not values.ndim:
+        raise UserError(f"{name} of a request must be a list.")
+    return values
+
+
 def choices(
     key: Any,
     context: Tokens,
@@ -141,8 +157,10 @@ def choices(
     score: Score | None = None,
 ) -> Request:
     """A question: which of these continues the context?"""
-    rows = [np.concatenate((context, continuation)) for continuation in continuations]
-    return Request(key, rows, [len(continuation) for continuation in continuations], norms, shared, whole, score)
+    before = as_token_row(context, "The context of a question")
+    after = [as_token_row(each, "A choice of a question") for each in _several(continuations, "continuations")]
+    rows = [np.concatenate((before, each)) for each in after]
+    return Request(key, rows, [len(each) for each in after], norms, shared, whole, score)
 
 
 def task_requests(examples: Examples) -> Iterator[Request]:

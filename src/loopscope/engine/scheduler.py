@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loopscope.arguments import as_count, check_kind
+from loopscope.engine.logit_stats import check_finite, check_logits, not_finite
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import (
     choice_scores,
@@ -70,9 +72,13 @@ def run(
     says which it is. With `greedy`, the answers to questions say which choices are what the model itself would say. A
     request that the model cannot take is an error, raised when all before it are answered.
     """
-    for name, value in (("batch_size", batch_size), ("num_loops", model.num_loops if num_loops is None else num_loops)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}.")
+    check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
+    check_kind(policy, ExitPolicy, "The policy", "an ExitPolicy")
+    check_kind(requests, Iterable, "requests", "a list of requests")
+    as_count(batch_size, "batch_size")
+    for name, value in (("num_loops", num_loops), ("batch_tokens", batch_tokens)):
+        if value is not None:
+            as_count(value, name)
     model.require_evaluation()
     tied = policy.model is not None or policy.gate is not None
     read: StateRead | None = None if mean is None else "mean_over_choices" if mean else "last_token"
@@ -90,6 +96,7 @@ def run(
             held = None
             if request is None:
                 break
+            check_kind(request, Request, "What is asked", "a Request")
             if count and batch_tokens is not None and tokens + len(request.tokens) > batch_tokens:
                 held = request
                 break
@@ -101,6 +108,8 @@ def run(
         if not new and not batch.count:
             break
         yield from batch.advance(new)
+        if batch.failure is not None:
+            raise batch.failure
     if bad is not None:
         raise bad
 
@@ -129,6 +138,8 @@ class _RunningBatch:
         self._loops: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # [N] that they have been through
         self._questions: bool | None = None
         self._shares = False  # whether some begin alike
+        self.failure: UserError | None = None
+        """Why a request could not be answered; those beside it are."""
 
     @property
     def count(self) -> int:
@@ -210,7 +221,12 @@ class _RunningBatch:
         else:
             logits, greedy = reading.logits(leaving), None
         answers = []
+        sound = np.isfinite(logits.max(axis=-1)) | bool(self._questions)  # whose scores were checked
+        if not sound.all():
+            self.failure = not_finite("logits")
         for place, (request, at) in enumerate(zip(self._requests[leaving], loop[leaving].tolist(), strict=True)):
+            if not sound[place]:
+                continue
             wide = len(request.rows) if request.scored else None
             same = None if greedy is None else greedy[place, :wide]
             answers.append(Answer(request.key, at, logits[place, :wide], same))
@@ -260,13 +276,14 @@ class _LoopOutputs:
     def of(self, source: str) -> Array:
         """[N, ...] logits, what they answer, pooled states or halt logits."""
         if source in ("logits", "predictions"):
-            return self._all_logits if source == "logits" else self._all_logits.argmax(axis=-1)
+            logits = check_logits(self._all_logits)
+            return logits if source == "logits" else logits.argmax(axis=-1)
         if source == "hidden":
-            return _numpy(self._pooled)
+            return check_finite(_numpy(self._pooled), "states")
         halting = self._model.halt(self._pooled)
         if halting is None:
             raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
-        return _numpy(halting)
+        return check_finite(_numpy(halting), "halt logits")
 
     def logits(self, chosen: NDArray[np.int64]) -> Array:
         """[n, V], or [n, C], of these requests."""
@@ -291,7 +308,8 @@ class _LoopOutputs:
         if self._questions:
             return _single(choice_scores(self._model, self._state, self._requests))
         if self._model.head_attends:
-            return _numpy(self._model.predict(self._model.head_input(self._state, trunk_ends(self._state))))
+            read = self._model.head_input(self._state, trunk_ends(self._state))
+            return _numpy(self._model.predict(read))
         return _numpy(self._model.predict(self._pooled))
 
     @cached_property

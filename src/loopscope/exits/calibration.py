@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import sem
 
+from loopscope.arguments import as_count, check_kind
 from loopscope.errors import UserError
-from loopscope.exits.fitted_gate import FittedGate, attach
+from loopscope.exits.fitted_gate import FittedGate, attach, check_gates
 from loopscope.exits.guarantee import Evidence, Guarantee
 from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
 from loopscope.exits.policy import ExitPolicy
@@ -87,16 +88,18 @@ def certify(
     seed: int = 0,
 ) -> ExitPolicy:
     """The policy that keeps the promise which is asked for, or `NotProven`."""
-    named = {FITTED + name: gate for name, gate in (gates or {}).items()}
-    _check(recording, grid, gates or {})
-    if seed < 0:
-        raise UserError(f"A seed is a whole number from 0 on, got {seed}.")
+    check_kind(target, RiskTarget, "The promise that is asked for", "a RiskTarget")
+    as_count(seed, "seed", 0)
+    gates = {} if gates is None else gates
+    check_gates(gates)
+    named = {FITTED + name: gate for name, gate in gates.items()}
+    _check(recording, grid, gates)
     counted = population(recording, target.unseen, target.distinct)
     if grid is None and unit_count(counted) < 2:
         raise too_few(0, None, counted, target, split=True)
     proposing, tested = _split(counted, seed) if grid is None else (grid, counted)
     _check_size(counted, tested, target, split=grid is None)
-    proposing, tested = attach(proposing, gates or {}), attach(tested, gates or {})
+    proposing, tested = attach(proposing, gates), attach(tested, gates)
     candidates = [target.readout]
     if target.readout == AUTO:
         candidates = [name for name in available_readouts(proposing, tested) if name != "oracle"]

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
+from loopscope.arguments import as_array, as_path, check_kind, check_mapping
 from loopscope.artifacts import atomic_folder, map_tensors, read_manifest, save_tensors, write_manifest
 from loopscope.errors import UserError
 from loopscope.exits.signals import FITTED, exit_cdf
-from loopscope.trajectory import Trajectory
+from loopscope.trajectory import Trajectory, check_trajectory
 
 Array = NDArray[Any]
 
@@ -38,6 +39,29 @@ class FittedGate:
     weight_1: Array | None = None  # [H, D]
     bias_1: Array | None = None  # [H]
     provenance: Mapping[str, Any] = field(default_factory=dict)  # how it was fitted, and to which weights
+
+    def __post_init__(self) -> None:
+        """What is not finite would never exit, and what has another shape would be broadcast."""
+        check_mapping(self.provenance, "The provenance of a gate")
+        if (self.weight_1 is None) != (self.bias_1 is None):
+            raise UserError("A gate has both, weight_1 and bias_1, or neither.")
+        arrays = {name: as_array(value, f"{name} of a gate") for name, value in self.tensors.items()}
+        width = arrays["weight"].shape
+        shapes = {
+            "weight": width,
+            "bias": (),
+            "weight_1": (*width, *arrays.get("weight_1", arrays["weight"]).shape[1:]),
+        }
+        for name, array in arrays.items():
+            if array.shape != shapes.get(name, width) or array.ndim != (name.startswith("weight")) + name.endswith(
+                "_1"
+            ):
+                raise UserError(
+                    "A gate is weight [D] and bias [], or weight [H], bias [], weight_1 [H, D], bias_1 [H]."
+                )
+            if array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+                raise UserError(f"{name} of a gate must be finite numbers.")
+            object.__setattr__(self, name, array)
 
     @property
     def kind(self) -> str:
@@ -83,8 +107,9 @@ class FittedGate:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        manifest = read_manifest(Path(folder), GATE, GATE_SCHEMA)
-        return cls.of_tensors(map_tensors(Path(folder) / GATE_WEIGHTS), manifest.provenance)
+        folder = as_path(folder, "The folder of a gate")
+        manifest = read_manifest(folder, GATE, GATE_SCHEMA)
+        return cls.of_tensors(map_tensors(folder / GATE_WEIGHTS), manifest.provenance)
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
@@ -93,8 +118,16 @@ class FittedGate:
         return cls(**{name: np.array(value) for name, value in tensors.items()}, provenance=provenance)
 
 
+def check_gates(gates: object) -> None:
+    check_mapping(gates, "gates")
+    for gate in gates.values():  # type: ignore[attr-defined]
+        check_kind(gate, FittedGate, "A gate", "a FittedGate")
+
+
 def attach(trajectory: Trajectory, gates: Mapping[str, FittedGate]) -> Trajectory:
     """The recording with the exit CDF of every gate as the signal `gate:NAME`."""
+    check_trajectory(trajectory, "What a gate is attached to")
+    check_gates(gates)
     if not gates:
         return trajectory
     if trajectory.hidden is None:

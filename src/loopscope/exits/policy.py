@@ -15,6 +15,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from loopscope.arguments import as_number, as_path, check_kind
 from loopscope.artifacts import atomic_file, map_tensors, sha256, write_bytes
 from loopscope.config import Settings, build, digest, plain, read_json, to_json
 from loopscope.errors import UserError
@@ -24,7 +25,7 @@ from loopscope.exits.readouts import READOUTS, find_readout, readout_definition,
 from loopscope.exits.recorded_signals import signal
 from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import FITTED
-from loopscope.trajectory import Trajectory
+from loopscope.trajectory import Trajectory, check_trajectory
 
 NEVER = float(np.finfo(np.float64).max)
 """A threshold (or, where low means exit, minus this) that no signal meets: full depth, in a file, too."""
@@ -90,12 +91,16 @@ class ExitPolicy:
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
-        if self.threshold is not None and not isinstance(self.threshold, (int, float, np.number)):
-            raise UserError(f"A threshold is a number, got {self.threshold!r}.")
+        if self.threshold is not None:
+            as_number(self.threshold, "A threshold")
+        check_kind(self.gate, (FittedGate, type(None)), "The gate of a policy", "a FittedGate")
+        check_kind(self.model, (str, type(None)), "The model of a policy", "the hash of its weights")
+        check_kind(self.guarantee, (Guarantee, type(None)), "The guarantee of a policy", "one that calibration made")
+        check_kind(self.scope, Scope, "The scope of a policy", "a Scope")
         if kind == "oracle":
             if self.threshold is not None:
                 raise UserError("The oracle takes no threshold.")
-        elif self.threshold is None or np.isnan(self.threshold):
+        elif self.threshold is None:
             raise UserError(f"The readout '{self.readout}' needs a threshold that is a number.")
         elif kind == "depth" and (self.threshold < 1 or not float(self.threshold).is_integer()):
             raise UserError(f"A fixed depth is a whole number from 1 on, got {self.threshold}.")
@@ -132,7 +137,7 @@ class ExitPolicy:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """The policy in a file, after the weights of its gate were checked against their hash."""
-        path = Path(path)
+        path = as_path(path, "The file of a policy")
         file = PolicyFile.read(path)
         own = find_readout(file.readout)
         if own is None and file.readout not in READOUTS:
@@ -190,6 +195,7 @@ class ExitPolicy:
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""
+        check_trajectory(trajectory, "What a policy is replayed on")
         self.check(trajectory.provenance.get("weights_sha256"), trajectory.num_loops, scope_of(trajectory))
         if readout_kind(self.readout) == "depth":
             assert self.threshold is not None
@@ -204,6 +210,7 @@ class ExitPolicy:
 
     def stops(self, trajectory: Trajectory) -> NDArray[np.bool_]:
         """[N, T] at which loops the rule says stop; a signal that is NaN never does."""
+        check_trajectory(trajectory, "What a policy is replayed on")
         if self.threshold is None:  # the oracle
             return trajectory.correct
         return self.decide(self.values(trajectory))

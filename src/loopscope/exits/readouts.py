@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from loopscope.arguments import check_kind
 from loopscope.config import digest
 from loopscope.errors import UserError, reason
 from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, Array, Source
@@ -58,6 +59,8 @@ class Readout:
             raise UserError(f"A readout reads one of {', '.join(_SOURCES)}; '{self.name}' wants {self.reads!r}.")
         if (self.reads is None) != (self.step is None):
             raise UserError(f"The readout '{self.name}' needs both, what it reads and a step; or neither, if recorded.")
+        if self.step is not None and not callable(self.step):
+            raise UserError(f"The step of the readout '{self.name}' must be a function.")
 
     @cached_property
     def looks_back(self) -> bool:
@@ -194,6 +197,7 @@ def register_readout(new: Readout) -> Readout:
 
 def find_readout(name: str) -> Readout | None:
     """The definition behind a name, if it is known or an installed package offers it; `gate` for a fitted gate."""
+    check_kind(name, str, "A readout", "the name of one, such as 'margin'")
     name = "gate" if name.startswith(FITTED) else name
     if name not in READOUTS:
         for offered in entry_points(group=GROUP, name=name):

@@ -10,7 +10,7 @@ import numpy as np
 from loopscope.errors import UserError
 from loopscope.exits.readouts import Readout, find_readout
 from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, Array, Signal, as_defined, by_chunks
-from loopscope.trajectory import Trajectory
+from loopscope.trajectory import Trajectory, check_trajectory
 
 _MISSING = {
     "gate_logits": "The recording has no gate logits: its model has no gate, so the readout '{name}' cannot be used.",
@@ -27,6 +27,7 @@ _RECORDED = 1e-4
 
 def signal(name: str, trajectory: Trajectory) -> Signal:
     """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
+    check_trajectory(trajectory, "What a signal is computed of")
     definition = find_readout(name)
     key = definition if definition is not None and not name.startswith(FITTED) else name
     if key not in trajectory.computed:

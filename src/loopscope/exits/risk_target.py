@@ -2,6 +2,7 @@
 
 from typing import TypedDict
 
+from loopscope.arguments import as_number, check_flag, check_kind
 from loopscope.config import Settings
 from loopscope.errors import UserError
 from loopscope.exits.guarantee import Loss
@@ -38,6 +39,12 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
     distinct: bool = False  # every input counts once
 
     def __post_init__(self) -> None:
+        as_number(self.max_drop, "The largest drop")
+        as_number(self.confidence, "The confidence")
+        for name in ("in_expectation", "per_difficulty", "unseen", "distinct"):
+            check_flag(getattr(self, name), name)
+        for name in ("loss", "readout"):
+            check_kind(getattr(self, name), str, name, "a name")
         if not 1e-6 <= self.max_drop < 1:
             raise UserError(
                 f"The largest drop lies between 0 and 1, such as 0.01 (at least 1e-6); got {self.max_drop}."

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 from loopscope.errors import UserError
 from loopscope.exits.scope import scope_of
-from loopscope.trajectory import Trajectory
+from loopscope.trajectory import Trajectory, check_trajectory
 
 EVALUATION_SPLITS = ("test", "extrapolation")
 
 
 def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
     """Refuses what would make a result look better than it is."""
+    check_trajectory(evaluation, "The evaluation recording")
     check_split(calibration, "calibration")
     if calibration.same_data(evaluation):
         raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
@@ -19,6 +20,7 @@ def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
 
 def check_split(recording: Trajectory, role: str) -> None:
     """Refuses to choose anything on data that is for evaluation."""
+    check_trajectory(recording, f"The {role} recording")
     if (recording.split or "").strip().lower().startswith(EVALUATION_SPLITS):
         raise UserError(
             f"The {role} recording is of the {recording.split} split; thresholds must not be chosen on data "

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from loopscope.arguments import as_number
 from loopscope.errors import UserError
 from loopscope.exits.plot import FrontierPlot
 from loopscope.exits.policy import NEVER, ExitPolicy
@@ -84,7 +85,7 @@ class Frontier:
 
     def threshold_at(self, accuracy: float) -> float | None:
         """The threshold of D@X; None where X is not reached, or where the readout has no threshold."""
-        reached = np.flatnonzero(self.accuracy >= accuracy - _ROUNDING)
+        reached = np.flatnonzero(self.accuracy >= as_number(accuracy, "An accuracy") - _ROUNDING)
         if not len(reached) or np.isnan(self.thresholds).any():
             return None
         return float(self.thresholds[reached[self.average_loops[reached].argmin()]])
@@ -106,6 +107,7 @@ class Frontier:
 
 
 def _depth_at(average_loops: Curve, accuracy: Curve, target: float) -> float | None:
+    target = as_number(target, "An accuracy")
     reached = average_loops[accuracy >= target - _ROUNDING]
     return float(reached.min()) if len(reached) else None
 

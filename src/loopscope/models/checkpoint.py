@@ -6,7 +6,7 @@ run's folder is its checkpoint. Ouro and Huginn checkpoints are read in the layo
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.artifacts import atomic_file, sha256, write_json
+from loopscope.artifacts import atomic_file, write_json
 from loopscope.config import digest, read_json
 from loopscope.errors import UserError
 from loopscope.models.contract import LoopedModel
@@ -25,6 +25,7 @@ from loopscope.models.gates import Gate
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.huginn import Huginn, read_huginn_config
 from loopscope.models.ouro import Ouro, read_ouro_config
+from loopscope.models.run_hashes import check_hashes, known_sha256
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings
 
 CONFIG = "config.json"
@@ -59,9 +60,10 @@ def load_model(
 ) -> LoopedModel:
     """The model in a folder, or of this name on the Hub, ready to be evaluated; in its file's precision, or in `dtype`.
 
-    Every tensor is read once and straight to its place, so the weights are never in memory twice.
+    Every tensor is read once and straight to its place, so the weights are never in memory twice. Weights that are not
+    finite are refused, and so is what a run trained here wrote, if it was altered since.
     """
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
         raise UserError(f"There is no precision '{dtype}'; choose one of {', '.join(DTYPES)}.")
     device = check_device(device)
     path = find_checkpoint(source, revision)
@@ -72,6 +74,7 @@ def load_model(
         raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {', '.join(_BUILDERS)}.")
     with torch.device("meta"):
         model = _BUILDERS[kind](path)
+    check_hashes(path)
     _fill(model, path, device, None if dtype is None else DTYPES[dtype])
     model.eval().requires_grad_(False)
     model.identify_by(partial(weights_sha256, path.resolve()))
@@ -113,8 +116,26 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: t
         with _opened(file, str(device)) as tensors:
             for name in (name for name, where in files.items() if where == file and name not in model.tied):
                 found[name] = tensors.get_tensor(name).to(dtype)
+    if (wrong := first_not_finite(found)) is not None:
+        raise UserError(
+            f"In {folder} the tensor '{wrong}' holds a value that is not finite in {_name(dtype)}, so every answer "
+            "would be meaningless; fetch or train the checkpoint again, or choose another precision (--dtype)."
+        )
     found |= {name: found[other] for name, other in model.tied.items()}
     model.load_state_dict(found, assign=True)
+
+
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity; one pass over each, and one number leaves the device."""
+    filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    if not filled:
+        return None
+    finite = torch.stack([torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in filled.values()])
+    return next((name for name, held in zip(filled, finite.tolist(), strict=True) if not held), None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _precision(files: Mapping[str, Path], expected: Mapping[str, Tensor]) -> torch.dtype:
@@ -208,14 +229,8 @@ def weights_sha256(folder: Path) -> str:
     """What tells this model from any other: the hash of its weights' file, or of the hashes of several."""
     files = weight_files(folder)
     if len(files) == 1:
-        return _hash(files[0], files[0].stat().st_mtime_ns)
-    return digest({file.name: _hash(file, file.stat().st_mtime_ns) for file in files})
-
-
-@lru_cache(maxsize=64)
-def _hash(file: Path, _: int) -> str:
-    """Once in a process, for a file as it was then: the parts of a study are many, and checkpoints are large."""
-    return sha256(file)
+        return known_sha256(files[0])
+    return digest({file.name: known_sha256(file) for file in files})
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -278,8 +278,13 @@ _LACKING = {
 
 def parameters_sha256(model: nn.Module) -> str:
     """The hash of all parameters and buffers, with their names; large models take a while."""
+    return tensors_sha256(model.state_dict())
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """The hash of tensors, with their names, in this order."""
     found = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -6,6 +6,7 @@ A name may pin its revision: `ByteDance/Ouro-1.4B@0123abc`.
 import re
 from pathlib import Path
 
+from loopscope.arguments import as_path
 from loopscope.errors import UserError
 
 _DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja")
@@ -14,7 +15,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
     """The folder itself, or that into which the Hub's files were fetched."""
-    path = Path(source)
+    path = as_path(source, "A checkpoint's folder or name")
     if path.is_dir():
         return path
     name, _, pinned = str(source).partition("@")

@@ -101,6 +101,6 @@ BENCHMARKS = {
 
 
 def benchmark_named(name: str) -> Benchmark:
-    if name not in BENCHMARKS:
+    if not isinstance(name, str) or name not in BENCHMARKS:
         raise UserError(f"There is no benchmark '{name}'; there are {', '.join(BENCHMARKS)}.")
     return BENCHMARKS[name]

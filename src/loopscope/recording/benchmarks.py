@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loopscope.arguments import as_count, as_path
 from loopscope.artifacts import (
     SCRATCH,
     map_tensors,
@@ -89,11 +90,16 @@ def record_benchmark(
 
     `shard` (k, n) takes every n-th question, from the k-th on.
     """
+    out, data = as_path(out, "out"), None if data is None else as_path(data, "data")
+    for name, value in (("limit", limit), ("batch_tokens", batch_tokens)):
+        if value is not None:
+            as_count(value, name)
     which = benchmark_named(benchmark)
     questions = load_questions(which, split, data, limit)
     if shard is not None:
-        if not 0 <= shard[0] < shard[1]:
-            raise UserError(f"A part (k, n) is one of n, counted from 0, got {shard}.")
+        part = [each for each in shard if as_count(each, "A part's number", 0) >= 0] if _is_pair(shard) else [1, 0]
+        if not 0 <= part[0] < part[1]:
+            raise UserError(f"A part (k, n) is one of n, counted from 0, got {shard!r:.60}.")
         questions = questions[shard[0] :: shard[1]]
     if not questions:
         raise UserError(f"No question of {which.title} is left to be scored; ask for more.")
@@ -133,6 +139,10 @@ def record_benchmark(
 
 def _unfinished(out: Path) -> Path:
     return out.with_name(f"{out.name}.unfinished")
+
+
+def _is_pair(given: object) -> bool:
+    return isinstance(given, Sequence) and len(given) == 2
 
 
 def share_recorded(out: Path) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loopscope.engine.logit_stats import check_finite
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import choice_scores, decision_states, embed_requests
 from loopscope.engine.requests import Request, choices
@@ -83,10 +84,10 @@ def score_all_loops(
     ):
         log_likelihoods.append(choice_scores(model, state, requests, divided=False))
         pooled = decision_states(model, state, requests, mean)
-        hidden.append(pooled.float().cpu().numpy())
+        hidden.append(check_finite(pooled.float().cpu().numpy(), "states"))
         gate_logit = model.halt(pooled)
         if gate_logit is not None:
-            gate_logits.append(gate_logit.float().cpu().numpy())
+            gate_logits.append(check_finite(gate_logit.float().cpu().numpy(), "halt logits"))
     return LoopScores(
         np.stack(log_likelihoods, 1), np.stack(gate_logits, 1) if gate_logits else None, np.stack(hidden, 1)
     )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from loopscope.arguments import as_array, check_kind
 from loopscope.artifacts import (
     MANIFEST,
     Manifest,
@@ -25,6 +26,7 @@ from loopscope.artifacts import (
     write_json,
 )
 from loopscope.config import plain, read_json
+from loopscope.engine.logit_stats import check_finite, check_logits
 from loopscope.errors import UserError
 from loopscope.exits.readouts import find_readout, readout_definition, readouts_reading
 from loopscope.exits.recorded_signals import check_definition, replayed
@@ -128,6 +130,9 @@ def record_model(
 
     Nothing is written; `save` of the trajectory does that.
     """
+    check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
+    check_kind(split, (str, type(None)), "split", "a name such as 'validation'")
+    check_kind(keep, (Keep, type(None)), "keep", "a Keep")
     model.require_evaluation()
     keep = keep or Keep()
     if labels is None and not keep.logits:
@@ -140,6 +145,8 @@ def record_model(
         out = forward(model, batch, next(model.parameters()).device)
         if not arrays:  # only now is it known how many classes there are, and whether there is a gate
             whole = (len(examples), len(out.logits))
+            if examples.labels.min() < 0 or examples.labels.max() >= out.logits.shape[-1]:
+                raise UserError(f"A label is not one of the model's classes (0..{out.logits.shape[-1] - 1}).")
             layout = _layout(whole, keep, out.logits.shape[-1], out.gate_logits is not None)
             if keep.hidden:
                 layout["hidden"] = ((*whole, out.hidden.shape[-1]), np.float32)
@@ -172,12 +179,15 @@ def _examples(
     difficulty: ArrayLike | None,
 ) -> Examples:
     """What was given, as examples of the model; zeros for what was not."""
-    rows = np.asarray(tokens)
+    rows = as_array(tokens, "tokens")
     if rows.ndim != 2 or not rows.size:
         raise UserError(f"tokens must have the shape [examples, tokens], got {list(rows.shape)}.")
-    given = {"tokens": rows, "lengths": np.full(len(rows), rows.shape[1]) if lengths is None else np.asarray(lengths)}
+    given = {
+        "tokens": rows,
+        "lengths": np.full(len(rows), rows.shape[1]) if lengths is None else as_array(lengths, "lengths"),
+    }
     for name, values in (("labels", labels), ("difficulty", difficulty)):
-        given[name] = np.zeros(len(rows), dtype=np.int64) if values is None else np.asarray(values)
+        given[name] = np.zeros(len(rows), dtype=np.int64) if values is None else as_array(values, name)
     for name, values in given.items():
         if values.dtype.kind not in "iu" or values.shape[:1] != rows.shape[:1] or values.ndim != 1 + (name == "tokens"):
             raise UserError(f"{name} must be whole numbers, a row or one number for each of the {len(rows)} examples.")
@@ -273,9 +283,9 @@ def write_rows(
     arrays: dict[str, NDArray[Any]], rows: NDArray[np.int64], out: Loops, labels: NDArray[np.int64], keep: Keep
 ) -> None:
     """Puts what a model said about some examples in its place, with the signals of what is not kept."""
-    outputs = {"logits": _numpy(out.logits), "hidden": _numpy(out.hidden)}
+    outputs = {"logits": check_logits(_numpy(out.logits)), "hidden": check_finite(_numpy(out.hidden), "states")}
     if out.gate_logits is not None:
-        arrays["gate_logits"][rows] = _numpy(out.gate_logits)
+        arrays["gate_logits"][rows] = check_finite(_numpy(out.gate_logits), "halt logits")
     if keep.hidden:
         arrays["hidden"][rows] = outputs["hidden"]
     if keep.logits:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from loopscope.artifacts import atomic_folder, create_tensors, sha256
 from loopscope.documents import read_documents, tokenize_documents
-from loopscope.engine.logit_stats import LOGIT_SIGNALS, logit_signals
+from loopscope.engine.logit_stats import LOGIT_SIGNALS, check_finite, logit_signals
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readouts_reading
 from loopscope.exits.recorded_signals import replayed
@@ -187,10 +187,12 @@ def window_predictions(
 def _write(arrays: dict[str, NDArray[Any]], rows: Integers, out: Loops, labels: Integers, keep: Keep) -> None:
     """Puts what the model said at some decisions in its place; of the logits, only the signals leave the device."""
     for name, values in logit_signals(out.logits, torch.from_numpy(labels).to(out.logits.device)).items():
+        if name == "label_log_probs":
+            check_finite(values, "logits")
         arrays[SIGNAL_PREFIX + name if name in LOGIT_SIGNALS else name][rows] = values
     if out.gate_logits is not None:
-        arrays["gate_logits"][rows] = out.gate_logits.T.float().cpu().numpy()
-    states = out.hidden.transpose(0, 1).float().cpu().numpy()
+        arrays["gate_logits"][rows] = check_finite(out.gate_logits.T.float().cpu().numpy(), "halt logits")
+    states = check_finite(out.hidden.transpose(0, 1).float().cpu().numpy(), "states")
     if keep.hidden:
         arrays["hidden"][rows] = states
     else:

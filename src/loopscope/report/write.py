@@ -7,6 +7,7 @@ from loopscope.analysis import Target
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.arguments import as_path, check_kind, check_mapping
 from loopscope.artifacts import only_writer, remove_scratch, write_bytes, write_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
@@ -17,6 +18,8 @@ from loopscope.report.page import render
 from loopscope.report.page.data import Marker
 from loopscope.report.products import OVERVIEW, Product
 from loopscope.trajectory import Trajectory
+
+_LIST = ("The policies of a model", "a list of exit policies")
 
 
 def report(
@@ -33,7 +36,14 @@ def report(
     """
     if not isinstance(models, Mapping) or not all(map(is_pair, models.values())):
         raise UserError('A report is of models by name, each with two recordings: {"mine": (validation, test)}.')
-    own = policies or {}
+    own = {} if policies is None else policies
+    check_mapping(models, "models")
+    check_mapping(own, "policies")
+    out = as_path(out, "The folder of a report")
+    if any(
+        not isinstance(each, ExitPolicy) for policy in own.values() for each in check_kind(policy, Sequence, *_LIST)
+    ):
+        raise UserError(f"{_LIST[0]} must be {_LIST[1]}.")
     if unknown := [name for name in own if name not in models]:
         raise UserError(f"There are policies of '{unknown[0]}', which is not among the models: {', '.join(models)}.")
     sources = [ModelRecordings(name, *pair, policies=own.get(name, ())) for name, pair in models.items()]

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from loopscope.arguments import check_kind
 from loopscope.artifacts import SCRATCH, atomic_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
@@ -26,10 +27,11 @@ from loopscope.exits import FittedGate
 from loopscope.exits.splits import EVALUATION_SPLITS
 from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256
 from loopscope.models.gates import Gate
+from loopscope.models.run_hashes import HASHES
 from loopscope.objectives import Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
-from loopscope.trajectory import Trajectory
+from loopscope.trajectory import Trajectory, check_trajectory
 
 _SHARPNESS, _WORTH = 50.0, 0.005
 """Another loop is worth it from an improvement of about 0.005 nats on."""
@@ -80,6 +82,8 @@ def fit_gate(
     Without settings: a linear gate with the objective `ponder`, and prior and beta of the model that was recorded.
     `changes` are other values of `GateSettings`: kind="mlp", objective="utility", steps=500.
     """
+    check_trajectory(recording, "What a gate is fitted on")
+    check_kind(settings, (GateSettings, type(None)), "The settings of a gate", "GateSettings, or none")
     if settings is None:
         settings = gate_settings(recording, changes)
     elif changes:
@@ -141,7 +145,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
     gate.check(weights_sha256(checkpoint))
     with atomic_folder(out, "checkpoint") as scratch:
-        beside = shutil.ignore_patterns("recordings", "gates", "policy*", f"{SCRATCH}*")
+        beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, f"{SCRATCH}*")
         shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.objectives import Objective
 from loopscope.training.loop import DATA_FILE, TrainingRun, epoch_rows
 from loopscope.training.settings import Training, overridden
-from loopscope.training.tokenizer import SMALLEST, train_tokenizer
+from loopscope.training.tokenizer import SMALLEST, TOKENIZER_CONFIG, train_tokenizer
 
 _VALIDATED = 16
 """Windows that are validated at a time."""
@@ -114,6 +114,7 @@ class LanguageRun(TrainingRun):
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
     folder: Path
+    files: ClassVar[tuple[str, ...]] = (*TrainingRun.files, TOKENIZER, TOKENIZER_CONFIG)
 
     @cached_property
     def config(self) -> dict[str, Any]:

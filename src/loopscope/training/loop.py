@@ -3,14 +3,17 @@
 A run folder holds `config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`, and
 `state.safetensors` (weights, optimizer and step) while it runs, `model.safetensors` once it is finished. Every batch
 is a function of (settings, step), so the state file is all that a killed run needs to end bit-identical to one that
-ran through; nothing in the folder depends on the time or on the machine's name. Several workers may train one run:
-each takes its share of every batch, and the first alone writes. What is trained on what is the run's affair: on the
-answers of a task (`task_run`) or on the tokens of a text (`language_run`).
+ran through; nothing in the folder depends on the time or on the machine's name. The state holds its own hash and those
+of the other files, a finished folder has them in `hashes.json`: what was altered is refused. Several workers may train
+one run: each takes its share of every batch, and the first alone writes. What is trained on what is the run's affair:
+on the answers of a task (`task_run`) or on the tokens of a text (`language_run`).
 
 Shapes: B rows (or tokens), T loops.
 """
 
+import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -27,11 +30,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from loopscope.artifacts import atomic_file, is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
-from loopscope.config import differences, read_json
+from loopscope.artifacts import (
+    atomic_file,
+    is_scratch,
+    only_writer,
+    remove_scratch,
+    room_for,
+    sha256,
+    write_bytes,
+    write_json,
+)
+from loopscope.config import differences, digest, read_json
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, LoopedTransformer, Ouro, read_checkpoint_config
-from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
+from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType, first_not_finite
+from loopscope.models.contract import tensors_sha256
+from loopscope.models.run_hashes import check_hashes, write_hashes
 from loopscope.objectives import LoopLosses, Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
@@ -72,6 +86,7 @@ class TrainingRun(ABC):
     folder: Path
     function: UserFunction | None = None  # the objective's, where it is given and not imported
     gate_by_choice: ClassVar[bool] = False  # whether the settings decide if the model has a gate
+    files: ClassVar[tuple[str, ...]] = (CONFIG, DATA_FILE)  # that are there before the first step, and stay as they are
 
     @property
     @abstractmethod
@@ -165,6 +180,7 @@ def train_run(
                 if (folder / WEIGHTS).is_file():
                     (folder / STATE_FILE).unlink(missing_ok=True)
         if (folder / WEIGHTS).is_file():
+            check_hashes(folder)
             return RunResult(folder, steps, _read_metrics(folder, steps))
         held.enter_context(deterministic())
         return _train(run, objective, device, progress, workers)
@@ -194,11 +210,14 @@ def _train(
     with workers.together():
         if workers.is_main:
             remove_scratch(folder)
+            if not (folder / STATE_FILE).is_file():  # nothing would tell that what an earlier try noted was altered
+                (folder / DATA_FILE).unlink(missing_ok=True)
             run.prepare()
     with workers.together():
         model = run.initial_model().to(device)
         optimizers = Optimizers(model, every)
-        start = _restore(folder, model, optimizers)
+        written = {name: sha256(folder / name) for name in run.files}
+        start = _restore(folder, model, optimizers, written)
         if workers.is_main:
             write_bytes(folder / METRICS_FILE, b"".join(map(_line, _read_metrics(folder, start))))
         batch_of = run.batches()
@@ -227,11 +246,11 @@ def _train(
                 if validating and workers.is_main:
                     _log(folder, {"step": done, **run.validate(model, device)})
                 if saving and not last and workers.is_main:
-                    _save(folder, model, optimizers, done)
+                    _save(folder, model, optimizers, done, written)
         progress(done, every.steps, note)
     with workers.together():
         if workers.is_main:
-            _write_tensors(folder / WEIGHTS, _weights(model))
+            _finish(folder, model, written)
             (folder / STATE_FILE).unlink(missing_ok=True)
     return RunResult(folder, start, _read_metrics(folder, every.steps))
 
@@ -322,6 +341,13 @@ def _claim(run: TrainingRun) -> None:
                 f"{folder} holds a run with other settings ({', '.join(changed[:3])}); choose another --out, "
                 "or remove it."
             )
+        found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
+        altered = [key for key, value in run.config.items() if found.get(key, value) != value]
+        if altered:
+            raise UserError(
+                f"{folder / CONFIG} was altered: its {', '.join(altered[:3])} contradicts the settings of its run; "
+                "train the run again in another folder."
+            )
         return
     if any(not is_scratch(path) for path in folder.iterdir()):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
@@ -339,10 +365,28 @@ class _Trained(msgspec.Struct, frozen=True):
     run: dict[str, Any] | None = None
 
 
-def _save(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int) -> None:
+def _save(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int, written: dict[str, str]) -> None:
     tensors = {f"model.{name}": value for name, value in _weights(model).items()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizers.tensors().items()}
-    _write_tensors(folder / STATE_FILE, tensors, {"step": str(step)})
+    tensors = _fetched(tensors)
+    files = json.dumps(written | {METRICS_FILE: _metrics_sha256(folder, step)})
+    metadata = {"step": str(step), "files": files}
+    _write_tensors(folder / STATE_FILE, tensors, metadata | {"sha256": _state_sha256(tensors, metadata)})
+
+
+def _state_sha256(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Of everything that a state says, whatever the order in its file."""
+    return digest([metadata, tensors_sha256(dict(sorted(tensors.items())))])
+
+
+def _finish(folder: Path, model: LoopedModel, written: dict[str, str]) -> None:
+    """Writes the weights; the hashes of all files come first, so that a folder with weights has those of its files."""
+    written = written | {METRICS_FILE: sha256(folder / METRICS_FILE)}
+    _write_tensors(
+        folder / WEIGHTS,
+        _weights(model),
+        ready=lambda scratch: write_hashes(folder, written | {WEIGHTS: sha256(scratch)}),
+    )
 
 
 def _weights(model: LoopedModel) -> dict[str, Tensor]:
@@ -350,16 +394,35 @@ def _weights(model: LoopedModel) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if name not in model.tied}
 
 
-def _restore(folder: Path, model: LoopedModel, optimizers: Optimizers) -> int:
+def _restore(folder: Path, model: LoopedModel, optimizers: Optimizers, written: dict[str, str]) -> int:
     """Puts the run back to its last saved state; returns the number of steps done."""
     if not (folder / STATE_FILE).is_file():
         return 0
     with _open_state(folder) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+        step = _saved_step(file)
+        _check_state(folder, tensors, file.metadata(), step, written)
         weights = _part(tensors, "model.")
         model.load_state_dict(weights | {name: weights[other] for name, other in model.tied.items()})
         optimizers.restore(_part(tensors, "optimizer."))
-        return _saved_step(file)
+        return step
+
+
+def _check_state(
+    folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str], step: int, written: dict[str, str]
+) -> None:
+    """Refuses a state, or files beside it, that are not as they were when it was saved; earlier ones have no hashes."""
+    if "sha256" not in metadata:
+        return
+    expected = metadata.pop("sha256")
+    if _state_sha256(tensors, metadata) != expected:
+        raise UserError(f"{folder / STATE_FILE} was altered since it was saved; remove it, and the run begins again.")
+    now = written | {METRICS_FILE: _metrics_sha256(folder, step)}
+    for name, before in json.loads(metadata["files"]).items():
+        if now.get(name, before) != before:
+            raise UserError(
+                f"{folder / name} was altered since the run saved its state; train the run again in another folder."
+            )
 
 
 @contextmanager
@@ -367,6 +430,8 @@ def _open_state(folder: Path) -> Iterator[Any]:
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
             yield file
+    except UserError:
+        raise
     except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
         raise UserError(
             f"{folder / STATE_FILE} cannot be read ({error}); remove it, and the run begins again."
@@ -381,11 +446,25 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    held = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+def _fetched(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+
+
+def _write_tensors(
+    path: Path,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str] | None = None,
+    ready: Callable[[Path], None] | None = None,
+) -> None:
+    """Writes a file, whole or not at all; `ready` is called when all of it is written, before it is in its place."""
+    held = _fetched(tensors)
+    if first_not_finite({name: value for name, value in held.items() if not name.startswith("optimizer.")}) is not None:
+        raise UserError("The weights are no longer finite; lower training.learning_rate, and train in another folder.")
     try:
         with atomic_file(path) as scratch:
             save_file(held, scratch, metadata)
+            if ready is not None:
+                ready(scratch)
     except SafetensorError as error:
         raise UserError(f"{path} could not be written ({error}); make room, and the same command continues.") from None
 
@@ -397,6 +476,14 @@ def _log(folder: Path, entry: dict[str, Any]) -> None:
 
 def _line(entry: dict[str, Any]) -> bytes:
     return json.dumps(entry).encode() + b"\n"
+
+
+def _metrics_sha256(folder: Path, steps: int) -> str:
+    """Of what the first `steps` steps logged, which is on disk by now: a state must not know more than there is."""
+    if (folder / METRICS_FILE).is_file():
+        with (folder / METRICS_FILE).open("rb") as file:
+            os.fsync(file)
+    return hashlib.sha256(b"".join(map(_line, _read_metrics(folder, steps)))).hexdigest()
 
 
 def _read_metrics(folder: Path, steps: int) -> list[dict[str, Any]]:

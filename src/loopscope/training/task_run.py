@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loopscope.arguments import as_path, check_kind
 from loopscope.artifacts import write_json
 from loopscope.config import plain
 from loopscope.errors import UserError
@@ -26,6 +27,8 @@ from loopscope.training.custom_objectives import UserFunction, custom_objective
 from loopscope.training.loop import DATA_FILE, RunResult, TrainingRun, epoch_rows, train_run
 from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.settings import RunSettings, read_settings
+
+_SETS = "a list of texts such as 'training.seed=1'"
 
 
 def train(
@@ -44,12 +47,17 @@ def train(
     `settings` are those of a preset or a TOML file (with `a.b=c` overrides), or made already. `objective` is a function
     of the user's or "module:function", in place of what they say, and `options` are its keyword arguments.
     """
+    folder = as_path(folder, "The folder of a run")
+    check_kind(settings, (RunSettings, str), "settings", "RunSettings, or the name of a preset or a TOML file")
+    overrides = [overrides] if isinstance(overrides, str) else list(check_kind(overrides, Sequence, "overrides", _SETS))
+    if not all(isinstance(each, str) for each in overrides):
+        raise UserError(f"overrides must be {_SETS}.")
     if objective is None and options is not None:
         raise UserError("options are those of an objective; give the objective, too.")
     chosen = None if objective is None else custom_objective(objective, options)
     if chosen is not None or overrides or not isinstance(settings, RunSettings):
         settings = read_settings(settings, overrides, chosen)
-    run = TaskRun(settings, Path(folder), objective if callable(objective) else None)
+    run = TaskRun(settings, folder, objective if callable(objective) else None)
     return train_run(run, check_device(device) if isinstance(device, str) else device, progress, workers)
 
 

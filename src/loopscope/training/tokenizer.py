@@ -13,6 +13,8 @@ SPECIAL = (END, "<|im_start|>", "<|im_end|>")
 SMALLEST = 256 + len(SPECIAL)
 """Tokens that every vocabulary has."""
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
 _CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -44,5 +46,5 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, longest: int, fol
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
     }
-    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / TOKENIZER_CONFIG, settings)
     write_bytes(folder / FILE, bpe.to_str(pretty=True).encode())
