@@ -99,6 +99,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def threads(text: str) -> int:
+    if count(text) > 4096:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than any machine has; 4096 at most")
+    return count(text)
+
+
 def levels(text: str) -> range:
     found = re.fullmatch(r"([1-9][0-9]{0,8})(?:-([0-9]{1,9}))?", text)
     if found is None:
@@ -123,7 +129,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--rounds": {"type": count, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
     "--store": {"type": Path, "metavar": "DIR", "help": "of all artifacts (default: store beside OUT)"},
-    "--threads": {"type": count, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},
+    "--threads": {"type": threads, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},
     "--with-readout": {
         "action": "append",
         "default": [],

@@ -17,6 +17,7 @@ from typing import Any
 from loopscope.errors import UserError, brief
 
 _SECONDS = 5
+"""Of computing; of waiting for it, where others compute too, six times as many."""
 _BYTES = 1 << 30
 """That the template may take beside what this process has."""
 _LONGEST = 1 << 24
@@ -27,6 +28,8 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]], **options: A
     """The chat (messages with `role` and `content`) as the model's template writes it; `options` are transformers'."""
     if tokenizer.chat_template is None:
         raise UserError("This tokenizer has no chat template: the model is no chat model; give it plain text.")
+    import transformers.utils.chat_template_utils  # noqa: F401 - here, so that no fork has to
+
     answer = _in_a_fork(lambda: tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
     if kind == _TEXT and len(answer) <= _LONGEST:
@@ -85,7 +88,7 @@ def _limit() -> None:
 
 def _received(reads: int) -> bytes:
     """All that comes until the other end closes, unless that takes far too long."""
-    received, end = bytearray(), time.monotonic() + 4 * _SECONDS
+    received, end = bytearray(), time.monotonic() + 6 * _SECONDS
     while select.select([reads], [], [], max(0.0, end - time.monotonic()))[0]:
         part = os.read(reads, 1 << 16)
         if not part:

@@ -54,25 +54,29 @@ class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: RopeParameters | None = None
 
     def __post_init__(self) -> None:
-        given = {self.rope_theta, self.rope_parameters and self.rope_parameters.rope_theta} - {None}
-        if len(given) != 1:
-            what = "is missing" if not given else "is given twice, and differs"
+        if len(self._bases) != 1:
+            what = "is missing" if not self._bases else "is given twice, and differs"
             raise ValueError(f"rope_theta {what}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads, and there is no "
-                "head_dim"
+                f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads, and there is "
+                "no head_dim"
             )
         if self.head_width % 2:
             raise ValueError(f"heads must have an even width for rotary positions, got {self.head_width}")
 
     @property
     def theta(self) -> float:
-        theta = self.rope_theta or (self.rope_parameters and self.rope_parameters.rope_theta)
-        assert theta is not None
+        (theta,) = self._bases
         return theta
+
+    @property
+    def _bases(self) -> set[float]:
+        """What the configuration says of rotary positions, in either place."""
+        given = (self.rope_theta, None if self.rope_parameters is None else self.rope_parameters.rope_theta)
+        return {base for base in given if base is not None}
 
     @property
     def head_width(self) -> int:

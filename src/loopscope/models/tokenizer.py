@@ -53,9 +53,12 @@ def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     """The tokens of a text, with those that the tokenizer adds by itself (`special`) or without."""
     try:
+        text.encode()
         ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    except (UnicodeEncodeError, TypeError):  # half a character, which a JSON file can write and no text can hold
+    except UnicodeEncodeError:  # which a JSON file can write and no text can hold
         raise UserError(f"'{text[:60]}' is not text in Unicode: it holds half a character.") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"The model's tokenizer cannot be used ({error}); fetch its files again.") from None
     return ids
 
 
