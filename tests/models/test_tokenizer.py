@@ -77,8 +77,8 @@ def test_missing_or_broken_files_are_named(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_a_template_that_raises_or_never_ends(template: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loopscope.models.chat_template._SECONDS", 1)
-    tokenizer = byte_pairs()
-    tokenizer.chat_template = template
+    tokenizer = byte_pairs()  # which other tests have, too
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(UserError, match=words):
         chat_prompt(tokenizer, [{"role": "user", "content": "Where?"}])
 
