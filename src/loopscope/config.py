@@ -80,6 +80,8 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
 
 def read_json(kind: type[T], path: Path, what: str) -> T:
     """The JSON file at `path` as a `kind`; `what` names it in errors."""
+    if not path.exists():
+        raise UserError(f"There is no {what} at {path}.")
     data = read_bytes(path, what)
     try:
         if json_depth(data) > DEEPEST:
