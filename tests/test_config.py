@@ -34,6 +34,16 @@ from loopscope.training import RunSettings, presets, read_settings
         ("modell.width=3", ["modell"]),
         ("steps", ["a.b=c"]),
         ("task.modulus.x=3", ["modulus"]),
+        ("task.modulus=" + "[" * 60_000, ["task.modulus", "nested"]),
+        (".".join(["a"] * 30_000) + "=1", ["tables"]),
+        ("training.seed=" + "1" * 5000, ["training.seed", "digits"]),
+        (f"objective.options.x={10**30}", ["objective.options.x", "64 bits"]),
+        (f"training.warmup_steps={2**50}", ["training.warmup_steps"]),
+        (f"model.loops={10**9}", ["model.loops", "1024"]),
+        (f"model.layers={10**9}", ["model.layers", "4096"]),
+        (f"model.width={2**40}", ["model.width"]),
+        ("task.name=" + "x" * 10_000, ["task.name"]),
+        ("task.name=\x1b[31mred", ["task.name", "\\x1b[31mred"]),
     ],
 )
 def test_what_does_not_fit_is_named(override: str, words: list[str]) -> None:
@@ -42,6 +52,7 @@ def test_what_does_not_fit_is_named(override: str, words: list[str]) -> None:
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_files_are_strict_too(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from loopscope.config import digest, read_json, to_json
 from loopscope.errors import UserError
+from loopscope.reading import is_plain_name
 
 MANIFEST = "manifest.json"
 SCRATCH = ".partial-"
@@ -305,6 +306,8 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
     if manifest.seal() != manifest.digest:
         raise UserError(f"{folder / MANIFEST} was altered; make the {kind} again.")
     for name, entry in manifest.files.items():
+        if not is_plain_name(name):
+            raise UserError(f"{folder / MANIFEST} lists '{name}', which does not lie beside it; make the {kind} again.")
         _check(folder / name, entry, kind)
     return manifest
 
@@ -329,7 +332,7 @@ def map_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a safetensors file, memory-mapped: only what is looked at is read."""
     try:
         return _map(path, "r")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}); make it again.") from None
 
 

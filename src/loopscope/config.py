@@ -15,13 +15,24 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from loopscope.errors import UserError
+from loopscope.reading import DEEPEST, json_depth, read_bytes, read_text
 
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Loops = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Vocabulary = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+Positions = Annotated[int, msgspec.Meta(ge=1, le=2**30)]
+Epsilon = Annotated[float, msgspec.Meta(ge=0, le=1)]
+RotaryBase = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+
+
+_LARGEST_TOML = 1 << 22
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,11 +42,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"There is no file {path}; give the path of a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from None
+        tables = tomllib.loads(read_text(path, "TOML file", _LARGEST_TOML))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:  # int refuses thousands of digits with a ValueError of its own
+        raise UserError(f"{path} is not valid TOML: {_briefly(error)}.") from None
+    _check_bounds(tables, str(path))
+    return tables
 
 
 def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
@@ -46,12 +59,14 @@ def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dic
         if not equals or not key.strip():
             raise UserError(f"'--set {assignment}' is not of the form a.b=c; write for instance --set training.seed=1.")
         *tables, name = key.strip().split(".")
+        if len(tables) > DEEPEST:
+            raise UserError(f"'--set {assignment}': the key has {len(tables):,} tables, one inside the other.")
         table = result
         for part in tables:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise UserError(f"'--set {assignment}': {part} is a value, not a table.")
-        table[name] = _toml_value(text.strip())
+        table[name] = _toml_value(text.strip(), f"--set {key.strip()}")
     return result
 
 
@@ -65,14 +80,17 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
 
 def read_json(kind: type[T], path: Path, what: str) -> T:
     """The JSON file at `path` as a `kind`; `what` names it in errors."""
+    if not path.exists():
+        raise UserError(f"There is no {what} at {path}.")
+    data = read_bytes(path, what)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except FileNotFoundError:
-        raise UserError(f"There is no {what} at {path}.") from None
+        if json_depth(data) > DEEPEST:
+            raise RecursionError
+        return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {_sentence(error)}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not a readable {what}: {error}.") from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a readable {what}: {_briefly(error)}.") from None
 
 
 def to_json(value: object) -> bytes:
@@ -106,12 +124,37 @@ def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
-def _toml_value(text: str) -> Any:
+def _toml_value(text: str, source: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{source}: {_briefly(error)}.") from None
+    _check_bounds(table, source)
     return table["value"] if len(table) == 1 else text
+
+
+def _check_bounds(tables: Mapping[str, Any], source: str) -> None:
+    """TOML's integers have 64 bits, and Python's reader takes longer ones; nobody needs tables without end."""
+    level: list[Any] = [tables]
+    for _ in range(DEEPEST):
+        values = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
+            raise UserError(f"{source}: a whole number is beyond 64 bits.")
+        level = [value for value in values if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise UserError(f"{source}: {_briefly(RecursionError())}.")
+
+
+def _briefly(error: Exception) -> str:
+    """What a reader of TOML or JSON found wrong."""
+    if isinstance(error, RecursionError):
+        return f"more than {DEEPEST} tables or lists are nested in one another"
+    if "integer string conversion" in str(error):
+        return "a number has thousands of digits"
+    return str(error).rstrip(".")
 
 
 def _sentence(error: msgspec.ValidationError) -> str:

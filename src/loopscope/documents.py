@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reason
 from loopscope.models.tokenizer import load_tokenizer
+from loopscope.reading import read_bytes, read_text
 
 END = "<|endoftext|>"
 
@@ -24,18 +25,14 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
     """The documents of these files, in order, without empty ones."""
     found: list[str] = []
     for path in paths:
+        if path.suffix != ".jsonl":
+            found += read_text(path, "text file", None).split(END)
+            continue
+        data = read_bytes(path, "text file", None)
         try:
-            data = path.read_bytes()
-            if path.suffix == ".jsonl":
-                found += [line.text for line in msgspec.json.Decoder(_Line).decode_lines(data)]
-            else:
-                found += data.decode().split(END)
-        except FileNotFoundError:
-            raise UserError(f"There is no file {path}; give a text file.") from None
-        except UnicodeDecodeError:
-            raise UserError(f"{path} is not UTF-8 text.") from None
-        except msgspec.DecodeError as error:
-            raise UserError(f'{path}: {error}; a line must be {{"text": "..."}}.') from None
+            found += [line.text for line in msgspec.json.Decoder(_Line).decode_lines(data)]
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise UserError(f'{path}: {reason(error)}; a line must be {{"text": "..."}}.') from None
     kept = [document for document in found if document.strip()]
     if not kept:
         raise UserError(f"There is no text in {', '.join(map(str, paths))}.")

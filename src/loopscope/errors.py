@@ -2,7 +2,8 @@
 
 The command line turns a `UserError` into that sentence and exit code 2; any other exception is a bug of ours
 and keeps its traceback. What a function of the user's raises is the user's, too: `reason` says it in a line.
-What is said may quote a file or an argument: `visible` leaves nothing in it that a terminal would obey.
+What is said may quote a file or an argument, and it goes to a terminal: `visible` leaves nothing in it that a
+terminal would obey, and `brief` keeps it short.
 """
 
 import re
@@ -14,15 +15,29 @@ _LIBRARIES = ("loopscope", "numpy", "scipy", "torch")
 """A line of theirs in a traceback is not the user's."""
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 """Control characters, marks that reorder a line, and halves of characters."""
+_LONGEST = 450
 
 
 class UserError(ValueError):
     """Bad input; the message says what is wrong and what to do."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(brief(message))
+
 
 def visible(text: str, keep: str = "\n\t") -> str:
     """Text from anywhere, fit for a terminal: what would steer it stands there as JSON writes it, `\\u001b`."""
     return _OBEYED.sub(lambda found: found[0] if found[0] in keep else f"\\u{ord(found[0]):04x}", text)
+
+
+def brief(message: str, longest: int = _LONGEST) -> str:
+    """A message in one visible line; one that is too long loses its middle: what is wrong, and what to do, stay."""
+    return _shortened(visible(_shortened(" ".join(message.splitlines()), longest), keep=""), longest)
+
+
+def _shortened(text: str, longest: int) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
 def reason(error: BaseException) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from loopscope.errors import visible
+
 ProgressCallback = Callable[[int, int, str], None]
 """`advance(done, total, note)`: how much of the work is done by now, and a few words on its state."""
 
@@ -17,7 +19,7 @@ def silent(done: int, total: int, note: str) -> None:
 @contextmanager
 def track(title: str, stream: TextIO | None = None) -> Iterator[ProgressCallback]:
     """Shows progress with the time left on `stream` (stderr by default) while the work runs."""
-    out = stream or sys.stderr
+    out, title = stream or sys.stderr, visible(title, keep="")
     if out.isatty():
         yield from _bar(title, out)
     else:

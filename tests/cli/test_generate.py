@@ -89,6 +89,8 @@ def test_an_interrupted_run_leaves_what_was_finished(
         ("a.jsonl", b"[5]", "line 1 is neither"),
         ("a.txt", b"\n\n", "There is no prompt in"),
         ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
+        ("a.jsonl", b"[" * 60_000, "line 1 is neither"),
+        ("a.jsonl", b'{"prompt": ' + b"1" * 5000 + b"}", "line 1 is neither"),
     ],
 )
 def test_a_file_that_is_no_prompts(
@@ -98,6 +100,18 @@ def test_a_file_that_is_no_prompts(
     (tmp_path / name).write_bytes(content)
     assert run("generate", str(tmp_path / "nowhere"), "--prompts", str(tmp_path / name)) == 2
     assert words in capsys.readouterr().err
+
+
+def test_generated_text_does_not_steer_a_terminal(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, in a pipe or a file, the text is what the model wrote."""
+    monkeypatch.setattr(Detokenizer, "add", lambda self, token: "a\x1b[31m\n")
+    monkeypatch.setattr(Detokenizer, "rest", lambda self: "\x07")
+    for terminal, said in ((True, "a\\u001b[31m\n\\u0007\n"), (False, "a\x1b[31m\n\x07\n")):
+        monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
+        assert run("generate", checkpoint, "The sun", "--max-new-tokens", 1) == 0
+        assert capsys.readouterr().out == said
 
 
 def test_a_chat_ends_with_its_turn(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +137,9 @@ def test_a_chat_ends_with_its_turn(checkpoint: str, capsys: pytest.CaptureFixtur
         (("x", "--dtype", "int8"), "There is no precision 'int8'"),
         (("x", "--loops", "9"), "beyond the model's 4 loops"),
         (("--prompts", "nowhere.txt"), "There is no file nowhere.txt"),
+        (("--prompts", "/dev/zero"), "a device or a pipe"),
+        (("x", "--temperature", "nan"), "temperature"),
+        (("x", "--temperature", "1e400"), "temperature"),
     ],
 )
 def test_what_cannot_be_generated(

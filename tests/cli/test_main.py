@@ -18,8 +18,11 @@ import torch
 import loopscope.cli
 from cli.conftest import run, settings
 from loopscope.cli import VERBS, main, make_parser
+from loopscope.cli.output import print_json, print_note, print_table, print_text
 from loopscope.engine import generation
+from loopscope.progress import track
 
+ESCAPES = "\x1b[31m\x1b]0;owned\x07"
 README = Path(__file__).parents[2] / "README.md"
 SOURCES = Path(loopscope.cli.__file__).parent
 HEAVY = ("torch", "numpy", "rich", "msgspec", "altair", "transformers")
@@ -71,6 +74,18 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("evaluate", validation, test, "--at", "95"), "between 0 and 1"),
         (("evaluate", test, validation), "test split"),
         (("evaluate", validation, validation), "same data"),
+        (("train", "demo", *out, "--set", "training.seed=" + "1" * 5000), "training.seed: a number has thousands"),
+        (("train", "demo", *out, "--set", "task.modulus=" + "[" * 50_000), "task.modulus: more than 64"),
+        (("train", "demo", *out, "--set", "objective.name=" + "x" * 9000), "there is no objective 'xxx"),
+        (("evaluate", validation, test, "--readout", ESCAPES), "no readout '\\u001b[31m\\u001b]0;owned\\u0007'"),
+        (("diagnose", tmp_path / ESCAPES), "\\u001b[31m"),
+        (("diagnose", tmp_path / ("x" * 300)), "File name too long"),
+        (("evaluate", test, "--policy", "a\0b"), "NUL"),
+        (("evaluate", test, "--policy", "\udcff"), "is not UTF-8"),
+        (("evaluate", test, "--policy", tmp_path), "is a folder; give a policy"),
+        (("evaluate", test, "--policy", "/dev/zero"), "a device or a pipe"),
+        (("run", recorded, "/dev/zero"), "a device or a pipe"),
+        (("run", recorded, tmp_path), "is a folder"),
     ]:
         assert run(*words) == 2, words
         captured = capsys.readouterr()
@@ -79,6 +94,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         assert sentence in last, (words, last)
         assert last.startswith("loopscope: ")
         assert last.endswith(".")
+        assert len(last) < 500
+        assert "\x1b" not in captured.err
     assert not (tmp_path / "run").exists()
 
 
@@ -91,6 +108,12 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["record", "task", "x", "--split", "test", "--levels", "4-2"], "'4-2' is an empty range"),
         (["train", "demo", "--threads", "0"], "'0' is not a whole number from 1 on"),
         (["gate", "fit", "x", "--out", "y", "--mood", "5"], "loopscope gate fit: error: unrecognized arguments"),
+        (["train", "demo", "--threads", "1" * 5000], "is not a whole number from 0 on, of 15 digits at most"),
+        (["train", "demo", "--threads", "9999999"], "4096 at most"),
+        (["run", "x", "y", "--batch-size", "²"], "'²' is not a whole number"),
+        (["run", "x", "y", "--batch-size", "-1"], "--batch-size"),
+        (["record", "task", "x", "--levels", "1-" + "1" * 5000], "is not a range of difficulties"),
+        (["train", "demo", "--out", "x", ESCAPES], "unrecognized arguments: \\u001b[31m"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +123,22 @@ def test_wrong_usage_is_exit_code_2(words: list[str], message: str, capsys: pyte
     err = capsys.readouterr().err
     assert "error:" in err
     assert message in err
+    assert len(err.splitlines()[-1]) < 600
+    assert "\x1b" not in err
+
+
+def test_names_from_files_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(ESCAPES, [ESCAPES], [[ESCAPES], ["[red]"]])
+    print_json({ESCAPES: ESCAPES + "\x9b"})
+    print_text(ESCAPES)
+    print_note(ESCAPES)
+    with track(ESCAPES) as advance:
+        advance(1, 1, "")
+    out, err = capsys.readouterr()
+    assert "[red]" in out
+    assert out.count("\\u001b]0;owned\\u0007") == 6
+    assert err.count("\\u001b]0;owned\\u0007") == 2
+    assert not set(out + err) & set("\x1b\x07\x9b")
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,6 +93,16 @@ def test_bytes_that_are_no_text(recorded: Path, tmp_path: Path, capsys: pytest.C
     assert len(lines(out.read_text())) == 1
 
 
+def test_a_line_without_end_is_no_example(
+    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `cat /dev/zero` makes one: only its beginning is read at a time."""
+    with Path("/dev/zero").open(encoding="utf-8") as zeros:
+        monkeypatch.setattr("sys.stdin", zeros)
+        assert run("run", recorded, "-", "--threshold", 0.5) == 2
+    assert "line 1: '\\u0000\\u0000" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_leaves_no_file(recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "examples.txt").write_text("+ 1 0\n")
     assert (

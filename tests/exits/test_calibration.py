@@ -184,6 +184,12 @@ def test_a_difficulty_that_is_not_tested_at_all_is_not_promised() -> None:
         ls.calibrate(settling(difficulty=difficulty), readout="margin", per_difficulty=True)
 
 
+@pytest.mark.parametrize("per_difficulty", [False, True])
+def test_one_example_proves_nothing(per_difficulty: bool) -> None:
+    with pytest.raises(NotProven, match="and there are 0; record"):
+        ls.calibrate(settling(1, difficulty=np.ones(1)), readout="margin", per_difficulty=per_difficulty)
+
+
 @pytest.mark.parametrize("kind", ["one readout", "auto", "sequences", "few"])
 def test_who_records_the_number_that_is_needed_gets_the_promise(kind: str) -> None:
     if kind == "few":

@@ -1,8 +1,10 @@
 """Checkpoints: do weights come back as they were saved, in any precision, and is all that is wrong with them said?"""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import loopscope as ls
 from loopscope.models import LoopedModel
 from loopscope.models.checkpoint import end_tokens, save_model, weight_files, weights_sha256
 from loopscope.models.gates import Gate
+from loopscope.training.settings import read_run_settings
 
 TOKENS = torch.arange(20).view(2, 10)
 NORM = "model.norm.weight"
@@ -108,6 +111,18 @@ def configured(**changes: object) -> Callable[[Path], None]:
     return spoil
 
 
+def moved(to: str) -> Callable[[Path], None]:
+    """The shard of the final norm lies outside of the checkpoint's folder, and the index says so."""
+
+    def spoil(folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        shard = shard_of(folder, NORM).rename(folder.parent / "outside.safetensors")
+        text = index.read_text().replace(shard_of(folder, NORM).name, to.format(folder.parent) + shard.name)
+        index.write_text(text)
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -128,10 +143,28 @@ def configured(**changes: object) -> Callable[[Path], None]:
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").unlink(), "not a checkpoint: it has no config.json"),
+        (configured(num_hidden_layers=4000), "16 tensors, too few for the 4,000 layers"),
+        (configured(num_hidden_layers=10**9), "num_hidden_layers: Expected `int` <= 4096"),
+        (configured(total_ut_steps=10**9), "total_ut_steps: Expected `int` <= 1024"),
+        (configured(hidden_size=10**9), "hidden_size"),
+        (configured(vocab_size=-1), "vocab_size: Expected `int` >= 1"),
+        (configured(vocab_size=10**9), "vocab_size"),
+        (configured(rope_theta=-5), "rope_theta: Expected `float` >= 1.0"),
+        (configured(rope_theta=None, rope_parameters={"rope_theta": "x"}), "rope_parameters.rope_theta: Expected"),
+        (configured(rope_theta=None, rope_parameters={"rope_theta": 0}), "rope_parameters.rope_theta: Expected"),
+        (configured(rope_scaling={"rope_type": "yarn"}), "rope_scaling.rope_type: Invalid enum value 'yarn'"),
+        (configured(rms_norm_eps=1e300), "rms_norm_eps"),
+        (configured(num_attention_heads=3, num_key_value_heads=3), "does not divide into 3 heads"),
+        (configured(num_attention_heads=32, num_key_value_heads=32), "an even width"),
+        (configured(run={"model": {"total_ut_steps": 7}}), "contradicts itself: total_ut_steps is 4, and 7 in"),
+        (configured(model_type="\x1b[31m" + "x" * 1000), r"of type '\\u001b\[31mxxx"),
+        (lambda folder: (folder / "config.json").write_text("[" * 60_000), "nested"),
+        (moved("../"), "'../outside.safetensors', which does not lie beside it"),
+        (moved("{}/"), "/outside.safetensors', which does not lie beside it"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, spoil: Callable[[Path], None], words: str) -> None:
-    folder = write_ouro(tmp_path, shard_bytes=9000)
+    folder = write_ouro(tmp_path / "model", shard_bytes=9000)
     ls.load_model(folder)
     spoil(folder)
     with pytest.raises(ls.UserError, match=words) as refused:
@@ -155,6 +188,61 @@ def test_a_model_that_is_nowhere(source: str | Path, words: str, monkeypatch: py
         ls.load_model(source)
     assert str(refused.value).endswith(".")
     assert "\n" not in str(refused.value)
+
+
+def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    folder = write_ouro(tmp_path / "snapshots" / "model", shard_bytes=9000)
+    before = logits(ls.load_model(folder))
+    shard = shard_of(folder, NORM)
+    shard.rename(tmp_path / "blob")
+    shard.symlink_to("../../blob")
+    assert torch.equal(logits(ls.load_model(folder)), before)
+
+
+@pytest.mark.parametrize("ends", [-1, 50, [0, 10**9], 10**30, "x"])
+def test_ends_of_texts_are_tokens_of_the_vocabulary(tmp_path: Path, ends: object) -> None:
+    folder = write_ouro(tmp_path)
+    configured(eos_token_id=49)(folder)
+    assert end_tokens(folder) == {49}
+    configured(eos_token_id=ends)(folder)
+    with pytest.raises(ls.UserError, match="eos_token_id"):
+        end_tokens(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": -1},
+        {"vocab_size": 9},
+        {"block_size": -1},
+        {"block_size": 12},
+        {"block_size": 10**12},
+        {"model": {"loops": 4}},
+        {"model": {"loops": 2000}},
+        {"model": {"layers": 4000}},
+        {"run": {"model": {"loops": 4}}},
+        {"run": {"task": {"modulus": 5}}},
+        {"run": {"task": {"operators": "+-"}}},
+        {"run": {"task": {"max_operations": 900}}},
+    ],
+)
+def test_a_run_that_contradicts_itself(gated_run: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    """Whatever of its configuration is changed alone, nobody works with it."""
+    folder = shutil.copytree(gated_run, tmp_path / "run")
+    read_run_settings(folder)
+    config = json.loads((folder / "config.json").read_text())
+
+    def put(values: dict[str, Any], into: dict[str, Any]) -> None:
+        for key, value in values.items():
+            put(value, into[key]) if isinstance(value, dict) else into.update({key: value})
+
+    put(change, config)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ls.UserError, match=r"config.json"):
+        read_run_settings(folder)
+    if "model" in change or "model" in change.get("run", {}) or -1 in change.values():
+        with pytest.raises(ls.UserError, match=r"config.json"):
+            ls.load_model(folder)
 
 
 def test_one_precision_for_all(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from benchmark_slices import byte_pairs
 
 from loopscope.errors import UserError
-from loopscope.models.tokenizer import chat_prompt, load_tokenizer, stop_tokens
+from loopscope.models.chat_template import render_chat
+from loopscope.models.tokenizer import chat_prompt, encode, load_tokenizer, stop_tokens
 
 
 def test_a_tokenizer_is_read_as_data(tmp_path: Path) -> None:
@@ -52,3 +53,48 @@ def test_missing_or_broken_files_are_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"pip install 'loopscope\[lm\]'"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 1 / 0 }}", "does not take these messages .division by zero"),
+        ("{{ raise_exception('\x1b[31mno') }}", r"does not take these messages .\\u001b\[31mno"),
+        ("{{ messages + 1 }}", "does not take these messages"),
+        ("{% for %}", "does not take these messages"),
+        ("{{ ''.__class__.__mro__ }}", "does not take these messages"),
+        ("{{ 'x' * 10**10 }}", "too much time or memory"),
+        ("{{ 'x' * 10**8 }}", "too much time or memory"),
+        ("{{ '%9999999999d' % 1 }}", "too much time or memory"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "too much time or memory"),
+        (
+            "{% set n = namespace(a=[1]) %}{% for i in range(60) %}{% set n.a = n.a + n.a %}{% endfor %}",
+            "too much time",
+        ),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "too much time or memory"),
+        ("", "makes nothing of these messages"),
+    ],
+)
+def test_a_template_that_raises_or_never_ends(template: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopscope.models.chat_template._SECONDS", 1)
+    tokenizer = byte_pairs()  # which other tests have, too
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(UserError, match=words):
+        chat_prompt(tokenizer, [{"role": "user", "content": "Where?"}])
+
+
+def test_a_chat_is_the_same_in_a_process_of_its_own() -> None:
+    tokenizer, messages = byte_pairs(), [{"role": "user", "content": "Wo? \U0001f600"}]
+    for options in ({"add_generation_prompt": True}, {"add_generation_prompt": False}):
+        assert render_chat(tokenizer, messages, **options) == tokenizer.apply_chat_template(
+            messages, tokenize=False, **options
+        )
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert chat_prompt(tokenizer, messages) == ids
+
+
+def test_half_a_character_is_no_text() -> None:
+    with pytest.raises(UserError, match="half a character"):
+        encode(byte_pairs(), "a\ud800")
+    with pytest.raises(UserError, match="half a character"):
+        chat_prompt(byte_pairs(), [{"role": "\ud800", "content": "Where?"}])

@@ -23,7 +23,8 @@ from loopscope.cli import (
     study,
     train,
 )
-from loopscope.cli.options import VersionAction, check_names
+from loopscope.cli.options import Parser, VersionAction, check_names, check_words
+from loopscope.cli.output import print_error
 from loopscope.cli.own_readouts import import_readouts
 from loopscope.errors import UserError
 from loopscope.machine import out_of_memory
@@ -57,6 +58,7 @@ Or stage by stage:
 def main(arguments: Sequence[str] | None = None) -> int:
     words, resumes = sys.argv[1:] if arguments is None else list(arguments), False
     try:
+        check_words(words)
         options, unknown = make_parser().parse_known_args(words)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the verb
@@ -67,24 +69,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if _follows():
             return 0  # the first worker has the same error; failing here could end it before it has said so
-        print(f"loopscope: {error}", file=sys.stderr)
+        print_error(str(error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(f"loopscope: {where}{error.strerror or error}.", file=sys.stderr)
+        print_error(f"{where}{error.strerror or error}.")
     except MemoryError:
-        print("loopscope: there is not enough memory for this; ask for fewer examples.", file=sys.stderr)
+        print_error("there is not enough memory for this; ask for fewer examples.")
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        print(
-            "loopscope: there is not enough memory for this; ask for less at a time (a smaller --batch-tokens or "
-            "--batch-size, where there is one), or take a lower precision (--dtype bfloat16).",
-            file=sys.stderr,
+        print_error(
+            "there is not enough memory for this; ask for less at a time (a smaller --batch-tokens or --batch-size, "
+            "where there is one), or take a lower precision (--dtype bfloat16)."
         )
     except KeyboardInterrupt:
         if not _follows():
             more = "; run the same command again to go on" if resumes else ""
-            print(f"loopscope: interrupted{more}.", file=sys.stderr)
+            print_error(f"interrupted{more}.")
         return 130
     return 2
 
@@ -95,7 +96,7 @@ def _follows() -> bool:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="loopscope",
         description="Adaptive depth in looped Transformers: is the trajectory to blame, or the readout?",
         epilog=_EPILOG,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.options import add_shared, add_verb, check_new, values
-from loopscope.cli.output import percent, print_note, print_table
+from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.policies import load_gates
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def execute(options: argparse.Namespace) -> None:
     policy.save(options.out)
     _caution(recording, options.unseen, options.distinct)
     if options.json:
-        print(options.out.read_text(encoding="utf-8"), end="")
+        print_text(options.out.read_text(encoding="utf-8").rstrip("\n"))
     else:
         _print(policy, options.out)
 

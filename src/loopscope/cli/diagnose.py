@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli.options import AT, add_shared, add_verb, target_accuracies
-from loopscope.cli.output import print_json, print_table
+from loopscope.cli.output import print_json, print_table, print_text
 
 
 def define(subparsers: Any) -> None:
@@ -37,8 +37,8 @@ def execute(options: argparse.Namespace) -> None:
     if options.json:
         print_json(diagnosis)
         return
-    print(diagnosis.sentence)
+    print_text(diagnosis.sentence)
     if diagnosis.target_sentence:
-        print(diagnosis.target_sentence)
+        print_text(diagnosis.target_sentence)
     if diagnosis.rows:
         print_table("", GAP_COLUMNS, diagnosis.rows)

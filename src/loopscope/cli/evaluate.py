@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.options import AT, add_shared, add_verb, target_accuracies
-from loopscope.cli.output import percent, print_json, print_note, print_table
+from loopscope.cli.output import percent, print_json, print_note, print_table, print_text
 from loopscope.cli.policies import check_any_model, load_gates, load_policy
 from loopscope.errors import UserError
 
@@ -135,6 +135,6 @@ def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
     if check is None:
         print("The policy promises nothing here.")
         return
-    print(check.sentence)
+    print_text(check.sentence)
     for warning in check.warnings:
         print_note(warning)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli.options import add_group, add_shared, add_verb, check_new, count, values
-from loopscope.cli.output import print_json, print_note
+from loopscope.cli.output import print_json, print_note, print_text
 
 
 def define(subparsers: Any) -> None:
@@ -72,7 +72,7 @@ def _fit(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"gate": str(options.out), "settings": settings})
     else:
-        print(f"{options.out}: a {gate.kind} gate, fitted to {recording.num_examples:,} examples.")
+        print_text(f"{options.out}: a {gate.kind} gate, fitted to {recording.num_examples:,} examples.")
 
 
 def _write(options: argparse.Namespace) -> None:

@@ -24,7 +24,8 @@ from loopscope.cli.devices import device_of
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, check_new, count, values
 from loopscope.cli.output import print_note
 from loopscope.cli.policies import check_any_model, load_policy
-from loopscope.errors import UserError
+from loopscope.errors import UserError, visible
+from loopscope.reading import read_text
 
 if TYPE_CHECKING:
     from loopscope.engine.generation import Token
@@ -114,13 +115,7 @@ def _given_prompts(options: argparse.Namespace) -> list[Any]:
 
 
 def _read_prompts(path: Path) -> Iterator[Any]:
-    if not path.is_file():
-        raise UserError(f"There is no file {path}; give one with a prompt a line.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; convert it.") from None
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(read_text(path, "file with a prompt a line").split("\n"), start=1):
         if not line.strip():
             continue
         prompt = line if path.suffix != ".jsonl" else _parse_prompt(line)
@@ -136,7 +131,7 @@ def _parse_prompt(line: str) -> str | list[dict[str, str]] | None:
     """The text of a prompt, or the messages of a chat; None where it is neither."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict):
         return None
@@ -153,12 +148,12 @@ def _parse_prompt(line: str) -> str | list[dict[str, str]] | None:
 def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
     import numpy as np
 
-    from loopscope.models.tokenizer import chat_prompt
+    from loopscope.models.tokenizer import chat_prompt, encode
 
     if chat or not isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return np.array(chat_prompt(tokenizer, messages), dtype=np.int64)
-    tokens = tokenizer(prompt)["input_ids"]
+    tokens = encode(tokenizer, prompt)
     if not tokens:
         raise UserError("A prompt has no token; give it at least one word.")
     return np.array(tokens, dtype=np.int64)
@@ -194,10 +189,10 @@ def _print_tokens(tokens: Iterator["Token"], tokenizer: Any, given: list[Any], o
 def _print_live(tokens: Iterator["Token"], tokenizer: Any, show_loops: bool) -> None:
     from loopscope.models.tokenizer import Detokenizer
 
-    text = Detokenizer(tokenizer)
+    text, shown = Detokenizer(tokenizer), visible if sys.stdout.isatty() else str
     for token in tokens:
-        print(text.add(token.token), end=f"[{token.loops}]" if show_loops else "", flush=True)
-    print(text.rest())
+        print(shown(text.add(token.token)), end=f"[{token.loops}]" if show_loops else "", flush=True)
+    print(shown(text.rest()))
 
 
 @contextmanager
@@ -235,7 +230,7 @@ def _write_lines(tokens: Iterator["Token"], tokenizer: Any, given: list[Any], ou
             "loops": [each.loops for each in own],
             "finish_reason": own[-1].finish_reason,
         }
-        print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
+        print(visible(json.dumps(line, ensure_ascii=False)), file=out, flush=True)
 
     try:
         for token in tokens:

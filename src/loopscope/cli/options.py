@@ -4,9 +4,9 @@ import argparse
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, brief
 
 Execute = Callable[[argparse.Namespace], int | None]
 """What a verb does; the exit code is 0 where it returns nothing."""
@@ -29,6 +29,24 @@ def check_names(options: argparse.Namespace) -> None:
     device = getattr(options, "device", "cpu")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
         raise UserError(f"The device '{device}' is not available here; choose auto, cpu, cuda, cuda:1 or mps.")
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuses what no name, path or text can be, before it gets anywhere."""
+    for word in words:
+        if "\0" in word:
+            raise UserError(f"The argument '{word}' holds a NUL character; leave it out.")
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"The argument '{word}' is not UTF-8; convert it, or rename the file.") from None
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in a visible line what is wrong; its subparsers are of its kind."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(brief(message))
 
 
 class VersionAction(argparse.Action):
@@ -70,19 +88,25 @@ def _add_parser(subparsers: Any, name: str, text: str | None) -> argparse.Argume
 
 
 def count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
+    if whole(text) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")
-    return int(text)
+    return whole(text)
 
 
 def whole(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 on")
+    if not re.fullmatch("[0-9]{1,15}", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 on, of 15 digits at most")
     return int(text)
 
 
+def threads(text: str) -> int:
+    if count(text) > 4096:
+        raise argparse.ArgumentTypeError(f"'{text}' is more than any machine has; 4096 at most")
+    return count(text)
+
+
 def levels(text: str) -> range:
-    found = re.fullmatch(r"([1-9][0-9]*)(?:-([0-9]+))?", text)
+    found = re.fullmatch(r"([1-9][0-9]{0,8})(?:-([0-9]{1,9}))?", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"'{text}' is not a range of difficulties such as 11-14")
     first, last = int(found[1]), int(found[2] or found[1])
@@ -105,7 +129,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--rounds": {"type": count, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
     "--store": {"type": Path, "metavar": "DIR", "help": "of all artifacts (default: store beside OUT)"},
-    "--threads": {"type": count, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},
+    "--threads": {"type": threads, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},
     "--with-readout": {
         "action": "append",
         "default": [],

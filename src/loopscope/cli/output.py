@@ -1,8 +1,13 @@
-"""How does the command line speak? Tables and JSON on standard output, everything else on standard error."""
+"""How does the command line speak? Tables and JSON on standard output, everything else on standard error.
+
+Names and texts come from files: whatever is printed here is `visible`, so that none of them steers a terminal.
+"""
 
 import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from loopscope.errors import brief, visible
 
 if TYPE_CHECKING:
     from loopscope.analysis.timings import Machine
@@ -13,14 +18,23 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def print_text(text: str) -> None:
+    print(visible(text))
+
+
 def print_note(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(visible(text), file=sys.stderr)
+
+
+def print_error(text: str) -> None:
+    """One sentence."""
+    print(f"loopscope: {brief(text)}", file=sys.stderr)
 
 
 def print_json(value: object) -> None:
     from loopscope.config import to_json
 
-    print(to_json(value).decode(), end="")
+    print(visible(to_json(value).decode()), end="")
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -30,12 +44,12 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
     table = Table()
     for index, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if index else "left")
+        table.add_column(Text(visible(column)), justify="right" if index else "left")
     for row in rows:
-        table.add_row(*map(Text, row))  # a name may look like markup
+        table.add_row(*(Text(visible(cell)) for cell in row))  # a name may look like markup
     console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "110")))
     if title:
-        console.print(Text(title, style="bold"))
+        console.print(Text(visible(title), style="bold"))
     console.print(table)
 
 

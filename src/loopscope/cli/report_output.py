@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopscope.cli.output import print_json, print_note, print_table
+from loopscope.cli.output import print_json, print_note, print_table, print_text
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def show_products(results: "Results", names: Sequence[str], folder: Path) -> Non
             print_table(table.title, table.columns, table.rows)
         elif (figure := made[name].figure) is not None:
             write_figure(figure, folder, name)
-            print(f"{folder / name}.png and .pdf")
+            print_text(f"{folder / name}.png and .pdf")
     if not made:
         raise UserError("None of these products can be made of these models.")
 
@@ -78,5 +78,5 @@ def write_and_show(
         print_table(table.title, table.columns, table.rows)
     models = {model.name: model for model in results.models}
     for model in (models[group.names[0]] for group in results.groups if group.names):
-        print(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
-    print(f"\nThe report: {page}")
+        print_text(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
+    print_text(f"\nThe report: {page}")

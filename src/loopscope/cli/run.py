@@ -13,7 +13,7 @@ order of the examples. Without --threshold it is chosen on the run's validation 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from loopscope.cli.options import add_shared, add_verb, check_new, count
 from loopscope.cli.output import percent, print_note
 from loopscope.cli.policies import check_any_model, load_policy
 from loopscope.errors import UserError
+from loopscope.reading import require_file
 
 if TYPE_CHECKING:
     from loopscope.engine import Request
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _CHUNK = 1024
 """Lines that are read and parsed at a time."""
+_LONGEST_LINE = 1 << 16
+"""Characters; a longer one is no example."""
 
 
 def define(subparsers: Any) -> None:
@@ -84,12 +87,17 @@ def execute(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     source = options.examples
-    if source != "-" and (not Path(source).exists() or Path(source).is_dir()):
-        raise UserError(f"There is no file {source}; give a file with one example a line, or - for the input.")
+    if source != "-" and not _already_open(Path(source)):
+        require_file(Path(source), "file with one example a line, or - for the input,")
     check_new(options.out)
     check_any_model(options)
     if options.policy is not None and options.threshold is not None:
         raise UserError("A policy file has its own threshold; leave out --threshold.")
+
+
+def _already_open(path: Path) -> bool:
+    """Whether it is a pipe of this process, as `<(command)` makes them in a shell."""
+    return path.is_fifo() and path.parent in (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def _lines(source: str) -> AbstractContextManager[TextIO]:
@@ -143,9 +151,10 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
 class _Reader:
     """The examples of some lines until the first that is none; those before it are answered all the same."""
 
-    def __init__(self, name: str, lines: Iterable[str], parse: "Parse") -> None:
+    def __init__(self, name: str, lines: TextIO, parse: "Parse") -> None:
         self._name, self._parse = name, parse
-        self._numbered = ((number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip())
+        read = iter(partial(lines.readline, _LONGEST_LINE), "")
+        self._numbered = ((number, line.strip()) for number, line in enumerate(read, start=1) if line.strip())
         self.unanswered: dict[int, tuple[int, str, int]] = {}  # line, text and label by key
         self.error: UserError | None = None
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from loopscope.cli.devices import device_of
 from loopscope.cli.options import CHECK_KINDS, COMPUTE, add_shared, add_verb, count
 from loopscope.cli.output import print_json, print_note, print_table
-from loopscope.errors import UserError
+from loopscope.reading import read_text
 
 if TYPE_CHECKING:
     from loopscope.checks.check import Check
@@ -69,15 +69,12 @@ def _tokens(folder: Path, file: Path | None) -> Any:
     import numpy as np
 
     from loopscope.checks.sample import TEXT
-    from loopscope.models.tokenizer import FILE, load_tokenizer
+    from loopscope.models.tokenizer import FILE, encode, load_tokenizer
 
     if file is None and not (folder / FILE).is_file():
         return None
-    try:
-        text = TEXT if file is None else file.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, IsADirectoryError, FileNotFoundError):
-        raise UserError(f"{file} is not a text file.") from None
-    return np.array(load_tokenizer(folder).encode(text), dtype=np.int64)
+    text = TEXT if file is None else read_text(file, "text file")
+    return np.array(encode(load_tokenizer(folder), text), dtype=np.int64)
 
 
 def _print(found: "SelfCheck") -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of, resolve_auto
 from loopscope.cli.options import add_group, add_shared, add_verb, count, option_words, values
-from loopscope.cli.output import print_json, print_note, print_table
+from loopscope.cli.output import print_json, print_note, print_table, print_text
 from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
 from loopscope.errors import UserError
 
@@ -178,7 +178,7 @@ def _plan(options: argparse.Namespace) -> None:
     if left := sum(step.units - step.units_done(store) for step in plan.steps if isinstance(step, Train)):
         seconds = sum(each.seconds for each in training_time(plan.steps, store))
         print(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
-    print(f"Artifacts are in {store}.")
+    print_text(f"Artifacts are in {store}.")
 
 
 def _print_models(plan: "Plan") -> None:

@@ -66,7 +66,7 @@ def _population(target: RiskTarget) -> str:
 def _to_record(needed: int, difficulty: float | None, counted: Trajectory, target: RiskTarget, split: bool) -> int:
     """How many must be recorded to have so many tested ones of a difficulty, if that keeps its share."""
     units = {group.difficulty: group.units for group in risk_groups(counted, target.per_difficulty)}
-    tested = ceil(needed * unit_count(counted) / units[difficulty] - 1e-9)
+    tested = ceil(needed * unit_count(counted) / units.get(difficulty, unit_count(counted)) - 1e-9)
     return next(total for total in count(tested) if total - (set_aside(total) if split else 0) >= tested)
 
 

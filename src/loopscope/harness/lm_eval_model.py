@@ -28,6 +28,7 @@ from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.harness.stop_strings import StopStrings, longest_first, sampling_of
 from loopscope.models import LoopedModel, load_model
+from loopscope.models.chat_template import render_chat
 from loopscope.models.checkpoint import end_tokens
 from loopscope.models.device import accumulator
 from loopscope.models.hub import find_checkpoint
@@ -113,15 +114,12 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        if self.tokenizer.chat_template is None:
-            raise UserError("This tokenizer has no chat template: the model is no chat model; leave the template out.")
-        text: str = self.tokenizer.apply_chat_template(
+        return render_chat(
+            self.tokenizer,
             chat_history,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """As lm_eval's Hugging Face model does it: special tokens by default, but the first one never twice."""

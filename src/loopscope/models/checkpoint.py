@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loopscope.artifacts import atomic_file, write_json
-from loopscope.config import digest, read_json
+from loopscope.config import Positions, Vocabulary, build, digest, read_json
 from loopscope.errors import UserError
 from loopscope.models.contract import LoopedModel
 from loopscope.models.device import check_device
@@ -27,6 +27,7 @@ from loopscope.models.huginn import Huginn, read_huginn_config
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.run_hashes import check_hashes, known_sha256
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings
+from loopscope.reading import is_plain_name
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -42,16 +43,21 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     model_type: Literal["loopscope"] = "loopscope"
     schema_version: Literal[1] = 1
-    vocab_size: int
-    block_size: int
+    vocab_size: Vocabulary
+    block_size: Positions
     model: TransformerSettings
     run: dict[str, Any]  # the settings of the run that trained it
+
+
+class _Trained(msgspec.Struct, frozen=True):
+    model: TransformerSettings
 
 
 class ShardIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,7 +88,13 @@ def load_model(
 
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:
-    return read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")
+    config = read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")
+    if "model" in config.run and build(_Trained, config.run, f"{folder / CONFIG}: run").model != config.model:
+        raise UserError(
+            f"{folder / CONFIG} contradicts itself: its model is not that of the run's settings; put the file back as "
+            "training wrote it."
+        )
+    return config
 
 
 def _own(folder: Path) -> LoopedModel:
@@ -91,14 +103,36 @@ def _own(folder: Path) -> LoopedModel:
         raise UserError(
             f"The run in {folder} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`."
         )
+    _check_layers(folder, config.model.layers)
     return LoopedTransformer(config.model, config.vocab_size, config.block_size)
 
 
-_BUILDERS: dict[str, Callable[[Path], LoopedModel]] = {
-    "loopscope": _own,
-    "ouro": lambda folder: Ouro(read_ouro_config(folder)),
-    "huginn_raven": lambda folder: Huginn(read_huginn_config(folder)),
-}
+def _ouro(folder: Path) -> LoopedModel:
+    config = read_ouro_config(folder)
+    _check_layers(folder, config.num_hidden_layers)
+    return Ouro(config)
+
+
+def _huginn(folder: Path) -> LoopedModel:
+    config = read_huginn_config(folder)
+    _check_layers(folder, config.n_layers_in_prelude, config.n_layers_in_recurrent_block, config.n_layers_in_coda)
+    return Huginn(config)
+
+
+def _check_layers(folder: Path, *layers: int) -> None:
+    """Every layer has tensors: a configuration of far more than there are is refused before they are built."""
+    tensors = 0
+    for file in weight_files(folder):
+        with _opened(file) as found:
+            tensors += len(found.keys())
+    if sum(layers) > tensors:
+        raise UserError(
+            f"The checkpoint in {folder} has {tensors:,} tensors, too few for the {sum(layers):,} layers of its "
+            f"{CONFIG}; fetch or make it again."
+        )
+
+
+_BUILDERS: dict[str, Callable[[Path], LoopedModel]] = {"loopscope": _own, "ouro": _ouro, "huginn_raven": _huginn}
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -168,6 +202,8 @@ def _check_file(file: Path, expected: dict[str, Tensor], unneeded: Sequence[str]
 @contextmanager
 def _opened(file: Path, device: str = "cpu") -> Iterator[Any]:
     try:
+        if file.exists() and not file.is_file():
+            raise FileNotFoundError("it is no file")
         with safe_open(file, framework="pt", device=device) as tensors:
             yield tensors
     except (SafetensorError, FileNotFoundError) as error:
@@ -200,16 +236,24 @@ def save_model(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = 5
 
 
 class _Ends(msgspec.Struct, frozen=True):
-    eos_token_id: int | list[int] | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    vocab_size: int | None = None
 
 
 def end_tokens(folder: Path) -> set[int]:
     """The tokens that end a text, by the configurations of the model and of its generation."""
     found: set[int] = set()
+    size: int | None = None
     for name in (CONFIG, "generation_config.json"):
         if (folder / name).is_file():
-            ends = read_json(_Ends, folder / name, "model configuration").eos_token_id
+            read = read_json(_Ends, folder / name, "model configuration")
+            ends, size = read.eos_token_id, size or read.vocab_size
             found |= set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
+    if size is not None and found and max(found) >= size:
+        raise UserError(
+            f"The checkpoint in {folder} ends texts with the token {max(found)}, and its vocabulary has {size:,}; "
+            "correct its eos_token_id."
+        )
     return found
 
 
@@ -237,6 +281,10 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
-        index = read_json(ShardIndex, folder / INDEX, "shard index")
-        return [folder / name for name in sorted(set(index.weight_map.values()))]
+        names = sorted(set(read_json(ShardIndex, folder / INDEX, "shard index").weight_map.values()))
+        if outside := [name for name in names if not is_plain_name(name)]:
+            raise UserError(
+                f"{folder / INDEX} names the file '{outside[0]}', which does not lie beside it; fetch or make it again."
+            )
+        return [folder / name for name in names]
     raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} is there.")

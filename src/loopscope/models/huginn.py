@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Count, NonNegative, Positive, read_json
+from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, read_json
 from loopscope.models.attention import Rotary
 from loopscope.models.cached_attention import cached_attention
 from loopscope.models.contract import LoopedModel, LoopState
@@ -32,22 +32,22 @@ from loopscope.models.layout import Layout
 class HuginnConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `config.json` that the network depends on; others are ignored, unsupported values refused."""
 
-    vocab_size: Count
-    n_embd: Count
-    n_heads: Count
-    intermediate_size: Count
-    block_size: Count
-    n_layers_in_prelude: Count
-    n_layers_in_recurrent_block: Count
-    n_layers_in_coda: Count
-    mean_recurrence: Count
-    rope_base: Positive
-    norm_eps: NonNegative
+    vocab_size: Vocabulary
+    n_embd: Width
+    n_heads: Width
+    intermediate_size: Width
+    block_size: Positions
+    n_layers_in_prelude: Layers
+    n_layers_in_recurrent_block: Layers
+    n_layers_in_coda: Layers
+    mean_recurrence: Loops
+    rope_base: RotaryBase
+    norm_eps: Epsilon
     tie_embeddings: Literal[True]
     qk_bias: Literal[True]
     bias: Literal[False] | None = None
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
     injection_type: Literal["linear"] = "linear"
     block_class_name: Literal["SandwichBlock"] = "SandwichBlock"
     norm_class_name: Literal["RMSNorm_llama"] = "RMSNorm_llama"

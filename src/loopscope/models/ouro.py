@@ -14,61 +14,94 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Count, NonNegative, Positive, read_json
+from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, read_json
+from loopscope.errors import UserError
 from loopscope.models.attention import Rotary
 from loopscope.models.cached_attention import cached_attention
 from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
 from loopscope.models.layout import Layout
 
 
+class RopeParameters(msgspec.Struct, frozen=True):
+    """Rotary positions as newer configurations write them; only the plain ones are supported."""
+
+    rope_theta: RotaryBase | None = None
+    rope_type: Literal["default"] | None = None
+    type: Literal["default"] | None = None
+
+
 class OuroConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `config.json` that the network depends on; others are ignored, unsupported values refused."""
 
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    num_key_value_heads: Count
-    max_position_embeddings: Count
-    rope_theta: Positive | None = None  # here, or in rope_parameters
-    rms_norm_eps: NonNegative
-    total_ut_steps: Count
+    vocab_size: Vocabulary
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    num_key_value_heads: Width
+    max_position_embeddings: Positions
+    rope_theta: RotaryBase | None = None  # here, or in rope_parameters
+    rms_norm_eps: Epsilon
+    total_ut_steps: Loops
     tie_word_embeddings: bool
     hidden_act: Literal["silu"]
-    head_dim: Count | None = None
+    head_dim: Width | None = None
     attention_bias: Literal[False] | None = None
     mlp_bias: Literal[False] | None = None
     use_sliding_window: Literal[False] | None = None
     layer_types: list[Literal["full_attention"]] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: RopeParameters | None = None
+    rope_parameters: RopeParameters | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rope_scaling", "rope_parameters"):
-            rope = getattr(self, name) or {}
-            if rope.get("rope_type", rope.get("type", "default")) != "default":
-                raise ValueError(f"{name} of another type than 'default' is not supported")
-        given = {self.rope_theta, (self.rope_parameters or {}).get("rope_theta")} - {None}
-        if len(given) != 1:
-            what = "is missing" if not given else "is given twice, and differs"
+        if len(self._bases) != 1:
+            what = "is missing" if not self._bases else "is given twice, and differs"
             raise ValueError(f"rope_theta {what}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads, and there is "
+                "no head_dim"
+            )
         if self.head_width % 2:
             raise ValueError(f"heads must have an even width for rotary positions, got {self.head_width}")
 
     @property
     def theta(self) -> float:
-        return float(self.rope_theta or (self.rope_parameters or {})["rope_theta"])
+        (theta,) = self._bases
+        return theta
+
+    @property
+    def _bases(self) -> set[float]:
+        """What the configuration says of rotary positions, in either place."""
+        given = (self.rope_theta, None if self.rope_parameters is None else self.rope_parameters.rope_theta)
+        return {base for base in given if base is not None}
 
     @property
     def head_width(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
+class _Run(msgspec.Struct, frozen=True):
+    model: dict[str, Any] = {}
+
+
+class _Trained(msgspec.Struct, frozen=True):
+    run: _Run | None = None  # of one that was trained here
+
+
 def read_ouro_config(folder: Path) -> OuroConfig:
-    return read_json(OuroConfig, folder / "config.json", "Ouro configuration")
+    file = folder / "config.json"
+    config = read_json(OuroConfig, file, "Ouro configuration")
+    run = read_json(_Trained, file, "Ouro configuration").run
+    for name, value in (run.model if run else {}).items():
+        if value is not None and value != getattr(config, name, value):
+            raise UserError(
+                f"{file} contradicts itself: {name} is {getattr(config, name)}, and {value} in the settings of the run "
+                "that trained it; put the file back as training wrote it."
+            )
+    return config
 
 
 class Ouro(LoopedModel):

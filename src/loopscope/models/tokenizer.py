@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.errors import UserError
+from loopscope.models.chat_template import render_chat
 
 FILE = "tokenizer.json"
 ENDS_OF_TURN = ("<|im_end|>", "<|end_turn|>")
@@ -24,8 +25,12 @@ def load_tokenizer(source: str | Path) -> Any:
     if Path(source).is_dir() and not (Path(source) / FILE).is_file():
         raise UserError(f"{source} has no {FILE}; put the model's tokenizer files there.")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(str(source))
-    except Exception as error:  # the Hub out of reach, or a file that is no tokenizer
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(source))
+        tokenizer.eos_token_id  # noqa: B018 - of the wrong type where the file is wrong
+        return tokenizer
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the Hub out of reach, or a file that is no tokenizer, over which Rust may panic
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"No tokenizer could be read from {source} ({reason}).") from None
 
@@ -39,14 +44,21 @@ def stop_tokens(tokenizer: Any, configured: Collection[int] = ()) -> set[int]:
 
 def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """The tokens of a chat (messages with `role` and `content`), up to where the model's turn begins."""
-    if tokenizer.chat_template is None:
-        raise UserError("This tokenizer has no chat template: the model is no chat model; give it plain text.")
-    from jinja2 import TemplateError
+    ids: list[int] = encode(tokenizer, render_chat(tokenizer, messages, add_generation_prompt=True), False)
+    if not ids:
+        raise UserError("The model's chat template makes nothing of these messages; give them as plain text.")
+    return ids
 
+
+def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """The tokens of a text, with those that the tokenizer adds by itself (`special`) or without."""
     try:
-        ids: list[int] = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:  # a template may be particular about roles and their order
-        raise UserError(f"The model's chat template does not take these messages ({error}).") from None
+        text.encode()
+        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    except UnicodeEncodeError:  # which a JSON file can write and no text can hold
+        raise UserError(f"'{text[:60]}' is not text in Unicode: it holds half a character.") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"The model's tokenizer cannot be used ({error}); fetch its files again.") from None
     return ids
 
 

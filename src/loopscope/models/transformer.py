@@ -12,7 +12,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Count, Settings
+from loopscope.config import Layers, Loops, Positions, Settings, Width
 from loopscope.models.attention import Rotary
 from loopscope.models.cached_attention import cached_attention
 from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
@@ -26,11 +26,11 @@ _ROTARY_BASE = 10_000.0
 class TransformerSettings(Settings, frozen=True, kw_only=True):
     """Defaults are the paper's."""
 
-    layers: Count = 4
-    heads: Count = 4
-    width: Count = 512
-    loops: Count = 6
-    block_size: Count | None = None  # None: as many positions as the task needs
+    layers: Layers = 4
+    heads: Width = 4
+    width: Width = 512
+    loops: Loops = 6
+    block_size: Positions | None = None  # None: as many positions as the task needs
     bias: bool = True
     gate: GateKind = "none"
     positions: Literal["rotary", "learned"] = "rotary"

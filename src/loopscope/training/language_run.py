@@ -20,7 +20,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from loopscope.artifacts import sha256, write_json
-from loopscope.config import Count, NonNegative, Positive, Settings, build, plain, read_toml
+from loopscope.config import (
+    Count,
+    Epsilon,
+    Layers,
+    Loops,
+    Positions,
+    RotaryBase,
+    Settings,
+    Vocabulary,
+    Width,
+    build,
+    plain,
+    read_toml,
+)
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
 from loopscope.models import Ouro, OuroConfig
@@ -42,21 +55,21 @@ _END = 0
 class OuroShape(Settings, frozen=True, kw_only=True):
     """The architecture, under the names of Ouro's `config.json`."""
 
-    hidden_size: Count = 256
-    intermediate_size: Count = 704
-    num_hidden_layers: Count = 4
-    num_attention_heads: Count = 4
-    num_key_value_heads: Count | None = None  # default: as many as heads
-    total_ut_steps: Count = 4
-    max_position_embeddings: Count = 4_096
-    rope_theta: Positive = 10_000.0
-    rms_norm_eps: NonNegative = 1e-6
+    hidden_size: Width = 256
+    intermediate_size: Width = 704
+    num_hidden_layers: Layers = 4
+    num_attention_heads: Width = 4
+    num_key_value_heads: Width | None = None  # default: as many as heads
+    total_ut_steps: Loops = 4
+    max_position_embeddings: Positions = 4_096
+    rope_theta: RotaryBase = 10_000.0
+    rms_norm_eps: Epsilon = 1e-6
     tie_word_embeddings: bool = False
 
 
 class PretrainSettings(Settings, frozen=True, kw_only=True):
     model: OuroShape = OuroShape()
-    vocab_size: Count = 4_096  # of the tokenizer that is trained
+    vocab_size: Vocabulary = 4_096  # of the tokenizer that is trained
     context: Count = 256  # tokens of a window
     objective: Objective = Objective(name="learned_gate", prior="uniform", beta=0.05)
     training: Training = Training()

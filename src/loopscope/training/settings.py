@@ -34,7 +34,7 @@ class Training(Settings, frozen=True, kw_only=True):
     seed: Seed = 0  # initialisation and batch order; data seeds are the task's
     learning_rate: Positive = 5e-4
     min_learning_rate: NonNegative = 5e-5
-    warmup_steps: Annotated[int, msgspec.Meta(ge=0)] = 2_000
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 2_000
     beta1: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.98
     weight_decay: NonNegative = 0.1
@@ -110,7 +110,19 @@ def read_run_settings(run: Path) -> RunSettings:
     kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
     if kind != "loopscope":
         raise UserError(f"{run} is a checkpoint of type '{kind}', not a LoopScope run: it has no task of its own.")
-    return build(RunSettings, read_checkpoint_config(run).run, str(run / CONFIG))
+    config = read_checkpoint_config(run)
+    settings = build(RunSettings, config.run, str(run / CONFIG))
+    for what, ours, theirs in (
+        ("model", config.model, settings.model),
+        ("vocab_size", config.vocab_size, settings.task.vocab_size),
+        ("block_size", config.block_size, settings.block_size),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"{run / CONFIG} contradicts itself: its {what} is not that of the run's task and model; put the file "
+                "back as training wrote it."
+            )
+    return settings
 
 
 def _tables(source: str) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""How is a file read that may hold anything? Whole, within bounds, or one sentence says why not.
+
+Whatever reads JSON, TOML or text goes through here: a folder, a device or a pipe in place of a file, a file without
+end, nesting without end, and bytes that are no text are refused before anything is made of them.
+"""
+
+import re
+from itertools import accumulate
+from pathlib import Path
+
+from loopscope.errors import UserError
+
+DEEPEST = 64
+"""Tables or lists inside one another; no file of ours comes near."""
+_SMALL = 1 << 28
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def read_bytes(path: Path, what: str, largest: int | None = _SMALL) -> bytes:
+    """All bytes of a regular file of at most so many; `what` names it in errors, as in `TOML file`."""
+    require_file(path, what)
+    size = path.stat().st_size
+    if largest is not None and size > largest:
+        raise UserError(f"{path} is too large for a {what}: {size:,} bytes, and at most {largest:,} are read.")
+    with path.open("rb") as file:
+        data = file.read() if largest is None else file.read(largest + 1)
+    if largest is not None and len(data) > largest:  # those of /proc have no size
+        raise UserError(f"{path} is too large for a {what}: at most {largest:,} bytes are read.")
+    return data
+
+
+def read_text(path: Path, what: str, largest: int | None = _SMALL) -> str:
+    """The text of a file in UTF-8, with a byte order mark or without."""
+    try:
+        return read_bytes(path, what, largest).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it.") from None
+
+
+def require_file(path: Path, what: str) -> None:
+    """Refuses what is not there, and a folder, a device or a pipe, on which a reader could wait for ever."""
+    if path.is_file():
+        return
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give a {what}.")
+    if path.exists():
+        raise UserError(f"{path} is a device or a pipe; give a {what} that lies on a disk.")
+    raise UserError(f"There is no file {path}; give a {what}.")
+
+
+def json_depth(data: bytes) -> int:
+    """How deep lists and objects are nested in a JSON text, without reading it."""
+    if data.count(b"[") + data.count(b"{") <= DEEPEST:
+        return 0  # not deep, whatever it is
+    brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
+    return max(accumulate(1 if each in b"[{" else -1 for each in brackets), default=0)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name from a file is that of a file in the same folder, and not a way out of it."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0")

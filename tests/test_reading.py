@@ -1,0 +1,105 @@
+"""Is a file that may hold anything read within bounds, or refused in one sentence?"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from loopscope.config import read_json, read_toml
+from loopscope.documents import read_documents
+from loopscope.errors import UserError, brief, visible
+from loopscope.reading import DEEPEST, is_plain_name, json_depth, read_bytes, read_text
+
+DIGITS = "1" * 5000
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "data", "words"),
+    [
+        (read_toml, "a.toml", b"a = " + b"[" * 60_000, "nested"),
+        (read_toml, "a.toml", b"a = " + b"[" * 200 + b"]" * 200, "nested"),
+        (read_toml, "a.toml", b"[" + b".".join([b"a"] * 5000) + b"]", "nested"),
+        (read_toml, "a.toml", f"a = {DIGITS}".encode(), "thousands of digits"),
+        (read_toml, "a.toml", b"a = [{b = 9223372036854775808}]", "beyond 64 bits"),
+        (read_toml, "a.toml", b"a = '\xff'", "not UTF-8 text .byte 5.; convert it"),
+        (read_toml, "a.toml", b"#" * (1 << 22) + b"\n", "too large for a TOML file"),
+        (lambda path: read_json(dict[str, Any], path, "policy"), "a.json", b'{"a":' * 60_000, "nested"),
+        (lambda path: read_json(Any, path, "policy"), "a.json", b"[" * 300 + b"]" * 300, "nested"),  # type: ignore[arg-type]
+        (lambda path: read_json(int, path, "policy"), "a.json", DIGITS.encode(), "a.json"),
+        (lambda path: read_json(dict[str, Any], path, "policy"), "a.json", b'{"a": "\xff"}', "not a readable policy"),
+        (lambda path: read_documents([path]), "a.txt", b"\xff", "not UTF-8 text"),
+        (lambda path: read_documents([path]), "a.jsonl", b"[" * 60_000, "a line must be"),
+        (lambda path: read_documents([path]), "a.jsonl", b'{"text": "\xff"}', "a line must be"),
+    ],
+)
+def test_what_has_no_bounds_is_refused(tmp_path: Path, read: Any, name: str, data: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=words) as refused:
+        read(tmp_path / name)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("read", [lambda path: read_bytes(path, "text file"), lambda path: read_documents([path])])
+def test_nobody_waits_for_what_is_no_file(tmp_path: Path, read: Any) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in ((tmp_path, "is a folder"), (tmp_path / "no", "no file"), (tmp_path / "a\0b", "no file")):
+        with pytest.raises(UserError, match=words):
+            read(path)
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UserError, match="a device or a pipe; give a text file"):
+            read(path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa = 1")
+    assert read_text(tmp_path / "a", "text file") == "a = 1"
+
+
+_JSON = st.recursive(
+    st.text('[]{}"\\a') | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text('[{"\\'), inner)
+)
+
+
+def depth(value: object) -> int:
+    if isinstance(value, dict | list):
+        return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
+    return 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(_JSON)
+def test_depth_is_that_of_the_brackets_outside_of_strings(value: object) -> None:
+    data = json.dumps([value] * (DEEPEST + 1)).encode()  # with enough brackets to be looked at
+    assert json_depth(data + b"[]" * DEEPEST) == 1 + depth(value)
+
+
+@given(st.binary())
+def test_depth_of_anything(data: bytes) -> None:
+    assert json_depth(b"[" * 100 + data) >= 100 - data.count(b"]") - data.count(b"}")
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("model-00001.safetensors", True), ("a..b", True), ("../x", False), ("/x", False), ("a/b", False), ("..", False)],
+)
+def test_names_that_lead_out_of_a_folder(name: str, plain: bool) -> None:
+    assert is_plain_name(name) == plain
+
+
+@given(st.text(st.characters() | st.sampled_from("\x1b\x07\r\n\x9b\u202e\ud800"), max_size=2000))
+def test_nothing_said_steers_a_terminal(text: str) -> None:
+    said = str(UserError(text))
+    assert len(said) < 500
+    said.encode()  # without halves of characters
+    assert not any(ord(each) < 32 or 127 <= ord(each) < 160 or each in "\u202e\u2066" for each in said)
+    assert not set(visible(text)) & set("\x1b\x07\r\x9b\u202e")
+
+
+def test_what_is_too_long_keeps_its_beginning_and_its_advice() -> None:
+    said = brief(f"There is no split '{'x' * 5000}'; choose one of train, test.")
+    assert said.startswith("There is no split 'xxx")
+    assert said.endswith("xxx'; choose one of train, test.")
+    assert visible("a\tb\nc \x1b[31m é 漢") == "a\tb\nc \\u001b[31m é 漢"
