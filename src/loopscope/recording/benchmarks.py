@@ -97,8 +97,7 @@ def record_benchmark(
     which = benchmark_named(benchmark)
     questions = load_questions(which, split, data, limit)
     if shard is not None:
-        part = [each for each in shard if as_count(each, "A part's number", 0) >= 0] if _is_pair(shard) else [1, 0]
-        if not 0 <= part[0] < part[1]:
+        if not _is_part(shard):
             raise UserError(f"A part (k, n) is one of n, counted from 0, got {shard!r:.60}.")
         questions = questions[shard[0] :: shard[1]]
     if not questions:
@@ -141,8 +140,9 @@ def _unfinished(out: Path) -> Path:
     return out.with_name(f"{out.name}.unfinished")
 
 
-def _is_pair(given: object) -> bool:
-    return isinstance(given, Sequence) and len(given) == 2
+def _is_part(given: Any) -> bool:
+    pair = isinstance(given, Sequence) and len(given) == 2 and all(isinstance(each, int) for each in given)
+    return pair and 0 <= given[0] < given[1]
 
 
 def share_recorded(out: Path) -> float:
