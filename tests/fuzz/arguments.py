@@ -63,7 +63,7 @@ GOOD: dict[str, Words] = {
     "study plan": lambda w, c: ["study", "plan", w.study, "--out", c.out, "--json"],
     "study status": lambda w, c: ["study", "status", w.study, "--out", c.out],
     "study report": lambda w, c: [
-        *("study", "report", w.study, "--out", c.out, "--store", w.store, "--product", "headline"),
+        *("study", "report", w.study, "--out", c.out, "--store", w.store, "--product", "headline")
     ],
     "study run": lambda w, c: ["study", "run", w.study, "--out", c.out, "--force"],
     "demo": lambda w, c: ["demo", "--out", c.out, "--force"],
@@ -74,11 +74,24 @@ LAST: dict[str, Words] = {
     "demo": lambda w, c: ["--store", _file(w), "--engine", "local", "--force"],
 }
 """What nothing else on the line may overrule."""
-SLOW = ("selfcheck", "harness", "report", "study report", "demo", "study run", "train", "pretrain", "bench exits")
+SLOW = (
+    "selfcheck",
+    "harness",
+    "report",
+    "study report",
+    "demo",
+    "study run",
+    "train",
+    "pretrain",
+    "bench exits",
+    "bench guarantees",
+)
 """Verbs that are drawn more seldom."""
 _LEFT_OUT = ("--open", "--help", "--version", "--force")
-_WORK = ("steps", "examples", "calibrations", "rounds", "max_new_tokens", "width", "classes", "loops", "prompts", "limit")
-"""A large number of these is a long work, which is right; a number beyond all bounds is not."""
+_SIZES = ("examples", "max_new_tokens", "width", "classes", "loops", "prompts", "limit", "batch_size")
+"""A large one is long work, which is right; one beyond all bounds is refused."""
+_TIMES = ("steps", "calibrations", "rounds", "threads")
+"""So often, however often it is."""
 _READOUTS = ("margin", "gate", "entropy", "oracle", "fixed", "auto", "gate:linear", "none", "os:path", "no.such:x", ":")
 
 
@@ -111,9 +124,8 @@ def _places(world: World) -> list[object]:
 
 def _value(world: World, case: Case, action: argparse.Action) -> object:
     rng = case.rng
-    numbers = [number for number in NUMBERS if action.dest not in _WORK or not 100 < _number(number) < 2**62]
-    if action.dest == "threads":
-        numbers = [number for number in numbers if not 8 < _number(number) < 2**62]
+    most = {**dict.fromkeys(_SIZES, 2.0**62), **dict.fromkeys(_TIMES, 1e300)}.get(action.dest, 0.0)
+    numbers = [number for number in NUMBERS if not 8 < _number(number) < most]
     options: list[Any] = [lambda: rng.choice(numbers), lambda: rng.choice(STRINGS), lambda: rng.choice(_places(world))]
     if action.choices:
         options += [lambda: rng.choice(list(action.choices or ()))] * 2
@@ -151,7 +163,7 @@ def arguments(world: World, case: Case) -> str:
             value = _value(world, case, action)
             words += rng.choice(([action.option_strings[0], value], [f"{action.option_strings[0]}={value}"]))
     if rng.random() < 0.05:
-        del words[rng.randrange(verb, len(words)) :]
+        del words[rng.choice([at for at in range(verb, len(words)) if not str(words[at]).startswith("--")])]
     if rng.random() < 0.05:
         words.insert(rng.randrange(len(words)), rng.choice(STRINGS))
     if "=" not in "".join(map(str, words[-1:])) and rng.random() < 0.5 and "device" in {each.dest for each in actions}:

@@ -48,7 +48,7 @@ def configuration(world: World, case: Case) -> str:
     folder = case.copy(world.checkpoint if name == "checkpoint" else world.golden[name], "model")
     case.spoil(folder / "config.json")
     model = load_model(folder)
-    values = json.loads((folder / "config.json").read_bytes())
+    values = json.loads((folder / "config.json").read_bytes(), parse_int=float)  # some integers are no integers
     for ours, theirs in _CONFIGURED[values["model_type"]].items():
         if getattr(model, ours) != values[theirs]:
             raise Misled(f"{theirs} is not what the configuration says")

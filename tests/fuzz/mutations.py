@@ -77,7 +77,16 @@ def spoil_bytes(rng: Rng, data: bytes) -> bytes:
     if change == 4:
         return data[:at]
     if change == 5:
-        odd = (b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\r\n", b"\x1b[2J", b"\xed\xa0\x80", b"\xc0\xaf", b"\xe2\x80\xa8")
+        odd = (
+            b"\x00",
+            b"\xff\xfe",
+            b"\xef\xbb\xbf",
+            b"\r\n",
+            b"\x1b[2J",
+            b"\xed\xa0\x80",
+            b"\xc0\xaf",
+            b"\xe2\x80\xa8",
+        )
         return data[:at] + rng.choice(odd) + data[at:]
     other = rng.randrange(len(data) + 1)
     return data[:at] + data[other : other + size] + data[at + size :]
@@ -205,14 +214,25 @@ def spoil_tensors(rng: Rng, data: bytes) -> bytes:
         entry["dtype"] = rng.choice((*_SIZES, "F8_E4M3", "C64", "", "object", 3, None))
     elif change == 2:
         start, end = entry["data_offsets"]
-        pairs = ([start, end + 8], [start + 1, end], [end, start], [-8, end], [0, 2**63], [start], None, other["data_offsets"])
+        pairs = (
+            [start, end + 8],
+            [start + 1, end],
+            [end, start],
+            [-8, end],
+            [0, 2**63],
+            [start],
+            None,
+            other["data_offsets"],
+        )
         entry["data_offsets"] = rng.choice(pairs)
     elif change == 3:
         header[rng.choice((name.upper(), name + ".x", "__metadata__", *STRINGS))] = header.pop(name)
     elif change == 4:
         del header[name]
     elif change == 5:
-        header["__metadata__"] = rng.choice(({"step": "-1"}, {"step": "9" * 5_000}, {"step": "x"}, {}, 3, {"a": 1}, None))
+        header["__metadata__"] = rng.choice(
+            ({"step": "-1"}, {"step": "9" * 5_000}, {"step": "x"}, {}, 3, {"a": 1}, None)
+        )
     elif change == 6 and entry["dtype"] in _STRANGE and payload:
         size, start = _SIZES[entry["dtype"]], entry["data_offsets"][0]
         count = (entry["data_offsets"][1] - start) // size
@@ -278,7 +298,14 @@ def spoil(rng: Rng, path: Path, others: Sequence[Path] = ()) -> str:
     for _ in range(1 if rng.random() < 0.9 else 2):
         try:
             data = (spoiler if rng.random() < 0.8 else spoil_bytes)(rng, data)
-        except (ValueError, KeyError, TypeError, struct.error, IndexError, RecursionError):  # the first change left no structure
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            struct.error,
+            IndexError,
+            RecursionError,
+        ):  # the first change left no structure
             data = spoil_bytes(rng, data)
     path.write_bytes(data)
     return f"{path.name}: {spoiler.__name__}"

@@ -1,6 +1,7 @@
-"""From Python, wrong types and shapes: `UserError`, or what comes out is what went in.
+"""From Python, other arrays, names and numbers than are right: `UserError`, or what comes out is what went in.
 
-A name that is missing or unknown is Python's own affair (`TypeError`), and not tried.
+A keyword that is missing or unknown, or an object of another class (a text in the place of a model), is Python's own
+affair (`TypeError`, `AttributeError`), and not tried.
 """
 
 from collections.abc import Callable
@@ -37,12 +38,12 @@ def _calls(world: World) -> dict[str, Call]:
         "ExitPolicy.exit_loops": (lambda readout, threshold, trajectory: ls.ExitPolicy(readout, threshold).exit_loops(trajectory), {"readout": "margin", "threshold": 0.5, "trajectory": plain}),
         "FittedGate": (_gate, {"weight": gate.weight, "bias": gate.bias, "pooled": plain.hidden}),
         "attach": (ls.attach, {"trajectory": plain, "gates": {"linear": gate}}),
-        "calibrate": (ls.calibrate, {"recording": plain, "max_drop": 0.6, "confidence": 0.5, "grid": None, "gates": None, "seed": 0, "loss": "gap", "readout": "margin", "per_difficulty": False, "unseen": False, "distinct": False}),
+        "calibrate": (ls.calibrate, {"recording": plain, "max_drop": 0.6, "confidence": 0.5, "gates": {}, "seed": 0, "loss": "gap", "readout": "margin", "per_difficulty": False, "unseen": False, "distinct": False}),
         "conformal_risk_control": (ls.conformal_risk_control, {"recording": plain, "max_drop": 0.6, "readout": "margin", "seed": 0}),
         "sweep": (ls.sweep, {"readout": "margin", "calibration": plain, "evaluation": test, "grid": "fine"}),
         "signal": (ls.signal, {"name": "margin", "trajectory": plain}),
         "diagnose": (ls.diagnose, {"validation": plain, "test": test, "reference": (plain, test), "target": 0.5}),
-        "compare": (ls.compare, {"validation": plain, "test": test, "first": "margin", "second": "gate", "other": None, "target": 0.5}),
+        "compare": (ls.compare, {"validation": plain, "test": test, "first": "margin", "second": "gate", "target": 0.5}),
         "fit_gate": (ls.fit_gate, {"recording": train, "steps": 2, "kind": "linear", "objective": "ponder", "seed": 0, "batch_size": 8}),
         "load_model": (ls.load_model, {"source": world.run, "device": "cpu", "dtype": "float32"}),
         "record_model": (ls.record_model, {"model": model, "tokens": tokens, "lengths": np.array([3, 2]), "labels": np.array([1, 0]), "difficulty": np.array([1, 2]), "split": "test"}),
@@ -144,22 +145,22 @@ def _with(array: Any, rng: Rng, value: float) -> Any:
     return other
 
 
-class _Odd:
-    """An object that knows nothing."""
-
-
 def _hostile(world: World, rng: Rng, good: Any) -> Any:
-    if isinstance(good, np.ndarray) and rng.random() < 0.8:
-        return _other_array(rng, good)
-    numbers = [float(number) if "." in number or "e" in number else number for number in NUMBERS[:16]]
+    """Another array, name or number in the place of one, or nothing; an object stays, or becomes another of its kind."""
+    if isinstance(good, np.ndarray):
+        return _other_array(rng, good) if rng.random() < 0.9 else rng.choice((None, 3, "x", [], {}))
+    if isinstance(good, ls.Trajectory):
+        return ls.Trajectory.load(world.recordings[rng.choice(list(world.recordings))])
+    held = good if isinstance(good, tuple | list) else [good]
+    if not all(each is None or isinstance(each, str | int | float | np.ndarray) for each in held):
+        return good
     pool: list[Callable[[], Any]] = [
         lambda: rng.choice((None, True, False, 0, 1, -1, 3, 2.5, float("nan"), float("inf"), 10**30, -(10**30), 1j)),
-        lambda: rng.choice(numbers),
+        lambda: rng.choice((np.float32(1), np.int64(2), np.array(3), np.array([0.5]), np.nan)),
+        lambda: rng.choice(NUMBERS[:16]),
         lambda: rng.choice(STRINGS),
-        lambda: rng.choice((b"", b"x", (), [], {}, set(), [None], {"a": 1}, {1: 2}, range(3), [[1], [1, 2]], ["a", 1])),
-        lambda: rng.choice((_Odd(), _Odd, lambda *_: None, Path("none"), iter(()), object(), np.float32(1), np.array(3))),
-        lambda: rng.choice(list(_calls(world).values()))[1].get("trajectory"),
-        lambda: rng.choice([value for _, given in _calls(world).values() for value in given.values()]),
+        lambda: rng.choice(("entropy", "gate", "oracle", "fixed", "auto", "gate:x", "test", "uniform", "mlp")),
+        lambda: rng.choice((b"x", (), [], {}, [None], {"a": 1}, [[1], [1, 2]], ["a", 1], [1.5], [-1], Path("none"))),
     ]
     return rng.choice(pool)()
 

@@ -37,7 +37,9 @@ from .world import World
 LONGEST = 500
 """Characters of a message."""
 SECONDS = 10.0
-"""An input takes 20 ms; a shared machine may be slow."""
+"""Of computing; an input takes 20 ms."""
+WAITING = 90.0
+"""Seconds by the clock, computing or not: a shared machine may be slow."""
 MEMORY = 3 << 30
 """Bytes that an input may take."""
 
@@ -151,6 +153,7 @@ Attempt = Callable[[World, Case], str | None]
 class Kind:
     attempt: Attempt
     share: int  # of the inputs, against those of the other kinds
+    needs: tuple[str, ...] = ()  # good artifacts of the world, made before the time of an input counts
     quick: bool = True  # whether it is in the short run of the tests
 
 
@@ -230,6 +233,8 @@ class Fuzzer:
 
     def attempt(self, kind: str, index: int) -> str:
         """Tries one input, and says what became of it."""
+        for name in self.kinds[kind].needs:
+            getattr(self.world, name)
         folder = self._work / f"{kind}-{index}"
         case = Case(random.Random(f"{self.seed}/{kind}/{index}"), folder)
         for place in (case.inputs, folder / "out", folder / "here"):
@@ -243,6 +248,7 @@ class Fuzzer:
                 outcome = self._outcome(kind, case)
                 self._check_files(case, before)
             except (Exception, TooLong) as error:
+                _stop_timers()
                 failure = _failure(kind, index, error, case)
         outcome = "FAILED" if failure else outcome
         if failure:
@@ -301,30 +307,38 @@ def _limits(folder: Path) -> Iterator[None]:
     """Within `folder`, with limits of time and memory, and as many threads afterwards as before."""
 
     def stop(*_: Any) -> None:
-        raise TooLong(f"more than {SECONDS:g} s")
+        raise TooLong(f"more than {SECONDS:g} s of computing, or {WAITING:g} s of waiting")
 
-    here, handler = Path.cwd(), signal.signal(signal.SIGALRM, stop)
+    here = Path.cwd()
+    before = [(number, signal.signal(number, stop)) for number in (signal.SIGPROF, signal.SIGALRM)]
     environment = dict(os.environ)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else None
     if pages is not None:
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
     os.chdir(folder)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)
-    faulthandler.dump_traceback_later(6 * SECONDS, exit=True, file=sys.__stderr__)  # a hang that no signal ends
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)  # again, if something swallows the first
+    signal.setitimer(signal.ITIMER_REAL, WAITING, 1.0)
+    faulthandler.dump_traceback_later(3 * WAITING, exit=True, file=sys.__stderr__)  # a hang that no signal ends
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _stop_timers()
         faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGALRM, handler)
+        for number, handler in before:
+            signal.signal(number, handler)
         os.chdir(here)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         os.environ.clear()
         os.environ.update(environment)
         torch.set_num_threads(1)
+
+
+def _stop_timers() -> None:
+    for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+        signal.setitimer(timer, 0)
 
 
 def _failure(kind: str, index: int, error: BaseException, case: Case) -> Failure:

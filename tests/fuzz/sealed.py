@@ -155,7 +155,9 @@ def finished_run(world: World, case: Case) -> str:
     mine = [path for path in files_of(folder) if "recordings" not in path.parts]
     weighty = [path for path in mine if path.name in ("config.json", "model.safetensors")]
     file = case.rng.choice(weighty if case.rng.random() < 0.7 else mine)
-    case.spoil(file, [world.other_run / file.name] if source is world.run and (world.other_run / file.name).is_file() else ())
+    case.spoil(
+        file, [world.other_run / file.name] if source is world.run and (world.other_run / file.name).is_file() else ()
+    )
     original, loaded = _original(load_run, source), load_run(folder)
     with torch.inference_mode():
         load_model(folder).loops(torch.zeros((1, 3), dtype=torch.int64))

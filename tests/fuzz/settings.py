@@ -5,6 +5,7 @@ What is accepted and small is trained; what is large must be refused by the esti
 
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from loopscope.config import plain
@@ -30,17 +31,23 @@ KEYS = (
 )
 
 
-def check_holds(built: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+def check_holds(built: Mapping[Any, Any], said: Mapping[Any, Any]) -> None:
     """Every value of a file is in what was built from it."""
     for key, value in said.items():
         if key not in built:
-            raise Misled(f"a key was ignored: {key[:40]}")
+            raise Misled(f"a key was ignored: {key}")
         if isinstance(value, Mapping) and isinstance(built[key], Mapping):
             check_holds(built[key], value)
         elif key == "objective" and isinstance(value, str):
             check_holds(built[key], {"name": value})
-        elif plain(value) != built[key] and not (isinstance(value, list) and list(built[key]) == value):
+        elif isinstance(value, list) and isinstance(built[key], list | tuple) and len(value) == len(built[key]):
+            check_holds(dict(enumerate(built[key])), dict(enumerate(value)))
+        elif plain(value) != built[key]:
             raise Misled(f"{key} is not what the file says")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def _size(settings: RunSettings) -> float:
@@ -58,12 +65,12 @@ def run_settings(world: World, case: Case) -> str:
     path = case.copy(world.settings)
     case.spoil(path)
     settings = read_settings(str(path))
-    check_holds(plain(settings), tomllib.loads(path.read_text(encoding="utf-8")))
+    check_holds(plain(settings), read_toml(path))
     _try(case, path, settings)
     return "other"
 
 
-def _try(case: Case, path: Any, settings: RunSettings, *words: str) -> None:
+def _try(case: Case, path: Path, settings: RunSettings, *words: str) -> None:
     _check_cost(settings)
     few = settings.task.train_examples + settings.task.validation_examples + settings.task.test_examples < 10_000
     if _size(settings) < SMALL and few and settings.task.positions < 1_000 and case.rng.random() < 0.3:
@@ -88,7 +95,9 @@ def assignment(world: World, case: Case) -> str:
         value = said["value"] if len(said) == 1 else text
     except tomllib.TOMLDecodeError:
         value = text
-    check_holds({"value": built}, {"value": {"name": value} if key == "objective" and isinstance(value, str) else value})
+    check_holds(
+        {"value": built}, {"value": {"name": value} if key == "objective" and isinstance(value, str) else value}
+    )
     _try(case, world.settings, settings, *(each for word in words for each in ("--set", word)))
     return "other"
 
@@ -97,7 +106,7 @@ def pretrain_settings(world: World, case: Case) -> str:
     path = case.copy(world.language_settings)
     case.spoil(path)
     settings = read_pretrain_settings(path, [])
-    check_holds(plain(settings), tomllib.loads(path.read_text(encoding="utf-8")))
+    check_holds(plain(settings), read_toml(path))
     return "other"
 
 
@@ -108,7 +117,7 @@ def study_file(world: World, case: Case) -> str:
         where = ("--store", case.out, "--out", case.folder / "out" / "study", "--device", "cpu")
         case.command("study", case.rng.choice(("plan", "status")), path, *where, "--json")
     plan = make_plan(str(path), [])
-    check_holds(plain(plan.study), tomllib.loads(path.read_text(encoding="utf-8")))
+    check_holds(plain(plan.study), read_toml(path))
     if len(plan.models) > 10_000:
         raise Misled("a study without bound is accepted")
     return "other"

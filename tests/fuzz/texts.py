@@ -1,6 +1,7 @@
 """Texts are the user's: a file with other bytes is refused, or gives what the same text gives when it comes cleanly."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def prompts(world: World, case: Case) -> str:
         given = [entry["messages"] if "messages" in entry else entry["prompt"] for entry in entries]
     else:
         given = lines
-    answers = [json.loads(line) for line in printed.splitlines()]
+    answers = [json.loads(line) for line in printed.split("\n") if line]
     if len(answers) != len(given):
         raise Misled("there are more or fewer answers than prompts")
     model, tokenizer = _ready(world.checkpoint)
@@ -58,8 +59,9 @@ def examples(world: World, case: Case) -> str:
     path = case.copy(world.documents["examples.txt"])
     case.spoil(path)
     printed = case.command("run", world.run, path, "--threshold", 0.5, "--device", "cpu")
-    given = [line.strip() for line in path.read_bytes().decode("utf-8-sig").splitlines() if line.strip()]
-    if [json.loads(line)["example"] for line in printed.splitlines()] != given:
+    with path.open(encoding="utf-8-sig") as lines:
+        given = [line.strip() for line in lines if line.strip()]
+    if [json.loads(line)["example"] for line in printed.split("\n") if line] != given:
         raise Misled("the answered examples are not those of the file")
     return "other"
 
@@ -73,7 +75,7 @@ def documents(world: World, case: Case) -> str:
     recording = record_text(world.checkpoint, [path], "validation", case.out)
     data = path.read_bytes()
     if name.endswith(".jsonl"):
-        found = [json.loads(line)["text"] for line in data.split(b"\n") if line.strip()]
+        found = [entry["text"] for entry in _values(data.decode())]
     else:
         found = data.decode().split("<|endoftext|>")
     _, tokenizer = _ready(world.checkpoint)
@@ -82,6 +84,15 @@ def documents(world: World, case: Case) -> str:
     if recording.labels is None or recording.labels.tolist() != expected:
         raise Misled("the recorded tokens are not those of the text")
     return "other"
+
+
+def _values(text: str) -> Iterator[Any]:
+    """JSON values, one after the other."""
+    decoder, text = json.JSONDecoder(), text.strip()
+    while text:
+        value, end = decoder.raw_decode(text)
+        yield value
+        text = text[end:].lstrip()
 
 
 def benchmark(world: World, case: Case) -> str:

@@ -274,7 +274,9 @@ class World:
 
     @cached_property
     def benchmarks(self) -> Path:
-        """Some questions of two benchmarks."""
+        """Some questions of a benchmark; the library that reads them takes seconds to be imported."""
+        import lm_eval.tasks  # noqa: F401
+
         data = Path(__file__).parents[1] / "data" / "benchmarks"
         for file in (data / "openbookqa").iterdir():
             place = self.folder / "benchmarks" / "openbookqa" / file.name
@@ -286,4 +288,3 @@ class World:
         path = self.folder / name
         path.write_text(text)
         return path
-
