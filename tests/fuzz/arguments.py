@@ -9,7 +9,7 @@ from typing import Any
 from loopscope.cli import make_parser
 
 from .mutations import NUMBERS, STRINGS
-from .runner import Case, Misled
+from .runner import Case, MisledError
 from .world import World
 
 Words = Callable[[World, Case], list[object]]
@@ -172,5 +172,5 @@ def arguments(world: World, case: Case) -> str:
     given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
     printed = case.command(*given, verdicts=(0, 1) if name in ("evaluate", "selfcheck") else (0,))
     if not printed and "--out" not in given and name not in ("generate", "run", "gate write"):
-        raise Misled("a command did nothing, and said so")
+        raise MisledError("a command did nothing, and said so")
     return "other"

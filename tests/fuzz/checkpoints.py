@@ -16,7 +16,7 @@ from loopscope.models import load_model
 from loopscope.models.checkpoint import weight_files
 from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 
-from .runner import Case, Misled
+from .runner import Case, MisledError
 from .sealed import held
 from .world import World
 
@@ -32,7 +32,7 @@ def _answer(model: Any) -> None:
     if model.kv_cache and model.num_loops < 50:
         (completion,) = ls.generate(model, [ls.Prompt(0, PROMPT)], max_new_tokens=2)
         if not completion.tokens:
-            raise Misled("a model says nothing")
+            raise MisledError("a model says nothing")
     elif model.num_loops < 50:
         with torch.inference_mode():
             model.loops(torch.from_numpy(PROMPT)[None])
@@ -40,7 +40,7 @@ def _answer(model: Any) -> None:
 
 def _check_finite(model: Any) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values()):
-        raise Misled("weights that are not finite gave an answer")
+        raise MisledError("weights that are not finite gave an answer")
 
 
 def configuration(world: World, case: Case) -> str:
@@ -51,9 +51,9 @@ def configuration(world: World, case: Case) -> str:
     values = json.loads((folder / "config.json").read_bytes(), parse_int=float)  # some integers are no integers
     for ours, theirs in _CONFIGURED[values["model_type"]].items():
         if getattr(model, ours) != values[theirs]:
-            raise Misled(f"{theirs} is not what the configuration says")
+            raise MisledError(f"{theirs} is not what the configuration says")
     if model.num_loops > 10_000 or model.block_size > 10**8:
-        raise Misled("a depth or a length without bound is accepted")
+        raise MisledError("a depth or a length without bound is accepted")
     _answer(model)
     return "other"
 
@@ -77,14 +77,14 @@ def _check_stored(model: Any, folder: Path) -> None:
     stored: dict[str, list[Any]] = {}
     for file in weight_files(folder):
         if folder.resolve() not in file.resolve().parents:
-            raise Misled("weights from outside the folder are accepted")
+            raise MisledError("weights from outside the folder are accepted")
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
                 stored.setdefault(name, []).append(tensors.get_tensor(name))
     for name, tensor in model.state_dict().items():
         found = stored.get(name) or stored.get(model.tied.get(name, ""), [])
         if not any(held(each.to(tensor.dtype)) == held(tensor) for each in found):
-            raise Misled(f"a tensor is not that of its file: {name}")
+            raise MisledError(f"a tensor is not that of its file: {name}")
 
 
 TEMPLATES = (
@@ -129,5 +129,5 @@ def tokenizer(world: World, case: Case) -> str:
     found = load_tokenizer(folder)
     ids = chat_prompt(found, [{"role": "user", "content": "1 and 2"}])
     if not all(isinstance(token, int) for token in ids):
-        raise Misled("a chat is not made of tokens")
+        raise MisledError("a chat is not made of tokens")
     return "other"

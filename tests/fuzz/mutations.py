@@ -1,4 +1,4 @@
-"""How is an input spoilt? Its bytes, its structure, its tensors, or the file itself; every change is drawn from a seed."""
+"""How is an input spoilt? In its bytes, its structure, its tensors, or as a file; every change is drawn from a seed."""
 
 import json
 import random

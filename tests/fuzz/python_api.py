@@ -16,7 +16,7 @@ import loopscope as ls
 from loopscope.models import load_model
 
 from .mutations import NUMBERS, STRINGS, Rng
-from .runner import Case, Misled
+from .runner import Case, MisledError
 from .world import World
 
 Call = tuple[Callable[..., Any], dict[str, Any]]
@@ -35,28 +35,100 @@ def _calls(world: World) -> dict[str, Call]:
         "Trajectory": (ls.Trajectory, {**_arrays(plain), **_more(plain)}),
         "Trajectory without logits": (ls.Trajectory, _without_logits(plain)),
         "ExitPolicy": (ls.ExitPolicy, {"readout": "margin", "threshold": 0.5, "gate": None, "model": "a" * 64}),
-        "ExitPolicy.exit_loops": (lambda readout, threshold, trajectory: ls.ExitPolicy(readout, threshold).exit_loops(trajectory), {"readout": "margin", "threshold": 0.5, "trajectory": plain}),
+        "ExitPolicy.exit_loops": (_exit_loops, {"readout": "margin", "threshold": 0.5, "trajectory": plain}),
         "FittedGate": (_gate, {"weight": gate.weight, "bias": gate.bias, "pooled": plain.hidden}),
         "attach": (ls.attach, {"trajectory": plain, "gates": {"linear": gate}}),
-        "calibrate": (ls.calibrate, {"recording": plain, "max_drop": 0.6, "confidence": 0.5, "gates": {}, "seed": 0, "loss": "gap", "readout": "margin", "per_difficulty": False, "unseen": False, "distinct": False}),
-        "conformal_risk_control": (ls.conformal_risk_control, {"recording": plain, "max_drop": 0.6, "readout": "margin", "seed": 0}),
+        "calibrate": (
+            ls.calibrate,
+            {
+                "recording": plain,
+                "max_drop": 0.6,
+                "confidence": 0.5,
+                "gates": {},
+                "seed": 0,
+                "loss": "gap",
+                "readout": "margin",
+                "per_difficulty": False,
+                "unseen": False,
+                "distinct": False,
+            },
+        ),
+        "conformal_risk_control": (
+            ls.conformal_risk_control,
+            {"recording": plain, "max_drop": 0.6, "readout": "margin", "seed": 0},
+        ),
         "sweep": (ls.sweep, {"readout": "margin", "calibration": plain, "evaluation": test, "grid": "fine"}),
         "signal": (ls.signal, {"name": "margin", "trajectory": plain}),
         "diagnose": (ls.diagnose, {"validation": plain, "test": test, "reference": (plain, test), "target": 0.5}),
-        "compare": (ls.compare, {"validation": plain, "test": test, "first": "margin", "second": "gate", "target": 0.5}),
-        "fit_gate": (ls.fit_gate, {"recording": train, "steps": 2, "kind": "linear", "objective": "ponder", "seed": 0, "batch_size": 8}),
+        "compare": (
+            ls.compare,
+            {"validation": plain, "test": test, "first": "margin", "second": "gate", "target": 0.5},
+        ),
+        "fit_gate": (
+            ls.fit_gate,
+            {"recording": train, "steps": 2, "kind": "linear", "objective": "ponder", "seed": 0, "batch_size": 8},
+        ),
         "load_model": (ls.load_model, {"source": world.run, "device": "cpu", "dtype": "float32"}),
-        "record_model": (ls.record_model, {"model": model, "tokens": tokens, "lengths": np.array([3, 2]), "labels": np.array([1, 0]), "difficulty": np.array([1, 2]), "split": "test"}),
-        "run": (lambda **given: list(islice(ls.run(**given), 5)), {"model": model, "policy": policy, "requests": requests, "batch_size": 2, "num_loops": None, "batch_tokens": None}),
-        "generate": (ls.generate, {"model": language, "prompts": [ls.Prompt(0, tokens[0])], "policy": policy, "max_new_tokens": 2, "stop": (), "cache": "full", "batch_size": 2}),
-        "Prompt": (lambda tokens, forced: ls.generate(language, [ls.Prompt(0, tokens, forced)], max_new_tokens=2), {"tokens": tokens[0], "forced": None}),
-        "Request": (lambda **given: list(ls.run(model, policy, [ls.Request(0, **given)])), {"rows": (tokens[0],), "scored": (), "norms": (), "shared": 0, "whole": False, "score": None}),
-        "choices": (lambda **given: ls.choices(0, **given), {"context": tokens[0], "continuations": [tokens[0], tokens[1]], "norms": (1.0, 2.0), "shared": 0, "score": None}),
+        "record_model": (
+            ls.record_model,
+            {
+                "model": model,
+                "tokens": tokens,
+                "lengths": np.array([3, 2]),
+                "labels": np.array([1, 0]),
+                "difficulty": np.array([1, 2]),
+                "split": "test",
+            },
+        ),
+        "run": (
+            lambda **given: list(islice(ls.run(**given), 5)),
+            {
+                "model": model,
+                "policy": policy,
+                "requests": requests,
+                "batch_size": 2,
+                "num_loops": None,
+                "batch_tokens": None,
+            },
+        ),
+        "generate": (
+            ls.generate,
+            {
+                "model": language,
+                "prompts": [ls.Prompt(0, tokens[0])],
+                "policy": policy,
+                "max_new_tokens": 2,
+                "stop": (),
+                "cache": "full",
+                "batch_size": 2,
+            },
+        ),
+        "Prompt": (
+            lambda tokens, forced: ls.generate(language, [ls.Prompt(0, tokens, forced)], max_new_tokens=2),
+            {"tokens": tokens[0], "forced": None},
+        ),
+        "Request": (
+            lambda **given: list(ls.run(model, policy, [ls.Request(0, **given)])),
+            {"rows": (tokens[0],), "scored": (), "norms": (), "shared": 0, "whole": False, "score": None},
+        ),
+        "choices": (
+            lambda **given: ls.choices(0, **given),
+            {
+                "context": tokens[0],
+                "continuations": [tokens[0], tokens[1]],
+                "norms": (1.0, 2.0),
+                "shared": 0,
+                "score": None,
+            },
+        ),
         "Readout": (ls.Readout, {"name": "fuzzed_too", "exits": "above", "reads": "logits", "step": abs}),
         "report": (_report, {"models": {"a": (plain, test)}, "reference": "a", "targets": [0.5]}),
-        "train": (_train, {"settings": str(world.settings), "overrides": ["training.steps=1"], "objective": None, "options": None}),
+        "train": (
+            _train,
+            {"settings": str(world.settings), "overrides": ["training.steps=1"], "objective": None, "options": None},
+        ),
         "take": (lambda rows: plain.take(rows), {"rows": np.arange(3)}),
-    }  # fmt: skip
+    }
     return made
 
 
@@ -87,12 +159,16 @@ def _without_logits(trajectory: ls.Trajectory) -> dict[str, Any]:
     }
 
 
+def _exit_loops(readout: Any, threshold: Any, trajectory: ls.Trajectory) -> Any:
+    return ls.ExitPolicy(readout, threshold).exit_loops(trajectory)
+
+
 def _gate(weight: Any, bias: Any, pooled: Any) -> Any:
     return ls.FittedGate(weight, bias).halt_logits(pooled)
 
 
 def _report(models: Any, reference: Any, targets: Any) -> Any:
-    """Refused before anything is drawn, or not tried to its end: a page takes a second."""
+    """RefusedError before anything is drawn, or not tried to its end: a page takes a second."""
     from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 
     pairs = models.items() if isinstance(models, dict) else ()
@@ -146,7 +222,7 @@ def _with(array: Any, rng: Rng, value: float) -> Any:
 
 
 def _hostile(world: World, rng: Rng, good: Any) -> Any:
-    """Another array, name or number in the place of one, or nothing; an object stays, or becomes another of its kind."""
+    """Another array, name or number in the place of one, or nothing; an object stays, or another of its class comes."""
     if isinstance(good, np.ndarray):
         return _other_array(rng, good) if rng.random() < 0.9 else rng.choice((None, 3, "x", [], {}))
     if isinstance(good, ls.Trajectory):
@@ -189,11 +265,11 @@ def _shown(value: Any) -> str:
 
 def _check_policy(policy: ls.ExitPolicy) -> None:
     if not isinstance(policy.readout, str):
-        raise Misled("a policy has a readout that is no name")
+        raise MisledError("a policy has a readout that is no name")
     if policy.threshold is not None and (isinstance(policy.threshold, bool) or not np.isreal(policy.threshold)):
-        raise Misled("a policy has a threshold that is no number")
+        raise MisledError("a policy has a threshold that is no number")
     if policy.model is not None and not isinstance(policy.model, str):
-        raise Misled("a policy is for a model that is no hash")
+        raise MisledError("a policy is for a model that is no hash")
     str(policy), repr(policy)
 
 
@@ -203,18 +279,18 @@ def _check_trajectory(made: ls.Trajectory, given: dict[str, Any]) -> None:
     if given.get("seen") is not None:
         seen = np.asarray(given["seen"]).astype(bool)
         if not seen.all() and made.unseen().num_examples != int((~seen).sum()):
-            raise Misled("seen examples are counted as unseen")
+            raise MisledError("seen examples are counted as unseen")
     if made.predicted.dtype.kind not in "iu":
-        raise Misled("answers are no whole numbers")
+        raise MisledError("answers are no whole numbers")
     if made.labels is not None and made.correct.shape != (rows, made.num_loops):
-        raise Misled("answers are judged in another shape")
+        raise MisledError("answers are judged in another shape")
     if made.examples is not None and not all(isinstance(text, str) for text in made.examples):
-        raise Misled("examples are no texts")
+        raise MisledError("examples are no texts")
     if made.norms is not None and not (np.asarray(made.norms) > 0).all():
-        raise Misled("a choice has no characters")
+        raise MisledError("a choice has no characters")
     if not isinstance(made.provenance, dict) or not all(isinstance(name, str) for name in made.signals):
-        raise Misled("provenance or signals have no names")
+        raise MisledError("provenance or signals have no names")
     made.save(Path.cwd() / "saved")
     again = ls.Trajectory.load(Path.cwd() / "saved")
     if again.sha256 != made.sha256:
-        raise Misled("a trajectory is another one when it is saved and loaded")
+        raise MisledError("a trajectory is another one when it is saved and loaded")

@@ -1,8 +1,8 @@
 """What becomes of an input? It is tried within limits of time and memory, and its outcome judged.
 
-An input is right if it is refused in one sentence (exit code 2, or `UserError`), or accepted and what it says holds: the
-kinds know what that is, and raise `Misled` where it does not. Whatever else happens is a failure. Input I of a kind is
-drawn from the seed, the kind and I alone, so that it can be repeated alone.
+An input is right if it is refused in one sentence (exit code 2, or `UserError`), or accepted and what it says holds:
+the kinds know what that is, and raise `MisledError` where it does not. Whatever else happens is a failure. Input I of a
+kind is drawn from the seed, the kind and I alone, so that it can be repeated alone.
 """
 
 import faulthandler
@@ -44,19 +44,19 @@ MEMORY = 3 << 30
 """Bytes that an input may take."""
 
 
-class Misled(Exception):
+class MisledError(Exception):
     """An input was accepted, and means something else than it says."""
 
 
-class Unfit(Exception):
+class UnfitError(Exception):
     """An input ended in another way than it may: an exit code, a message, a file that is left."""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The command line refused an input in one sentence."""
 
 
-class TooLong(BaseException):
+class TooLongError(BaseException):
     """An input takes longer than any should; no handler of ours or of a library may swallow it."""
 
 
@@ -94,7 +94,7 @@ class Case:
             self.before = _stamps(self.inputs)
 
     def command(self, *words: object, verdicts: Sequence[int] = (0,)) -> str:
-        """What a command prints, if it goes well; `Refused` if it ends in one sentence."""
+        """What a command prints, if it goes well; `RefusedError` if it ends in one sentence."""
         given = [str(word) for word in words]
         self.notes.append("loopscope " + " ".join(map(repr, given))[:2_000])
         out, err = io.StringIO(), io.StringIO()
@@ -111,9 +111,9 @@ class Case:
         said = err.getvalue()
         if code == 2:
             check_message(said.splitlines()[-1] if usage and said else said, usage)
-            raise Refused(said)
+            raise RefusedError(said)
         if code not in verdicts:
-            raise Unfit(f"exit code {code}: {said[-300:]}")
+            raise UnfitError(f"exit code {code}: {said[-300:]}")
         check_text(said)
         return out.getvalue()
 
@@ -123,18 +123,18 @@ def check_message(said: str, usage: bool = False) -> None:
     check_text(said)
     sentences = [line for line in said.splitlines() if line.startswith("loopscope")]
     if not usage and (len(sentences) != 1 or not said.rstrip("\n").endswith(sentences[0])):
-        raise Unfit(f"not one sentence: {said[-300:]!r}")
+        raise UnfitError(f"not one sentence: {said[-300:]!r}")
     if not usage and len(sentences[0]) > LONGEST + len("loopscope: "):
-        raise Unfit(f"a message is too long: {len(sentences[0]):,} characters, {sentences[0][:200]!r}")
+        raise UnfitError(f"a message is too long: {len(sentences[0]):,} characters, {sentences[0][:200]!r}")
 
 
 def check_error(error: UserError) -> None:
     message = str(error)
     try:
         if len(message.splitlines()) != 1 or len(message) > LONGEST:
-            raise Unfit(f"a message is too long: {len(message):,} characters or several lines, {message[:300]!r}")
+            raise UnfitError(f"a message is too long: {len(message):,} characters or several lines, {message[:300]!r}")
         check_text(message)
-    except Unfit as unfit:
+    except UnfitError as unfit:
         raise unfit from error
 
 
@@ -142,7 +142,7 @@ def check_text(text: str) -> None:
     for character in set(text) - set("\n"):
         if unicodedata.category(character) in ("Cc", "Cs") or character in "\u2028\u2029\u202e\u2066\u2067\u2068":
             at = text.index(character)
-            raise Unfit(f"a raw character is printed: {character!r} in {text[max(0, at - 150) : at + 50]!r}")
+            raise UnfitError(f"a raw character is printed: {character!r} in {text[max(0, at - 150) : at + 50]!r}")
 
 
 Attempt = Callable[[World, Case], str | None]
@@ -247,7 +247,7 @@ class Fuzzer:
             try:
                 outcome = self._outcome(kind, case)
                 self._check_files(case, before)
-            except (Exception, TooLong) as error:
+            except (Exception, TooLongError) as error:
                 _stop_timers()
                 failure = _failure(kind, index, error, case)
         outcome = "FAILED" if failure else outcome
@@ -270,7 +270,7 @@ class Fuzzer:
             return self.kinds[kind].attempt(self.world, case) or "same"
         except UserError as error:
             check_error(error)
-        except Refused:
+        except RefusedError:
             pass
         except OSError as error:  # the system's own sentence about a file; the command line prints it as it is
             if error.filename is None:
@@ -281,11 +281,11 @@ class Fuzzer:
         """Nothing is left behind, and nothing that was there has changed."""
         for root in (case.folder, self.world.folder):
             if left := next(root.rglob(f"{SCRATCH}*"), None):
-                raise Unfit(f"{left.name} was left behind")
+                raise UnfitError(f"{left.name} was left behind")
         for root, known in ((self.world.folder, before), (case.inputs, case.before)):
             after = _stamps(root)
             if lost := [path for path, stamp in known.items() if after.get(path) != stamp]:
-                raise Unfit(f"{lost[0].relative_to(root)} was changed or lost")
+                raise UnfitError(f"{lost[0].relative_to(root)} was changed or lost")
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
@@ -307,7 +307,7 @@ def _limits(folder: Path) -> Iterator[None]:
     """Within `folder`, with limits of time and memory, and as many threads afterwards as before."""
 
     def stop(*_: Any) -> None:
-        raise TooLong(f"more than {SECONDS:g} s of computing, or {WAITING:g} s of waiting")
+        raise TooLongError(f"more than {SECONDS:g} s of computing, or {WAITING:g} s of waiting")
 
     here = Path.cwd()
     before = [(number, signal.signal(number, stop)) for number in (signal.SIGPROF, signal.SIGALRM)]
@@ -343,14 +343,14 @@ def _stop_timers() -> None:
 
 def _failure(kind: str, index: int, error: BaseException, case: Case) -> Failure:
     """An error and where it came from: the innermost line of ours, without the fuzzer's."""
-    source = error.__cause__ if isinstance(error, Unfit) and error.__cause__ else error
+    source = error.__cause__ if isinstance(error, UnfitError) and error.__cause__ else error
     frames = traceback.extract_tb(source.__traceback__)
     ours = [frame for frame in frames if f"{os.sep}loopscope{os.sep}" in frame.filename]
     place = f" in {ours[-1].filename.rpartition('loopscope' + os.sep)[2]}:{ours[-1].name}" if ours else ""
     name = type(error).__name__
-    if isinstance(error, (Misled, Unfit)):
+    if isinstance(error, (MisledError, UnfitError)):
         name += f": {str(error).partition(':')[0][:60]}"
-        place = "" if isinstance(error, Misled) else place
+        place = "" if isinstance(error, MisledError) else place
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     trace = "".join(traceback.format_exception(error, limit=-12))
     return Failure(kind, index, ascii(what)[1:-1], name + place, tuple(ascii(note)[1:-1] for note in case.notes), trace)

@@ -21,7 +21,7 @@ from loopscope.studies import make_plan
 from loopscope.training import train
 from loopscope.training.settings import read_run_settings
 
-from .runner import Case, Misled
+from .runner import Case, MisledError
 from .world import CPU, World
 
 
@@ -42,7 +42,7 @@ def held(value: Any) -> Any:
 
 def same(loaded: Any, original: Any, what: str) -> str:
     if loaded != original:
-        raise Misled(f"{what} was altered, and is accepted")
+        raise MisledError(f"{what} was altered, and is accepted")
     return "same"
 
 
@@ -117,7 +117,7 @@ def policy(world: World, case: Case) -> str:
     if loaded == original:
         return "same"
     if loaded[-1] is not None:
-        raise Misled("a promised policy was altered, and is accepted")
+        raise MisledError("a promised policy was altered, and is accepted")
     return _says(loaded, path)
 
 
@@ -126,20 +126,20 @@ def _says(loaded: Any, path: Path) -> str:
     values = json.loads(path.read_bytes())
     readout, threshold, model, scope, definition, weights, _, _ = loaded
     if values.get("guarantee", values.get("promise")) is not None:
-        raise Misled("a policy lost its promise, and is accepted")
+        raise MisledError("a policy lost its promise, and is accepted")
     said = values.get("threshold")
     if readout != values["readout"] or model != values.get("model") or definition != values.get("definition_sha256"):
-        raise Misled("a policy is not what its file says")
+        raise MisledError("a policy is not what its file says")
     if (threshold is None) != (said is None) or (said is not None and threshold != float(said)):
-        raise Misled("a policy has another threshold than its file")
+        raise MisledError("a policy has another threshold than its file")
     if threshold is not None and not math.isfinite(threshold):
-        raise Misled("a policy has a threshold that is no number")
+        raise MisledError("a policy has a threshold that is no number")
     if {key: value for key, value in scope.items() if value is not None} != {
         key: value for key, value in (values.get("scope") or {}).items() if value is not None
     }:
-        raise Misled("a policy has another scope than its file")
+        raise MisledError("a policy has another scope than its file")
     if (weights is None) != (values.get("gate") is None):
-        raise Misled("a policy lost its gate")
+        raise MisledError("a policy lost its gate")
     return "other"
 
 
@@ -165,11 +165,11 @@ def finished_run(world: World, case: Case) -> str:
         settings, config = read_run_settings(folder), read_checkpoint_config(folder)
         expected = (settings.model, settings.task.vocab_size, settings.block_size)
         if expected != (config.model, config.vocab_size, config.block_size):
-            raise Misled("a run's configuration contradicts itself, and is accepted")
+            raise MisledError("a run's configuration contradicts itself, and is accepted")
         if case.rng.random() < 0.1:
             case.command("run", folder, world.documents["examples.txt"], "--threshold", 0.5)
     if loaded[0] != original[0]:
-        raise Misled("the weights of a run were altered, and are accepted")
+        raise MisledError("the weights of a run were altered, and are accepted")
     return "same" if loaded == original else "other"
 
 
@@ -181,7 +181,7 @@ def unfinished_run(world: World, case: Case) -> str:
     case.spoil(file, [], writes=True)
     train(settings, folder, CPU)
     if (folder / "model.safetensors").read_bytes() != world.finished_weights:
-        raise Misled("the state of a run was altered, and it ended with other weights")
+        raise MisledError("the state of a run was altered, and it ended with other weights")
     return "same"
 
 

@@ -15,7 +15,7 @@ from loopscope.training.language_run import read_pretrain_settings
 from loopscope.training.settings import RunSettings
 
 from .mutations import STRINGS, toml_text
-from .runner import Case, Misled
+from .runner import Case, MisledError
 from .world import CPU, World
 
 SMALL = 50_000
@@ -35,7 +35,7 @@ def check_holds(built: Mapping[Any, Any], said: Mapping[Any, Any]) -> None:
     """Every value of a file is in what was built from it."""
     for key, value in said.items():
         if key not in built:
-            raise Misled(f"a key was ignored: {key}")
+            raise MisledError(f"a key was ignored: {key}")
         if isinstance(value, Mapping) and isinstance(built[key], Mapping):
             check_holds(built[key], value)
         elif key == "objective" and isinstance(value, str):
@@ -43,7 +43,7 @@ def check_holds(built: Mapping[Any, Any], said: Mapping[Any, Any]) -> None:
         elif isinstance(value, list) and isinstance(built[key], list | tuple) and len(value) == len(built[key]):
             check_holds(dict(enumerate(built[key])), dict(enumerate(value)))
         elif plain(value) != built[key]:
-            raise Misled(f"{key} is not what the file says")
+            raise MisledError(f"{key} is not what the file says")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -119,5 +119,5 @@ def study_file(world: World, case: Case) -> str:
     plan = make_plan(str(path), [])
     check_holds(plain(plan.study), read_toml(path))
     if len(plan.models) > 10_000:
-        raise Misled("a study without bound is accepted")
+        raise MisledError("a study without bound is accepted")
     return "other"

@@ -97,7 +97,7 @@ def test_a_hang_is_ended_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             pass
 
     monkeypatch.setattr("fuzz.runner.SECONDS", 0.05)
-    assert "TooLong" in attempted(tmp_path, hang)
+    assert "TooLongError" in attempted(tmp_path, hang)
 
 
 def test_what_is_left_behind_or_changed_is_told(tmp_path: Path) -> None:

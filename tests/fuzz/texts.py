@@ -13,7 +13,7 @@ from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 from loopscope.recording import record_benchmark, record_text
 
 from .mutations import spoil_json
-from .runner import Case, Misled, Refused
+from .runner import Case, MisledError, RefusedError
 from .world import World
 
 _READY: dict[Path, tuple[Any, Any]] = {}
@@ -40,18 +40,18 @@ def prompts(world: World, case: Case) -> str:
         given = lines
     answers = [json.loads(line) for line in printed.split("\n") if line]
     if len(answers) != len(given):
-        raise Misled("there are more or fewer answers than prompts")
+        raise MisledError("there are more or fewer answers than prompts")
     model, tokenizer = _ready(world.checkpoint)
     number = case.rng.randrange(len(given))
     chosen, answer = given[number], answers[number]
     if path.suffix != ".jsonl":  # a carriage return at the end of a line may go
         chosen = chosen.rstrip("\r") if answer["prompt"] == chosen.rstrip("\r") else chosen
     if answer["prompt"] != chosen:
-        raise Misled("a prompt is not what the file says")
+        raise MisledError("a prompt is not what the file says")
     tokens = tokenizer(chosen)["input_ids"] if isinstance(chosen, str) else chat_prompt(tokenizer, chosen)
     (alone,) = ls.generate(model, [ls.Prompt(0, np.array(tokens))], max_new_tokens=2, stop=[0, 1, 2])
     if alone.tokens != answer["tokens"]:
-        raise Misled("a prompt gives another text than alone")
+        raise MisledError("a prompt gives another text than alone")
     return "other"
 
 
@@ -62,7 +62,7 @@ def examples(world: World, case: Case) -> str:
     with path.open(encoding="utf-8-sig") as lines:
         given = [line.strip() for line in lines if line.strip()]
     if [json.loads(line)["example"] for line in printed.split("\n") if line] != given:
-        raise Misled("the answered examples are not those of the file")
+        raise MisledError("the answered examples are not those of the file")
     return "other"
 
 
@@ -82,7 +82,7 @@ def documents(world: World, case: Case) -> str:
     tokens = [tokenizer.encode(text, add_special_tokens=False) for text in found if text.strip()]
     expected = [token for row in tokens for token in row[1:]]
     if recording.labels is None or recording.labels.tolist() != expected:
-        raise Misled("the recorded tokens are not those of the text")
+        raise MisledError("the recorded tokens are not those of the text")
     return "other"
 
 
@@ -101,7 +101,7 @@ def benchmark(world: World, case: Case) -> str:
     case.spoil(case.rng.choice(sorted((data / "openbookqa").iterdir())))
     recording = record_benchmark(world.checkpoint, "openbookqa", "test", case.out, data=data, limit=2)
     if recording.num_examples > 2:
-        raise Misled("more questions than were asked for")
+        raise MisledError("more questions than were asked for")
     return "other"
 
 
@@ -111,8 +111,8 @@ def question(world: World, case: Case) -> str:
     words = [word for word in ("--chat", "--show-loops") if case.rng.random() < 0.3]
     try:
         case.command("generate", world.checkpoint, f" {text}", "--max-new-tokens", 1, "--device", "cpu", *words)
-    except Refused:
+    except RefusedError:
         if text.isascii() and 5 < len(text) < 20 and not words:
-            raise Misled("a short prompt is refused") from None
+            raise MisledError("a short prompt is refused") from None
         raise
     return "other"

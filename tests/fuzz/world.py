@@ -86,7 +86,7 @@ EXAMPLES = "+ 1 * 0 1\n* 2 2\n- 0 1\n"
 CPU = torch.device("cpu")
 
 
-class _Interrupted(Exception):
+class _InterruptedError(Exception):
     """Ends a run in its middle."""
 
 
@@ -127,11 +127,11 @@ class World:
 
         def stop(done: int, *_: Any) -> None:
             if done == 5:
-                raise _Interrupted
+                raise _InterruptedError
 
         try:
             train(settings, folder, CPU, stop)
-        except _Interrupted:
+        except _InterruptedError:
             return folder, settings
         raise AssertionError("the run was not interrupted")
 
