@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from .kinds import KINDS
@@ -26,7 +27,8 @@ def main() -> int:
             fuzzer.attempt(options.only[0], options.index)
         else:
             print(f"A hang that no signal ends stops the fuzzer; {folder}-inputs/now says at which input.", flush=True)
-            fuzzer.run(options.inputs, lambda done: _progress(done, options.inputs, len(fuzzer.report.failures)))
+            with suppress(KeyboardInterrupt):  # what was tried by then is told
+                fuzzer.run(options.inputs, lambda done: _progress(done, options.inputs, len(fuzzer.report.failures)))
         print(fuzzer.report)
         if options.index is not None:
             print("\n".join(failure.trace for failure in fuzzer.report.failures))

@@ -63,7 +63,7 @@ GOOD: dict[str, Words] = {
     "study plan": lambda w, c: ["study", "plan", w.study, "--out", c.out, "--json"],
     "study status": lambda w, c: ["study", "status", w.study, "--out", c.out],
     "study report": lambda w, c: [
-        *("study", "report", w.study, "--out", c.out, "--store", w.store, "--product", "headline")
+        *("study", "report", w.study, "--out", c.out, "--store", c.out, "--product", "headline")
     ],
     "study run": lambda w, c: ["study", "run", w.study, "--out", c.out, "--force"],
     "demo": lambda w, c: ["demo", "--out", c.out, "--force"],

@@ -62,7 +62,8 @@ def weights(world: World, case: Case) -> str:
     name = case.rng.choice(("ouro-tiny", "huginn-tiny", "checkpoint", "checkpoint"))
     folder = case.copy(world.checkpoint if name == "checkpoint" else world.golden[name], "model")
     files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.index.json")))
-    case.spoil(case.rng.choice(files), files if name == "checkpoint" else ())
+    file = case.rng.choice(files)
+    case.spoil(file, [other for other in files if other != file])
     if case.rng.random() < 0.1 and name == "checkpoint":
         case.command("generate", folder, "1 and 2", "--max-new-tokens", 2, "--json")
     model = load_model(folder)

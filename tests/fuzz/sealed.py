@@ -185,6 +185,15 @@ def unfinished_run(world: World, case: Case) -> str:
     return "same"
 
 
+def unfinished_recording(world: World, case: Case) -> str:
+    """A recording that goes on must end as one that was never interrupted."""
+    folder = case.copy(world.unfinished_recording, "recordings")
+    case.spoil(case.rng.choice(files_of(folder / "new.unfinished")), writes=True)
+    world.record(folder / "new")
+    original = _original(load_recording, world.unfinished_recording / "finished")
+    return same(load_recording(folder / "new"), original, "an unfinished recording")
+
+
 @lru_cache(maxsize=1)
 def _plan(study: Path) -> Any:
     return make_plan(str(study), [])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from tiny_language import ouro_config, tiny_ouro
 import loopscope as ls
 from loopscope.exits.readouts import Readout, register_readout
 from loopscope.models.checkpoint import save_model
-from loopscope.recording import Keep, record_task
+from loopscope.progress import ProgressCallback, silent
+from loopscope.recording import Keep, benchmarks, record_task
 from loopscope.studies import make_plan
 from loopscope.studies.step_runner import do_step
 from loopscope.studies.steps import to_be_done
@@ -283,6 +285,30 @@ class World:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:4]))
         return self.folder / "benchmarks"
+
+    @cached_property
+    def unfinished_recording(self) -> Path:
+        """A recording of a benchmark that was interrupted at its second question of three; beside it a finished one."""
+        folder = self.folder / "unfinished-recording"
+        benchmarks._EVERY, usual = -1.0, benchmarks._EVERY  # what is done is kept at once
+
+        def stop(done: int, *_: Any) -> None:
+            if done == 3:
+                raise _InterruptedError
+
+        try:
+            for name, progress in (("finished", silent), ("new", stop)):
+                with suppress(_InterruptedError):
+                    self.record(folder / name, progress)
+        finally:
+            benchmarks._EVERY = usual
+        assert list((folder / "new.unfinished").glob("*.safetensors"))
+        return folder
+
+    def record(self, out: Path, progress: ProgressCallback = silent) -> ls.Trajectory:
+        """The recording that `unfinished_recording` is of; batches of one question each."""
+        what = {"data": self.benchmarks, "limit": 3, "batch_tokens": 1, "progress": progress}
+        return ls.record_benchmark(self.checkpoint, "openbookqa", "test", out, **what)
 
     def _written(self, name: str, text: str) -> Path:
         path = self.folder / name
