@@ -7,6 +7,7 @@ kind is drawn from the seed, the kind and I alone, so that it can be repeated al
 
 import faulthandler
 import io
+import logging
 import os
 import random
 import resource
@@ -317,6 +318,7 @@ def _limits(folder: Path) -> Iterator[None]:
     if pages is not None:
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
     os.chdir(folder)
+    logging.disable()  # libraries warn of what is then refused
     signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)  # again, if something swallows the first
     signal.setitimer(signal.ITIMER_REAL, WAITING, 1.0)
     faulthandler.dump_traceback_later(3 * WAITING, exit=True, file=sys.__stderr__)  # a hang that no signal ends
@@ -330,6 +332,7 @@ def _limits(folder: Path) -> Iterator[None]:
         for number, handler in before:
             signal.signal(number, handler)
         os.chdir(here)
+        logging.disable(logging.NOTSET)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         os.environ.clear()
         os.environ.update(environment)
