@@ -43,6 +43,9 @@ test-all: $(RAY)  ## the quick tests and the long ones, with Ray
 test-page: $(DEV)  ## the page of a report in a browser; `make browser` installs one
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m '' tests/report/test_page.py
 
+fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ="--seed 1" for others
+	$(BIN)/python -m tests.fuzz --inputs 20000 --seed 0 $(FUZZ)
+
 browser: $(DEV)  ## install a Chromium for the tests of the page; asks the system's package manager, with sudo if need be
 	@scripts/browser
 
@@ -52,4 +55,4 @@ check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help install demo test test-all test-page browser check
+.PHONY: help install demo test test-all test-page fuzz browser check

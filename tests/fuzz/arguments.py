@@ -1,0 +1,176 @@
+"""Every option of every verb, found in the parser itself: a verb that joins it needs only some good words here."""
+
+import argparse
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from loopscope.cli import make_parser
+
+from .mutations import NUMBERS, STRINGS
+from .runner import Case, MisledError
+from .world import World
+
+Words = Callable[[World, Case], list[object]]
+
+_TINY = ("task.train_examples=60", "task.validation_examples=12", "task.test_examples=15", "training.steps=1")
+_TINY = tuple(word for each in (*_TINY, "training.batch_size=4", "model.width=16") for word in ("--set", each))
+
+
+def _file(world: World) -> Path:
+    """A store that is a file: whatever is planned, nothing is trained."""
+    return world.documents["examples.txt"]
+
+
+GOOD: dict[str, Words] = {
+    "train": lambda w, c: ["train", "demo", "--out", c.out, *_TINY],
+    "pretrain": lambda w, c: [
+        *("pretrain", w.language_settings, "--out", c.out, "--set", "training.steps=1"),
+        *("--text", w.texts[0], "--validation", w.texts[1]),
+    ],
+    "record task": lambda w, c: ["record", "task", w.run, "--split", "test", "--examples", "20", "--out", c.out],
+    "record text": lambda w, c: ["record", "text", w.checkpoint, w.documents["documents.txt"], "--out", c.out],
+    "record benchmark": lambda w, c: [
+        *("record", "benchmark", w.checkpoint, "openbookqa", "--split", "test", "--data", w.folder / "none"),
+        *("--out", c.out),
+    ],
+    "evaluate": lambda w, c: ["evaluate", w.recordings["plain"], w.recordings["test"], "--readout", "margin"],
+    "diagnose": lambda w, c: ["diagnose", w.run],
+    "compare": lambda w, c: ["compare", w.run, "gate", "margin"],
+    "report": lambda w, c: ["report", w.run, "--out", c.out, "--product", "headline"],
+    "calibrate": lambda w, c: [
+        *("calibrate", w.recordings["plain"], "--max-drop", "0.6", "--confidence", "0.5", "--out", c.out),
+        *("--readout", "margin"),
+    ],
+    "run": lambda w, c: ["run", w.run, w.documents["examples.txt"], "--threshold", "0.5"],
+    "generate": lambda w, c: ["generate", w.checkpoint, "1 and 2", "--max-new-tokens", "2"],
+    "bench exits": lambda w, c: ["bench", "exits", w.run, "--rounds", "1", "--readout", "margin"],
+    "bench scoring": lambda w, c: ["bench", "scoring", w.checkpoint, "--data", w.folder / "none", "--rounds", "1"],
+    "bench generation": lambda w, c: [
+        *("bench", "generation", w.checkpoint, "--text", w.documents["documents.txt"], "--readout", "margin"),
+        *("--threshold", "0.5", "--prompts", "1", "--prompt-tokens", "2", "--new-tokens", "2", "--rounds", "1"),
+        *("--cache", "full"),
+    ],
+    "bench train": lambda w, c: ["bench", "train", "demo", *_TINY, "--rounds", "1", "--steps", "1"],
+    "bench record": lambda w, c: ["bench", "record", w.run, "--rounds", "1", "--examples", "20"],
+    "bench sweep": lambda w, c: ["bench", "sweep", "--examples", "20", "--rounds", "1"],
+    "bench guarantees": lambda w, c: ["bench", "guarantees", "--calibrations", "1", "--examples", "20"],
+    "harness": lambda w, c: ["harness", w.checkpoint, "--tasks", w.folder / "none.yaml"],
+    "selfcheck": lambda w, c: ["selfcheck", w.checkpoint, "--only", "replay", "--rounds", "1"],
+    "gate fit": lambda w, c: ["gate", "fit", w.recordings["plain"], "--out", c.out, "--steps", "2"],
+    "gate write": lambda w, c: ["gate", "write", w.gates["linear"], w.golden["ouro-tiny"], "--out", c.out],
+    "study plan": lambda w, c: ["study", "plan", w.study, "--out", c.out, "--json"],
+    "study status": lambda w, c: ["study", "status", w.study, "--out", c.out],
+    "study report": lambda w, c: [
+        *("study", "report", w.study, "--out", c.out, "--store", c.out, "--product", "headline")
+    ],
+    "study run": lambda w, c: ["study", "run", w.study, "--out", c.out, "--force"],
+    "demo": lambda w, c: ["demo", "--out", c.out, "--force"],
+}
+"""Words of every verb that are right, and take no time."""
+LAST: dict[str, Words] = {
+    "study run": lambda w, c: ["--store", _file(w), "--engine", "local", "--force"],
+    "demo": lambda w, c: ["--store", _file(w), "--engine", "local", "--force"],
+}
+"""What nothing else on the line may overrule."""
+SLOW = (
+    "selfcheck",
+    "harness",
+    "report",
+    "study report",
+    "demo",
+    "study run",
+    "train",
+    "pretrain",
+    "bench exits",
+    "bench guarantees",
+)
+"""Verbs that are drawn more seldom."""
+_LEFT_OUT = ("--open", "--help", "--version", "--force")
+_SIZES = ("examples", "max_new_tokens", "width", "classes", "loops", "prompts", "limit", "batch_size")
+"""A large one is long work, which is right; one beyond all bounds is refused."""
+_TIMES = ("steps", "calibrations", "rounds", "threads")
+"""So often, however often it is."""
+_READOUTS = ("margin", "gate", "entropy", "oracle", "fixed", "auto", "gate:linear", "none", "os:path", "no.such:x", ":")
+
+
+@cache
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every verb, by the words that lead to it."""
+    found: dict[str, argparse.ArgumentParser] = {}
+
+    def look(parser: argparse.ArgumentParser, name: str) -> None:
+        below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if not below:
+            found[name] = parser
+        for action in below:
+            for word, each in action.choices.items():
+                look(each, f"{name} {word}".strip())
+
+    look(make_parser(), "")
+    return found
+
+
+def _places(world: World) -> list[object]:
+    """Paths of every kind of artifact, and of none."""
+    return [
+        *(world.run, world.checkpoint, world.golden["huginn-tiny"], *world.recordings.values(), *world.gates.values()),
+        *(world.policies["margin"], world.policies["gate-linear"], world.policies["by-hand"], world.settings),
+        *(world.study, *world.documents.values(), world.folder / "none", "/dev/null", ".", "..", "/proc/self/mem"),
+        *("/nonexistent/x", "-", "a" * 300, "/" + "a/" * 2_000),
+    ]
+
+
+def _value(world: World, case: Case, action: argparse.Action) -> object:
+    rng = case.rng
+    most = {**dict.fromkeys(_SIZES, 2.0**62), **dict.fromkeys(_TIMES, 1e300)}.get(action.dest, 0.0)
+    numbers = [number for number in NUMBERS if not 8 < _number(number) < most]
+    options: list[Any] = [lambda: rng.choice(numbers), lambda: rng.choice(STRINGS), lambda: rng.choice(_places(world))]
+    if action.choices:
+        options += [lambda: rng.choice(list(action.choices or ()))] * 2
+    if action.dest in ("readout", "first", "second", "with_readout"):
+        options += [lambda: rng.choice(_READOUTS)] * 3
+    if action.dest in ("dtype", "device", "cache", "split"):
+        names = ("bfloat16", "float16", "cpu", "cuda", "cuda:99", "mps", "full", "latest", "train", "extrapolation")
+        options += [lambda: rng.choice(names)] * 2
+    return rng.choice(options)()
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except (ValueError, OverflowError):
+        return -1.0
+
+
+def arguments(world: World, case: Case) -> str:
+    rng = case.rng
+    usual = [name for name in GOOD if name not in SLOW]
+    name = rng.choice(list(GOOD) if rng.random() < 0.15 else usual)
+    words = GOOD[name](world, case)
+    verb = len(name.split())
+    actions = [each for each in verbs()[name]._actions if not set(each.option_strings) & set(_LEFT_OUT)]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        action = rng.choice(actions)
+        if not action.option_strings:  # a positional argument: in the place of one that is there
+            places = [at for at in range(verb, len(words)) if not str(words[at]).startswith("--")]
+            if places:
+                words[rng.choice(places[:3])] = _value(world, case, action)
+        elif action.nargs == 0:
+            words.append(rng.choice(action.option_strings))
+        else:
+            value = _value(world, case, action)
+            words += rng.choice(([action.option_strings[0], value], [f"{action.option_strings[0]}={value}"]))
+    if rng.random() < 0.05:
+        del words[rng.choice([at for at in range(verb, len(words)) if not str(words[at]).startswith("--")])]
+    if rng.random() < 0.05:
+        words.insert(rng.randrange(len(words)), rng.choice(STRINGS))
+    if "=" not in "".join(map(str, words[-1:])) and rng.random() < 0.5 and "device" in {each.dest for each in actions}:
+        words += ["--device", "cpu"]
+    words += LAST.get(name, lambda w, c: [])(world, case)
+    given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
+    printed = case.command(*given, verdicts=(0, 1) if name in ("evaluate", "selfcheck") else (0,))
+    if not printed and "--out" not in given and name not in ("generate", "run", "gate write"):
+        raise MisledError("a command did nothing, and said so")
+    return "other"

@@ -1,0 +1,44 @@
+"""Which inputs are there? Every kind of file that is read, every argument, every public function."""
+
+from . import arguments, checkpoints, python_api, sealed, settings, texts
+from .runner import Kind
+
+KINDS = {
+    "recording": Kind(sealed.recording, 14, ("recordings",)),
+    "gate": Kind(sealed.gate, 5, ("gates",)),
+    "policy": Kind(sealed.policy, 12, ("policies", "recordings")),
+    "run": Kind(sealed.finished_run, 8, ("run", "other_run", "language_run", "documents")),
+    "state": Kind(sealed.unfinished_run, 3, ("unfinished", "finished_weights")),
+    "study-store": Kind(sealed.study_store, 4, ("store",), quick=False),
+    "unfinished-recording": Kind(sealed.unfinished_recording, 1, ("unfinished_recording", "checkpoint"), quick=False),
+    "configuration": Kind(checkpoints.configuration, 8, ("checkpoint", "golden")),
+    "weights": Kind(checkpoints.weights, 8, ("checkpoint", "golden")),
+    "tokenizer": Kind(checkpoints.tokenizer, 6, ("checkpoint",)),
+    "settings": Kind(settings.run_settings, 8, ("settings",)),
+    "assignment": Kind(settings.assignment, 8, ("settings",)),
+    "pretrain-settings": Kind(settings.pretrain_settings, 4, ("language_settings",)),
+    "study-file": Kind(settings.study_file, 6, ("study",)),
+    "prompts": Kind(texts.prompts, 5, ("checkpoint", "documents")),
+    "question": Kind(texts.question, 2, ("checkpoint",)),
+    "examples": Kind(texts.examples, 4, ("run", "documents")),
+    "documents": Kind(texts.documents, 4, ("checkpoint", "documents")),
+    "benchmark": Kind(texts.benchmark, 1, ("checkpoint", "benchmarks"), quick=False),
+    "arguments": Kind(
+        arguments.arguments,
+        14,
+        (
+            "run",
+            "checkpoint",
+            "recordings",
+            "policies",
+            "golden",
+            "documents",
+            "texts",
+            "settings",
+            "language_settings",
+            "study",
+        ),
+    ),
+    "python": Kind(python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "settings")),
+}
+"""By name, each with its share of the inputs."""

@@ -1,0 +1,369 @@
+"""What becomes of an input? It is tried within limits of time and memory, and its outcome judged.
+
+An input is right if it is refused in one sentence (exit code 2, or `UserError`), or accepted and what it says holds:
+the kinds know what that is, and raise `MisledError` where it does not. Whatever else happens is a failure. Input I of a
+kind is drawn from the seed, the kind and I alone, so that it can be repeated alone.
+"""
+
+import faulthandler
+import io
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import unicodedata
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loopscope.artifacts import SCRATCH
+from loopscope.cli import main
+from loopscope.errors import UserError
+
+from .mutations import Rng, spoil
+from .world import World
+
+LONGEST = 500
+"""Characters of a message."""
+SECONDS = 10.0
+"""Of computing; an input takes 20 ms."""
+WAITING = 90.0
+"""Seconds by the clock, computing or not: a shared machine may be slow."""
+MEMORY = 3 << 30
+"""Bytes that an input may take."""
+
+
+class MisledError(Exception):
+    """An input was accepted, and means something else than it says."""
+
+
+class UnfitError(Exception):
+    """An input ended in another way than it may: an exit code, a message, a file that is left."""
+
+
+class RefusedError(Exception):
+    """The command line refused an input in one sentence."""
+
+
+class TooLongError(BaseException):
+    """An input takes longer than any should; no handler of ours or of a library may swallow it."""
+
+
+@dataclass
+class Case:
+    """One input: where it lies, and what was done to it."""
+
+    rng: Rng
+    folder: Path
+    notes: list[str] = field(default_factory=list)
+    before: dict[Path, tuple[int, ...]] = field(default_factory=dict)  # the files that must stay as they are
+
+    @property
+    def inputs(self) -> Path:
+        return self.folder / "in"
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out" / "new"
+
+    def copy(self, source: Path, name: str = "") -> Path:
+        """A copy of a file or a folder, to be spoilt."""
+        place = self.inputs / (name or source.name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, place, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source, place)
+        return place
+
+    def spoil(self, path: Path, others: Sequence[Path] = (), writes: bool = False) -> None:
+        """Spoils a file; from now on nothing of the inputs may change, unless what is tried `writes` there."""
+        self.notes.append(spoil(self.rng, path, others))
+        if not writes:
+            self.before = _stamps(self.inputs)
+
+    def command(self, *words: object, verdicts: Sequence[int] = (0,)) -> str:
+        """What a command prints, if it goes well; `RefusedError` if it ends in one sentence."""
+        given = [str(word) for word in words]
+        self.notes.append("loopscope " + " ".join(map(repr, given))[:2_000])
+        out, err = io.StringIO(), io.StringIO()
+        usage, before = False, sys.stdin
+        sys.stdin = io.StringIO("")
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                try:
+                    code = main(given)
+                except SystemExit as end:
+                    code, usage = int(end.code or 0), True
+        finally:
+            sys.stdin = before
+        said = err.getvalue()
+        if code == 2:
+            check_message(said.splitlines()[-1] if usage and said else said, usage)
+            raise RefusedError(said)
+        if code not in verdicts:
+            raise UnfitError(f"exit code {code}: {said[-300:]}")
+        check_text(said)
+        return out.getvalue()
+
+
+def check_message(said: str, usage: bool = False) -> None:
+    """One sentence, which a terminal shows as it is."""
+    check_text(said)
+    sentences = [line for line in said.splitlines() if line.startswith("loopscope")]
+    if not usage and (len(sentences) != 1 or not said.rstrip("\n").endswith(sentences[0])):
+        raise UnfitError(f"not one sentence: {said[-300:]!r}")
+    if not usage and len(sentences[0]) > LONGEST + len("loopscope: "):
+        raise UnfitError(f"a message is too long: {len(sentences[0]):,} characters, {sentences[0][:200]!r}")
+
+
+def check_error(error: UserError) -> None:
+    message = str(error)
+    try:
+        if len(message.splitlines()) != 1 or len(message) > LONGEST:
+            raise UnfitError(f"a message is too long: {len(message):,} characters or several lines, {message[:300]!r}")
+        check_text(message)
+    except UnfitError as unfit:
+        raise unfit from error
+
+
+def check_text(text: str) -> None:
+    for character in set(text) - set("\n"):
+        if unicodedata.category(character) in ("Cc", "Cs") or character in "\u2028\u2029\u202e\u2066\u2067\u2068":
+            at = text.index(character)
+            raise UnfitError(f"a raw character is printed: {character!r} in {text[max(0, at - 150) : at + 50]!r}")
+
+
+Attempt = Callable[[World, Case], str | None]
+"""Tries one input: "same" (accepted, and means what it meant) or "other" (accepted, and what it says holds)."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    attempt: Attempt
+    share: int  # of the inputs, against those of the other kinds
+    needs: tuple[str, ...] = ()  # good artifacts of the world, made before the time of an input counts
+    quick: bool = True  # whether it is in the short run of the tests
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: str
+    index: int
+    what: str  # in a line
+    place: str  # the same for inputs that fail for the same reason
+    notes: tuple[str, ...]
+    trace: str
+
+
+@dataclass
+class Report:
+    seed: int
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    slowest: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def distinct(self) -> dict[tuple[str, str], list[Failure]]:
+        found: dict[tuple[str, str], list[Failure]] = {}
+        for failure in self.failures:
+            found.setdefault((failure.kind, failure.place), []).append(failure)
+        return found
+
+    def __str__(self) -> str:
+        names = ("refused", "same", "other", "FAILED")
+        rows = [["kind", "inputs", *names, "s", "slowest"]]
+        for kind, counts in sorted(self.outcomes.items()):
+            times = [f"{self.seconds[kind]:.1f}", f"{self.slowest[kind]:.2f}"]
+            rows.append([kind, str(counts.total()), *(str(counts[name]) for name in names), *times])
+        whole = sum(self.outcomes.values(), Counter[str]())
+        total = sum(self.seconds.values())
+        rows.append(["all", str(whole.total()), *(str(whole[name]) for name in names), f"{total:.1f}", ""])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zipped))
+            for zipped in ([*zip(row, widths, strict=True)] for row in rows)
+        ]
+        for (kind, place), alike in sorted(self.distinct.items()):
+            first = alike[0]
+            again = f"python -m tests.fuzz --seed {self.seed} --only {kind} --index {first.index}"
+            lines += ["", f"FAILED {kind}, {len(alike)} times, {place}: {first.what}", f"  again: {again}"]
+            lines += [f"  {note}" for note in first.notes]
+        return "\n".join(lines)
+
+
+def schedule(kinds: Mapping[str, Kind], inputs: int) -> Iterator[tuple[str, int]]:
+    """The kind of every input and its number among them: spread evenly, whatever how many there are."""
+    whole = sum(kind.share for kind in kinds.values())
+    due = dict.fromkeys(kinds, 0.0)
+    numbers = Counter[str]()
+    for _ in range(inputs):
+        for name, kind in kinds.items():
+            due[name] += kind.share / whole
+        name = max(due, key=lambda each: due[each])
+        due[name] -= 1
+        yield name, numbers[name]
+        numbers[name] += 1
+
+
+class Fuzzer:
+    def __init__(self, world: World, kinds: Mapping[str, Kind], seed: int = 0, keep: Path | None = None) -> None:
+        self.world, self.kinds, self.seed, self.keep = world, kinds, seed, keep
+        self.report = Report(seed)
+        self._work = world.folder.with_name(f"{world.folder.name}-inputs")
+
+    def run(self, inputs: int, progress: Callable[[int], None] = lambda done: None) -> Report:
+        """Tries so many inputs, of every kind its share."""
+        for done, (kind, index) in enumerate(schedule(self.kinds, inputs), start=1):
+            self.attempt(kind, index)
+            progress(done)
+        return self.report
+
+    def attempt(self, kind: str, index: int) -> str:
+        """Tries one input, and says what became of it."""
+        for name in self.kinds[kind].needs:
+            getattr(self.world, name)
+        folder = self._work / f"{kind}-{index}"
+        case = Case(random.Random(f"{self.seed}/{kind}/{index}"), folder)
+        for place in (case.inputs, folder / "out", folder / "here"):
+            place.mkdir(parents=True)
+        (self._work / "now").write_text(f"--seed {self.seed} --only {kind} --index {index}\n")
+        before = _stamps(self.world.folder)
+        start = time.monotonic()
+        failure: Failure | None = None
+        with _limits(folder / "here"):
+            try:
+                outcome = self._outcome(kind, case)
+                self._check_files(case, before)
+            except (Exception, TooLongError) as error:
+                _stop_timers()
+                failure = _failure(kind, index, error, case)
+        outcome = "FAILED" if failure else outcome
+        if failure:
+            self.report.failures.append(failure)
+            if self.keep:
+                self.keep.mkdir(parents=True, exist_ok=True)
+                shutil.copytree(folder, self.keep / folder.name, symlinks=True, dirs_exist_ok=True, ignore=_pipes)
+                text = "\n".join([failure.what, *failure.notes, failure.trace])
+                (self.keep / folder.name / "failure.txt").write_text(text, errors="backslashreplace")
+        shutil.rmtree(folder, ignore_errors=True)
+        seconds = time.monotonic() - start
+        self.report.outcomes.setdefault(kind, Counter())[outcome] += 1
+        self.report.seconds[kind] = self.report.seconds.get(kind, 0.0) + seconds
+        self.report.slowest[kind] = max(self.report.slowest.get(kind, 0.0), seconds)
+        return outcome
+
+    def _outcome(self, kind: str, case: Case) -> str:
+        try:
+            return self.kinds[kind].attempt(self.world, case) or "same"
+        except UserError as error:
+            check_error(error)
+        except RefusedError:
+            pass
+        except OSError as error:  # the system's own sentence about a file; the command line prints it as it is
+            if error.filename is None:
+                raise
+        return "refused"
+
+    def _check_files(self, case: Case, before: dict[Path, tuple[int, ...]]) -> None:
+        """Nothing is left behind, and nothing that was there has changed."""
+        for root in (case.folder, self.world.folder):
+            if left := next(root.rglob(f"{SCRATCH}*"), None):
+                raise UnfitError(f"{left.name} was left behind")
+        for root, known in ((self.world.folder, before), (case.inputs, case.before)):
+            after = _stamps(root)
+            if lost := [path for path, stamp in known.items() if after.get(path) != stamp]:
+                raise UnfitError(f"{lost[0].relative_to(root)} was changed or lost")
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
+    found = {}
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            state = path.lstat()
+            found[path] = (state.st_size, state.st_mtime_ns, state.st_ino)
+    return found
+
+
+def _pipes(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if (path := Path(folder, name)).is_fifo() or not os.access(path, os.R_OK)]
+
+
+@contextmanager
+def _limits(folder: Path) -> Iterator[None]:
+    """Within `folder`, with limits of time and memory, and as many threads afterwards as before."""
+
+    def stop(*_: Any) -> None:
+        raise TooLongError(f"more than {SECONDS:g} s of computing, or {WAITING:g} s of waiting")
+
+    here = Path.cwd()
+    before = [(number, signal.signal(number, stop)) for number in (signal.SIGPROF, signal.SIGALRM)]
+    environment = dict(os.environ)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else None
+    if pages is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
+    os.chdir(folder)
+    logging.disable()  # libraries warn of what is then refused
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)  # again, if something swallows the first
+    signal.setitimer(signal.ITIMER_REAL, WAITING, 1.0)
+    faulthandler.dump_traceback_later(3 * WAITING, exit=True, file=sys.__stderr__)  # a hang that no signal ends
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _stop_timers()
+        faulthandler.cancel_dump_traceback_later()
+        for number, handler in before:
+            signal.signal(number, handler)
+        os.chdir(here)
+        logging.disable(logging.NOTSET)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+
+
+def _stop_timers() -> None:
+    for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+        signal.setitimer(timer, 0)
+
+
+def _failure(kind: str, index: int, error: BaseException, case: Case) -> Failure:
+    """An error and where it came from: the innermost line of ours, without the fuzzer's."""
+    source = error.__cause__ if isinstance(error, UnfitError) and error.__cause__ else error
+    frames = traceback.extract_tb(source.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}loopscope{os.sep}" in frame.filename]
+    place = f" in {ours[-1].filename.rpartition('loopscope' + os.sep)[2]}:{ours[-1].name}" if ours else ""
+    name = type(error).__name__
+    if isinstance(error, (MisledError, UnfitError)):
+        name += f": {str(error).partition(':')[0][:60]}"
+        place = "" if isinstance(error, MisledError) else place
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    trace = "".join(traceback.format_exception(error, limit=-12))
+    return Failure(kind, index, ascii(what)[1:-1], name + place, tuple(ascii(note)[1:-1] for note in case.notes), trace)
+
+
+@contextmanager
+def working_folder() -> Iterator[Path]:
+    """A folder for good artifacts; beside it `...-inputs` is for spoilt ones."""
+    with tempfile.TemporaryDirectory(prefix="loopscope-fuzz-") as name:
+        world = Path(name, "world")
+        world.mkdir()
+        Path(name, "world-inputs").mkdir()
+        yield world

@@ -1,0 +1,118 @@
+"""Texts are the user's: a file with other bytes is refused, or gives what the same text gives when it comes cleanly."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import loopscope as ls
+from loopscope.models import load_model
+from loopscope.models.tokenizer import chat_prompt, load_tokenizer
+from loopscope.recording import record_benchmark, record_text
+
+from .mutations import spoil_json
+from .runner import Case, MisledError, RefusedError
+from .world import World
+
+_READY: dict[Path, tuple[Any, Any]] = {}
+
+
+def _ready(checkpoint: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer of a good checkpoint, loaded once."""
+    if checkpoint not in _READY:
+        _READY[checkpoint] = load_model(checkpoint), load_tokenizer(checkpoint)
+    return _READY[checkpoint]
+
+
+def prompts(world: World, case: Case) -> str:
+    path = case.copy(world.documents[case.rng.choice(("prompts.jsonl", "prompts.txt"))])
+    case.spoil(path)
+    printed = case.command(
+        "generate", world.checkpoint, "--prompts", path, "--max-new-tokens", 2, "--json", "--device", "cpu"
+    )
+    lines = [line for line in path.read_bytes().decode("utf-8-sig").split("\n") if line.strip()]
+    if path.suffix == ".jsonl":
+        entries = [json.loads(line) for line in lines]
+        given = [entry["messages"] if "messages" in entry else entry["prompt"] for entry in entries]
+    else:
+        given = lines
+    answers = [json.loads(line) for line in printed.split("\n") if line]
+    if len(answers) != len(given):
+        raise MisledError("there are more or fewer answers than prompts")
+    model, tokenizer = _ready(world.checkpoint)
+    number = case.rng.randrange(len(given))
+    chosen, answer = given[number], answers[number]
+    if path.suffix != ".jsonl":  # a carriage return at the end of a line may go
+        chosen = chosen.rstrip("\r") if answer["prompt"] == chosen.rstrip("\r") else chosen
+    if answer["prompt"] != chosen:
+        raise MisledError("a prompt is not what the file says")
+    tokens = tokenizer(chosen)["input_ids"] if isinstance(chosen, str) else chat_prompt(tokenizer, chosen)
+    (alone,) = ls.generate(model, [ls.Prompt(0, np.array(tokens))], max_new_tokens=2, stop=[0, 1, 2])
+    if alone.tokens != answer["tokens"]:
+        raise MisledError("a prompt gives another text than alone")
+    return "other"
+
+
+def examples(world: World, case: Case) -> str:
+    path = case.copy(world.documents["examples.txt"])
+    case.spoil(path)
+    printed = case.command("run", world.run, path, "--threshold", 0.5, "--device", "cpu")
+    with path.open(encoding="utf-8-sig") as lines:
+        given = [line.strip() for line in lines if line.strip()]
+    if [json.loads(line)["example"] for line in printed.split("\n") if line] != given:
+        raise MisledError("the answered examples are not those of the file")
+    return "other"
+
+
+def documents(world: World, case: Case) -> str:
+    name = case.rng.choice(("documents.txt", "documents.jsonl"))
+    path = case.copy(world.documents[name])
+    case.spoil(path)
+    if case.rng.random() < 0.1:
+        case.command("record", "text", world.checkpoint, path, "--out", case.out, "--device", "cpu")
+    recording = record_text(world.checkpoint, [path], "validation", case.out)
+    data = path.read_bytes()
+    if name.endswith(".jsonl"):
+        found = [entry["text"] for entry in _values(data.decode())]
+    else:
+        found = data.decode().split("<|endoftext|>")
+    _, tokenizer = _ready(world.checkpoint)
+    tokens = [tokenizer.encode(text, add_special_tokens=False) for text in found if text.strip()]
+    expected = [token for row in tokens for token in row[1:]]
+    if recording.labels is None or recording.labels.tolist() != expected:
+        raise MisledError("the recorded tokens are not those of the text")
+    return "other"
+
+
+def _values(text: str) -> Iterator[Any]:
+    """JSON values, one after the other."""
+    decoder, text = json.JSONDecoder(), text.strip()
+    while text:
+        value, end = decoder.raw_decode(text)
+        yield value
+        text = text[end:].lstrip()
+
+
+def benchmark(world: World, case: Case) -> str:
+    """The questions of a benchmark as lm_eval reads them."""
+    data = case.copy(world.benchmarks, "data")
+    case.spoil(case.rng.choice(sorted((data / "openbookqa").iterdir())))
+    recording = record_benchmark(world.checkpoint, "openbookqa", "test", case.out, data=data, limit=2)
+    if recording.num_examples > 2:
+        raise MisledError("more questions than were asked for")
+    return "other"
+
+
+def question(world: World, case: Case) -> str:
+    """One prompt on the command line."""
+    text = spoil_json(case.rng, b'{"prompt": "1 and 2"}').decode("utf-8", "surrogateescape")
+    words = [word for word in ("--chat", "--show-loops") if case.rng.random() < 0.3]
+    try:
+        case.command("generate", world.checkpoint, f" {text}", "--max-new-tokens", 1, "--device", "cpu", *words)
+    except RefusedError:
+        if text.isascii() and 5 < len(text) < 20 and not words:
+            raise MisledError("a short prompt is refused") from None
+        raise
+    return "other"

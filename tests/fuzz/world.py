@@ -1,0 +1,316 @@
+"""What is spoilt? One good artifact of every kind, made once for all inputs, each when it is first needed."""
+
+import json
+import shutil
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from conftest import GATED, GOLDEN, TINY_OURO, random_trajectory, tiny_settings, tiny_text
+from tiny_language import ouro_config, tiny_ouro
+
+import loopscope as ls
+from loopscope.exits.readouts import Readout, register_readout
+from loopscope.models.checkpoint import save_model
+from loopscope.progress import ProgressCallback, silent
+from loopscope.recording import Keep, benchmarks, record_task
+from loopscope.studies import make_plan
+from loopscope.studies.step_runner import do_step
+from loopscope.studies.steps import to_be_done
+from loopscope.training import train
+from loopscope.training.language_run import LanguageRun, read_pretrain_settings
+from loopscope.training.loop import train_run
+from loopscope.training.tokenizer import train_tokenizer
+
+SETTINGS = """\
+[task]
+name = "mano"
+modulus = 3
+max_operations = 2
+train_examples = 60
+validation_examples = 12
+test_examples = 15
+
+[model]
+layers = 1
+heads = 2
+width = 16
+loops = 3
+block_size = 11
+gate = "linear"
+
+[objective]
+name = "learned_gate"
+prior = "geometric"
+geometric_lambda = 0.3
+beta = 0.1
+
+[training]
+steps = 2
+batch_size = 4
+learning_rate = 3e-3
+min_learning_rate = 3e-4
+muon_learning_rate = 0.01
+warmup_steps = 1
+log_every = 1
+checkpoint_every = 1
+validate_every = 2
+validation_sample = 6
+"""
+STUDY = """\
+title = "Tiny"
+targets = [0.2, 0.9]
+
+[[parts]]
+settings = "demo"
+set = ["task.modulus=3", "task.max_operations=2", "task.train_examples=60", "task.validation_examples=40",
+    "task.test_examples=40", "model.width=16", "model.loops=3", "model.block_size=11", "training.steps=2",
+    "training.batch_size=4", "training.checkpoint_every=4", "training.validation_sample=6"]
+reference = { gate = "none", prior = 0.3 }
+gates = { examples = 40, steps = 3, kind = ["linear"], objective = ["utility"] }
+guarantees = [{ max_drop = 0.9, confidence = 0.5, readout = "margin" }]
+
+[[parts.runs]]
+prior = [0.3]
+seed = [0]
+fit = true
+
+[[parts.runs]]
+gate = ["linear"]
+prior = [0.3]
+beta = [0.1]
+"""
+PROMPTS = '{"prompt": "1 and 2"}\n{"prompt": "3 make 4. "}\n{"messages": [{"role": "user", "content": "5 and 6"}]}\n'
+EXAMPLES = "+ 1 * 0 1\n* 2 2\n- 0 1\n"
+CPU = torch.device("cpu")
+
+
+class _InterruptedError(Exception):
+    """Ends a run in its middle."""
+
+
+def own_step(now: Any) -> Any:
+    return np.abs(now).max(axis=1)
+
+
+class World:
+    """A folder of good artifacts; a property makes its own when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        torch.set_num_threads(1)
+
+    @cached_property
+    def run(self) -> Path:
+        """A finished run of a task with a gate, and recordings of two splits."""
+        folder = self.folder / "run"
+        train(tiny_settings(*GATED, "task.train_examples=60", "training.steps=6"), folder, CPU)
+        for split in ("validation", "test"):
+            record_task(folder, split, folder / "recordings" / split, Keep(hidden=True))
+        return folder
+
+    @cached_property
+    def other_run(self) -> Path:
+        """The same with other random numbers."""
+        folder = self.folder / "other-run"
+        train(tiny_settings(*GATED, "task.train_examples=60", "training.steps=6", "training.seed=7"), folder, CPU)
+        for split in ("validation", "test"):
+            record_task(folder, split, folder / "recordings" / split, Keep(hidden=True))
+        return folder
+
+    @cached_property
+    def unfinished(self) -> tuple[Path, Any]:
+        """A run that was interrupted at its fourth step of six, and its settings."""
+        folder = self.folder / "unfinished"
+        settings = tiny_settings(*GATED, "task.train_examples=60", "training.steps=6", "training.checkpoint_every=2")
+
+        def stop(done: int, *_: Any) -> None:
+            if done == 5:
+                raise _InterruptedError
+
+        try:
+            train(settings, folder, CPU, stop)
+        except _InterruptedError:
+            return folder, settings
+        raise AssertionError("the run was not interrupted")
+
+    @cached_property
+    def finished_weights(self) -> bytes:
+        """The weights with which `unfinished` must end."""
+        folder = self.folder / "ran-through"
+        train(self.unfinished[1], folder, CPU)
+        return (folder / "model.safetensors").read_bytes()
+
+    @cached_property
+    def recordings(self) -> dict[str, Path]:
+        """A recording of every form: with logits, with signals in their place, of sequences, of a benchmark."""
+        made = {
+            "plain": random_trajectory(rows=40, split="validation", provenance={"weights_sha256": "a" * 64}),
+            "other": random_trajectory(1, rows=40, split="validation", provenance={"weights_sha256": "a" * 64}),
+            "test": random_trajectory(2, rows=40, split="test", examples=[f"{row}" for row in range(40)]),
+            "seen": random_trajectory(3, rows=40, split="validation", seen=np.arange(40) % 3 == 0),
+        }
+        whole = made["plain"]
+        made["signals"] = ls.Trajectory(
+            predictions=whole.predicted,
+            label_log_probs=-whole.cross_entropy,
+            labels=whole.labels,
+            sequences=np.arange(40) // 4,
+            signals={name: ls.signal(name, whole) for name in ("margin", "kl", "hidden_change")},
+            split="validation",
+        )
+        for name, trajectory in made.items():
+            trajectory.save(self.folder / "recordings" / name)
+        return {name: self.folder / "recordings" / name for name in made}
+
+    @cached_property
+    def gates(self) -> dict[str, Path]:
+        rng = np.random.default_rng(0)
+        vector, matrix = rng.normal(size=6), rng.normal(size=(3, 6))
+        provenance = {"split": "train", "weights_sha256": "a" * 64, "settings": {"steps": 3}}
+        made = {
+            "linear": ls.FittedGate(vector, np.array(0.5), provenance=provenance),
+            "other": ls.FittedGate(-vector, np.array(0.25), provenance=provenance),
+            "mlp": ls.FittedGate(vector[:3], np.array(0.5), matrix, vector[3:], provenance),
+        }
+        for name, gate in made.items():
+            gate.save(self.folder / "gates" / name)
+        return {name: self.folder / "gates" / name for name in made}
+
+    @cached_property
+    def policies(self) -> dict[str, Path]:
+        """One of every readout, with a promise where it can have one, and one of an older schema."""
+        folder = self.folder / "policies"
+        folder.mkdir()
+        register_readout(Readout("fuzzed", "above", "logits", own_step))
+        big = random_trajectory(5, rows=300, split="validation", provenance={"weights_sha256": "a" * 64})
+        gates = {name: ls.FittedGate.load(path) for name, path in self.gates.items()}
+        for name, kind in ls.READOUTS.items():
+            if kind in ("above", "below"):
+                policy = ls.calibrate(big, 0.5, 0.6, readout=name)
+                policy.save(folder / f"{name}.json")
+        for name in ("linear", "mlp"):
+            ls.calibrate(big, 0.5, 0.6, readout=f"gate:{name}", gates=gates).save(folder / f"gate-{name}.json")
+        ls.conformal_risk_control(big, 0.5, readout="margin").save(folder / "average.json")
+        ls.ExitPolicy("margin", 0.5).save(folder / "by-hand.json")
+        ls.ExitPolicy("fixed", 2).save(folder / "fixed.json")
+        ls.ExitPolicy("oracle").save(folder / "oracle.json")
+        ls.ExitPolicy("gate:linear", 0.5, gates["linear"]).save(folder / "gate-by-hand.json")
+        shutil.copyfile(GOLDEN / "policies" / "schema2.json", folder / "schema2.json")
+        return {path.name.removesuffix(".json"): path for path in sorted(folder.glob("*.json"))}
+
+    @cached_property
+    def texts(self) -> tuple[Path, Path]:
+        folder = self.folder / "texts"
+        folder.mkdir()
+        return tiny_text(folder)
+
+    @cached_property
+    def documents(self) -> dict[str, Path]:
+        folder = self.folder / "documents"
+        folder.mkdir()
+        written = [f"{a} and {a + 1} make {2 * a + 1}. " for a in range(6)]
+        (folder / "documents.txt").write_text("<|endoftext|>".join(written))
+        (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
+        (folder / "prompts.jsonl").write_text(PROMPTS)
+        (folder / "prompts.txt").write_text("1 and 2\n3 make\n")
+        (folder / "examples.txt").write_text(EXAMPLES)
+        return {path.name: path for path in folder.iterdir()}
+
+    @cached_property
+    def language_run(self) -> Path:
+        """A pretrained run, which is a checkpoint of an Ouro with a tokenizer."""
+        settings = read_pretrain_settings(self.language_settings, ["training.steps=2"])
+        first, second = self.texts
+        train_run(LanguageRun(settings, (first,), (second,), self.folder / "language-run"), CPU)
+        return self.folder / "language-run"
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        """A small Ouro as somebody else made it, in two shards, with a tokenizer and a chat template."""
+        folder = self.folder / "checkpoint"
+        folder.mkdir()
+        documents = [f"{a} and {b} make {a + b}. " for a in range(10) for b in range(10)]
+        train_tokenizer(documents, 290, 64, folder)
+        changes: dict[str, Any] = {"vocab_size": 290, "hidden_size": 16, "max_position_embeddings": 64}
+        changes |= {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "total_ut_steps": 3}
+        (folder / "config.json").write_text(json.dumps(ouro_config(**changes)))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "max_new_tokens": 5}))
+        save_model(tiny_ouro(**changes).state_dict(), folder, 20_000)
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        return folder
+
+    @cached_property
+    def golden(self) -> dict[str, Path]:
+        """Checkpoints in the layouts of Ouro and Huginn."""
+        found = {}
+        for name in ("ouro-tiny", "huginn-tiny"):
+            found[name] = self.folder / name
+            shutil.copytree(GOLDEN / name, found[name], ignore=shutil.ignore_patterns("expected*"))
+        return found
+
+    @cached_property
+    def settings(self) -> Path:
+        return self._written("settings.toml", SETTINGS)
+
+    @cached_property
+    def language_settings(self) -> Path:
+        return self._written("language.toml", TINY_OURO)
+
+    @cached_property
+    def study(self) -> Path:
+        return self._written("study.toml", STUDY)
+
+    @cached_property
+    def store(self) -> Path:
+        """The store of the study, finished."""
+        store = self.folder / "store"
+        store.mkdir()
+        plan = make_plan(str(self.study), [])
+        for step in to_be_done((goal for model in plan.models for goal in model.goals), store):
+            do_step(step, store, "cpu")
+        return store
+
+    @cached_property
+    def benchmarks(self) -> Path:
+        """Some questions of a benchmark; the library that reads them takes seconds to be imported."""
+        import lm_eval.tasks  # noqa: F401
+
+        data = Path(__file__).parents[1] / "data" / "benchmarks"
+        for file in (data / "openbookqa").iterdir():
+            place = self.folder / "benchmarks" / "openbookqa" / file.name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:4]))
+        return self.folder / "benchmarks"
+
+    @cached_property
+    def unfinished_recording(self) -> Path:
+        """A recording of a benchmark that was interrupted at its second question of three; beside it a finished one."""
+        folder = self.folder / "unfinished-recording"
+        benchmarks._EVERY, usual = -1.0, benchmarks._EVERY  # what is done is kept at once
+
+        def stop(done: int, *_: Any) -> None:
+            if done == 3:
+                raise _InterruptedError
+
+        try:
+            for name, progress in (("finished", silent), ("new", stop)):
+                with suppress(_InterruptedError):
+                    self.record(folder / name, progress)
+        finally:
+            benchmarks._EVERY = usual
+        assert list((folder / "new.unfinished").glob("*.safetensors"))
+        return folder
+
+    def record(self, out: Path, progress: ProgressCallback = silent) -> ls.Trajectory:
+        """The recording that `unfinished_recording` is of; batches of one question each."""
+        what = {"data": self.benchmarks, "limit": 3, "batch_tokens": 1, "progress": progress}
+        return ls.record_benchmark(self.checkpoint, "openbookqa", "test", out, **what)
+
+    def _written(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(text)
+        return path
