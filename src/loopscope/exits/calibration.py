@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.stats import sem
 
 from loopscope.errors import UserError
+from loopscope.exits.exit_counts import ExitCounts
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Evidence, Guarantee
 from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
@@ -112,7 +113,20 @@ def certify(
     guarantee = _guarantee(policy, walk, place, passed, level, target, lists, recording, proposing)
     weights = recording.provenance.get("weights_sha256")
     definition = readout_definition(policy.readout)
-    return replace(policy, model=weights, guarantee=guarantee, scope=scope_of(recording), definition_sha256=definition)
+    return replace(
+        policy,
+        model=weights,
+        guarantee=guarantee,
+        scope=scope_of(recording),
+        definition_sha256=definition,
+        exit_counts=_exit_counts(policy, tested),
+    )
+
+
+def _exit_counts(policy: ExitPolicy, tested: Trajectory) -> ExitCounts:
+    (all_units,) = risk_groups(tested, per_difficulty=False)
+    depths = all_units.means(policy.exit_loops(tested))
+    return ExitCounts.of(depths, tested.num_loops, tested.sequences is not None)
 
 
 def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, FittedGate]) -> None:

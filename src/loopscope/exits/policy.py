@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from loopscope.artifacts import atomic_file, map_tensors, save_tensors, sha256, write_json
 from loopscope.config import Settings, build, digest, plain, read_json
 from loopscope.errors import UserError
+from loopscope.exits.exit_counts import ExitCounts
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.readouts import READOUTS, find_readout, readout_definition, readout_kind
@@ -37,7 +38,7 @@ class GateFile(Settings, frozen=True, kw_only=True):
 class PolicyFile(Settings, frozen=True, kw_only=True):
     """What the file of a policy says."""
 
-    schema_version: Literal[4] = 4
+    schema_version: Literal[5] = 5
     readout: str
     threshold: float | None = None
     definition_sha256: str | None = None  # of a readout of the user's, as it was
@@ -45,6 +46,7 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
     model: str | None = None
     scope: Scope = ANYTHING
     guarantee: Guarantee | None = None
+    exit_counts: ExitCounts | None = None
     digest: str = ""  # of all of the above, where there is a promise: it is void for another threshold
 
     def seal(self) -> str:
@@ -52,12 +54,15 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Older files have no scope, and the oldest call a guarantee a promise; what sealed them is checked before."""
+        """Older files lack the exit counts, then a scope, and the oldest call a guarantee a promise.
+
+        What sealed them is checked before.
+        """
         values = read_json(dict[str, Any], path, "policy")
-        older = values.get("schema_version") in (1, 2, 3)
+        older = values.get("schema_version") in (1, 2, 3, 4)
         if older:
             sealed = values.get("digest") == digest({**values, "digest": ""})
-            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 4}
+            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 5}
         file = build(cls, values, str(path))
         if file.guarantee is not None and not (sealed if older else file.digest == file.seal()):
             raise UserError(
@@ -83,6 +88,9 @@ class ExitPolicy:
     guarantee: Guarantee | None = None
     scope: Scope = ANYTHING
     definition_sha256: str | None = None  # of a readout of the user's, as it was when the threshold was chosen
+    exit_counts: ExitCounts | None = (
+        None  # of the examples that the promise was tested on: what a monitor compares with
+    )
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
@@ -125,6 +133,7 @@ class ExitPolicy:
             model=self.model,
             scope=self.scope,
             guarantee=self.guarantee,
+            exit_counts=self.exit_counts,
         )
         write_json(path, file if self.guarantee is None else msgspec.structs.replace(file, digest=file.seal()))
 
@@ -140,14 +149,17 @@ class ExitPolicy:
                 "install the package that defines it (on the command line: --with-readout MODULE:NAME)."
             )
         if file.gate is None:
+            definition = file.definition_sha256
             return cls(
-                file.readout, file.threshold, None, file.model, file.guarantee, file.scope, file.definition_sha256
+                file.readout, file.threshold, None, file.model, file.guarantee, file.scope, definition, file.exit_counts
             )._as_defined()
         weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
         if not weights.is_file() or sha256(weights) != file.gate.sha256:
             raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
         gate = FittedGate.of_tensors(map_tensors(weights), file.gate.provenance)
-        return cls(file.readout, file.threshold, gate, file.model, file.guarantee, file.scope)
+        return cls(
+            file.readout, file.threshold, gate, file.model, file.guarantee, file.scope, exit_counts=file.exit_counts
+        )
 
     def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
         """Refuses another model than the one it was made for, another full depth, or decisions of another kind.
@@ -185,7 +197,7 @@ class ExitPolicy:
             self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
         )
         scope = msgspec.structs.replace(self.scope, precision=None)
-        return replace(self, gate=gate, model=None, guarantee=None, scope=scope)
+        return replace(self, gate=gate, model=None, guarantee=None, scope=scope, exit_counts=None)
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""
