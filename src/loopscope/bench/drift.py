@@ -27,6 +27,8 @@ _MOST_REFUSED = 20
 """Calibrations in a row."""
 _HARDER = 20.0
 """How many times as frequent as the easiest the hardest examples become."""
+_AT_A_TIME = 500
+"""After an alarm nobody watches on."""
 _SCALE = 1.25
 _WRONG = 0.05
 
@@ -158,7 +160,10 @@ def detections(
         monitor = Monitor(policy, alpha, number)
         result = monitor.replay(draw(population, CHANGE, rng), AUDIT)
         if not result.alarm:
-            result = monitor.replay(_rest(population, changed, change == SLOWLY, length - CHANGE, rng), AUDIT)
+            rest = _rest(population, changed, change == SLOWLY, length - CHANGE, rng)
+            for rows in np.split(np.arange(length - CHANGE), np.arange(_AT_A_TIME, length - CHANGE, _AT_A_TIME)):
+                if not result.alarm:
+                    result = monitor.replay(rest.take(rows), AUDIT)
         results.append(result)
         truths.append((truth(population, policy), truth(changed, policy)))
         advance(number + 1)

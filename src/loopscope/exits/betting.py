@@ -1,9 +1,9 @@
 """How does evidence add up that may be looked at any time? Wealth that grows by bets only if the hypothesis is wrong.
 
-Where a hypothesis holds, no bet of an unfair kind is offered: whatever is staked on what comes next, wealth that began
-at 1 is at most 1 on average, and ever reaches 1/a with a probability of at most a (Ville's inequality). It is spread
-over a few bets, one of which is to keep it; at every step a share of it, 1 / (300 + steps), is spread anew, so that
-what begins late is found, too. (A constant share would make it fall exponentially on a long quiet stream.)
+Where a hypothesis holds, no bet on what comes next pays more than its stake on average. So wealth that began at 1 is at
+most 1 on average, and ever reaches 1/a with a probability of at most a (Ville's inequality). It is spread over a few
+bets, one of which is to keep it; at every step a share of it, 1 / (300 + steps), is spread anew, so that what begins
+late is found, too. (A constant share would make it fall exponentially on a long quiet stream.)
 
 References: conformal test martingales and their Simple Jumper (Vovk, Gammerman and Shafer, 2022), betting on bounded
 means (Waudby-Smith and Ramdas, 2024), fixed share (Herbster and Warmuth, 1998).
@@ -12,6 +12,7 @@ means (Waudby-Smith and Ramdas, 2024), fixed share (Herbster and Warmuth, 1998).
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import exp, log
+from operator import mul
 
 import msgspec
 
@@ -41,12 +42,12 @@ class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     total: float = 0.0  # of what was observed on them
 
     def grow(self, payoffs: Sequence[float], observed: float, example: int) -> None:
-        """By bets (all but the first) that pay so much for 1, on what was observed at `example` of the stream."""
-        won = [self.shares[0], *(share * paid for share, paid in zip(self.shares[1:], payoffs, strict=True))]
+        """By bets that pay so much for 1, the first of them 1, on what was observed at `example` of the stream."""
+        won = list(map(mul, self.shares, payoffs))
         wealth = sum(won)
         anew = 1 / (_HALF + self.steps)
         kept = (1 - anew) / wealth
-        first, rest = anew * _KEPT, anew * (1 - _KEPT) / len(payoffs)
+        first, rest = anew * _KEPT, anew * (1 - _KEPT) / (len(won) - 1)
         self.shares = [share * kept + rest for share in won]
         self.shares[0] += first - rest
         self.steps += 1
@@ -85,8 +86,8 @@ class Bets:
         self._if_not = [1 / (1 + each) / (1 - probability) for each in odds]
 
     def payoffs(self, event: float) -> list[float]:
-        """For 1 on each bet: of an event (1), or none (0), or anything between."""
-        return [event * high + (1 - event) * low for high, low in zip(self._if, self._if_not, strict=True)]
+        """For 1 on each bet, the first of which is to keep it: of an event (1), or none (0), or anything between."""
+        return [1.0, *(event * high + (1 - event) * low for high, low in zip(self._if, self._if_not, strict=True))]
 
 
 class RankBets:
@@ -95,12 +96,12 @@ class RankBets:
     def __init__(self) -> None:
         cuts = [Bets(1 - cut, _FEWER_OR_MORE) for cut in _CUTS]
         self._payoffs = [
-            [paid for number, bets in enumerate(cuts) for paid in bets.payoffs(float(number < place))]
+            [1.0, *(paid for number, bets in enumerate(cuts) for paid in bets.payoffs(float(number < place))[1:])]
             for place in range(len(_CUTS) + 1)
         ]
 
     def payoffs(self, rank: float) -> list[float]:
-        """For 1 on each bet; 1 on average if the rank, between 0 and 1, is uniform."""
+        """The same of a rank between 0 and 1; each is 1 on average if it is uniform."""
         return self._payoffs[bisect_right(_CUTS, rank)]
 
 

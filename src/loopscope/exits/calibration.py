@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.stats import sem
 
 from loopscope.errors import UserError
-from loopscope.exits.exit_counts import ExitCounts
+from loopscope.exits.calibration_exits import CalibrationExits
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Evidence, Guarantee
 from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
@@ -119,14 +119,14 @@ def certify(
         guarantee=guarantee,
         scope=scope_of(recording),
         definition_sha256=definition,
-        exit_counts=_exit_counts(policy, tested),
+        calibration_exits=_calibration_exits(policy, tested),
     )
 
 
-def _exit_counts(policy: ExitPolicy, tested: Trajectory) -> ExitCounts:
+def _calibration_exits(policy: ExitPolicy, tested: Trajectory) -> CalibrationExits:
     (all_units,) = risk_groups(tested, per_difficulty=False)
     depths = all_units.means(policy.exit_loops(tested))
-    return ExitCounts.of(depths, tested.num_loops, tested.sequences is not None)
+    return CalibrationExits.of(depths, tested.num_loops, tested.sequences is not None)
 
 
 def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, FittedGate]) -> None:

@@ -21,7 +21,7 @@ from loopscope.artifacts import write_json
 from loopscope.config import Settings, digest, read_json
 from loopscope.errors import UserError
 from loopscope.exits.betting import MEAN_BETS, RANK_BETS, MeanBets, RankBets, Wealth, start
-from loopscope.exits.exit_counts import ExitCounts
+from loopscope.exits.calibration_exits import CalibrationExits
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.losses import lost_at, population, risk_groups
 from loopscope.exits.policy import ExitPolicy
@@ -89,6 +89,7 @@ class Monitor:
             raise UserError(f"The share of false alarms lies between 0 and 1, such as 0.01; got {alpha}.")
         if not isinstance(seed, int) or not 0 <= seed < 2**31:
             raise UserError(f"A seed is a whole number from 0 on (and below 2**31), got {seed}.")
+        self._enough = log(2 / alpha)
         self._rank_bets, self._mean_bets = RankBets(), MeanBets(self.guarantee.max_drop)
         self._state = MonitorFile(
             policy=_identity(policy),
@@ -103,6 +104,7 @@ class Monitor:
     def update(self, exit_loops: ArrayLike, losses: ArrayLike | None = None) -> MonitorResult:
         """The next units of the stream, in their order: the loops at which they exit, and what the audited ones lost.
 
+        The order is that in which they arrived; the engine answers those that exit early before their neighbours.
         A unit is an example; where the promise counts sequences, a sequence, with the averages over its decisions.
         A loss is 1 if the early answer loses against full depth as the promise has it (gap or disagreement), else 0;
         NaN where that was not looked at. Who is audited must not depend on how it exits: draw by lot.
@@ -170,6 +172,8 @@ class Monitor:
         if state.policy != _identity(policy):
             raise UserError(f"{path} watches the stream of another policy; begin a new monitor for this one.")
         monitor = cls(policy, state.alpha, state.seed)
+        if _sizes(state) != _sizes(monitor._state):
+            raise UserError(f"{path} does not hold what this version keeps of a stream; begin a new monitor.")
         monitor._state = state
         return monitor
 
@@ -212,8 +216,7 @@ class Monitor:
             self._raise("risk", "higher", state.risk, self.guarantee.max_drop)
 
     def _speaks(self, wealth: Wealth, test: str) -> bool:
-        enough = wealth.log_e >= log(2 / self._state.alpha)
-        return enough and all(alarm.test != test for alarm in self._state.alarms)
+        return wealth.log_e >= self._enough and all(alarm.test != test for alarm in self._state.alarms)
 
     def _raise(self, test: Any, direction: Any, wealth: Wealth, expected: float) -> None:
         assert wealth.mean is not None  # wealth that is above 1 has grown
@@ -251,12 +254,12 @@ def _words(alarm: Alarm, unit: str) -> str:
     )
 
 
-def _promise_of(policy: ExitPolicy) -> tuple[Guarantee, ExitCounts]:
+def _promise_of(policy: ExitPolicy) -> tuple[Guarantee, CalibrationExits]:
     if not isinstance(policy, ExitPolicy):
         raise UserError(f"A monitor is made of a calibrated exit policy, got {type(policy).__name__}.")
     if policy.guarantee is None:
         raise UserError("This policy promises nothing, so there is nothing to monitor; calibrate one.")
-    counts = policy.exit_counts
+    counts = policy.calibration_exits
     if counts is None:
         raise UserError(
             "This policy does not say how its calibration examples exited (its file is older); calibrate again."
@@ -269,7 +272,11 @@ def _promise_of(policy: ExitPolicy) -> tuple[Guarantee, ExitCounts]:
 
 def _identity(policy: ExitPolicy) -> str:
     threshold = None if policy.threshold is None else float(policy.threshold)
-    return digest([policy.readout, threshold, policy.model, policy.exit_counts, policy.guarantee])
+    return digest([policy.readout, threshold, policy.model, policy.calibration_exits, policy.guarantee])
+
+
+def _sizes(state: MonitorFile) -> list[int]:
+    return [len(each) for each in (state.counts, state.exits.shares, state.risk.shares)]
 
 
 def _vector(values: ArrayLike, what: str) -> Values:

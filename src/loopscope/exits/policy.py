@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from loopscope.artifacts import atomic_file, map_tensors, save_tensors, sha256, write_json
 from loopscope.config import Settings, build, digest, plain, read_json
 from loopscope.errors import UserError
-from loopscope.exits.exit_counts import ExitCounts
+from loopscope.exits.calibration_exits import CalibrationExits
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.readouts import READOUTS, find_readout, readout_definition, readout_kind
@@ -46,7 +46,7 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
     model: str | None = None
     scope: Scope = ANYTHING
     guarantee: Guarantee | None = None
-    exit_counts: ExitCounts | None = None
+    calibration_exits: CalibrationExits | None = None
     digest: str = ""  # of all of the above, where there is a promise: it is void for another threshold
 
     def seal(self) -> str:
@@ -88,9 +88,7 @@ class ExitPolicy:
     guarantee: Guarantee | None = None
     scope: Scope = ANYTHING
     definition_sha256: str | None = None  # of a readout of the user's, as it was when the threshold was chosen
-    exit_counts: ExitCounts | None = (
-        None  # of the examples that the promise was tested on: what a monitor compares with
-    )
+    calibration_exits: CalibrationExits | None = None  # of what the promise was tested on, for a monitor
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
@@ -133,7 +131,7 @@ class ExitPolicy:
             model=self.model,
             scope=self.scope,
             guarantee=self.guarantee,
-            exit_counts=self.exit_counts,
+            calibration_exits=self.calibration_exits,
         )
         write_json(path, file if self.guarantee is None else msgspec.structs.replace(file, digest=file.seal()))
 
@@ -148,18 +146,22 @@ class ExitPolicy:
                 f"{path} exits by the readout '{file.readout}', which is not installed: import the module or "
                 "install the package that defines it (on the command line: --with-readout MODULE:NAME)."
             )
-        if file.gate is None:
-            definition = file.definition_sha256
-            return cls(
-                file.readout, file.threshold, None, file.model, file.guarantee, file.scope, definition, file.exit_counts
-            )._as_defined()
-        weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
-        if not weights.is_file() or sha256(weights) != file.gate.sha256:
-            raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
-        gate = FittedGate.of_tensors(map_tensors(weights), file.gate.provenance)
+        gate = None
+        if file.gate is not None:
+            weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
+            if not weights.is_file() or sha256(weights) != file.gate.sha256:
+                raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
+            gate = FittedGate.of_tensors(map_tensors(weights), file.gate.provenance)
         return cls(
-            file.readout, file.threshold, gate, file.model, file.guarantee, file.scope, exit_counts=file.exit_counts
-        )
+            readout=file.readout,
+            threshold=file.threshold,
+            gate=gate,
+            model=file.model,
+            guarantee=file.guarantee,
+            scope=file.scope,
+            definition_sha256=file.definition_sha256,
+            calibration_exits=file.calibration_exits,
+        )._as_defined()
 
     def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
         """Refuses another model than the one it was made for, another full depth, or decisions of another kind.
@@ -197,7 +199,7 @@ class ExitPolicy:
             self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
         )
         scope = msgspec.structs.replace(self.scope, precision=None)
-        return replace(self, gate=gate, model=None, guarantee=None, scope=scope, exit_counts=None)
+        return replace(self, gate=gate, model=None, guarantee=None, scope=scope, calibration_exits=None)
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""

@@ -15,7 +15,7 @@ from loopscope.config import Settings
 _PER_LOOP_OF_SEQUENCES: Literal[16] = 16
 
 
-class ExitCounts(Settings, frozen=True, kw_only=True):
+class CalibrationExits(Settings, frozen=True, kw_only=True):
     per_loop: Literal[1, 16]  # levels a loop: 1 for examples, 16 for averages over sequences
     counts: list[Annotated[int, msgspec.Meta(ge=0)]]  # [levels] of units, from loop 1 to full depth
 
