@@ -109,7 +109,7 @@ def false_alarms(
     size: int,
     length: int,
     advance: Callable[[int], None] = _silent,
-    seed: int = 0,
+    seed: int = 7,  # other streams than those that change
 ) -> FalseAlarms:
     found, broken, refused = [], 0, 0
     for number in range(streams):
