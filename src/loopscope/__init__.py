@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ExitPolicy as ExitPolicy,
         FittedGate as FittedGate,
         Frontier as Frontier,
+        Monitor as Monitor,
         OperatingPoint as OperatingPoint,
         Readout as Readout,
         attach as attach,
@@ -59,7 +60,7 @@ _ROOMS = {
     "loopscope.checks": "check_model",
     "loopscope.engine": "Answer Prompt Request choices generate run stream",
     "loopscope.errors": "UserError",
-    "loopscope.exits": "ExitPolicy FittedGate Frontier OperatingPoint READOUTS Readout attach calibrate "
+    "loopscope.exits": "ExitPolicy FittedGate Frontier Monitor OperatingPoint READOUTS Readout attach calibrate "
     "conformal_risk_control readout register_readout signal sweep",
     "loopscope.models": "LoopedModel SimpleLoopedModel load_model",
     "loopscope.objectives": "LoopLosses",

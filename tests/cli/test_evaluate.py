@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cli.conftest import crafted, recording_of, refusal, run
@@ -67,4 +68,43 @@ def test_evaluate_takes_two_recordings_or_one_with_a_policy(
     assert "give one recording" in refusal(capsys, "evaluate", *both, "--policy", policy)
     assert "no readouts" in refusal(
         capsys, "evaluate", recording_of(mine, "test"), "--policy", policy, "--readout", "margin"
+    )
+
+
+def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    crafted(True, "validation").save(tmp_path / "validation")
+    crafted(True, "test", difficulty=np.arange(400)).save(tmp_path / "like")
+    crafted(False, "test").save(tmp_path / "unlike")
+    file = tmp_path / "policy.json"
+    assert run("calibrate", tmp_path / "validation", "--max-drop", 0.05, "--readout", "margin", "--out", file) == 0
+    capsys.readouterr()
+    assert run("evaluate", tmp_path / "like", "--policy", file, "--monitor") == 0
+    out = capsys.readouterr().out
+    assert "at most 1 % of streams would ever give an alarm" in out
+    assert "No alarm in 400 examples, 400 of them audited (which is no proof that nothing has changed)." in out
+    assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--alpha", 0.001, "--audit", 0.5) == 1
+    out = capsys.readouterr().out
+    assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was promised." in out
+    assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--json") == 1
+    result = json.loads(capsys.readouterr().out)
+    assert (result["alarm"], result["examples"], result["audited"], result["alpha"]) == (True, 400, 400, 0.01)
+    (alarm,) = result["alarms"]
+    assert (alarm["test"], alarm["direction"], alarm["observed"]) == ("risk", "higher", 1)
+    assert 2 < alarm["example"] < 10
+    assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--audit", 0) == 0
+
+
+def test_what_cannot_be_monitored_is_refused(
+    mine: Path, policy: Path, foreign: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    test = recording_of(mine, "test")
+    assert "give it with --policy" in refusal(capsys, "evaluate", test, "--monitor")
+    assert "are for --monitor" in refusal(capsys, "evaluate", test, "--policy", policy, "--audit", 0.5)
+    watch = ("evaluate", test, "--monitor", "--policy")
+    assert "audited lies between 0 and 1" in refusal(capsys, *watch, policy, "--audit", -1)
+    assert "false alarms lies between 0 and 1" in refusal(capsys, *watch, policy, "--alpha", "nan")
+    assert "calibrated for another model" in refusal(capsys, *watch, foreign)
+    assert "promises nothing" in refusal(capsys, *watch, policy, "--any-model")
+    assert "rests on this data" in refusal(
+        capsys, "evaluate", recording_of(mine, "validation"), "--monitor", "--policy", policy
     )

@@ -70,6 +70,23 @@ def test_a_difference_is_noticed(model: LoopedModel, requests: list[Request], re
     assert compare(changed, policy, recorded).differing == 1
 
 
+def test_a_monitor_fed_by_the_engine_sees_what_it_sees_in_a_recording(
+    model: LoopedModel, requests: list[Request], recorded: ls.Trajectory, gated_run: Path, tmp_path: Path
+) -> None:
+    validation = record_task(gated_run, "validation", tmp_path / "validation")
+    policy = ls.calibrate(validation, 0.2, 0.8, readout="margin", loss="disagreement")
+    live, full_depth = ls.Monitor(policy, alpha=0.1), ls.ExitPolicy("fixed", recorded.num_loops)
+    for part in (requests[:40], requests[40:]):
+        batch = [Request(number, request.rows) for number, request in enumerate(part)]
+        answers = sorted(run(model, policy, batch), key=lambda answer: answer.key)
+        losses = np.full(len(batch), np.nan)
+        for answer in run(model, full_depth, batch):
+            losses[answer.key] = answer.prediction != answers[answer.key].prediction
+        live.update([answer.loop for answer in answers], losses)
+    assert live.result == ls.Monitor(policy, alpha=0.1).replay(recorded)
+    assert live.result.audited == len(requests)
+
+
 def test_fixed_depth(model: LoopedModel, requests: list[Request], recorded: ls.Trajectory) -> None:
     answers = list(run(model, ls.ExitPolicy("fixed", 2), requests, 32))
     assert {answer.loop for answer in answers} == {2}

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from scipy.stats import chi2_contingency
 
 from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_sums
-from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.losses import lost_at, population, risk_groups, summarise_data
 from loopscope.exits.risk_control import risk_interval
+from loopscope.exits.splits import check_held_out
 from loopscope.trajectory import Trajectory
 
 Verdict = Literal["kept", "not refuted", "broken"]
@@ -61,7 +61,7 @@ def hold_out(policy: ExitPolicy, trajectory: Trajectory) -> HeldOut:
     """A policy on held-out examples: those for which its promise was made, if it has one."""
     guarantee = policy.guarantee
     if guarantee is not None:
-        _check(policy, guarantee, trajectory)
+        check_held_out(guarantee, policy.model, trajectory)
         trajectory = population(trajectory, guarantee.unseen, guarantee.distinct)
     loops = policy.exit_loops(trajectory)
     (all_units,) = risk_groups(trajectory, per_difficulty=False)
@@ -87,18 +87,6 @@ def hold_out(policy: ExitPolicy, trajectory: Trajectory) -> HeldOut:
 def _worst(risks: list[Risk], verdict: Verdict) -> Risk | None:
     """The largest loss of those that decide the verdict."""
     return max((risk for risk in risks if risk.verdict == verdict), key=lambda risk: risk.loss, default=None)
-
-
-def _check(policy: ExitPolicy, guarantee: Guarantee, trajectory: Trajectory) -> None:
-    """Refuses the data that the promise rests on."""
-    if (guarantee.tested.sequences is None) != (trajectory.sequences is None):
-        counted, here = ("examples", "sequences") if guarantee.tested.sequences is None else ("sequences", "examples")
-        raise UserError(f"The promise counts {counted}, and this recording is of {here}; record it as the other was.")
-    known = {guarantee.recording, guarantee.tested.sha256, guarantee.grid.sha256}
-    same_model = policy.model is not None and policy.model == trajectory.provenance.get("weights_sha256")
-    splits = {guarantee.tested.split, guarantee.grid.split} - {None}
-    if trajectory.sha256 in known or (same_model and trajectory.split in splits):
-        raise UserError("The promise rests on this data, which cannot say whether it is kept; give another split.")
 
 
 def _check_guarantee(guarantee: Guarantee, trajectory: Trajectory, loops: NDArray[np.int64]) -> GuaranteeCheck:

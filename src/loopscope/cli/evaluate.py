@@ -3,8 +3,11 @@
 loopscope evaluate runs/demo/recordings/validation runs/demo/recordings/test
 loopscope evaluate VALIDATION TEST --readout margin --readout gate --at 0.95 --json
 loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.json
+loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.json --monitor --audit 0.1
 
 With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken.
+With --monitor: played as a stream, in their order, when do exits, or the losses of those that are audited, no longer
+look like calibration? The exit code is 1 if there is an alarm.
 """
 
 import argparse
@@ -18,8 +21,11 @@ from loopscope.errors import UserError
 
 if TYPE_CHECKING:
     from loopscope.analysis import HeldOut, TargetLevel
-    from loopscope.exits import ExitPolicy, Frontier
+    from loopscope.exits import ExitPolicy, Frontier, MonitorResult
     from loopscope.trajectory import Trajectory
+
+
+ALPHA = 0.01
 
 
 def define(subparsers: Any) -> None:
@@ -28,6 +34,11 @@ def define(subparsers: Any) -> None:
     parser.add_argument("recordings", type=Path, nargs="+", metavar="RECORDING", help=two)
     parser.add_argument("--policy", type=Path, metavar="FILE", help="check this policy on one held-out recording")
     add_shared(parser, "--any-model", "--with-readout")
+    parser.add_argument("--monitor", action="store_true", help="watch the recording as a stream under the policy")
+    alarms = f"with --monitor: share of false alarms (default: {ALPHA:g})"
+    parser.add_argument("--alpha", type=float, metavar="A", help=alarms)
+    audits = "with --monitor: share whose losses it sees, by lot (default: 1, all; 0: exits alone)"
+    parser.add_argument("--audit", type=float, metavar="S", help=audits)
     parser.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
     add_shared(parser, "--gate")
     parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
@@ -36,6 +47,10 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     check_any_model(options)
+    if options.monitor and options.policy is None:
+        raise UserError("--monitor watches a stream under a calibrated policy; give it with --policy.")
+    if not options.monitor and (options.alpha is not None or options.audit is not None):
+        raise UserError("--alpha and --audit are for --monitor; add it, or leave them out.")
     if options.policy is None:
         return _evaluate_readouts(options)
     return _evaluate_policy(options)
@@ -107,8 +122,10 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
     from loopscope.analysis import hold_out
     from loopscope.trajectory import Trajectory
 
-    policy = load_policy(options.policy, options.any_model)
-    held = hold_out(policy, Trajectory.load(options.recordings[0]))
+    policy, recording = load_policy(options.policy, options.any_model), Trajectory.load(options.recordings[0])
+    if options.monitor:
+        return _monitor(policy, recording, options)
+    held = hold_out(policy, recording)
     if options.json:
         print_json(held)
     else:
@@ -138,3 +155,29 @@ def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
     print_text(check.sentence)
     for warning in check.warnings:
         print_note(warning)
+
+
+def _monitor(policy: "ExitPolicy", recording: "Trajectory", options: argparse.Namespace) -> int:
+    from loopscope.exits import Monitor
+
+    monitor = Monitor(policy, ALPHA if options.alpha is None else options.alpha)
+    result = monitor.replay(recording, 1.0 if options.audit is None else options.audit)
+    if options.json:
+        print_json(result)
+    else:
+        _print_monitored(result, policy, options.policy)
+    return 1 if result.alarm else 0
+
+
+def _print_monitored(result: "MonitorResult", policy: "ExitPolicy", path: Path) -> None:
+    spoke = {alarm.test: f"{alarm.example:,}" for alarm in result.alarms}
+    rows = [
+        ["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}", spoke.get("exits", "none")],
+        ["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}", spoke.get("risk", "none")],
+    ]
+    title = (
+        f"{path}: {policy} on a stream of {result.examples:,} {result.unit}; without a change at most "
+        f"{100 * result.alpha:g} % of streams would ever give an alarm"
+    )
+    print_table(title, ["test", result.unit, "e-value at the end", "p-value", "alarm at"], rows)
+    print(result.sentence)

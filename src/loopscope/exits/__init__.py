@@ -2,6 +2,7 @@
 
 from loopscope.exits.calibration import calibrate, conformal_risk_control
 from loopscope.exits.fitted_gate import FittedGate, attach
+from loopscope.exits.monitor import Alarm, Monitor, MonitorResult
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.readouts import READOUTS, Readout, readout, register_readout
 from loopscope.exits.recorded_signals import signal

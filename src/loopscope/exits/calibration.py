@@ -23,6 +23,7 @@ from scipy.stats import sem
 
 from loopscope.arguments import as_count, check_kind
 from loopscope.errors import UserError
+from loopscope.exits.calibration_exits import CalibrationExits
 from loopscope.exits.fitted_gate import FittedGate, attach, check_gates
 from loopscope.exits.guarantee import Evidence, Guarantee
 from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
@@ -115,7 +116,20 @@ def certify(
     guarantee = _guarantee(policy, walk, place, passed, level, target, lists, recording, proposing)
     weights = recording.provenance.get("weights_sha256")
     definition = readout_definition(policy.readout)
-    return replace(policy, model=weights, guarantee=guarantee, scope=scope_of(recording), definition_sha256=definition)
+    return replace(
+        policy,
+        model=weights,
+        guarantee=guarantee,
+        scope=scope_of(recording),
+        definition_sha256=definition,
+        calibration_exits=_calibration_exits(policy, tested),
+    )
+
+
+def _calibration_exits(policy: ExitPolicy, tested: Trajectory) -> CalibrationExits:
+    (all_units,) = risk_groups(tested, per_difficulty=False)
+    depths = all_units.means(policy.exit_loops(tested))
+    return CalibrationExits.of(depths, tested.num_loops, tested.sequences is not None)
 
 
 def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, FittedGate]) -> None:

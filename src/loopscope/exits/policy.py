@@ -19,6 +19,7 @@ from loopscope.arguments import as_number, as_path, check_kind
 from loopscope.artifacts import atomic_file, map_tensors, sha256, write_bytes
 from loopscope.config import Settings, build, digest, plain, read_json, to_json
 from loopscope.errors import UserError
+from loopscope.exits.calibration_exits import CalibrationExits
 from loopscope.exits.fitted_gate import FittedGate, attach
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.readouts import READOUTS, find_readout, readout_definition, readout_kind
@@ -42,7 +43,7 @@ class GateFile(Settings, frozen=True, kw_only=True):
 class PolicyFile(Settings, frozen=True, kw_only=True):
     """What the file of a policy says."""
 
-    schema_version: Literal[4] = 4
+    schema_version: Literal[5] = 5
     readout: str
     threshold: float | None = None
     definition_sha256: str | None = None  # of a readout of the user's, as it was
@@ -50,6 +51,7 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
     model: str | None = None
     scope: Scope = ANYTHING
     guarantee: Guarantee | None = None
+    calibration_exits: CalibrationExits | None = None
     digest: str = ""  # of all of the above, where there is a promise: it is void for another threshold
 
     def seal(self) -> str:
@@ -57,12 +59,15 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Older files have no scope, and the oldest call a guarantee a promise; what sealed them is checked before."""
+        """Older files lack the exit counts, then a scope, and the oldest call a guarantee a promise.
+
+        What sealed them is checked before.
+        """
         values = read_json(dict[str, Any], path, "policy")
-        older = values.get("schema_version") in (1, 2, 3)
+        older = values.get("schema_version") in (1, 2, 3, 4)
         if older:
             sealed = values.get("digest") == digest({**values, "digest": ""})
-            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 4}
+            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 5}
         file = build(cls, values, str(path))
         if file.guarantee is not None and not (sealed if older else file.digest == file.seal()):
             raise UserError(
@@ -88,6 +93,7 @@ class ExitPolicy:
     guarantee: Guarantee | None = None
     scope: Scope = ANYTHING
     definition_sha256: str | None = None  # of a readout of the user's, as it was when the threshold was chosen
+    calibration_exits: CalibrationExits | None = None  # of what the promise was tested on, for a monitor
 
     def __post_init__(self) -> None:
         kind = readout_kind(self.readout)
@@ -129,6 +135,7 @@ class ExitPolicy:
                 model=self.model,
                 scope=self.scope,
                 guarantee=self.guarantee,
+                calibration_exits=self.calibration_exits,
             )
             scratch.write_bytes(
                 to_json(file if self.guarantee is None else msgspec.structs.replace(file, digest=file.seal()))
@@ -145,15 +152,22 @@ class ExitPolicy:
                 f"{path} exits by the readout '{file.readout}', which is not installed: import the module or "
                 "install the package that defines it (on the command line: --with-readout MODULE:NAME)."
             )
-        if file.gate is None:
-            return cls(
-                file.readout, file.threshold, None, file.model, file.guarantee, file.scope, file.definition_sha256
-            )._as_defined()
-        weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
-        if not weights.is_file() or sha256(weights) != file.gate.sha256:
-            raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
-        gate = FittedGate.of_tensors(map_tensors(weights), file.gate.provenance)
-        return cls(file.readout, file.threshold, gate, file.model, file.guarantee, file.scope)
+        gate = None
+        if file.gate is not None:
+            weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
+            if not weights.is_file() or sha256(weights) != file.gate.sha256:
+                raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
+            gate = FittedGate.of_tensors(map_tensors(weights), file.gate.provenance)
+        return cls(
+            readout=file.readout,
+            threshold=file.threshold,
+            gate=gate,
+            model=file.model,
+            guarantee=file.guarantee,
+            scope=file.scope,
+            definition_sha256=file.definition_sha256,
+            calibration_exits=file.calibration_exits,
+        )._as_defined()
 
     def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
         """Refuses another model than the one it was made for, another full depth, or decisions of another kind.
@@ -191,7 +205,7 @@ class ExitPolicy:
             self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
         )
         scope = msgspec.structs.replace(self.scope, precision=None)
-        return replace(self, gate=gate, model=None, guarantee=None, scope=scope)
+        return replace(self, gate=gate, model=None, guarantee=None, scope=scope, calibration_exits=None)
 
     def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
         """[N] the loop in 1..T at which every example exits."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from loopscope.errors import UserError
+from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.scope import scope_of
 from loopscope.trajectory import Trajectory, check_trajectory
 
@@ -26,6 +27,18 @@ def check_split(recording: Trajectory, role: str) -> None:
             f"The {role} recording is of the {recording.split} split; thresholds must not be chosen on data "
             "that is for evaluation: record the validation split and calibrate on that."
         )
+
+
+def check_held_out(guarantee: Guarantee, model: str | None, trajectory: Trajectory) -> None:
+    """Refuses the data that the promise of a policy for `model` rests on."""
+    if (guarantee.tested.sequences is None) != (trajectory.sequences is None):
+        counted, here = ("examples", "sequences") if guarantee.tested.sequences is None else ("sequences", "examples")
+        raise UserError(f"The promise counts {counted}, and this recording is of {here}; record it as the other was.")
+    known = {guarantee.recording, guarantee.tested.sha256, guarantee.grid.sha256}
+    same_model = model is not None and model == trajectory.provenance.get("weights_sha256")
+    splits = {guarantee.tested.split, guarantee.grid.split} - {None}
+    if trajectory.sha256 in known or (same_model and trajectory.split in splits):
+        raise UserError("The promise rests on this data, which cannot say whether it is kept; give another split.")
 
 
 def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:

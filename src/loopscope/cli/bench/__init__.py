@@ -7,11 +7,11 @@ loopscope bench guarantees
 
 from typing import Any
 
-from loopscope.cli.bench import exits, generation, guarantees, record, scoring, sweep, train
+from loopscope.cli.bench import drift, exits, generation, guarantees, record, scoring, sweep, train
 from loopscope.cli.options import add_group
 
 
 def define(subparsers: Any) -> None:
     kinds = add_group(subparsers, "bench", __doc__)
-    for kind in (exits, scoring, generation, train, record, sweep, guarantees):
+    for kind in (exits, scoring, generation, train, record, sweep, guarantees, drift):
         kind.define(kinds)

@@ -9,6 +9,7 @@ loss on the same data is within the limit. Recordings serve as populations for t
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from loopscope.errors import UserError
 
 if TYPE_CHECKING:
     from loopscope.bench.guarantees import GuaranteeBench
+    from loopscope.trajectory import Trajectory
 
 
 def define(kinds: Any) -> None:
@@ -33,16 +35,12 @@ def define(kinds: Any) -> None:
 def execute(options: argparse.Namespace) -> None:
     if options.figure is not None and options.figure.suffix != ".png":
         raise UserError("The figure is written as PNG, and as PDF beside it; give a file that ends in .png.")
-    names = [_run_name(path) for path in options.recordings]
-    if len(set(names)) < len(names):
-        raise UserError("Two of the recordings are of one run; give one of each.")
     if options.figure is not None:
         check_products(())
     from loopscope.bench.guarantees import bench_guarantees
     from loopscope.progress import track
-    from loopscope.trajectory import Trajectory
 
-    recordings = {name: Trajectory.load(path) for name, path in zip(names, options.recordings, strict=True)}
+    recordings = load_populations(options.recordings)
     with track("calibrating") as advance:
         result = bench_guarantees(recordings, options.examples, options.calibrations, advance)
     if options.json:
@@ -53,6 +51,16 @@ def execute(options: argparse.Namespace) -> None:
         from loopscope.report.charts import guarantee_panels, write_figure
 
         write_figure(guarantee_panels(result), options.figure.parent, options.figure.stem)
+
+
+def load_populations(paths: Sequence[Path]) -> dict[str, "Trajectory"]:
+    """Recordings by the names of their runs."""
+    from loopscope.trajectory import Trajectory
+
+    names = [_run_name(path) for path in paths]
+    if len(set(names)) < len(names):
+        raise UserError("Two of the recordings are of one run; give one of each.")
+    return {name: Trajectory.load(path) for name, path in zip(names, paths, strict=True)}
 
 
 def _print(result: "GuaranteeBench", options: argparse.Namespace) -> None:

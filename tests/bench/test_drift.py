@@ -1,0 +1,69 @@
+"""The bench of the monitor: false alarms where nothing changes, and changes that it finds."""
+
+import numpy as np
+import pytest
+from conftest import random_trajectory
+
+from loopscope.bench import drift
+from loopscope.bench.drift import CHANGE, CHANGES, bench_drift, detections, false_alarms
+from loopscope.bench.guarantees import populations
+from loopscope.errors import UserError
+
+POPULATIONS = {population.name: population for population in populations()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(POPULATIONS))
+def test_false_alarms_are_at_most_what_they_may_be(name: str) -> None:
+    size = 500 if name == "sequences" else 2_000
+    measured = false_alarms(POPULATIONS[name], 0.1, 1_000, size, 2_000)
+    assert measured.alarms <= measured.limit
+    assert max(measured.by_exits, measured.by_risk) <= measured.alarms <= measured.by_exits + measured.by_risk
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_changes_are_found_by_the_test_that_can_see_them(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "AUDIT", 1.0)
+    levels = drift._by_margin(POPULATIONS["five difficulties"])
+    found = detections(levels, change, 0.01, 6, 2_000, CHANGE + 3_000)
+    assert found.before == 0
+    assert found.detected > 0.6
+    low, middle, _ = found.delays
+    assert low is not None
+    assert 0 < low < 3_000
+    assert middle is not None
+    assert found.risk[1] > found.risk[0]
+    if change == "other answers":
+        assert found.by_exits == 0
+        assert found.loops[0] == found.loops[1]
+        assert middle < 1_000
+    else:
+        assert found.by_exits > 0.5
+        assert (found.loops[1] < found.loops[0]) == (change == "another model")
+
+
+def test_a_slow_change_is_slow() -> None:
+    population = POPULATIONS["five difficulties"]
+    changed = CHANGES["harder inputs"](population, np.random.default_rng(0))
+    rest = drift._rest(population, changed, True, 8_000, np.random.default_rng(1)).difficulty
+    assert rest is not None
+    first, middle, last = (rest[part].mean() for part in (slice(0, 500), slice(1_800, 2_200), slice(4_000, 8_000)))
+    assert first == pytest.approx(3, abs=0.2)
+    assert first < middle < last
+
+
+def test_recordings_serve_as_populations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "populations", lambda: [POPULATIONS["calm"]])
+    recorded = random_trajectory(rows=900, split="test", labels=np.zeros(900, int))
+    recorded = type(recorded)(
+        logits=recorded.logits, labels=recorded.logits[:, -1].argmax(-1), difficulty=recorded.difficulty
+    )
+    done: list[tuple[int, int]] = []
+    result = bench_drift({"mine": recorded}, 0.2, 2, 3_000, 1_200, lambda now, total, _: done.append((now, total)))
+    assert [each.population for each in result.without] == ["calm", "mine"]
+    assert [(each.population, each.change) for each in result.changed] == [("mine", change) for change in CHANGES]
+    assert done[-1] == (12, 12)
+    with pytest.raises(UserError, match="streams that are longer"):
+        bench_drift({}, 0.2, 2, 3_000, CHANGE, lambda *_: None)
+    with pytest.raises(UserError, match="prove nothing; give more"):
+        bench_drift({}, 0.2, 2, 100, 1_200, lambda *_: None)

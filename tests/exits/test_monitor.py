@@ -1,0 +1,235 @@
+"""The monitor: quiet without a change, whatever the calibration drew; speaks with one; outlives its process."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from conftest import GOLDEN
+
+import loopscope as ls
+from loopscope.errors import UserError
+from loopscope.exits.betting import MEAN_BETS, MeanBets, RankBets, start
+from loopscope.exits.calibration_exits import CalibrationExits
+
+LOOPS = 4
+ALPHA = 0.2
+"""Large, so that a few hundred streams can tell."""
+
+
+def settling(
+    rows: int, seed: int | list[int], later: float = 0.0, wrong: float = 0.0, labels: bool = True, **more: object
+) -> ls.Trajectory:
+    """Right from a random loop on, the margin grows from about there; some exit `later`, some are `wrong` early."""
+    rng = np.random.default_rng(seed)
+    settled = np.minimum(rng.geometric(0.5, (rows, 1)) + (rng.random((rows, 1)) < later), LOOPS)
+    margin = np.arange(1, LOOPS + 1) - settled + rng.normal(0, 0.5, (rows, LOOPS))
+    right = np.arange(1, LOOPS + 1) >= settled
+    right[rng.random(rows) < wrong, :-1] = False
+    zeros = np.zeros(rows, int) if labels else None
+    return ls.Trajectory(predictions=(~right).astype(int), labels=zeros, signals={"margin": margin}, **more)
+
+
+@pytest.fixture(scope="module")
+def policy() -> ls.ExitPolicy:
+    return ls.calibrate(settling(3_000, 0), 0.02, readout="margin")
+
+
+def test_the_policy_says_how_its_tested_examples_exited(policy: ls.ExitPolicy, tmp_path: Path) -> None:
+    assert policy.calibration_exits is not None
+    assert (policy.calibration_exits.per_loop, len(policy.calibration_exits.counts)) == (1, LOOPS)
+    assert sum(policy.calibration_exits.counts) == policy.guarantee.tested.examples == 2_400
+    assert policy.calibration_exits.mean == pytest.approx(policy.guarantee.average_loops)
+    policy.save(tmp_path / "policy.json")
+    assert ls.ExitPolicy.load(tmp_path / "policy.json").calibration_exits == policy.calibration_exits
+    data = json.loads((tmp_path / "policy.json").read_bytes())
+    data["calibration_exits"]["counts"][0] += 1
+    (tmp_path / "policy.json").write_text(json.dumps(data))
+    with pytest.raises(UserError, match="altered since it was calibrated"):
+        ls.ExitPolicy.load(tmp_path / "policy.json")
+
+
+def test_false_alarms_are_no_more_than_they_may_be_when_thresholds_are_chosen_on_the_same_data() -> None:
+    alarms, streams = 0, 100
+    for number in range(streams):
+        chosen = ls.calibrate(settling(700, [1, number]), 0.04, readout="margin")
+        alarms += ls.Monitor(chosen, ALPHA, seed=number).replay(settling(700, [2, number]), audit=0.3).alarm
+    assert alarms / streams <= ALPHA + 2 * (ALPHA * (1 - ALPHA) / streams) ** 0.5
+
+
+def test_few_calibration_examples_do_not_pass_for_the_truth(policy: ls.ExitPolicy) -> None:
+    """Against shares that were taken for known, forty examples would look like a change to many streams."""
+    rng, shares, streams = np.random.default_rng(3), [0.4, 0.3, 0.2, 0.1], 200
+    found = []
+    for number in range(streams):
+        counts = CalibrationExits(per_loop=1, counts=rng.multinomial(40, shares).tolist())
+        monitor = ls.Monitor(replace(policy, calibration_exits=counts), ALPHA, seed=number)
+        found.append(monitor.update(rng.choice(LOOPS, 400, p=shares) + 1))
+    alarms, half = sum(each.alarm for each in found), ALPHA / 2
+    assert alarms / streams <= half + 2 * (half * (1 - half) / streams) ** 0.5
+    evidence = np.array([each.e_exits for each in found])
+    assert evidence.mean() <= 1 + 2 * evidence.std() / streams**0.5
+
+
+def test_bets_are_fair_on_what_they_are_against() -> None:
+    ranks = (np.arange(100_000) + 0.5) / 100_000
+    bets = RankBets()
+    assert np.mean([bets.payoffs(rank) for rank in ranks], axis=0) == pytest.approx(1)
+    for limit in (1e-6, 0.01, 0.5, 0.99):
+        risk = MeanBets(limit)
+        at_limit = limit * np.array(risk.payoffs(1.0)) + (1 - limit) * np.array(risk.payoffs(0.0))
+        assert at_limit == pytest.approx(1)
+        assert (np.array(risk.payoffs(0.0)[1:]) < 1).all()  # less risk pays less than 1 on average
+        assert (np.array(risk.payoffs(0.0)) > 0).all()
+        assert np.array(risk.payoffs(limit)) == pytest.approx(1)
+
+
+def test_the_wealth_is_1_on_average_and_speaks_as_rarely_as_it_says() -> None:
+    """Exactly, over all streams of 12 audits, at a risk that is just the limit."""
+    limit, steps, expected, crossed = 0.3, 12, 0.0, 0.0
+    for stream in range(2**steps):
+        wealth, bets, probability = start(MEAN_BETS), MeanBets(limit), 1.0
+        for step in range(steps):
+            loss = stream >> step & 1
+            probability *= limit if loss else 1 - limit
+            wealth.grow(bets.payoffs(loss), loss, step + 1)
+        expected += probability * wealth.e_value
+        crossed += probability * (wealth.p_value <= 0.1)
+        assert sum(wealth.shares) == pytest.approx(1)
+        assert wealth.p_value == pytest.approx(np.exp(-wealth.highest))
+    assert expected == pytest.approx(1)
+    assert 0 < crossed <= 0.1
+
+
+def test_a_long_quiet_stream_does_not_make_it_deaf(policy: ls.ExitPolicy) -> None:
+    """The wealth falls by a power of the length, not exponentially."""
+    monitor = ls.Monitor(policy)
+    quiet = monitor.replay(settling(20_000, 5), audit=1)
+    assert not quiet.alarm
+    assert quiet.e_exits > 1e-3
+    assert quiet.e_risk > 1e-3
+    (alarm,) = monitor.replay(settling(3_000, 6, later=0.4), audit=0).alarms
+    assert (alarm.test, alarm.direction) == ("exits", "later")
+    assert 20_000 < alarm.example < 21_500
+    assert abs(alarm.since - 20_000) < 500
+    assert alarm.observed > alarm.expected + 0.1
+
+
+def test_exits_that_come_earlier_are_told_from_later_ones(policy: ls.ExitPolicy) -> None:
+    stream = settling(3_000, 7)
+    (alarm,) = ls.Monitor(policy).replay(replace(stream, signals={"margin": stream.signals["margin"] + 1}), 0).alarms
+    assert alarm.direction == "earlier"
+    assert alarm.observed < alarm.expected
+
+
+def test_losses_alone_give_an_alarm(policy: ls.ExitPolicy) -> None:
+    result = ls.Monitor(policy).replay(settling(3_000, 8, wrong=0.1))
+    (alarm,) = result.alarms
+    assert (alarm.test, alarm.direction, alarm.expected) == ("risk", "higher", 0.02)
+    assert alarm.observed > 0.04
+    assert result.p_risk <= 0.005 < result.p_exits
+    assert "audited answers lose" in result.sentence
+    assert "at most 2 % was promised" in result.sentence
+    assert not ls.Monitor(policy).replay(settling(3_000, 8, wrong=0.1), audit=0).alarm
+
+
+def test_batches_do_not_matter_and_neither_does_a_restart(policy: ls.ExitPolicy, tmp_path: Path) -> None:
+    rng = np.random.default_rng(9)
+    loops, losses = rng.integers(1, LOOPS + 1, 500), np.where(rng.random(500) < 0.3, rng.random(500) < 0.03, np.nan)
+    whole = ls.Monitor(policy, seed=4).update(loops, losses)
+    parts = ls.Monitor(policy, seed=4)
+    for part in np.split(np.arange(500), [1, 1, 120, 300]):
+        parts.update(loops[part], losses[part])
+        parts.save(tmp_path / "monitor.json")
+        parts = ls.Monitor.load(tmp_path / "monitor.json", policy)
+    assert parts.result == whole
+    assert whole.alarm  # uniform exits are not those of the policy
+    assert ls.Monitor(policy, seed=5).update(loops, losses).e_exits != whole.e_exits
+    audited = [ls.Monitor(policy).replay(settling(300, 10), audit=0.2).audited for _ in range(2)]
+    assert audited[0] == audited[1]
+    assert 30 < audited[0] < 90
+
+
+def test_a_file_of_another_policy_or_an_altered_one_is_refused(policy: ls.ExitPolicy, tmp_path: Path) -> None:
+    path = tmp_path / "monitor.json"
+    ls.Monitor(policy).save(path)
+    with pytest.raises(UserError, match="another policy"):
+        ls.Monitor.load(path, replace(policy, threshold=0.1))
+    data = json.loads(path.read_bytes())
+    data["exits"]["log_e"] = -3.0
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="altered"):
+        ls.Monitor.load(path, policy)
+    with pytest.raises(UserError, match="no monitor at"):
+        ls.Monitor.load(tmp_path / "none.json", policy)
+
+
+def test_a_text_counts_once_with_its_averages() -> None:
+    def texts(seed: int, later: float = 0.0) -> ls.Trajectory:
+        return settling(6_000, seed, later, sequences=np.repeat(np.random.default_rng(seed).permutation(600), 10))
+
+    chosen = ls.calibrate(texts(0), 0.1, readout="margin")
+    assert chosen.calibration_exits.per_loop == 16
+    assert sum(chosen.calibration_exits.counts) == 480
+    assert chosen.calibration_exits.mean == pytest.approx(chosen.guarantee.average_loops, abs=0.01)
+    quiet = ls.Monitor(chosen).replay(texts(1))
+    assert (quiet.unit, quiet.examples, quiet.audited, quiet.alarm) == ("sequences", 600, 600, False)
+    assert ls.Monitor(chosen).replay(texts(2, later=0.5)).alarm
+    stream = texts(3)
+    loops = chosen.exit_loops(stream)
+    in_order = [loops[stream.sequences == number].mean() for number in dict.fromkeys(stream.sequences.tolist())]
+    assert ls.Monitor(chosen).update(in_order) == ls.Monitor(chosen).replay(stream, audit=0)
+
+
+def test_what_a_stream_may_not_be_is_refused_in_a_sentence(policy: ls.ExitPolicy) -> None:
+    monitor = ls.Monitor(policy)
+    for loops, losses, why in (
+        ([0, 1], None, "between 1 and 4"),
+        ([5], None, "between 1 and 4"),
+        ([np.nan], None, "between 1 and 4"),
+        ([1.5], None, "whole loop"),
+        ([[1, 2]], None, "no vector"),
+        ([[1], [1, 2]], None, "no vector"),
+        (["a"], None, "no vector"),
+        ([True], None, "no vector"),
+        ([1, 2], [0.0], "1 losses for 2 exits"),
+        ([1], [1.5], "between 0 and 1"),
+        ([1], [np.inf], "between 0 and 1"),
+    ):
+        with pytest.raises(UserError, match=why):
+            monitor.update(loops, losses)
+    assert monitor.result.examples == 0  # nothing of what is refused counts
+    assert monitor.update([], []).examples == 0
+    for alpha in (0, 1, np.nan, "0.1"):
+        with pytest.raises(UserError, match="false alarms lies between 0 and 1"):
+            ls.Monitor(policy, alpha)  # type: ignore[arg-type]
+    for seed in (-1, 2**31, 0.5):
+        with pytest.raises(UserError, match="seed is a whole number"):
+            ls.Monitor(policy, seed=seed)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="audited lies between 0 and 1"):
+        monitor.replay(settling(10, 0), audit=1.1)
+
+
+def test_what_cannot_be_watched_is_refused(policy: ls.ExitPolicy) -> None:
+    with pytest.raises(UserError, match="promises nothing"):
+        ls.Monitor(ls.ExitPolicy("margin", 1.0))
+    with pytest.raises(UserError, match="promises nothing"):
+        ls.Monitor(policy.for_any_model())
+    with pytest.raises(UserError, match="got str"):
+        ls.Monitor("policy.json")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="its file is older"):
+        ls.Monitor(ls.ExitPolicy.load(GOLDEN / "policies" / "schema2.json"))
+    with pytest.raises(UserError, match="do not fit"):
+        ls.Monitor(replace(policy, calibration_exits=msgspec.structs.replace(policy.calibration_exits, counts=[1, 2])))
+    with pytest.raises(UserError, match="no labels to audit"):
+        ls.Monitor(policy).replay(settling(100, 1, labels=False))
+    assert ls.Monitor(policy).replay(settling(100, 1, labels=False), audit=0).audited == 0
+    with pytest.raises(UserError, match="rests on this data"):
+        ls.Monitor(policy).replay(settling(3_000, 0))
+    with pytest.raises(UserError, match="counts examples"):
+        ls.Monitor(policy).replay(settling(100, 1, sequences=np.arange(100) // 10))
+    tied = replace(policy, model="a" * 64)
+    with pytest.raises(UserError, match="another model"):
+        ls.Monitor(tied).replay(settling(100, 1, provenance={"weights_sha256": "b" * 64}))
