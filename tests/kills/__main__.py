@@ -12,6 +12,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .tester import Count
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # what all tests share
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -38,7 +42,16 @@ def _take_private_mounts() -> None:
     """Begins again with mounts of its own, where the system lets users have them."""
     if _PRIVATE in os.environ or shutil.which("unshare") is None:
         return
-    begin = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+    begin = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs tmpfs /dev/shm && exec "$@"',
+        "sh",
+    ]
     if subprocess.run([*begin, "true"], capture_output=True).returncode == 0:
         os.environ[_PRIVATE] = "1"
         os.execvp(begin[0], [*begin, sys.executable, "-m", "tests.kills", *sys.argv[1:]])
@@ -48,7 +61,7 @@ def _test(options: argparse.Namespace, folder: Path) -> int:
     import torch
 
     from .scenes import SCENES
-    from .tester import Count, Tester, as_json
+    from .tester import Tester, as_json
 
     torch.set_num_threads(1)
     unknown = set(options.only or ()) - {scene.name for scene in SCENES}
@@ -57,16 +70,12 @@ def _test(options: argparse.Namespace, folder: Path) -> int:
         return 2
     scenes = [scene for scene in SCENES if scene.available and (not options.only or scene.name in options.only)]
     begun, tester, counts = time.monotonic(), Tester(folder, options.seed), []
-    total = sum(scene.share for scene in scenes)
 
-    def counted(count: Count) -> None:
+    def counted(count: "Count") -> None:
         counts.append(count)
-        print(
-            f"{time.monotonic() - begun:6.0f} s  {count.scene}, {count.what}: {count.tries} tries, {len(count.faults)} faults"
-            f"  {count.outcomes}",
-            file=sys.stderr,
-            flush=True,
-        )
+        seconds, outcomes = time.monotonic() - begun, ", ".join(f"{n}: {how}" for how, n in count.outcomes.items())
+        tried = f"{count.tries} tries, {len(count.faults)} faults ({outcomes})"
+        print(f"{seconds:6.0f} s  {count.scene}, {count.what}: {tried}", file=sys.stderr, flush=True)
         for fault in count.faults:
             print(f"          {fault}", file=sys.stderr, flush=True)
 
@@ -93,8 +102,16 @@ def _test(options: argparse.Namespace, folder: Path) -> int:
     return 1 if any(count.faults for count in counts) else 0
 
 
-def _print(counts: "list[Count]") -> None:  # noqa: F821
-    pass
+def _print(counts: "list[Count]") -> None:
+    """Tries and faults, by scene and by what was done to it."""
+    kinds = list(dict.fromkeys(count.what for count in counts))
+    cells = {(count.scene, count.what): f"{count.tries} / {len(count.faults)}" for count in counts}
+    print(f"{'tries / faults':<40}" + "".join(f"{kind:>14}" for kind in kinds))
+    for scene in dict.fromkeys(count.scene for count in counts):
+        print(f"{scene:<40}" + "".join(f"{cells.get((scene, kind), ''):>14}" for kind in kinds))
+    sums = [[count for count in counts if count.what == kind] for kind in kinds]
+    totals = [f"{sum(each.tries for each in some)} / {sum(len(each.faults) for each in some)}" for some in sums]
+    print(f"{'in all':<40}" + "".join(f"{total:>14}" for total in totals))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
 """How does a piece of work run in a process of its own that can be killed or stopped at a chosen moment?
 
 The parent has imported everything once; every process is a fork of it, in a session and a group of its own, so that it
-costs milliseconds and is real all the same. A moment is a time, or the n-th file operation below the folder that it
-works in: Python's audit events name them just before they happen, renames and removals among them.
+costs milliseconds and is real all the same. What a fork had to import besides, `learn` imports for those after it. A
+moment is a time, or the n-th file operation below the folder that it works in: Python's audit events name them just
+before they happen, renames and removals among them.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +65,8 @@ class Process:
 
     def __init__(self, work: Work, folder: Path, log: Path, at: At | None = None) -> None:
         self._log = log
-        log.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(log, ignore_errors=True)
+        log.mkdir(parents=True)
         ready, told = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -74,28 +79,25 @@ class Process:
         os.close(ready)
         self._begun = time.monotonic()
 
-    def wait(self, seconds: float = LONGEST) -> Ended | None:
-        """How it ended; None where it has not by then."""
-        until = self._begun + seconds
-        while True:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                code = os.waitstatus_to_exitcode(status)
-                stderr = (self._log / "stderr").read_text(errors="replace")
-                operations = (self._log / "operations").read_text().splitlines()
-                return Ended(code, time.monotonic() - self._begun, stderr, operations)
-            if time.monotonic() > until:
-                return None
-            time.sleep(0.001)
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended so many seconds after it began."""
+        while not (ended := self.ended()) and (left := self._begun + seconds - time.monotonic()) > 0:
+            time.sleep(min(0.001, left))
+        return ended
 
     def end(self) -> Ended:
-        """How it ended, by itself; a process that hangs is killed and says so."""
-        ended = self.wait()
-        if ended is None:
+        """How it ended, by itself; a process that hangs is killed, which is no end that anybody wants."""
+        hangs = not self.wait(LONGEST)
+        if hangs:
             self.kill()
-            os.waitpid(self.pid, 0)
-            return Ended(-signal.SIGKILL, LONGEST, f"it was still running after {LONGEST:.0f} s", [])
-        return ended
+        _, status = os.waitpid(self.pid, 0)
+        stderr, operations = ((self._log / name) for name in ("stderr", "operations"))
+        return Ended(
+            1 if hangs else os.waitstatus_to_exitcode(status),
+            time.monotonic() - self._begun,
+            f"it still ran after {LONGEST:.0f} s" if hangs else _text(stderr),
+            _text(operations).splitlines(),
+        )
 
     def wait_until_stopped(self) -> bool:
         """Whether it stopped itself, and did not end before."""
@@ -116,9 +118,21 @@ class Process:
         return [pid for pid, session in _sessions() if session == self.pid]
 
 
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def run(work: Work, folder: Path, log: Path) -> Ended:
     """Work that is left alone."""
     return Process(work, folder, log).end()
+
+
+def learn(log: Path) -> None:
+    """Imports what a process that has ended had imported."""
+    for name in (log / "modules").read_text().split():
+        if name not in sys.modules:
+            with suppress(Exception):  # some are made, not imported
+                import_module(name)
 
 
 def _become(work: Work, folder: Path, log: Path, at: At | None, told: int) -> None:
@@ -134,6 +148,7 @@ def _become(work: Work, folder: Path, log: Path, at: At | None, told: int) -> No
         operations = os.open(log / "operations", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         sys.addaudithook(_hook(str(folder), operations, at))
         code = work() or 0
+        (log / "modules").write_text("\n".join(sys.modules))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

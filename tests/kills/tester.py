@@ -22,7 +22,7 @@ from pathlib import Path
 
 from loopscope.errors import UserError
 
-from .processes import At, Ended, Process, run
+from .processes import At, Ended, Process, learn, run
 from .scenes import Inputs, Scene
 from .trees import Tree, differences, leftovers, tree_of, visible
 
@@ -31,7 +31,10 @@ PRIVATE = "LOOPSCOPE_KILLS_PRIVATE"
 """Set where this process has mounts of its own: it may mount small disks, and its shared memory is nobody else's."""
 _READ_EVERY = 3
 _SIZES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.98, 1.2)
-"""Of a disk, as a share of what the verb writes."""
+_FEW_SIZES = (0.3, 0.75)
+"""Of the room on a disk, as a share of what the verb writes."""
+_ROOMY = 1 << 18
+"""Pages of 4 KiB."""
 
 
 @dataclass
@@ -64,18 +67,19 @@ class Tester:
         self._folder, self._seed = folder, seed
         self.inputs = Inputs(folder / "inputs")
         self._references: dict[str, Reference] = {}
-        self._work, self._log = folder / "work", folder / "log"
+        self._disk, self._log = folder / "disk", folder / "log"
+        self._work = self._disk / "work"
 
     def kills(self, scene: Scene, count: int) -> Count:
         """Half of them at a time, half at a file operation, where this process alone does those."""
         rng, reference, counted = self._rng(scene, "kill"), self._reference(scene), Count(scene.name, "kill")
-        missed = 0
+        operations, missed = _in_turn(len(reference.operations), rng), 0
         while counted.tries < count and missed <= count + 5:
             number = counted.tries
             with self._place(scene), self._shared_memory() as shared:
                 work = scene.work(self.inputs)
                 if number % 2 and reference.operations:
-                    operation = rng.randrange(len(reference.operations))
+                    operation = next(operations)
                     process = Process(work, self._work, self._log, At(operation, signal.SIGKILL))
                     how = f"killed before file operation {operation}"
                 else:
@@ -97,26 +101,27 @@ class Tester:
                 fault = fault or _left(process, shared)
                 if fault:
                     counted.faults.append(f"{how}: {fault}")
-        counted.note(f"{missed} had ended before")
+        counted.outcomes = {"killed": counted.tries, "had ended before": missed}
         return counted
 
     def pairs(self, scene: Scene, count: int, neighbours: bool = False) -> Count:
         """Two writers at once: the second begins at some time, or while the first stands at a file operation."""
         what = "neighbours" if neighbours else "two writers"
         rng, reference, counted = self._rng(scene, what), self._reference(scene), Count(scene.name, what)
+        operations = _in_turn(len(reference.operations), rng)
         second = f"{scene.target}-2" if neighbours else scene.target
         for number in range(count):
             with self._place(scene, *([second] if neighbours else [])), self._shared_memory() as shared:
                 works = scene.work(self.inputs), scene.work(self.inputs, second)
                 if number % 2 and reference.operations:
-                    operation = rng.randrange(len(reference.operations))
+                    operation = next(operations)
                     how = f"the second began at the first's operation {operation} ({reference.operations[operation]})"
                     processes = self._interleaved(works, operation, reference.seconds)
                 else:
                     delay = rng.random() * reference.seconds
                     how = f"the second began after {delay:.3f} s"
                     first = Process(works[0], self._work, self._log / "first")
-                    first.wait(0) if delay == 0 else time.sleep(delay)
+                    first.wait(delay)
                     processes = first, Process(works[1], self._work, self._log / "second")
                 ended = [process.end() for process in processes]
                 counted.tries += 1
@@ -130,11 +135,10 @@ class Tester:
     def full_disks(self, scene: Scene) -> Count:
         """A disk of every size; the old content is there before it becomes full."""
         reference, counted = self._reference(scene), Count(scene.name, "full disk")
-        needed, held = (_pages(reference.folder, tree) for tree in (reference.tree, reference.before))
-        sizes = _SIZES if scene.share >= 1 else (0.3, 0.75)
-        for share in sizes:
-            pages = max(1, held + round(share * needed))
-            with self._place(scene, pages=pages), self._shared_memory() as shared:
+        needed = _pages(reference.folder, reference.tree)
+        frees = sorted({round(share * needed) for share in (_SIZES if scene.share >= 0.5 else _FEW_SIZES)})
+        for free in frees:
+            with self._place(scene, free=free), self._shared_memory() as shared:
                 before = tree_of(self._work)
                 process = Process(scene.work(self.inputs), self._work, self._log)
                 ended = process.end()
@@ -147,58 +151,73 @@ class Tester:
                     fault = str(ended)
                 else:
                     tree = tree_of(self._work)
-                    left = [] if scene.growing else leftovers(tree)
-                    left += [name for name in leftovers(tree) if "unfinished" not in name and name not in left]
+                    left = [name for name in leftovers(tree) if not name.endswith(".unfinished")]  # goes on later
                     lost = [name for name in before if before[name] != tree.get(name)]
                     if left or lost:
                         fault = f"left behind: {_some(left)}; lost: {_some(lost)}"
                     fault = fault or self._half(scene, reference, read=True)
-                _mount(self._work, 1 << 18, again=True)
+                _mount(self._disk, _ROOMY, again=True)
                 fault = fault or (self._again(scene, reference) if ended.code else None) or _left(process, shared)
                 if fault:
-                    counted.faults.append(f"{4 * pages} KiB for {4 * needed}: {fault}")
+                    counted.faults.append(f"{free} pages for {needed}: {fault}")
         return counted
 
     def _rng(self, scene: Scene, what: str) -> random.Random:
         return random.Random(f"{self._seed} {scene.name} {what}")
 
     def _reference(self, scene: Scene) -> Reference:
+        """What it leaves undisturbed, twice the same; the second time nothing is left to be imported."""
         if scene.name not in self._references:
-            with self._place(scene):
-                before, work = tree_of(self._work), scene.work(self.inputs)
-                ended = run(work, self._work, self._log)
-                assert ended.code == 0, f"{scene.name} failed undisturbed: {ended}\n{ended.stderr}"
-                tree = tree_of(self._work)
-                assert not leftovers(tree), f"{scene.name} left {leftovers(tree)} undisturbed"
-                folder = self._folder / "references" / scene.name
-                shutil.copytree(self._work, folder, symlinks=True)
-                own = [each for each in ended.operations]
-                self._references[scene.name] = Reference(folder, tree, before, ended.seconds, own)
+            first = self._undisturbed(scene)
+            learn(self._log)
+            second = self._undisturbed(scene)
+            assert first.tree == second.tree, (
+                f"{scene.name}: {_some(differences(second.tree, first.tree))}, undisturbed"
+            )
+            self._references[scene.name] = second
         return self._references[scene.name]
 
+    def _undisturbed(self, scene: Scene) -> Reference:
+        with self._place(scene):
+            before, work = tree_of(self._work), scene.work(self.inputs)
+            ended = run(work, self._work, self._log)
+            tree = tree_of(self._work)
+            assert ended.code == 0, f"{scene.name} failed undisturbed: {ended}\n{ended.stderr}"
+            assert not leftovers(tree), f"{scene.name} left {leftovers(tree)} undisturbed"
+            folder = self._folder / "references" / scene.name
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(self._work, folder, symlinks=True)
+            return Reference(folder, tree, before, ended.seconds, ended.operations)
+
     @contextmanager
-    def _place(self, scene: Scene, *others: str, pages: int | None = None) -> Iterator[None]:
-        """A fresh working directory with what the target holds before; with `pages`, a disk of that many."""
-        shutil.rmtree(self._work, ignore_errors=True)
-        self._work.mkdir(parents=True)
-        if pages is not None:
-            _mount(self._work, pages)
+    def _place(self, scene: Scene, *others: str, free: int | None = None) -> Iterator[None]:
+        """A fresh working directory with what the target holds before; on a disk with so many free pages, if given."""
+        shutil.rmtree(self._disk, ignore_errors=True)
+        self._disk.mkdir(parents=True)
+        if free is not None:
+            _mount(self._disk, _ROOMY)
         try:
+            self._work.mkdir()
             for target in (scene.target, *others):
                 if scene.before is not None:
                     made = run(scene.before(self.inputs, target), self._work, self._log)
                     assert made.code == 0, str(made)
+            if free is not None:
+                (self._disk / "page").write_bytes(bytes(4096))  # no disk is so small that it has none
+                _mount(self._disk, 1 + free + _pages(self._work, tree_of(self._work)), again=True)
             yield
         finally:
-            if pages is not None:
-                subprocess.run(["umount", "--lazy", str(self._work)], check=True)
+            if free is not None:
+                subprocess.run(["umount", "--lazy", str(self._disk)], check=True)
 
     @contextmanager
     def _shared_memory(self) -> Iterator[Callable[[], list[str]]]:
         """What is new in shared memory; that of a machine that others use is not looked at."""
         before = set(SHARED_MEMORY.iterdir()) if PRIVATE in os.environ else set()
-        yield lambda: (
-            [str(path) for path in SHARED_MEMORY.iterdir() if path not in before] if PRIVATE in os.environ else []
+        yield (
+            lambda: (
+                [str(path) for path in SHARED_MEMORY.iterdir() if path not in before] if PRIVATE in os.environ else []
+            )
         )
         for path in set(SHARED_MEMORY.iterdir()) - before if PRIVATE in os.environ else ():
             path.unlink()
@@ -259,7 +278,9 @@ class Tester:
                 return f"one ended with {each}"
         return None if any(each.code == 0 for each in ended) else f"both were refused: {ended[0]}; {ended[1]}"
 
-    def _interleaved(self, works: "tuple[Callable[[], int | None], ...]", operation: int, seconds: float) -> list[Process]:
+    def _interleaved(
+        self, works: "tuple[Callable[[], int | None], ...]", operation: int, seconds: float
+    ) -> list[Process]:
         """The first stands at its operation until the second has ended, or waits for it."""
         first = Process(works[0], self._work, self._log / "first", At(operation, signal.SIGSTOP))
         stopped = first.wait_until_stopped()
@@ -270,6 +291,12 @@ class Tester:
         if stopped:
             first.go_on()
         return [first, second]
+
+
+def _in_turn(count: int, rng: random.Random) -> Iterator[int]:
+    """Numbers below `count` in random order, all of them before any comes again."""
+    while True:
+        yield from rng.sample(range(count), count)
 
 
 def _extra(scene: Scene, tree: Tree) -> set[str]:
