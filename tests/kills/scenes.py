@@ -7,6 +7,7 @@ these verbs has a time or a machine's name in it.
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -89,6 +90,12 @@ class Inputs:
     def study(self) -> Path:
         return self._made("tiny.toml", lambda out: out.write_text(_STUDY))
 
+    @property
+    def store(self) -> Path:
+        """What the study makes."""
+        words = ("study", "run", self.study, "--workers", 1, "--out", self._folder / "studied")
+        return self._made("store", lambda out: _loopscope(*words, "--store", out))
+
 
 Command = Callable[[Inputs, str], list[object]]
 """The words of a command whose target is the second argument, relative to the working directory."""
@@ -155,8 +162,6 @@ def _save(_: Inputs, target: str) -> Work:
         try:
             random_trajectory(1, rows=300).save(target)
         except (OSError, UserError) as error:
-            import sys
-
             print(f"loopscope: {str(error).rstrip('.')}.", file=sys.stderr)
             return 2
         return 0
@@ -334,8 +339,13 @@ SCENES = (
         lambda inputs, out: ["bench", "guarantees", "--calibrations", 2, "--examples", 50, "--figure", f"{out}.png"],
         share=0.4,
     ),
-    Scene("study on one worker", _study(1), growing=_unfinished(), share=0.2),
-    Scene("study on two workers", _study(2), growing=_unfinished(), share=0.4),
+    Scene("study run on one worker", _study(1), growing=_unfinished(), share=0.2),
+    Scene("study run on two workers", _study(2), growing=_unfinished(), share=0.4),
+    Scene(
+        "study report",
+        lambda inputs, out: ["study", "report", inputs.study, "--out", out, "--store", inputs.store],
+        share=0.3,
+    ),
     Scene(
         "demo",
         lambda inputs, out: ["demo", "--out", out, "--workers", 2, *_settings()],

@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -304,8 +305,6 @@ def _extra(scene: Scene, tree: Tree) -> set[str]:
 
 
 def _read(read: Callable[[Path], object], target: Path) -> int:
-    import sys
-
     if not target.exists():
         print("loopscope: there is none.", file=sys.stderr)
         return 2
