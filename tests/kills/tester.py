@@ -74,8 +74,8 @@ class Tester:
     def kills(self, scene: Scene, count: int) -> Count:
         """Half of them at a time, half at a file operation, where this process alone does those."""
         rng, reference, counted = self._rng(scene, "kill"), self._reference(scene), Count(scene.name, "kill")
-        operations, missed = _in_turn(len(reference.operations), rng), 0
-        while counted.tries < count and missed <= count + 5:
+        operations, missed, seconds = _in_turn(len(reference.operations), rng), 0, reference.seconds
+        while counted.tries < count and missed < 2 * count + 10:
             number = counted.tries
             with self._place(scene), self._shared_memory() as shared:
                 work = scene.work(self.inputs)
@@ -84,7 +84,7 @@ class Tester:
                     process = Process(work, self._work, self._log, At(operation, signal.SIGKILL))
                     how = f"killed before file operation {operation}"
                 else:
-                    moment = (number // 2 + rng.random()) / ((count + 1) // 2) * reference.seconds
+                    moment = (number // 2 + rng.random()) / ((count + 1) // 2) * seconds
                     whole = rng.random() < 0.7
                     process = Process(work, self._work, self._log)
                     process.wait(moment)
@@ -92,7 +92,7 @@ class Tester:
                     process.kill(whole)
                 ended = process.end()
                 if ended.code != -signal.SIGKILL:
-                    missed += 1
+                    missed, seconds = missed + 1, min(seconds, ended.seconds)
                     if ended.code:
                         counted.faults.append(f"it ended before it was {how}: {ended}")
                     continue

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
-LEFTOVERS = (".partial-*", "*.replaced", "*.unfinished", "*.tmp")
+LEFTOVERS = (".partial-*", ".replaced-*", "*.replaced", "*.unfinished")
 """Names that nothing has once the next call has ended."""
 
 Tree = dict[str, str]
@@ -22,8 +22,16 @@ def tree_of(folder: Path) -> Tree:
         elif path.is_dir():
             found[name] = "a folder"
         else:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[name] = _content(path)
     return found
+
+
+def _content(path: Path) -> str:
+    """The hash of a file. A PDF bears the time at which it was made: of that, only whether it is whole."""
+    data = path.read_bytes()
+    if path.suffix == ".pdf" and data.startswith(b"%PDF") and data.rstrip().endswith(b"%%EOF"):
+        return "a whole PDF"
+    return hashlib.sha256(data).hexdigest()
 
 
 def leftovers(tree: Iterable[str]) -> list[str]:
@@ -33,12 +41,11 @@ def leftovers(tree: Iterable[str]) -> list[str]:
 
 def visible(tree: Tree) -> Tree:
     """What others see: nothing that is still being written."""
-    gone = [name for name in tree if any(is_scratch(part) for part in Path(name).parts)]
-    return {name: value for name, value in tree.items() if name not in set(gone)}
+    return {name: value for name, value in tree.items() if not any(map(_is_unfinished, Path(name).parts))}
 
 
-def is_scratch(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in (".partial-*", "*.replaced", "*.unfinished"))
+def _is_unfinished(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in LEFTOVERS)
 
 
 def differences(found: Tree, wanted: Tree) -> list[str]:
