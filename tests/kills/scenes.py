@@ -198,6 +198,7 @@ def _cut_off(inputs: Inputs, target: str) -> Work:
 _STUDY = """
 title = "Tiny"
 targets = [0.2]
+products = ["frontiers"]
 
 [[parts]]
 settings = "demo"
