@@ -40,6 +40,9 @@ test: $(DEV)  ## the quick tests
 test-all: $(RAY)  ## the quick tests and the long ones, with Ray
 	$(BIN)/python -m pytest -m ''
 
+kills: $(DEV)  ## kill all that writes 400 times, let two write at once, fill the disk
+	$(BIN)/python -m tests.kills
+
 test-page: $(DEV)  ## the page of a report in a browser; `make browser` installs one
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m '' tests/report/test_page.py
 
@@ -55,4 +58,4 @@ check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help install demo test test-all test-page fuzz browser check
+.PHONY: help install demo test test-all fuzz kills test-page browser check

@@ -1,0 +1,84 @@
+"""Killed, out of room or in company, a writer loses nothing: a short run of `python -m tests.kills`, and a long one."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loopscope.cli import make_parser
+
+from .scenes import SCENES
+
+QUICK = ("record task", "Trajectory.save over another", "calibrate")
+WRITES = {"out", "figure", "store"}
+"""Options that say where something is written."""
+READS = {"study plan", "study status"}
+"""Verbs that have such an option to find what another one wrote."""
+
+
+def tried(*words: str) -> list[dict[str, Any]]:
+    """What was counted, in a process that has not run anything that threads of its own do."""
+    command = [sys.executable, "-m", "tests.kills", "--json", *words]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert ended.returncode in (0, 1), ended.stderr
+    return json.loads(ended.stdout)
+
+
+def check(counts: list[dict[str, Any]], *kinds: str) -> None:
+    some = [count for count in counts if count["what"] in kinds]
+    assert some
+    assert all(count["tries"] for count in some)
+    assert [(count["scene"], fault) for count in some for fault in count["faults"]] == []
+
+
+@pytest.fixture(scope="module")
+def quick() -> list[dict[str, Any]]:
+    return tried("--kills", "12", "--pairs", "4", *(word for name in QUICK for word in ("--only", name)))
+
+
+def test_killed_it_ends_with_the_same_bytes(quick: list[dict[str, Any]]) -> None:
+    check(quick, "kill")
+    assert sum(count["tries"] for count in quick if count["what"] == "kill") == 12
+
+
+def test_two_writers_leave_one_whole_artifact(quick: list[dict[str, Any]]) -> None:
+    check(quick, "two writers", "neighbours")
+
+
+def test_a_full_disk_is_one_sentence(quick: list[dict[str, Any]]) -> None:
+    if not any(count["what"] == "full disk" for count in quick):
+        pytest.skip("this system lets users mount nothing, so there is no small disk")
+    check(quick, "full disk")
+    assert all(count["outcomes"].get("refused") for count in quick if count["what"] == "full disk")
+
+
+@pytest.mark.long
+def test_two_hundred_kills_of_all_that_writes() -> None:
+    counts = tried("--kills", "200", "--pairs", "6", "--seed", "1")
+    check(counts, "kill", "two writers", "neighbours", "full disk")
+    assert sum(count["tries"] for count in counts if count["what"] == "kill") == 200
+
+
+def test_every_verb_that_writes_is_a_scene() -> None:
+    names = {scene.name for scene in SCENES}
+    missing = [
+        verb
+        for verb, parser in verbs(make_parser())
+        if verb not in READS
+        and any(action.dest in WRITES for action in parser._actions)
+        and not any(name.startswith(verb) for name in names)
+    ]
+    assert missing == []
+
+
+def verbs(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not found:
+        yield name, parser
+    for word, each in found[0].choices.items() if found else ():
+        yield from verbs(each, f"{name} {word}".strip())

@@ -1,0 +1,343 @@
+"""Does a writer that is killed, meets a full disk or has company leave what it should?
+
+- A kill: the same command again ends with 0 and leaves byte for byte what an undisturbed one leaves, and nothing else:
+  no scratch, no shared memory, no process. Before that, whoever reads gets the old artifact, the new one or a sentence.
+- Two writers of one target: each ends with 0 or with one sentence and 2, at least one with 0, and what is there is
+  whole. Two targets of which one's name begins like the other's: neither notices the other.
+- A full disk: one sentence and 2, nothing left behind, what was there is as it was; with room, it works.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from loopscope.errors import UserError
+
+from .processes import At, Ended, Process, learn, run
+from .scenes import Inputs, Scene
+from .trees import Tree, differences, leftovers, tree_of, visible
+
+SHARED_MEMORY = Path("/dev/shm")
+PRIVATE = "LOOPSCOPE_KILLS_PRIVATE"
+"""Set where this process has mounts of its own: it may mount small disks, and its shared memory is nobody else's."""
+_READ_EVERY = 3
+_SIZES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.98, 1.2)
+_FEW_SIZES = (0.3, 0.75)
+"""Of the room on a disk, as a share of what the verb writes."""
+_ROOMY = 1 << 18
+"""Pages of 4 KiB."""
+
+
+@dataclass
+class Count:
+    """What was tried with a scene, and what was not as it should be."""
+
+    scene: str
+    what: str
+    tries: int = 0
+    faults: list[str] = field(default_factory=list)
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+    def note(self, outcome: str) -> None:
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a scene does undisturbed."""
+
+    folder: Path
+    tree: Tree
+    before: Tree
+    seconds: float
+    operations: list[str]
+
+
+class Tester:
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        self._folder, self._seed = folder, seed
+        self.inputs = Inputs(folder / "inputs")
+        self._references: dict[str, Reference] = {}
+        self._disk, self._log = folder / "disk", folder / "log"
+        self._work = self._disk / "work"
+
+    def kills(self, scene: Scene, count: int) -> Count:
+        """Half of them at a time, half at a file operation, where this process alone does those."""
+        rng, reference, counted = self._rng(scene, "kill"), self._reference(scene), Count(scene.name, "kill")
+        operations, missed, seconds = _in_turn(len(reference.operations), rng), 0, reference.seconds
+        while counted.tries < count and missed < 2 * count + 10:
+            number = counted.tries
+            with self._place(scene), self._shared_memory() as shared:
+                work = scene.work(self.inputs)
+                if number % 2 and reference.operations:
+                    operation = next(operations)
+                    process = Process(work, self._work, self._log, At(operation, signal.SIGKILL))
+                    how = f"killed before file operation {operation}"
+                else:
+                    moment = (number // 2 + rng.random()) / ((count + 1) // 2) * seconds
+                    whole = rng.random() < 0.7
+                    process = Process(work, self._work, self._log)
+                    process.wait(moment)
+                    how = f"{'killed' if whole else 'its first process alone killed'} after {moment:.3f} s"
+                    process.kill(whole)
+                ended = process.end()
+                if ended.code != -signal.SIGKILL:
+                    missed, seconds = missed + 1, min(seconds, ended.seconds)
+                    if ended.code:
+                        counted.faults.append(f"it ended before it was {how}: {ended}")
+                    continue
+                counted.tries += 1
+                how += f" ({ended.operations[-1]})" if number % 2 and ended.operations else ""
+                fault = self._half(scene, reference, read=number % _READ_EVERY == 0) or self._again(scene, reference)
+                fault = fault or _left(process, shared)
+                if fault:
+                    counted.faults.append(f"{how}: {fault}")
+        counted.outcomes = {"killed": counted.tries, "had ended before": missed}
+        return counted
+
+    def pairs(self, scene: Scene, count: int, neighbours: bool = False) -> Count:
+        """Two writers at once: the second begins at some time, or while the first stands at a file operation."""
+        what = "neighbours" if neighbours else "two writers"
+        rng, reference, counted = self._rng(scene, what), self._reference(scene), Count(scene.name, what)
+        operations = _in_turn(len(reference.operations), rng)
+        second = f"{scene.target}-2" if neighbours else scene.target
+        for number in range(count):
+            with self._place(scene, *([second] if neighbours else [])), self._shared_memory() as shared:
+                works = scene.work(self.inputs), scene.work(self.inputs, second)
+                if number % 2 and reference.operations:
+                    operation = next(operations)
+                    how = f"the second began at the first's operation {operation} ({reference.operations[operation]})"
+                    processes = self._interleaved(works, operation, reference.seconds)
+                else:
+                    delay = rng.random() * reference.seconds
+                    how = f"the second began after {delay:.3f} s"
+                    first = Process(works[0], self._work, self._log / "first")
+                    first.wait(delay)
+                    processes = first, Process(works[1], self._work, self._log / "second")
+                ended = [process.end() for process in processes]
+                counted.tries += 1
+                counted.note(" and ".join(sorted(str(each.code) for each in ended)))
+                fault = self._both(ended, neighbours) or self._whole(scene, reference, second if neighbours else None)
+                fault = fault or next(filter(None, (_left(process, shared) for process in processes)), None)
+                if fault:
+                    counted.faults.append(f"{how}: {fault}")
+        return counted
+
+    def full_disks(self, scene: Scene) -> Count:
+        """A disk of every size; the old content is there before it becomes full."""
+        reference, counted = self._reference(scene), Count(scene.name, "full disk")
+        needed = _pages(reference.folder, reference.tree)
+        frees = sorted({round(share * needed) for share in (_SIZES if scene.share >= 0.5 else _FEW_SIZES)})
+        for free in frees:
+            with self._place(scene, free=free), self._shared_memory() as shared:
+                before = tree_of(self._work)
+                process = Process(scene.work(self.inputs), self._work, self._log)
+                ended = process.end()
+                counted.tries += 1
+                counted.note("refused" if ended.refused else f"ended with {ended.code}")
+                fault = None
+                if ended.code == 0:
+                    fault = self._whole(scene, reference)
+                elif not ended.refused:
+                    fault = str(ended)
+                else:
+                    tree = tree_of(self._work)
+                    left = [name for name in leftovers(tree) if not name.endswith(".unfinished")]  # goes on later
+                    lost = [name for name in before if before[name] != tree.get(name)]
+                    if left or lost:
+                        fault = f"left behind: {_some(left)}; lost: {_some(lost)}"
+                    fault = fault or self._half(scene, reference, read=True)
+                _mount(self._disk, _ROOMY, again=True)
+                fault = fault or (self._again(scene, reference) if ended.code else None) or _left(process, shared)
+                if fault:
+                    counted.faults.append(f"{free} pages for {needed}: {fault}")
+        return counted
+
+    def _rng(self, scene: Scene, what: str) -> random.Random:
+        return random.Random(f"{self._seed} {scene.name} {what}")
+
+    def _reference(self, scene: Scene) -> Reference:
+        """What it leaves undisturbed, twice the same; the second time nothing is left to be imported."""
+        if scene.name not in self._references:
+            first = self._undisturbed(scene)
+            learn(self._log)
+            second = self._undisturbed(scene)
+            assert first.tree == second.tree, (
+                f"{scene.name}: {_some(differences(second.tree, first.tree))}, undisturbed"
+            )
+            self._references[scene.name] = second
+        return self._references[scene.name]
+
+    def _undisturbed(self, scene: Scene) -> Reference:
+        with self._place(scene):
+            before, work = tree_of(self._work), scene.work(self.inputs)
+            ended = run(work, self._work, self._log)
+            tree = tree_of(self._work)
+            assert ended.code == 0, f"{scene.name} failed undisturbed: {ended}\n{ended.stderr}"
+            assert not leftovers(tree), f"{scene.name} left {leftovers(tree)} undisturbed"
+            folder = self._folder / "references" / scene.name
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(self._work, folder, symlinks=True)
+            return Reference(folder, tree, before, ended.seconds, ended.operations)
+
+    @contextmanager
+    def _place(self, scene: Scene, *others: str, free: int | None = None) -> Iterator[None]:
+        """A fresh working directory with what the target holds before; on a disk with so many free pages, if given."""
+        shutil.rmtree(self._disk, ignore_errors=True)
+        self._disk.mkdir(parents=True)
+        if free is not None:
+            _mount(self._disk, _ROOMY)
+        try:
+            self._work.mkdir()
+            for target in (scene.target, *others):
+                if scene.before is not None:
+                    made = run(scene.before(self.inputs, target), self._work, self._log)
+                    assert made.code == 0, str(made)
+            if free is not None:
+                (self._disk / "page").write_bytes(bytes(4096))  # no disk is so small that it has none
+                _mount(self._disk, 1 + free + _pages(self._work, tree_of(self._work)), again=True)
+            yield
+        finally:
+            if free is not None:
+                subprocess.run(["umount", "--lazy", str(self._disk)], check=True)
+
+    @contextmanager
+    def _shared_memory(self) -> Iterator[Callable[[], list[str]]]:
+        """What is new in shared memory; that of a machine that others use is not looked at."""
+        before = set(SHARED_MEMORY.iterdir()) if PRIVATE in os.environ else set()
+        yield (
+            lambda: (
+                [str(path) for path in SHARED_MEMORY.iterdir() if path not in before] if PRIVATE in os.environ else []
+            )
+        )
+        for path in set(SHARED_MEMORY.iterdir()) - before if PRIVATE in os.environ else ():
+            path.unlink()
+
+    def _half(self, scene: Scene, reference: Reference, read: bool) -> str | None:
+        """Whether anything that others see is neither old nor new, or is no artifact and can be read all the same."""
+        for name, value in visible(tree_of(self._work)).items():
+            if value in (reference.tree.get(name), reference.before.get(name)):
+                continue
+            form = next((form for pattern, form in scene.growing.items() if fnmatch(name, pattern)), None)
+            if form is None or (form == "beginning" and not self._is_beginning(reference, name)):
+                return f"{name} is half written, or nobody's"
+        if not read or scene.read is None:
+            return None
+        target, reading = self._work / scene.target, scene.read
+        ended = run(lambda: _read(reading, target), self._work, self._log / "reader")
+        if ended.code == 0:
+            tree = visible(tree_of(self._work))
+            wanted = (visible(reference.tree), visible(reference.before))
+            own = [{name: value for name, value in each.items() if name not in _extra(scene, each)} for each in wanted]
+            if {name: value for name, value in tree.items() if name not in _extra(scene, tree)} not in own:
+                return "half an artifact was read as a whole one"
+            return None
+        return None if ended.refused else f"reading ended with {ended}"
+
+    def _is_beginning(self, reference: Reference, name: str) -> bool:
+        path = reference.folder / name
+        found = (self._work / name).read_bytes()
+        return not path.exists() or path.read_bytes().startswith(found)
+
+    def _again(self, scene: Scene, reference: Reference) -> str | None:
+        """What is wrong after the next call of the same command."""
+        was_whole = not differences(visible(tree_of(self._work)), reference.tree)
+        process = Process(scene.work(self.inputs), self._work, self._log)
+        ended = process.end()
+        if ended.refused and scene.by_hand and (self._work / scene.target).exists():
+            (self._work / scene.target).unlink()
+            ended = run(scene.work(self.inputs), self._work, self._log)
+        if ended.code != 0 and not (ended.refused and scene.refuses and was_whole):
+            return f"again, it ended with {ended}"
+        return self._whole(scene, reference)
+
+    def _whole(self, scene: Scene, reference: Reference, second: str | None = None) -> str | None:
+        tree = tree_of(self._work)
+        if left := leftovers(tree):
+            return f"left behind: {_some(left)}"
+        wanted = dict(reference.tree)
+        if second is not None:
+            own = {name: value for name, value in wanted.items() if Path(name).parts[0] == scene.target}
+            wanted |= {name.replace(scene.target, second, 1): value for name, value in own.items()}
+        if wrong := differences(tree, wanted):
+            return _some(wrong)
+        return None
+
+    def _both(self, ended: list[Ended], neighbours: bool) -> str | None:
+        for each in ended:
+            if each.code != 0 and (neighbours or not each.refused):
+                return f"one ended with {each}"
+        return None if any(each.code == 0 for each in ended) else f"both were refused: {ended[0]}; {ended[1]}"
+
+    def _interleaved(
+        self, works: "tuple[Callable[[], int | None], ...]", operation: int, seconds: float
+    ) -> list[Process]:
+        """The first stands at its operation until the second has ended, or waits for it."""
+        first = Process(works[0], self._work, self._log / "first", At(operation, signal.SIGSTOP))
+        stopped = first.wait_until_stopped()
+        second = Process(works[1], self._work, self._log / "second")
+        until = time.monotonic() + 2 * seconds + 1
+        while stopped and time.monotonic() < until and not second.ended():
+            time.sleep(0.005)
+        if stopped:
+            first.go_on()
+        return [first, second]
+
+
+def _in_turn(count: int, rng: random.Random) -> Iterator[int]:
+    """Numbers below `count` in random order, all of them before any comes again."""
+    while True:
+        yield from rng.sample(range(count), count)
+
+
+def _extra(scene: Scene, tree: Tree) -> set[str]:
+    return {name for name in tree if any(fnmatch(name, pattern) for pattern in scene.growing)}
+
+
+def _read(read: Callable[[Path], object], target: Path) -> int:
+    if not target.exists():
+        print("loopscope: there is none.", file=sys.stderr)
+        return 2
+    try:
+        read(target)
+    except (UserError, OSError) as error:
+        print(f"loopscope: {str(error).rstrip('.')}.", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _left(process: Process, shared: Callable[[], list[str]]) -> str | None:
+    until = time.monotonic() + 5  # a worker sees within half a second that its parent is gone
+    while (alive := process.alive()) and time.monotonic() < until:
+        time.sleep(0.01)
+    if alive:
+        return f"{len(alive)} of its processes still run"
+    return f"left in shared memory: {_some(found)}" if (found := shared()) else None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _pages(folder: Path, tree: Tree) -> int:
+    files = [folder / name for name, value in tree.items() if value != "a folder" and not value.startswith("-> ")]
+    return sum(-(-path.stat().st_size // 4096) for path in files if path.exists())
+
+
+def _mount(folder: Path, pages: int, again: bool = False) -> None:
+    options = f"{'remount,' * again}size={4 * pages}k"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
+
+
+def as_json(counts: list[Count]) -> str:
+    return json.dumps([vars(count) for count in counts], indent=2)
