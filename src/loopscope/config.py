@@ -76,6 +76,8 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {_sentence(error)}") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{source}: a text holds half a character, which no file can hold; leave it out.") from None
 
 
 def read_json(kind: type[T], path: Path, what: str) -> T:

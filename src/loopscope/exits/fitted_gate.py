@@ -81,8 +81,11 @@ class FittedGate:
 
     def halt_logits(self, pooled: Array) -> NDArray[np.float64]:
         """[...] from pooled states [..., D]."""
-        if pooled.shape[-1] != self.width:
-            raise UserError(f"The gate reads states of width {self.width}, but these have width {pooled.shape[-1]}.")
+        pooled = as_array(pooled, "The states")
+        if pooled.ndim < 1 or pooled.shape[-1] != self.width:
+            raise UserError(
+                f"The gate reads states of width {self.width}, but these have the shape {list(pooled.shape)}."
+            )
         states = pooled.astype(np.float64)
         if self.weight_1 is not None and self.bias_1 is not None:
             states = states @ self.weight_1.T.astype(np.float64) + self.bias_1

@@ -4,6 +4,8 @@ LoopScope's own checkpoints say `"model_type": "loopscope"` and keep the setting
 run's folder is its checkpoint. Ouro and Huginn checkpoints are read in the layout in which they are published.
 """
 
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -210,6 +212,17 @@ def _opened(file: Path, device: str = "cpu") -> Iterator[Any]:
         raise UserError(f"{file} cannot be read ({error}); fetch or make it again.") from None
 
 
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes one safetensors file; what the system refuses is an OSError, as with any other file."""
+    try:
+        save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
+
+
 def save_model(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = 5 << 30) -> None:
     """Writes weights in the layout of the Hub: one file, or shards of at most so many bytes and their index."""
     shards: list[dict[str, Tensor]] = [{}]
@@ -222,13 +235,13 @@ def save_model(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = 5
         room -= tensor.nbytes
     if len(shards) == 1:
         with atomic_file(folder / WEIGHTS) as scratch:
-            save_file(shards[0], scratch, {"format": "pt"})
+            write_tensors(shards[0], scratch, {"format": "pt"})
         return
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         with atomic_file(folder / file) as scratch:
-            save_file(shard, scratch, {"format": "pt"})
+            write_tensors(shard, scratch, {"format": "pt"})
         index |= dict.fromkeys(shard, file)
     size = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": index})

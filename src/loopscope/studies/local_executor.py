@@ -8,15 +8,15 @@ import multiprocessing
 import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from loopscope.errors import UserError
 from loopscope.machine import cores
-from loopscope.studies.step_runner import Failures, StudyProgress, do_step, pin
+from loopscope.studies.step_runner import Failures, StepResult, StudyProgress, do_step, pin
 from loopscope.studies.steps import Step
 
 
@@ -24,41 +24,71 @@ def run_locally(
     steps: list[Step], store: Path, progress: StudyProgress, device: str, threads: int = 1, workers: int | None = None
 ) -> Failures:
     """Does all steps, each when what it needs is done, in their order, as many at a time as there are workers."""
-    workers = min(workers or (max(1, cores() // threads) if device == "cpu" else 1), len(steps))
+    count = min(workers or (max(1, cores() // threads) if device == "cpu" else 1), len(steps))
     waiting = {step.key: step for step in steps}
-    running: dict[Future[None], Step] = {}
     failures = Failures()
-    context = multiprocessing.get_context("spawn")
-    with (
-        _fewer_threads(threads),
-        ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(threads, os.getpid())) as pool,
-    ):
-        try:
-            while waiting or running:
-                busy = {step.key for step in running.values()}
-                for step in list(waiting.values()):
-                    if len(running) == workers:
-                        break
-                    if failures.hold_up(step):
-                        del waiting[step.key]
-                    elif not any(needed.key in waiting or needed.key in busy for needed in step.needs):
-                        running[pool.submit(do_step, waiting.pop(step.key), store, device)] = step
-                        busy.add(step.key)
-                progress.update(running.values())
-                finished, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-                ended = [(running.pop(future), future) for future in finished]
-                for step, future in ended:
-                    failures.look_at(step, future.exception())
-                progress.update(step for step, _ in ended)
-        except BaseException as error:
-            for process in list((pool._processes or {}).values()):
-                process.terminate()
-            if isinstance(error, BrokenProcessPool):
-                raise UserError(
-                    "A worker process died (out of memory?); the same command continues where it stopped."
-                ) from None
-            raise
+    with _workers(count, threads) as pool:
+        while waiting or any(worker.step for worker in pool):
+            busy = {worker.step.key for worker in pool if worker.step}
+            for step in list(waiting.values()):
+                if (idle := next((worker for worker in pool if not worker.step), None)) is None:
+                    break
+                if failures.hold_up(step):
+                    del waiting[step.key]
+                elif not any(needed.key in waiting or needed.key in busy for needed in step.needs):
+                    idle.begin(waiting.pop(step.key), store, device)
+                    busy.add(step.key)
+            running = {worker.pipe: worker.step for worker in pool if worker.step}
+            progress.update(running.values())
+            ended = wait(list(running), timeout=0.5)
+            for worker in pool:
+                if worker.pipe in ended:
+                    failures.look_at(running[worker.pipe], worker.end())
+            progress.update(running[pipe] for pipe in running if pipe in ended)
     return failures
+
+
+class _Worker:
+    """A process that does one step after the other: the steps go through its pipe, and what became of them comes back.
+
+    The standard library's pools need semaphores that have names, and a study that is killed would leave them behind.
+    """
+
+    def __init__(self, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, threads, os.getpid()), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.step: Step | None = None
+
+    def begin(self, step: Step, store: Path, device: str) -> None:
+        self.step = step
+        self.pipe.send((step, store, device))
+
+    def end(self) -> StepResult:
+        """What became of its step, which has ended."""
+        self.step = None
+        try:
+            outcome: StepResult = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            raise UserError(
+                "A worker process died (out of memory?); the same command continues where it stopped."
+            ) from None
+        return outcome
+
+
+@contextmanager
+def _workers(count: int, threads: int) -> Iterator[list[_Worker]]:
+    with _fewer_threads(threads):
+        pool = [_Worker(threads) for _ in range(count)]
+    try:
+        yield pool
+    finally:
+        for worker in pool:
+            worker.process.terminate()
+        for worker in pool:
+            worker.process.join()
 
 
 @contextmanager
@@ -74,8 +104,8 @@ def _fewer_threads(threads: int) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _begin(threads: int, parent: int) -> None:
-    """Prepares a worker, and lets it end with the study that it works for, however that one ended."""
+def _work(pipe: Connection, threads: int, parent: int) -> None:
+    """A worker's life; it ends with the study that it works for, however that one ended."""
     pin(threads)
 
     def exit_with_parent() -> None:
@@ -84,3 +114,11 @@ def _begin(threads: int, parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
+    while True:
+        step, store, device = pipe.recv()
+        try:
+            do_step(step, store, device)
+            pipe.send(None)
+        except Exception as error:
+            error.add_note(traceback.format_exc())  # an exception leaves its own behind when it is sent
+            pipe.send(error)

@@ -69,6 +69,8 @@ class CustomObjective:
 
 def custom_objective(objective: UserFunction | str, options: Mapping[str, Option] | None = None) -> Objective:
     """The settings that name this function, with these options."""
+    if not isinstance(objective, str) and not callable(objective):
+        raise UserError(f"An objective is a function, or the name of one, got {type(objective).__name__}.")
     name = objective if isinstance(objective, str) else f"{objective.__module__}:{_name(objective)}"
     values = {"name": name} | ({} if options is None else {"options": dict(options)})
     return build(Objective, values, "the objective")

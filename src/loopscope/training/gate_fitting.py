@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from loopscope.arguments import check_kind
@@ -25,7 +24,7 @@ from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
 from loopscope.exits.splits import EVALUATION_SPLITS
-from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256
+from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256, write_tensors
 from loopscope.models.gates import Gate
 from loopscope.models.run_hashes import HASHES
 from loopscope.objectives import Objective
@@ -158,4 +157,4 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
                     raise UserError(f"The gate is {gate.width} wide, and that of {checkpoint} is not.")
                 tensors[name] = value.reshape(tensors[name].shape).to(tensors[name].dtype)
             if theirs:
-                save_file(tensors, file, metadata)
+                write_tensors(tensors, file, metadata)

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from loopscope.artifacts import (
@@ -43,7 +42,7 @@ from loopscope.artifacts import (
 from loopscope.config import differences, digest, read_json
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, LoopedTransformer, Ouro, read_checkpoint_config
-from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType, first_not_finite
+from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType, first_not_finite, write_tensors
 from loopscope.models.contract import tensors_sha256
 from loopscope.models.run_hashes import check_hashes, write_hashes
 from loopscope.objectives import LoopLosses, Objective
@@ -460,13 +459,10 @@ def _write_tensors(
     held = _fetched(tensors)
     if first_not_finite({name: value for name, value in held.items() if not name.startswith("optimizer.")}) is not None:
         raise UserError("The weights are no longer finite; lower training.learning_rate, and train in another folder.")
-    try:
-        with atomic_file(path) as scratch:
-            save_file(held, scratch, metadata)
-            if ready is not None:
-                ready(scratch)
-    except SafetensorError as error:
-        raise UserError(f"{path} could not be written ({error}); make room, and the same command continues.") from None
+    with atomic_file(path) as scratch:
+        write_tensors(held, scratch, metadata)
+        if ready is not None:
+            ready(scratch)
 
 
 def _log(folder: Path, entry: dict[str, Any]) -> None:
