@@ -137,7 +137,7 @@ def only_writer(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
         try:
-            _lock(handle, folder)
+            lock(handle, folder)
             if not _is_at(handle, folder):  # whoever had it has removed it
                 continue
             yield
@@ -202,7 +202,7 @@ def _open_locked(scratch: Path, make: Callable[[Path], None], path: Path, wait: 
     except FileNotFoundError:
         return None
     try:
-        _lock(handle, path, wait)
+        lock(handle, path, wait)
         if _is_at(handle, scratch):
             if scratch.is_dir() == (make is Path.mkdir):
                 return os.dup(handle)
@@ -222,7 +222,8 @@ def _settle(path: Path) -> None:
                 _remove(beside)
 
 
-def _lock(handle: int, path: Path, wait: bool = False) -> None:
+def lock(handle: int, path: Path, wait: bool = False) -> None:
+    """Locks an open file or folder, of `path`, for as long as it is open."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

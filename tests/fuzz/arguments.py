@@ -56,6 +56,7 @@ GOOD: dict[str, Words] = {
     "bench record": lambda w, c: ["bench", "record", w.run, "--rounds", "1", "--examples", "20"],
     "bench sweep": lambda w, c: ["bench", "sweep", "--examples", "20", "--rounds", "1"],
     "bench guarantees": lambda w, c: ["bench", "guarantees", "--calibrations", "1", "--examples", "20"],
+    "bench drift": lambda w, c: ["bench", "drift", "--streams", "1", "--examples", "50", "--length", "20"],
     "harness": lambda w, c: ["harness", w.checkpoint, "--tasks", w.folder / "none.yaml"],
     "selfcheck": lambda w, c: ["selfcheck", w.checkpoint, "--only", "replay", "--rounds", "1"],
     "gate fit": lambda w, c: ["gate", "fit", w.recordings["plain"], "--out", c.out, "--steps", "2"],
@@ -85,12 +86,13 @@ SLOW = (
     "pretrain",
     "bench exits",
     "bench guarantees",
+    "bench drift",
 )
 """Verbs that are drawn more seldom."""
 _LEFT_OUT = ("--open", "--help", "--version", "--force")
-_SIZES = ("examples", "max_new_tokens", "width", "classes", "loops", "prompts", "limit", "batch_size")
+_SIZES = ("examples", "max_new_tokens", "width", "classes", "loops", "prompts", "limit", "batch_size", "length")
 """A large one is long work, which is right; one beyond all bounds is refused."""
-_TIMES = ("steps", "calibrations", "rounds", "threads")
+_TIMES = ("steps", "calibrations", "streams", "rounds", "threads")
 """So often, however often it is."""
 _READOUTS = ("margin", "gate", "entropy", "oracle", "fixed", "auto", "gate:linear", "none", "os:path", "no.such:x", ":")
 

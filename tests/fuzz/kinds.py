@@ -7,6 +7,7 @@ KINDS = {
     "recording": Kind(sealed.recording, 14, ("recordings",)),
     "gate": Kind(sealed.gate, 5, ("gates",)),
     "policy": Kind(sealed.policy, 12, ("policies", "recordings")),
+    "monitor": Kind(sealed.monitor, 2, ("policies", "monitor")),
     "run": Kind(sealed.finished_run, 8, ("run", "other_run", "language_run", "documents")),
     "state": Kind(sealed.unfinished_run, 3, ("unfinished", "finished_weights")),
     "study-store": Kind(sealed.study_store, 4, ("store",), quick=False),
@@ -39,6 +40,6 @@ KINDS = {
             "study",
         ),
     ),
-    "python": Kind(python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "settings")),
+    "python": Kind(python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "policies", "settings")),
 }
 """By name, each with its share of the inputs."""

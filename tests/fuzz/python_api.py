@@ -37,6 +37,16 @@ def _calls(world: World) -> dict[str, Call]:
         "ExitPolicy": (ls.ExitPolicy, {"readout": "margin", "threshold": 0.5, "gate": None, "model": "a" * 64}),
         "ExitPolicy.exit_loops": (_exit_loops, {"readout": "margin", "threshold": 0.5, "trajectory": plain}),
         "FittedGate": (_gate, {"weight": gate.weight, "bias": gate.bias, "pooled": plain.hidden}),
+        "Monitor": (
+            _watch,
+            {
+                "policy": ls.ExitPolicy.load(world.policies["margin"]),
+                "alpha": 0.01,
+                "seed": 0,
+                "exit_loops": [1, 2, 1],
+                "losses": [0.0, 1.0, 0.0],
+            },
+        ),
         "attach": (ls.attach, {"trajectory": plain, "gates": {"linear": gate}}),
         "calibrate": (
             ls.calibrate,
@@ -165,6 +175,10 @@ def _exit_loops(readout: Any, threshold: Any, trajectory: ls.Trajectory) -> Any:
 
 def _gate(weight: Any, bias: Any, pooled: Any) -> Any:
     return ls.FittedGate(weight, bias).halt_logits(pooled)
+
+
+def _watch(policy: Any, alpha: Any, seed: Any, exit_loops: Any, losses: Any) -> Any:
+    return ls.Monitor(policy, alpha, seed).update(exit_loops, losses)
 
 
 def _report(models: Any, reference: Any, targets: Any) -> Any:

@@ -95,19 +95,17 @@ def load_policy(path: Path) -> Any:
     fitted = policy.gate and plain(dict(policy.gate.provenance))
     threshold = None if policy.threshold is None else float(policy.threshold)
     rest = (policy.readout, threshold, policy.model, plain(policy.scope), policy.definition_sha256)
-    return *rest, weights, fitted, plain(policy.guarantee)
+    return *rest, weights, fitted, plain(policy.calibration_exits), plain(policy.guarantee)
 
 
 def policy(world: World, case: Case) -> str:
     name = case.rng.choice(list(world.policies))
     path = case.copy(world.policies[name])
-    weights = world.policies[name].with_name(f"{name}.gate.safetensors")
-    if weights.is_file():
-        copied = case.copy(weights)
+    copied = [case.copy(weights) for weights in world.policies[name].parent.glob(f"{name}.gate-*.safetensors")]
     original = _original(load_policy, world.policies[name])
     others = [each for each in world.policies.values() if each.name != path.name]
-    if weights.is_file() and case.rng.random() < 0.4:
-        case.spoil(copied)
+    if copied and case.rng.random() < 0.4:
+        case.spoil(copied[0])
     else:
         case.spoil(path)
     loaded = load_policy(path)
@@ -119,6 +117,15 @@ def policy(world: World, case: Case) -> str:
     if loaded[-1] is not None:
         raise MisledError("a promised policy was altered, and is accepted")
     return _says(loaded, path)
+
+
+def monitor(world: World, case: Case) -> str:
+    """What a monitor has seen so far, kept in a file."""
+    promised = ls.ExitPolicy.load(world.policies["margin"])
+    path = case.copy(world.monitor)
+    original = plain(ls.Monitor.load(world.monitor, promised).result)
+    case.spoil(path)
+    return same(plain(ls.Monitor.load(path, promised).result), original, "a monitor")
 
 
 def _says(loaded: Any, path: Path) -> str:

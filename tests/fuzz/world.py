@@ -203,6 +203,14 @@ class World:
         return {path.name.removesuffix(".json"): path for path in sorted(folder.glob("*.json"))}
 
     @cached_property
+    def monitor(self) -> Path:
+        """A monitor that has seen some exits and losses."""
+        watching = ls.Monitor(ls.ExitPolicy.load(self.policies["margin"]))
+        watching.update([1, 2, 3, 1, 2], [0.0, 1.0, 0.0, 0.0, 1.0])
+        watching.save(self.folder / "monitor.json")
+        return self.folder / "monitor.json"
+
+    @cached_property
     def texts(self) -> tuple[Path, Path]:
         folder = self.folder / "texts"
         folder.mkdir()

@@ -201,8 +201,12 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
+    from loopscope.artifacts import lock, room_for
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("x", encoding="utf-8") as out:
+    with room_for(path), path.open("a", encoding="utf-8") as out:
+        lock(out.fileno(), path)
+        check_new(path)
         try:
             yield out
         finally:
