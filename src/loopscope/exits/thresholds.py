@@ -139,7 +139,7 @@ def _between_whole(kind: ReadoutKind, values: Curve, points: int) -> Curve:
 
 def _kind_on(readout: str, trajectory: Trajectory) -> ReadoutKind:
     """When a readout exits; a signal that came with the recording may not say."""
-    if readout in trajectory.signals and readout not in READOUTS and find_readout(readout) is None:
+    if find_readout(readout) is None and readout in trajectory.signals and readout not in READOUTS:
         raise UserError(
             f"The signal '{readout}' of the recording has no readout: say when it exits, with "
             f"ls.register_readout(ls.Readout('{readout}', exits='below')) or 'above'."
