@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from loopscope.arguments import check_kind
-from loopscope.artifacts import SCRATCH, atomic_folder
+from loopscope.artifacts import BESIDE, atomic_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
@@ -144,7 +144,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
     gate.check(weights_sha256(checkpoint))
     with atomic_folder(out, "checkpoint") as scratch:
-        beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, f"{SCRATCH}*")
+        beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, *(f"{prefix}*" for prefix in BESIDE))
         shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:

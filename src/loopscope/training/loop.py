@@ -318,6 +318,8 @@ def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int
 @contextmanager
 def _claimed(run: TrainingRun) -> Iterator[None]:
     """Makes the run's folder its own, or finds that it is; another run's folder is refused, and one at work."""
+    if run.folder.exists() and not run.folder.is_dir():
+        raise UserError(f"{run.folder} is a file; give a folder.")
     with only_writer(run.folder):
         _claim(run)
         yield
@@ -348,7 +350,7 @@ def _claim(run: TrainingRun) -> None:
                 "train the run again in another folder."
             )
         return
-    if any(not is_scratch(path) for path in folder.iterdir()):
+    if folder.exists() and any(not is_scratch(path) for path in folder.iterdir()):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
     write_json(folder / CONFIG, run.config)
 
