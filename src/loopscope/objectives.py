@@ -3,6 +3,8 @@
 - final: the last loop only;
 - fixed_prior: sum_t pi_t l_t, the same weights for every example;
 - learned_gate: sum_t q_t(x) l_t + beta KL(q(x) || pi), where q is the gate's exit distribution;
+- decoupled_gate: the fixed prior's loss shapes the trajectory, and the gate learns the learned gate's from states and
+  cross-entropies through which no gradient flows;
 - module:function: whatever a function of the user's makes of the same losses. Settings only name it: training alone
   imports it (`training/custom_objectives.py`), so that a checkpoint's file never makes anybody run code.
 
@@ -26,7 +28,9 @@ _FLOOR = -1e4
 """Log-probabilities below this are held there: exp of it is 0, and 0 times it is 0, where 0 times -inf is not."""
 
 
-BUILT_IN = ("final", "fixed_prior", "learned_gate")
+GATED = ("learned_gate", "decoupled_gate")
+"""The objectives that train a gate."""
+BUILT_IN = ("final", "fixed_prior", *GATED)
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _DEFAULTS = {"prior": "geometric", "geometric_lambda": 0.3, "beta": 0.1}
 """Settings that only the built-in objectives have."""
@@ -41,6 +45,7 @@ class LoopLosses:
     cross_entropy: Tensor  # [T, B], of the right answers, or of the next tokens
     gate_logits: Tensor | None  # [T, B], the gate's halt logits; None without a gate
     step: int  # of training, from 0
+    detached_gate_logits: Tensor | None = None  # the same numbers, but their gradient ends at the gate
 
 
 class Objective(Settings, frozen=True, kw_only=True):
@@ -84,12 +89,19 @@ class Objective(Settings, frozen=True, kw_only=True):
         return uniform_prior(loops) if self.prior == "uniform" else geometric_prior(self.geometric_lambda, loops)
 
     def loss(self, losses: Tensor, gate_logits: Tensor | None) -> Tensor:
-        """The mean objective of a batch from its cross-entropies [T, B] and halt logits [T, B]."""
+        """The mean objective of a batch from its cross-entropies [T, B] and halt logits [T, B].
+
+        The halt logits of a decoupled gate are the detached ones.
+        """
         assert not self.is_custom, "a function of the user's is imported by training"
         prior = self.depth_prior(len(losses))
-        if self.name != "learned_gate":
-            return expected_loss(losses, prior[:, None].to(losses)).mean()
-        assert gate_logits is not None, "a learned-gate objective needs a model with a gate"
+        if self.name == "learned_gate":
+            return self._gate_loss(losses, gate_logits, prior)
+        fixed = expected_loss(losses, prior[:, None].to(losses)).mean()
+        return fixed + self._gate_loss(losses.detach(), gate_logits, prior) if self.name == "decoupled_gate" else fixed
+
+    def _gate_loss(self, losses: Tensor, gate_logits: Tensor | None, prior: Tensor) -> Tensor:
+        assert gate_logits is not None, "an objective with a gate needs a model with one"
         log_q = log_exit_distribution(gate_logits.float())
         penalty = depth_kl(log_q, prior.log()[:, None].to(log_q))
         return (expected_loss(losses, log_q.exp()) + self.beta * penalty).mean()

@@ -12,7 +12,6 @@ from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.bench.padded_baseline import plain_losses
 from loopscope.models.layout import share_prefixes
-from loopscope.objectives import LoopLosses
 from loopscope.progress import ProgressCallback
 from loopscope.tasks import Examples
 from loopscope.training import RunSettings, initial_model
@@ -46,7 +45,7 @@ def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progr
     packed_optimizers, plain_optimizers = (Optimizers(model, settings.training) for model in (packed, plain))
 
     def plain_step(batch: Examples) -> None:
-        objective(LoopLosses(*plain_losses(plain, batch), 0)).backward()  # type: ignore[no-untyped-call]
+        objective(plain_losses(plain, batch)).backward()  # type: ignore[no-untyped-call]
         plain_optimizers.step(0)
 
     def packed_step(batch: Examples) -> None:

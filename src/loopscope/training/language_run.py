@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from loopscope.artifacts import sha256, write_json
 from loopscope.config import Count, NonNegative, Positive, Settings, build, plain, read_toml
@@ -27,7 +27,7 @@ from loopscope.models import Ouro, OuroConfig
 from loopscope.models.device import accumulator, upload
 from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.objectives import Objective
-from loopscope.training.loop import DATA_FILE, TrainingRun, epoch_rows
+from loopscope.training.loop import DATA_FILE, BatchLosses, TrainingRun, epoch_rows
 from loopscope.training.settings import Training, overridden
 from loopscope.training.tokenizer import SMALLEST, train_tokenizer
 
@@ -183,7 +183,7 @@ class LanguageRun(TrainingRun):
         sums = []
         for start in range(0, size, _VALIDATED):
             batch = windows.take(np.arange(start, min(start + _VALIDATED, size)))
-            loss, correct, _ = losses(batch, device)
+            loss, correct, *_ = losses(batch, device)
             sums.append(torch.stack([each.to(accumulator(device)).sum(1) for each in (loss, correct)]))
         loss, accuracy = torch.stack(sums).sum(0) / (size * self.settings.context)
         return {"validation_loss": loss.tolist(), "validation_accuracy": accuracy.tolist()}
@@ -212,22 +212,22 @@ def cut_windows(tokens: NDArray[np.int64], context: int) -> TokenWindows:
 
 
 class TokenLosses(nn.Module):
-    """Of every next token [T, B C]: cross-entropy, whether it is the likeliest, and the halt logits."""
+    """Of every next token [T, B C], at every loop."""
 
     def __init__(self, model: Ouro) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: TokenWindows, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, batch: TokenWindows, device: torch.device) -> BatchLosses:
         tokens = torch.from_numpy(batch.tokens)  # the model takes them there
         targets = upload(tokens[:, 1:].flatten(), device)
         embedded = self.model.begin(tokens[:, :-1])
-        losses, correct, halts = [], [], []
+        losses, correct, halts, detached = [], [], [], []
         for state in self.model.unroll(embedded):
             pooled = self.model.pooled(state)
             logits = self.model.predict(pooled).float()
             losses.append(F.cross_entropy(logits, targets, reduction="none"))
             correct.append(logits.argmax(-1) == targets)
             halts.append(self.model.halt(pooled))
-        gate_logits = torch.stack([halt for halt in halts if halt is not None])
-        return torch.stack(losses), torch.stack(correct), gate_logits
+            detached.append(self.model.halt(pooled.detach()))
+        return BatchLosses(*(torch.stack(each) for each in (losses, correct, halts, detached)))

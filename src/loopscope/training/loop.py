@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -36,7 +36,14 @@ from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
 from loopscope.objectives import LoopLosses, Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
-from loopscope.training.custom_objectives import LossFunction, UserFunction, load_objective, try_objective, with_source
+from loopscope.training.custom_objectives import (
+    GateTraining,
+    LossFunction,
+    UserFunction,
+    load_objective,
+    try_objective,
+    with_source,
+)
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.settings import Training
@@ -47,8 +54,17 @@ DATA_FILE = "data.json"
 _ORDER = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
 
-Losses = Callable[[Any, torch.device], tuple[Tensor, Tensor, Tensor | None]]
-"""Of a batch: cross-entropy [T, B], whether the likeliest answer is right [T, B], and the halt logits [T, B]."""
+
+class BatchLosses(NamedTuple):
+    """What a model says of a batch at every loop."""
+
+    cross_entropy: Tensor  # [T, B]
+    correct: Tensor  # [T, B] whether the likeliest answer is right
+    gate_logits: Tensor | None  # [T, B]
+    detached_gate_logits: Tensor | None  # [T, B], from states through which no gradient flows
+
+
+Losses = Callable[[Any, torch.device], BatchLosses]
 
 
 class TrainableSettings(Protocol):
@@ -109,6 +125,7 @@ class TrainingRun(ABC):
 
 
 _Run = TypeVar("_Run", bound=TrainingRun)
+_GATE_TRAINING: dict[str, GateTraining] = {"learned_gate": "joint", "decoupled_gate": "decoupled"}
 
 
 @dataclass(frozen=True)
@@ -158,7 +175,7 @@ def train_run(
     folder, steps = run.folder, run.settings.training.steps
     workers.share(run.settings.training.batch_size)
     with workers.together():
-        run, objective = with_objective(run, device)
+        run, objective, gate_training = with_objective(run, device)
     with ExitStack() as held:
         with workers.together():
             if workers.is_main:
@@ -170,27 +187,36 @@ def train_run(
         if (folder / WEIGHTS).is_file():
             return RunResult(folder, steps, _read_metrics(folder, steps))
         held.enter_context(deterministic())
-        return _train(run, objective, device, progress, workers)
+        return _train(run, objective, gate_training, device, progress, workers)
 
 
-def with_objective(run: _Run, device: torch.device) -> tuple[_Run, LossFunction]:
-    """The run with the hash of its objective's source in its settings, and the objective, which was tried."""
+def with_objective(run: _Run, device: torch.device) -> tuple[_Run, LossFunction, GateTraining]:
+    """The run with the hash of its objective's source in its settings, the objective, and how it trains a gate.
+
+    A function of the user's was tried.
+    """
     settings = run.settings
     pinned = with_source(settings.objective, run.function)
     objective = load_objective(pinned, settings.training.seed, run.function)
     if not pinned.is_custom:
-        return run, objective
-    trains_gate = try_objective(objective, run.num_loops, run.has_gate, settings.training.steps, device)
-    if run.has_gate and run.gate_by_choice and not trains_gate:
+        return run, objective, _GATE_TRAINING.get(pinned.name, "none")
+    gate_training = try_objective(objective, run.num_loops, run.has_gate, settings.training.steps, device)
+    if run.has_gate and run.gate_by_choice and gate_training == "none":
         raise UserError(
             f"The objective '{pinned.name}' does not use loops.gate_logits, so the gate would stay as it began; set "
             "model.gate = 'none'."
         )
-    return replace(cast(Any, run), settings=msgspec.structs.replace(settings, objective=pinned)), objective
+    pinned_run = replace(cast(Any, run), settings=msgspec.structs.replace(settings, objective=pinned))
+    return pinned_run, objective, gate_training
 
 
 def _train(
-    run: TrainingRun, objective: LossFunction, device: torch.device, progress: ProgressCallback, workers: Workers
+    run: TrainingRun,
+    objective: LossFunction,
+    gate_training: GateTraining,
+    device: torch.device,
+    progress: ProgressCallback,
+    workers: Workers,
 ) -> RunResult:
     folder, settings = run.folder, run.settings
     every = settings.training
@@ -200,7 +226,7 @@ def _train(
             run.prepare()
     with workers.together():
         model = run.initial_model().to(device)
-        optimizers = Optimizers(model, every)
+        optimizers = Optimizers(model, every, gate_apart=gate_training == "decoupled")
         start = _restore(folder, model, optimizers)
         if workers.is_main:
             write_bytes(folder / METRICS_FILE, b"".join(map(_line, _read_metrics(folder, start))))
@@ -278,8 +304,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
     with _autocast(settings, device):
-        losses, correct, gate_logits = answers(batch, device)
-        loss = objective(LoopLosses(losses, gate_logits, step))
+        losses, correct, gate_logits, detached = answers(batch, device)
+        loss = objective(LoopLosses(losses, gate_logits, step, detached))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss, losses, correct
 
