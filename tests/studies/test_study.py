@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import loopscope as ls
@@ -252,7 +253,13 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
         ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
         ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "names 2 runs"),
         ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),
-        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["final"]', "'final' is built in: gate and prior"),
+        (
+            'gate = ["none", "mlp"]\nprior = ["uniform"]',
+            'objective = ["final"]',
+            "does not list 'final': gate and prior",
+        ),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["decoupled_gate", "m:f"]', "of its own"),
+        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "decoupled_gate need model.gate = 'linear'"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
         ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "largest drop"),
         ("gates = {", "guarantees = [{ max_loss = 0.1 }]\ngates = {", "max_loss"),
@@ -355,6 +362,31 @@ def test_objectives_of_one_s_own(
     capsys.readouterr()
     assert main(["study", "run", str(study), *out]) == 0  # all of it is there
     assert not (tmp_path / "imported").exists()
+
+
+def test_gates_that_are_trained_apart(tmp_path: Path) -> None:
+    """They have names of their own, and never stand in for a reference whose gate is trained jointly."""
+    entry = '[[parts.runs]]\n{}gate = ["linear"]\nprior = [0.3]\nseed = [0]\n'
+    both = entry.format("") + entry.format('objective = ["decoupled_gate"]\n')
+    plan = make_plan(str(custom_study(tmp_path, both)), [])
+    joint, decoupled = plan.models[-2:]
+    assert (joint.name, decoupled.name) == (
+        "mano-geometric0.3-linear-b0.1-s0",
+        "mano-geometric0.3-decoupled-linear-b0.1-s0",
+    )
+    assert decoupled.training is not None
+    assert decoupled.training.settings.objective.name == "decoupled_gate"
+    assert joint.training is not None
+    assert joint.training.settings.objective == msgspec.structs.replace(
+        decoupled.training.settings.objective, name="learned_gate"
+    )
+    text = custom_study(tmp_path, entry.format('objective = ["decoupled_gate"]\n')).read_text()
+    study = tmp_path / "other.toml"
+    study.write_text(
+        text.replace('reference = { gate = "none", prior = 0.3 }', 'reference = { gate = "linear", prior = 0.3 }')
+    )
+    with pytest.raises(ls.UserError, match="not among its runs with seed 0"):
+        make_plan(str(study), [])
 
 
 def test_a_study_says_first_what_is_wrong_with_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

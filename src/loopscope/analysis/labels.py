@@ -59,7 +59,8 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
     prior = "uniform" if objective["prior"] == "uniform" else f"geometric {objective['geometric_lambda']:g}"
     if gate == "none":
         return f"fixed prior, {prior}"
-    return f"{_gate(gate)}, {prior}, β {objective['beta']:g}"
+    apart = "decoupled " if objective["name"] == "decoupled_gate" else ""
+    return f"{apart}{_gate(gate)}, {prior}, β {objective['beta']:g}"
 
 
 def is_custom(objective: dict[str, Any]) -> bool:
