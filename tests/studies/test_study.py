@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -403,11 +404,14 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
     plan = make_plan(str(Path(__file__).parents[2] / "studies" / name), [])
     runs = [model.training.settings for model in plan.models]
 
-    def settings(task: str, gate: str, prior: str) -> set[tuple[float, float, int]]:
+    def settings(task: str, gate: str, prior: str, decoupled: bool = False) -> set[tuple[float, float, int]]:
+        sought = (task, gate, prior, decoupled)
         return {
             (run.objective.geometric_lambda if prior == "geometric" else 0, run.objective.beta, run.training.seed)
             for run in runs
-            if (type(run.task).__name__.lower(), run.model.gate, run.objective.prior) == (task, gate, prior)
+            for objective in [run.objective]
+            if (type(run.task).__name__.lower(), run.model.gate, objective.prior, objective.name == "decoupled_gate")
+            == sought
         }
 
     for task in ("mano", "parity"):
@@ -419,7 +423,16 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
         (run.model.gate, run.objective.prior) for run, m in zip(runs, plan.models, strict=True) if m.analysis.gates
     }
     assert len(hosts) == 6
-    if name == "paper.toml":
+    assert {run.model.loops for run in runs} == {6}
+    if name == "mano.toml":
+        for task, gate in product(("mano", "parity"), ("linear", "mlp")):
+            for prior, lam in (("uniform", 0), ("geometric", 0.3)):
+                assert settings(task, gate, prior, decoupled=True) == {(lam, 0.1, seed) for seed in range(3)}
+        mano = [run for run in runs if run.task == runs[0].task]
+        seeds = [run.training.seed for run in mano]
+        assert max(seeds[30:]) == 0  # three seeds of the main settings come before the variants
+        assert (len(mano), len(runs)) == (41, 71)
+    else:
         betas = {beta for _, beta, _ in settings("mano", "linear", "uniform")}
         assert betas == {0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5}
         assert {beta for _, beta, _ in settings("mano", "mlp", "uniform")} == {0.001, 0.01, 0.1, 0.2}
@@ -427,4 +440,3 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
         assert pairs == {(lam, beta) for lam in (0.2, 0.3, 0.5, 0.7) for beta in (0.01, 0.05, 0.1)}
         pairs = {(lam, beta) for lam, beta, _ in settings("mano", "mlp", "geometric")}
         assert pairs == {(lam, beta) for lam in (0.2, 0.3, 0.5, 0.7) for beta in (0.05, 0.1)}
-        assert {run.model.loops for run in runs} == {6}
