@@ -57,6 +57,8 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
         options = [f"{key} {value}" for key, value in objective.get("options", {}).items()]
         return _tidy(", ".join([objective["name"], *options, *([] if gate == "none" else [_gate(gate)])]))
     prior = "uniform" if objective["prior"] == "uniform" else f"geometric {objective['geometric_lambda']:g}"
+    if objective["name"] == "random_depth":
+        return f"random depth, {prior}" + (f", truncated {k}" if (k := objective.get("truncated")) else "")
     if gate == "none":
         return f"fixed prior, {prior}"
     apart = "decoupled " if objective["name"] == "decoupled_gate" else ""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.bench.padded_baseline import plain_losses
+from loopscope.errors import UserError
 from loopscope.models.layout import share_prefixes
 from loopscope.progress import ProgressCallback
 from loopscope.tasks import Examples
@@ -39,6 +40,8 @@ class TrainBench(msgspec.Struct, frozen=True):
 
 def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progress: ProgressCallback) -> TrainBench:
     """`steps` steps of each way a round; both ways take the same batches and the same optimizers."""
+    if settings.objective.name == "random_depth":
+        raise UserError("Under random_depth every step runs another number of loops; bench another objective.")
     device, prepared = torch.device("cpu"), training_batches(settings)
     objective = load_objective(settings.objective, settings.training.seed)
     packed, plain = (initial_model(settings) for _ in range(2))

@@ -197,7 +197,7 @@ def runs_of(part: StudyPart, beside: Path, overrides: list[str]) -> list[StudyRu
             objective = with_source(settings.objective)
             settings = msgspec.structs.replace(settings, objective=objective)
             task = part.name or type(settings.task).__name__.lower()
-            words = _custom_name(objective, gate, seed) if prior is None else _name(name, gate, prior, beta, seed)
+            words = _custom_name(objective, gate, seed) if prior is None else _name(objective, gate, prior, beta, seed)
             made.append(
                 StudyRun(
                     name=entry.name or f"{task}-{words}",
@@ -243,9 +243,12 @@ def _changes(objective: str, gate: GateKind, prior: Prior, beta: float | None, s
     return [*changes, "objective.prior=geometric", f"objective.geometric_lambda={prior}"]
 
 
-def _name(objective: str, gate: GateKind, prior: Prior, beta: float | None, seed: int) -> str:
+def _name(objective: Objective, gate: GateKind, prior: Prior, beta: float | None, seed: int) -> str:
     family = "fixed" if beta is None else f"{gate}-b{beta:g}"
-    family = f"decoupled-{family}" if objective == "decoupled_gate" else family
+    if objective.name == "decoupled_gate":
+        family = f"decoupled-{family}"
+    elif objective.name == "random_depth":
+        family = f"random-truncated{objective.truncated}" if objective.truncated else "random"
     words = prior if isinstance(prior, str) else f"geometric{prior:g}"
     return f"{words}-{family}-s{seed}"
 

@@ -33,7 +33,7 @@ from loopscope.config import differences, read_json
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, LoopedTransformer, Ouro, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType
-from loopscope.objectives import LoopLosses, Objective
+from loopscope.objectives import LoopLosses, Objective, Unrolling
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
 from loopscope.training.custom_objectives import (
@@ -64,7 +64,8 @@ class BatchLosses(NamedTuple):
     detached_gate_logits: Tensor | None  # [T, B], from states through which no gradient flows
 
 
-Losses = Callable[[Any, torch.device], BatchLosses]
+Losses = Callable[[Any, torch.device, Unrolling | None], BatchLosses]
+"""At all loops of the model; with an `Unrolling` at the last of its loops, T = 1, and without halt logits."""
 
 
 class TrainableSettings(Protocol):
@@ -75,6 +76,9 @@ class TrainableSettings(Protocol):
 
     @property
     def training(self) -> Training: ...
+
+    @property
+    def num_loops(self) -> int: ...
 
 
 class Batch(Protocol):
@@ -94,10 +98,6 @@ class TrainingRun(ABC):
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The checkpoint's `config.json`; under `run` it names all that the run's outcome depends on."""
-
-    @property
-    @abstractmethod
-    def num_loops(self) -> int: ...
 
     @property
     @abstractmethod
@@ -152,6 +152,7 @@ class StepOutcome:
     loop_accuracy: Tensor
     gradient_norm: Tensor
     learning_rate: float
+    loops: int | None = None  # that were run, where the objective draws them: then only the last has numbers
 
     def over(self, workers: Workers) -> "StepOutcome":
         """The same of the whole batch; gradients are averaged already."""
@@ -159,7 +160,9 @@ class StepOutcome:
         return replace(self, loss=loss, loop_loss=loop_loss, loop_accuracy=loop_accuracy)
 
     def numbers(self) -> dict[str, Any]:
+        drawn = {} if self.loops is None else {"loops": self.loops}
         return {
+            **drawn,
             "loss": self.loss.item(),
             "loop_loss": self.loop_loss.tolist(),
             "loop_accuracy": self.loop_accuracy.tolist(),
@@ -200,7 +203,7 @@ def with_objective(run: _Run, device: torch.device) -> tuple[_Run, LossFunction,
     objective = load_objective(pinned, settings.training.seed, run.function)
     if not pinned.is_custom:
         return run, objective, _GATE_TRAINING.get(pinned.name, "none")
-    gate_training = try_objective(objective, run.num_loops, run.has_gate, settings.training.steps, device)
+    gate_training = try_objective(objective, settings.num_loops, run.has_gate, settings.training.steps, device)
     if run.has_gate and run.gate_by_choice and gate_training == "none":
         raise UserError(
             f"The objective '{pinned.name}' does not use loops.gate_logits, so the gate would stay as it began; set "
@@ -234,7 +237,8 @@ def _train(
     losses = workers.replicated(run.losses(model))
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
     if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
-        _backward(losses, objective, batch_of(start).take(mine), start, settings, device)
+        unrolling = settings.objective.unrolling(settings.num_loops, every.seed, start)
+        _backward(losses, objective, batch_of(start).take(mine), start, unrolling, settings, device)
         losses.zero_grad(set_to_none=True)
     note = ""
     for step in range(start, every.steps):
@@ -294,17 +298,25 @@ def train_step(
     device: torch.device,
 ) -> StepOutcome:
     """One step of training on this batch."""
-    loss, losses, correct = _backward(answers, objective, batch, step, settings, device)
+    unrolling = settings.objective.unrolling(settings.num_loops, settings.training.seed, step)
+    loss, losses, correct = _backward(answers, objective, batch, step, unrolling, settings, device)
     rate, norm = optimizers.step(step)
-    return StepOutcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
+    loops = None if unrolling is None else unrolling.loops
+    return StepOutcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate, loops)
 
 
 def _backward(
-    answers: Losses, objective: LossFunction, batch: Any, step: int, settings: TrainableSettings, device: torch.device
+    answers: Losses,
+    objective: LossFunction,
+    batch: Any,
+    step: int,
+    unrolling: Unrolling | None,
+    settings: TrainableSettings,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
     with _autocast(settings, device):
-        losses, correct, gate_logits, detached = answers(batch, device)
+        losses, correct, gate_logits, detached = answers(batch, device, unrolling)
         loss = objective(LoopLosses(losses, gate_logits, step, detached))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss, losses, correct

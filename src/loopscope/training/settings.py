@@ -71,6 +71,10 @@ class RunSettings(Settings, frozen=True, kw_only=True):
             )
 
     @property
+    def num_loops(self) -> int:
+        return self.model.loops
+
+    @property
     def block_size(self) -> int:
         return self.model.block_size or self.task.positions
 

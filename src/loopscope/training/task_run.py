@@ -20,7 +20,7 @@ from loopscope.config import plain
 from loopscope.errors import UserError
 from loopscope.models import CheckpointConfig, LoopedTransformer
 from loopscope.models.device import accumulator, check_device, upload
-from loopscope.objectives import Option
+from loopscope.objectives import Option, Unrolling
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
 from loopscope.training.custom_objectives import UserFunction, custom_objective
@@ -72,10 +72,6 @@ class TaskRun(TrainingRun):
         return plain(config)
 
     @property
-    def num_loops(self) -> int:
-        return self.settings.model.loops
-
-    @property
     def has_gate(self) -> bool:
         return self.settings.model.gate != "none"
 
@@ -117,15 +113,22 @@ def initial_model(settings: RunSettings) -> LoopedTransformer:
         return model
 
 
-def answer_losses(model: LoopedTransformer, batch: Examples, device: torch.device) -> BatchLosses:
-    """Of the answers at the marker, at every loop."""
+def answer_losses(
+    model: LoopedTransformer, batch: Examples, device: torch.device, unrolling: Unrolling | None = None
+) -> BatchLosses:
+    """Of the answers at the marker, at every loop or at the last that is run."""
     tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
     positions, labels = (upload(array, device) for array in (batch.lengths - 1, batch.labels))
-    out = model.loops(tokens, lengths, positions=positions)
-    logits = out.logits.float()
+    if unrolling is None:
+        out = model.loops(tokens, lengths, positions=positions)
+        logits, halts, detached = out.logits.float(), out.gate_logits, model.halt(out.hidden.detach())
+    else:
+        state, halts, detached = model.begin(tokens, lengths, share=True), None, None
+        _, read = model.deepest(state, unrolling.loops, positions, unrolling.truncated)
+        logits = model.predict(read).float()[None]
     targets = labels.expand(len(logits), -1)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    return BatchLosses(losses, logits.argmax(-1) == targets, out.gate_logits, model.halt(out.hidden.detach()))
+    return BatchLosses(losses, logits.argmax(-1) == targets, halts, detached)
 
 
 class AnswerLosses(nn.Module):
@@ -135,8 +138,8 @@ class AnswerLosses(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Examples, device: torch.device) -> BatchLosses:
-        return answer_losses(self.model, batch, device)
+    def forward(self, batch: Examples, device: torch.device, unrolling: Unrolling | None = None) -> BatchLosses:
+        return answer_losses(self.model, batch, device, unrolling)
 
 
 @torch.no_grad()
