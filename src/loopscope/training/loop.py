@@ -229,12 +229,14 @@ def _train(
             run.prepare()
     with workers.together():
         model = run.initial_model().to(device)
+        if gate_training == "none" and model.gate is not None:
+            model.gate.requires_grad_(False)  # or DDP waits for its gradients
         optimizers = Optimizers(model, every, gate_apart=gate_training == "decoupled")
         start = _restore(folder, model, optimizers)
         if workers.is_main:
             write_bytes(folder / METRICS_FILE, b"".join(map(_line, _read_metrics(folder, start))))
         batch_of = run.batches()
-    losses = workers.replicated(run.losses(model))
+    losses = workers.replicated(run.losses(model), some_unused=bool(settings.objective.truncated))
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
     if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
         unrolling = settings.objective.unrolling(settings.num_loops, every.seed, start)
