@@ -12,10 +12,13 @@ from conftest import TINY, tiny_language_run, tiny_settings
 from safetensors.torch import load_file
 from torch import Tensor
 
+from loopscope.analysis.labels import model_label
+from loopscope.config import plain
 from loopscope.errors import UserError
 from loopscope.objectives import LoopLosses, Objective
 from loopscope.training import initial_model, train
 from loopscope.training.custom_objectives import load_objective
+from loopscope.training.gate_fitting import host_defaults
 from loopscope.training.loop import TrainingRun, train_run
 from loopscope.training.task_run import answer_losses, training_batches
 
@@ -112,6 +115,12 @@ def test_a_function_of_the_user_s_can_have_the_same(tmp_path: Path) -> None:
 def test_a_model_without_a_gate_is_refused() -> None:
     with pytest.raises(UserError, match=r"learned_gate and decoupled_gate need model.gate = 'linear' or 'mlp'"):
         tiny_settings("objective.name=decoupled_gate")
+
+
+def test_it_has_a_name_of_its_own_and_a_fitted_gate_takes_over_its_beta() -> None:
+    settings = tiny_settings(*DECOUPLED, "objective.beta=0.2")
+    assert model_label({"run": plain(settings)}, "x") == "decoupled MLP gate, geometric 0.3, β 0.2"
+    assert host_defaults(settings.objective)["beta"] == 0.2
 
 
 def test_killed_and_resumed_it_ends_bit_identical(tmp_path: Path) -> None:
