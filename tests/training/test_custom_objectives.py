@@ -231,7 +231,7 @@ def test_a_module_that_is_not_there_is_explained(tmp_path: Path, overrides: list
     [
         (
             ["objective=fixed"],
-            "no objective 'fixed'; choose of final, fixed_prior, learned_gate, decoupled_gate, or name a function",
+            "no objective 'fixed'; choose of final, fixed_prior, learned_gate, decoupled_gate, random_depth, or name",
         ),
         (["objective.name=my/losses.py:f"], "no objective 'my/losses.py:f'"),
         (
