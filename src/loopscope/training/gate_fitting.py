@@ -27,7 +27,7 @@ from loopscope.exits.splits import EVALUATION_SPLITS
 from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256, write_tensors
 from loopscope.models.gates import Gate
 from loopscope.models.run_hashes import HASHES
-from loopscope.objectives import Objective
+from loopscope.objectives import GATED, Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
 from loopscope.trajectory import Trajectory, check_trajectory
@@ -70,7 +70,7 @@ def host_defaults(objective: Objective | None) -> dict[str, Any]:
     if objective is None or objective.is_custom or objective.name == "final":
         return {}
     taken = {"prior": objective.prior, "geometric_lambda": objective.geometric_lambda}
-    return taken | ({"beta": objective.beta} if objective.name == "learned_gate" else {})
+    return taken | ({"beta": objective.beta} if objective.name in GATED else {})
 
 
 def fit_gate(

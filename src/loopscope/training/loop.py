@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -45,10 +45,17 @@ from loopscope.models import LoopedModel, LoopedTransformer, Ouro, read_checkpoi
 from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType, first_not_finite, write_tensors
 from loopscope.models.contract import tensors_sha256
 from loopscope.models.run_hashes import check_hashes, write_hashes
-from loopscope.objectives import LoopLosses, Objective
+from loopscope.objectives import LoopLosses, Objective, Unrolling
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
-from loopscope.training.custom_objectives import LossFunction, UserFunction, load_objective, try_objective, with_source
+from loopscope.training.custom_objectives import (
+    GateTraining,
+    LossFunction,
+    UserFunction,
+    load_objective,
+    try_objective,
+    with_source,
+)
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.settings import Training
@@ -59,8 +66,18 @@ DATA_FILE = "data.json"
 _ORDER = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
 
-Losses = Callable[[Any, torch.device], tuple[Tensor, Tensor, Tensor | None]]
-"""Of a batch: cross-entropy [T, B], whether the likeliest answer is right [T, B], and the halt logits [T, B]."""
+
+class BatchLosses(NamedTuple):
+    """What a model says of a batch at every loop."""
+
+    cross_entropy: Tensor  # [T, B]
+    correct: Tensor  # [T, B] whether the likeliest answer is right
+    gate_logits: Tensor | None  # [T, B]
+    detached_gate_logits: Tensor | None  # [T, B], from states through which no gradient flows
+
+
+Losses = Callable[[Any, torch.device, Unrolling | None], BatchLosses]
+"""At all loops of the model; with an `Unrolling` at the last of its loops, T = 1, and without halt logits."""
 
 
 class TrainableSettings(Protocol):
@@ -71,6 +88,9 @@ class TrainableSettings(Protocol):
 
     @property
     def training(self) -> Training: ...
+
+    @property
+    def num_loops(self) -> int: ...
 
 
 class Batch(Protocol):
@@ -91,10 +111,6 @@ class TrainingRun(ABC):
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The checkpoint's `config.json`; under `run` it names all that the run's outcome depends on."""
-
-    @property
-    @abstractmethod
-    def num_loops(self) -> int: ...
 
     @property
     @abstractmethod
@@ -122,6 +138,7 @@ class TrainingRun(ABC):
 
 
 _Run = TypeVar("_Run", bound=TrainingRun)
+_GATE_TRAINING: dict[str, GateTraining] = {"learned_gate": "joint", "decoupled_gate": "decoupled"}
 
 
 @dataclass(frozen=True)
@@ -148,6 +165,7 @@ class StepOutcome:
     loop_accuracy: Tensor
     gradient_norm: Tensor
     learning_rate: float
+    loops: int | None = None  # that were run, where the objective draws them: then only the last has numbers
 
     def over(self, workers: Workers) -> "StepOutcome":
         """The same of the whole batch; gradients are averaged already."""
@@ -155,7 +173,9 @@ class StepOutcome:
         return replace(self, loss=loss, loop_loss=loop_loss, loop_accuracy=loop_accuracy)
 
     def numbers(self) -> dict[str, Any]:
+        drawn = {} if self.loops is None else {"loops": self.loops}
         return {
+            **drawn,
             "loss": self.loss.item(),
             "loop_loss": self.loop_loss.tolist(),
             "loop_accuracy": self.loop_accuracy.tolist(),
@@ -171,7 +191,7 @@ def train_run(
     folder, steps = run.folder, run.settings.training.steps
     workers.share(run.settings.training.batch_size)
     with workers.together():
-        run, objective = with_objective(run, device)
+        run, objective, gate_training = with_objective(run, device)
     with ExitStack() as held:
         with workers.together():
             if workers.is_main:
@@ -182,27 +202,36 @@ def train_run(
             check_hashes(folder)
             return RunResult(folder, steps, _read_metrics(folder, steps))
         held.enter_context(deterministic())
-        return _train(run, objective, device, progress, workers)
+        return _train(run, objective, gate_training, device, progress, workers)
 
 
-def with_objective(run: _Run, device: torch.device) -> tuple[_Run, LossFunction]:
-    """The run with the hash of its objective's source in its settings, and the objective, which was tried."""
+def with_objective(run: _Run, device: torch.device) -> tuple[_Run, LossFunction, GateTraining]:
+    """The run with the hash of its objective's source in its settings, the objective, and how it trains a gate.
+
+    A function of the user's was tried.
+    """
     settings = run.settings
     pinned = with_source(settings.objective, run.function)
     objective = load_objective(pinned, settings.training.seed, run.function)
     if not pinned.is_custom:
-        return run, objective
-    trains_gate = try_objective(objective, run.num_loops, run.has_gate, settings.training.steps, device)
-    if run.has_gate and run.gate_by_choice and not trains_gate:
+        return run, objective, _GATE_TRAINING.get(pinned.name, "none")
+    gate_training = try_objective(objective, settings.num_loops, run.has_gate, settings.training.steps, device)
+    if run.has_gate and run.gate_by_choice and gate_training == "none":
         raise UserError(
             f"The objective '{pinned.name}' does not use loops.gate_logits, so the gate would stay as it began; set "
             "model.gate = 'none'."
         )
-    return replace(cast(Any, run), settings=msgspec.structs.replace(settings, objective=pinned)), objective
+    pinned_run = replace(cast(Any, run), settings=msgspec.structs.replace(settings, objective=pinned))
+    return pinned_run, objective, gate_training
 
 
 def _train(
-    run: TrainingRun, objective: LossFunction, device: torch.device, progress: ProgressCallback, workers: Workers
+    run: TrainingRun,
+    objective: LossFunction,
+    gate_training: GateTraining,
+    device: torch.device,
+    progress: ProgressCallback,
+    workers: Workers,
 ) -> RunResult:
     folder, settings = run.folder, run.settings
     every = settings.training
@@ -214,16 +243,19 @@ def _train(
             run.prepare()
     with workers.together():
         model = run.initial_model().to(device)
-        optimizers = Optimizers(model, every)
+        if gate_training == "none" and model.gate is not None:
+            model.gate.requires_grad_(False)  # or DDP waits for its gradients
+        optimizers = Optimizers(model, every, gate_apart=gate_training == "decoupled")
         written = {name: sha256(folder / name) for name in run.files}
         start = _restore(folder, model, optimizers, written)
         if workers.is_main:
             write_bytes(folder / METRICS_FILE, b"".join(map(_line, _read_metrics(folder, start))))
         batch_of = run.batches()
-    losses = workers.replicated(run.losses(model))
+    losses = workers.replicated(run.losses(model), some_unused=bool(settings.objective.truncated))
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
     if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
-        _backward(losses, objective, batch_of(start).take(mine), start, settings, device)
+        unrolling = settings.objective.unrolling(settings.num_loops, every.seed, start)
+        _backward(losses, objective, batch_of(start).take(mine), start, unrolling, settings, device)
         losses.zero_grad(set_to_none=True)
     note = ""
     for step in range(start, every.steps):
@@ -283,18 +315,26 @@ def train_step(
     device: torch.device,
 ) -> StepOutcome:
     """One step of training on this batch."""
-    loss, losses, correct = _backward(answers, objective, batch, step, settings, device)
+    unrolling = settings.objective.unrolling(settings.num_loops, settings.training.seed, step)
+    loss, losses, correct = _backward(answers, objective, batch, step, unrolling, settings, device)
     rate, norm = optimizers.step(step)
-    return StepOutcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate)
+    loops = None if unrolling is None else unrolling.loops
+    return StepOutcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate, loops)
 
 
 def _backward(
-    answers: Losses, objective: LossFunction, batch: Any, step: int, settings: TrainableSettings, device: torch.device
+    answers: Losses,
+    objective: LossFunction,
+    batch: Any,
+    step: int,
+    unrolling: Unrolling | None,
+    settings: TrainableSettings,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
     with _autocast(settings, device):
-        losses, correct, gate_logits = answers(batch, device)
-        loss = objective(LoopLosses(losses, gate_logits, step))
+        losses, correct, gate_logits, detached = answers(batch, device, unrolling)
+        loss = objective(LoopLosses(losses, gate_logits, step, detached))
     loss.backward()  # type: ignore[no-untyped-call]
     return loss, losses, correct
 
