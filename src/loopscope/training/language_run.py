@@ -40,7 +40,8 @@ from loopscope.models import Ouro, OuroConfig
 from loopscope.models.device import accumulator, upload
 from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.objectives import Objective, Unrolling
-from loopscope.training.loop import DATA_FILE, BatchLosses, TrainingRun, epoch_rows
+from loopscope.training.loop import BatchLosses, TrainingRun, epoch_rows
+from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import Training, overridden
 from loopscope.training.tokenizer import SMALLEST, TOKENIZER_CONFIG, train_tokenizer
 

@@ -25,8 +25,9 @@ from loopscope.objectives import Option, Unrolling
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
 from loopscope.training.custom_objectives import UserFunction, custom_objective
-from loopscope.training.loop import DATA_FILE, BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
+from loopscope.training.loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 from loopscope.training.parallel import SINGLE_WORKER, Workers
+from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import RunSettings, read_settings
 
 _SETS = "a list of texts such as 'training.seed=1'"
