@@ -86,6 +86,7 @@ def read_json(kind: type[T], path: Path, what: str) -> T:
         raise UserError(f"There is no {what} at {path}.")
     data = read_bytes(path, what)
     try:
+        data.decode()  # all of it: what a kind does not name is not looked at
         if json_depth(data) > DEEPEST:
             raise RecursionError
         return msgspec.json.decode(data, type=kind)

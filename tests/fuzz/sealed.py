@@ -131,7 +131,7 @@ def monitor(world: World, case: Case) -> str:
 def _says(loaded: Any, path: Path) -> str:
     """A policy without a promise is the user's to change: then it is what its file says."""
     values = json.loads(path.read_bytes())
-    readout, threshold, model, scope, definition, weights, _, _ = loaded
+    readout, threshold, model, scope, definition, weights, *_ = loaded
     if values.get("guarantee", values.get("promise")) is not None:
         raise MisledError("a policy lost its promise, and is accepted")
     said = values.get("threshold")

@@ -73,7 +73,7 @@ def as_target(target: float | Target | None) -> Target:
 
 
 def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
-    if isinstance(targets, Target | Real):
+    if isinstance(targets, Target | Real) or (isinstance(targets, np.ndarray) and not targets.ndim):
         targets = [targets]
     if targets is not None and (isinstance(targets, str | bytes) or not isinstance(targets, Iterable)):
         raise UserError("targets are several numbers, such as [0.9, 0.95].")
