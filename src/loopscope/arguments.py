@@ -82,8 +82,8 @@ def as_path(value: Any, name: str) -> Path:
 
 
 def check_kind(value: T, kind: type | tuple[type, ...], name: str, what: str) -> T:
-    """The value, if it is a `kind`, of which `what` is the name."""
-    if not isinstance(value, kind):
+    """The value, if it is a `kind`, of which `what` is the name; an array without axes is nobody's iterable."""
+    if not isinstance(value, kind) or (isinstance(value, np.ndarray) and not value.ndim):
         raise UserError(f"{name} must be {what}, got {_short(value)}.")
     return value
 
