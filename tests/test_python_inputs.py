@@ -247,6 +247,7 @@ WRONG: dict[str, Call] = {
     "train: settings": lambda: ls.train(3, "run"),  # type: ignore[arg-type]
     "train: folder": lambda: ls.train("demo", 3),  # type: ignore[arg-type]
     "train: overrides": lambda: ls.train("demo", "run", overrides=[3]),  # type: ignore[list-item]
+    "train: options": lambda: ls.train("demo", "run", objective="a:b", options=3),  # type: ignore[arg-type]
     "train: one wrong override": lambda: ls.train("demo", "run", overrides="training.seed"),
     "report: a list": lambda: ls.report([VALIDATION], "out"),  # type: ignore[operator]
     "report: one recording": lambda: ls.report({"mine": VALIDATION}, "out"),  # type: ignore[operator]
