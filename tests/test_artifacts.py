@@ -1,5 +1,6 @@
 """Artifacts: whole or not at all, plain safetensors, and every alteration noticed."""
 
+import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +68,7 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 def test_a_killed_replacement_is_put_back_and_its_scratch_removed(tmp_path: Path) -> None:
     """Killed between its two renames: the old folder stands aside, the new one was never named."""
     _make(tmp_path / "thing", "old")
-    (tmp_path / "thing").rename(tmp_path / ".replaced-abcdefgh-thing")
+    (tmp_path / "thing").rename(tmp_path / ".replaced-thing")
     (tmp_path / ".partial-thing").mkdir()
     (tmp_path / ".partial-thing" / "data.txt").write_text("half")
     (tmp_path / ".partial-thing-2").mkdir()  # of another target, whose name begins alike
@@ -81,7 +82,7 @@ def test_a_killed_replacement_is_put_back_and_its_scratch_removed(tmp_path: Path
 def test_what_a_finished_replacement_left_is_removed(tmp_path: Path) -> None:
     """Killed after its second rename: the old folder was not removed any more."""
     _make(tmp_path / "thing", "old")
-    (tmp_path / "thing").rename(tmp_path / ".replaced-abcdefgh-thing")
+    (tmp_path / "thing").rename(tmp_path / ".replaced-thing")
     _make(tmp_path / "other", "new")
     (tmp_path / "other").rename(tmp_path / "thing")
     remove_leftovers(tmp_path / "thing")
@@ -132,9 +133,44 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_one_process_writes_into_a_folder(tmp_path: Path) -> None:
-    with only_writer(tmp_path / "run"), pytest.raises(BusyError), only_writer(tmp_path / "run"):
+    with only_writer(tmp_path / "run"):
+        (tmp_path / "run").mkdir()
+        with pytest.raises(BusyError), only_writer(tmp_path / "run"):
+            pass
+        assert (tmp_path / "run").is_dir()  # who is refused takes nothing along
+        with pytest.raises(BusyError), only_writer(tmp_path / "run"):
+            pass
+    with only_writer(tmp_path / "run"):
         pass
-    assert not (tmp_path / "run").exists()  # nothing was put there
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_filesystem_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with pytest.raises(UserError, match="has no locks"):
+        write_bytes(tmp_path / "a", b"x")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_name_that_leaves_no_room_for_a_prefix_is_refused_before_the_work(tmp_path: Path) -> None:
+    _make(tmp_path / ("x" * 245), "longest")
+    _make(tmp_path / ("x" * 245), "again")
+    with pytest.raises(UserError, match="1 to 245 characters"), atomic_folder(tmp_path / ("x" * 246), "thing"):
+        raise AssertionError
+
+
+def test_a_broken_manifest_is_replaced_and_what_is_no_artifact_is_not(tmp_path: Path) -> None:
+    _make(tmp_path / "thing", "old")
+    (tmp_path / "thing" / "data.txt").rename(tmp_path / "thing" / "data.json")
+    (tmp_path / "thing" / "manifest.json").write_bytes(b"\0" * 40)
+    _make(tmp_path / "thing", "new")
+    assert (tmp_path / "thing" / "data.txt").read_text() == "new"
+    (tmp_path / "thing" / "manifest.json").write_bytes(b"")
+    with pytest.raises(UserError, match="not a thing; choose another place, or remove it"):
+        _make(tmp_path / "thing", "newer")  # data.txt is nothing that an artifact has
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int64, np.bool_])

@@ -10,10 +10,9 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -28,10 +27,12 @@ from loopscope.errors import UserError
 from loopscope.reading import is_plain_name
 
 MANIFEST = "manifest.json"
-SCRATCH = ".partial-"
-"""What is being written to `name` is called this and the name; what it replaces stands aside for a moment, as below."""
-REPLACED = ".replaced-"
-_REPLACED_NAME = re.compile(rf"{re.escape(REPLACED)}.{{8}}-(.+)", re.DOTALL)
+LOCK, SCRATCH, REPLACED = BESIDE = (".lock-", ".partial-", ".replaced-")
+"""What is called so, and then like its target, is beside it while it is written: the lock of its writer, what there is
+of it, and what it replaces."""
+_PATIENCE = 0.5
+"""Seconds: whoever only looks after leftovers holds a lock for less."""
+_LONGEST_NAME = 255 - max(map(len, BESIDE))
 
 _DTYPES = {
     "F64": np.float64,
@@ -88,146 +89,131 @@ def write_json(path: Path, value: object) -> None:
 @contextmanager
 def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
     """Yields a file to write to; it replaces `path` at the end, unless an exception came."""
+    path = _absolute(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a file that could be replaced; choose another place.")
-    with room_for(path), _scratch_of(path, Path.touch, wait) as (scratch, _):
-        os.truncate(scratch, 0)
-        yield scratch
-        _sync(scratch)
-        scratch.replace(path)
-        _sync(path.parent)
+    with room_for(path), only_writer(path, wait):
+        scratch = path.with_name(SCRATCH + path.name)
+        try:
+            yield scratch
+            _sync(scratch)
+            scratch.replace(path)
+            _sync(path.parent)
+        finally:
+            _remove(scratch)
 
 
 @contextmanager
 def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
     """Yields a folder to fill; it replaces `path` at the end. Only an earlier artifact of the same kind is replaced."""
     path = path.resolve()
-    with room_for(path), _scratch_of(path, Path.mkdir) as (scratch, handle):
+    with room_for(path), only_writer(path):
         check_replaceable(path, kind)
-        for leftover in scratch.iterdir():
-            _remove(leftover)
-        yield scratch
-        if not _is_at(handle, scratch):
-            raise UserError(f"{scratch} was removed while it was written; run the same command again.")
-        for file in scratch.iterdir():
-            _sync(file)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=REPLACED, suffix=f"-{path.name}", dir=path.parent))
-            path.rename(old)
+        scratch, old = (path.with_name(prefix + path.name) for prefix in (SCRATCH, REPLACED))
+        scratch.mkdir()
+        made = os.open(scratch, os.O_RDONLY)
+        try:
+            yield scratch
+            if not _is_at(made, scratch):
+                raise UserError(f"{scratch} was removed while it was written; run the same command again.")
+            for file in scratch.iterdir():
+                _sync(file)
+            if path.exists():
+                path.rename(old)
             scratch.rename(path)
             _sync(path.parent)
-            _remove(old)
-        else:
-            scratch.rename(path)
-            _sync(path.parent)
+        finally:
+            os.close(made)
+            _settle(path)
 
 
 def check_replaceable(path: Path, kind: str) -> None:
     """Refuses what exists and is no artifact of this kind; long work asks before it begins."""
     if path.exists() and not _replaceable(path, kind):
-        raise UserError(f"{path} exists and is not a {kind}; choose another folder.")
+        raise UserError(f"{path} exists and is not a {kind}; choose another place, or remove it.")
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
-    """Makes `folder` if need be and keeps every other process from writing into it; a killed one holds nothing."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; give a folder.")
+def only_writer(path: Path, wait: bool = False) -> Iterator[None]:
+    """Keeps every other process from writing the file or folder at `path`, and removes what a killed one left of it.
+
+    The lock is a file beside it that is locked: it holds as long as the process lives, however that ends.
+    """
+    path = _absolute(path)
+    if not 0 < len(os.fsencode(path.name)) <= _LONGEST_NAME:
+        raise UserError(f"{path} cannot be written; choose a place whose name has 1 to {_LONGEST_NAME} characters.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(LOCK + path.name)
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            lock(handle, folder)
-            if not _is_at(handle, folder):  # whoever had it has removed it
+            _lock(handle, path, wait)
+            if not _is_at(handle, lock):  # whoever had it is done
                 continue
-            yield
+            _settle(path)
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
             return
         finally:
-            with suppress(OSError):
-                folder.rmdir()  # unless something is in it
             os.close(handle)
 
 
+def _absolute(path: Path) -> Path:
+    """Its own name in a folder without links: a link at `path` itself is what is written, not where it leads."""
+    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+
+
 def is_scratch(path: Path) -> bool:
-    return _target_name(path) is not None
+    return path.name.startswith(BESIDE)
 
 
 def remove_scratch(folder: Path) -> None:
     """Removes what killed writers left behind in `folder`; what somebody is writing stays."""
-    for name in {name for path in folder.iterdir() if (name := _target_name(path)) is not None}:
-        remove_leftovers(folder / name)
+    for beside in [path for path in folder.iterdir() if is_scratch(path)]:
+        prefix = next(prefix for prefix in BESIDE if beside.name.startswith(prefix))
+        remove_leftovers(folder / beside.name.removeprefix(prefix))
 
 
 def remove_leftovers(path: Path) -> None:
     """Removes what a killed writer of `path` left behind, unless somebody is writing it now."""
     path = path.resolve()
-    if not any(_target_name(beside) == path.name for beside in path.parent.glob(".*")):
-        return
-    try:
-        with _scratch_of(path, Path.mkdir):
+    if any(os.path.lexists(path.with_name(prefix + path.name)) for prefix in BESIDE):
+        with suppress(BusyError), only_writer(path):
             pass
-    except BusyError:
-        return
 
 
 class BusyError(UserError):
     """Another process is at it."""
 
 
-@contextmanager
-def _scratch_of(path: Path, make: Callable[[Path], None], wait: bool = False) -> Iterator[tuple[Path, int]]:
-    """The one scratch file or folder of `path`, open, with a lock that goes with this process, however it ends.
-
-    Whoever has the lock is the writer of `path`: what it finds of earlier ones was left by a kill.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(SCRATCH + path.name)
-    while (handle := _open_locked(scratch, make, path, wait)) is None:
-        pass
-    try:
-        _settle(path)
-        yield scratch, handle
-    finally:
-        if _is_at(handle, scratch):
-            _remove(scratch)
-        os.close(handle)
-
-
-def _open_locked(scratch: Path, make: Callable[[Path], None], path: Path, wait: bool) -> int | None:
-    """Makes the scratch of `path` if need be and locks it; None if its writer has just ended."""
-    with suppress(FileExistsError):
-        make(scratch)
-    try:
-        handle = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        lock(handle, path, wait)
-        if _is_at(handle, scratch):
-            if scratch.is_dir() == (make is Path.mkdir):
-                return os.dup(handle)
-            _remove(scratch)
-        return None
-    finally:
-        os.close(handle)
-
-
 def _settle(path: Path) -> None:
-    """Ends a replacement that was killed: what stands aside goes back to its place, or away if there is a new one."""
-    for beside in path.parent.glob(f"{REPLACED}*"):
-        if _target_name(beside) == path.name:
-            if not path.exists() and any(beside.iterdir()):
-                beside.rename(path)
-            else:
-                _remove(beside)
+    """Ends what a writer of `path` began: what stands aside goes back to its place, or away if there is a new one."""
+    scratch, old = (path.with_name(prefix + path.name) for prefix in (SCRATCH, REPLACED))
+    if old.exists() and not path.exists():
+        old.rename(path)
+    _remove(old)
+    _remove(scratch)
 
 
-def lock(handle: int, path: Path, wait: bool = False) -> None:
-    """Locks an open file or folder, of `path`, for as long as it is open."""
+def _lock(handle: int, path: Path, wait: bool) -> None:
+    patience = time.monotonic() + _PATIENCE
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        while True:
+            try:
+                return fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                if time.monotonic() > patience:
+                    raise
+                time.sleep(0.05)
     except BlockingIOError:
         raise BusyError(f"Another process is writing {path}; wait for it, or choose another place.") from None
+    except OSError as error:
+        raise UserError(
+            f"The filesystem of {path} has no locks ({error.strerror}), so two writers could not be kept apart; choose "
+            "a place on another, or mount it with locks."
+        ) from None
 
 
 def _is_at(handle: int, path: Path) -> bool:
@@ -236,14 +222,6 @@ def _is_at(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def _target_name(path: Path) -> str | None:
-    """Whose scratch it is, or of what it is the replaced version; None of any other file."""
-    if path.name.startswith(SCRATCH):
-        return path.name.removeprefix(SCRATCH)
-    found = _REPLACED_NAME.fullmatch(path.name)
-    return found and found[1]
 
 
 def _remove(path: Path) -> None:
@@ -255,13 +233,15 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def room_for(path: Path) -> Iterator[None]:
-    """A disk that is full is said in one sentence."""
+    """A disk that is full is said in one sentence, of what the user knows: the artifact, and not its scratch."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise UserError(f"{path} could not be written ({error.strerror}); make room, and try again.") from None
+        scratch = next((parent for parent in path.parents if parent.name.startswith(SCRATCH)), None)
+        target = path if scratch is None else scratch.with_name(scratch.name.removeprefix(SCRATCH))
+        raise UserError(f"{target} could not be written ({error.strerror}); make room, and try again.") from None
 
 
 def write_manifest(
@@ -396,12 +376,18 @@ def _check(path: Path, entry: FileEntry, kind: str) -> None:
 
 
 def _replaceable(path: Path, kind: str) -> bool:
+    """Whether it is an artifact of this kind, an empty folder, or an artifact whose manifest was cut off or altered."""
     if not path.is_dir():
         return False
-    if not any(path.iterdir()):
+    files = list(path.iterdir())
+    if not files:
         return True
-    manifest = path / MANIFEST
-    return manifest.is_file() and read_json(Manifest, manifest, "manifest").kind == kind
+    if not (path / MANIFEST).is_file():
+        return False
+    try:
+        return read_json(Manifest, path / MANIFEST, "manifest").kind == kind
+    except UserError:
+        return all(file.is_file() and file.suffix in (".json", ".safetensors") for file in files)
 
 
 def _sync(path: Path) -> None:

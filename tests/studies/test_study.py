@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import loopscope as ls
@@ -253,7 +255,13 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
         ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
         ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "names 2 runs"),
         ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),
-        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["final"]', "'final' is built in: gate and prior"),
+        (
+            'gate = ["none", "mlp"]\nprior = ["uniform"]',
+            'objective = ["final"]',
+            "does not list 'final': gate and prior",
+        ),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["decoupled_gate", "m:f"]', "of its own"),
+        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "decoupled_gate need model.gate = 'linear'"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
         ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "largest drop"),
         ("gates = {", "guarantees = [{ max_loss = 0.1 }]\ngates = {", "max_loss"),
@@ -358,6 +366,31 @@ def test_objectives_of_one_s_own(
     assert not (tmp_path / "imported").exists()
 
 
+def test_gates_that_are_trained_apart(tmp_path: Path) -> None:
+    """They have names of their own, and never stand in for a reference whose gate is trained jointly."""
+    entry = '[[parts.runs]]\n{}gate = ["linear"]\nprior = [0.3]\nseed = [0]\n'
+    both = entry.format("") + entry.format('objective = ["decoupled_gate"]\n')
+    plan = make_plan(str(custom_study(tmp_path, both)), [])
+    joint, decoupled = plan.models[-2:]
+    assert (joint.name, decoupled.name) == (
+        "mano-geometric0.3-linear-b0.1-s0",
+        "mano-geometric0.3-decoupled-linear-b0.1-s0",
+    )
+    assert decoupled.training is not None
+    assert decoupled.training.settings.objective.name == "decoupled_gate"
+    assert joint.training is not None
+    assert joint.training.settings.objective == msgspec.structs.replace(
+        decoupled.training.settings.objective, name="learned_gate"
+    )
+    text = custom_study(tmp_path, entry.format('objective = ["decoupled_gate"]\n')).read_text()
+    study = tmp_path / "other.toml"
+    study.write_text(
+        text.replace('reference = { gate = "none", prior = 0.3 }', 'reference = { gate = "linear", prior = 0.3 }')
+    )
+    with pytest.raises(ls.UserError, match="not among its runs with seed 0"):
+        make_plan(str(study), [])
+
+
 def test_a_study_says_first_what_is_wrong_with_an_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "wrong_losses.py").write_text("def missing(loops): return loops.nothing\n")
@@ -372,11 +405,14 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
     plan = make_plan(str(Path(__file__).parents[2] / "studies" / name), [])
     runs = [model.training.settings for model in plan.models]
 
-    def settings(task: str, gate: str, prior: str) -> set[tuple[float, float, int]]:
+    def settings(task: str, gate: str, prior: str, decoupled: bool = False) -> set[tuple[float, float, int]]:
+        sought = (task, gate, prior, decoupled)
         return {
             (run.objective.geometric_lambda if prior == "geometric" else 0, run.objective.beta, run.training.seed)
             for run in runs
-            if (type(run.task).__name__.lower(), run.model.gate, run.objective.prior) == (task, gate, prior)
+            for objective in [run.objective]
+            if (type(run.task).__name__.lower(), run.model.gate, objective.prior, objective.name == "decoupled_gate")
+            == sought
         }
 
     for task in ("mano", "parity"):
@@ -388,7 +424,16 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
         (run.model.gate, run.objective.prior) for run, m in zip(runs, plan.models, strict=True) if m.analysis.gates
     }
     assert len(hosts) == 6
-    if name == "paper.toml":
+    assert {run.model.loops for run in runs} == {6}
+    if name == "mano.toml":
+        for task, gate in product(("mano", "parity"), ("linear", "mlp")):
+            for prior, lam in (("uniform", 0), ("geometric", 0.3)):
+                assert settings(task, gate, prior, decoupled=True) == {(lam, 0.1, seed) for seed in range(3)}
+        mano = [run for run in runs if run.task == runs[0].task]
+        seeds = [run.training.seed for run in mano]
+        assert max(seeds[30:]) == 0  # three seeds of the main settings come before the variants
+        assert (len(mano), len(runs)) == (41, 71)
+    else:
         betas = {beta for _, beta, _ in settings("mano", "linear", "uniform")}
         assert betas == {0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5}
         assert {beta for _, beta, _ in settings("mano", "mlp", "uniform")} == {0.001, 0.01, 0.1, 0.2}
@@ -396,4 +441,3 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
         assert pairs == {(lam, beta) for lam in (0.2, 0.3, 0.5, 0.7) for beta in (0.01, 0.05, 0.1)}
         pairs = {(lam, beta) for lam, beta, _ in settings("mano", "mlp", "geometric")}
         assert pairs == {(lam, beta) for lam in (0.2, 0.3, 0.5, 0.7) for beta in (0.05, 0.1)}
-        assert {run.model.loops for run in runs} == {6}

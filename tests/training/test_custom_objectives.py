@@ -229,7 +229,10 @@ def test_a_module_that_is_not_there_is_explained(tmp_path: Path, overrides: list
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["objective=fixed"], "no objective 'fixed'; choose of final, fixed_prior, learned_gate, or name a function"),
+        (
+            ["objective=fixed"],
+            "no objective 'fixed'; choose of final, fixed_prior, learned_gate, decoupled_gate, random_depth, or name",
+        ),
         (["objective.name=my/losses.py:f"], "no objective 'my/losses.py:f'"),
         (
             ["objective.name=Objects:f", "objective.beta=0.5"],

@@ -58,7 +58,7 @@ def test_it_learns(tmp_path: Path) -> None:
 def test_losses_are_those_of_every_next_token_at_every_loop(tiny_ouro: LanguageRun) -> None:
     model = ls.load_model(tiny_ouro.folder)
     windows = cut_windows(token_stream(tiny_ouro.validation, tiny_ouro.folder), 16).take(np.arange(5))
-    losses, correct, gate_logits = TokenLosses(model)(windows, CPU)
+    losses, correct, gate_logits, detached = TokenLosses(model)(windows, CPU)
     tokens = torch.from_numpy(windows.tokens)
     out = model.loops(tokens[:, :-1])
     targets = tokens[:, 1:].expand(3, -1, -1)
@@ -66,6 +66,7 @@ def test_losses_are_those_of_every_next_token_at_every_loop(tiny_ouro: LanguageR
     assert torch.allclose(losses, plain, atol=1e-5)
     assert torch.equal(correct, (out.logits.argmax(-1) == targets).view(3, -1))
     assert torch.allclose(gate_logits, out.gate_logits.view(3, -1), atol=1e-5)
+    assert torch.equal(gate_logits, detached)
     shifted = TokenLosses(model)(TokenWindows(np.roll(windows.tokens, 1, axis=1)), CPU)[0]
     assert not torch.allclose(losses, shifted, atol=0.1)
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GATED, TINY, tiny_settings
+from conftest import GATED, TINY, tiny_language_run, tiny_settings
 
 import loopscope as ls
 from loopscope.artifacts import only_writer
 from loopscope.training import RunSettings, check_memory, read_settings, train
+from loopscope.training.loop import train_run
 from loopscope.training.parallel import Workers, join_workers
 
 CPU = torch.device("cpu")
@@ -179,3 +180,32 @@ def test_without_torchrun_a_worker_is_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert workers.mean(value) is value
     with pytest.raises(KeyError), workers.together():
         raise KeyError
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "objective",
+    [
+        ["objective.name=fixed_prior"],  # which leaves Ouro's gate without gradients
+        ["objective.name=decoupled_gate"],
+        ["objective.name=random_depth", "objective.truncated=1"],  # some steps leave its embedding without
+    ],
+)
+def test_two_workers_on_text_where_not_all_weights_have_gradients(objective: list[str], tmp_path: Path) -> None:
+    run = tiny_language_run(tmp_path, *objective)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [
+        "-m",
+        "loopscope.cli",
+        "pretrain",
+        str(tmp_path / "tiny.toml"),
+        "--out",
+        str(tmp_path / "two"),
+        "--json",
+    ]
+    command += ["--text", str(run.train[0]), "--validation", str(run.validation[0]), "--threads", "1"]
+    command += [word for override in objective for word in ("--set", override)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # DDP may warn of what some steps use
+    assert done.returncode == 0, done.stderr
+    train_run(run, CPU)
+    assert_same_curve(tmp_path / "two", run.folder)

@@ -57,9 +57,12 @@ def model_label(provenance: dict[str, Any], name: str) -> str:
         options = [f"{key} {value}" for key, value in objective.get("options", {}).items()]
         return _tidy(", ".join([objective["name"], *options, *([] if gate == "none" else [_gate(gate)])]))
     prior = "uniform" if objective["prior"] == "uniform" else f"geometric {objective['geometric_lambda']:g}"
+    if objective["name"] == "random_depth":
+        return f"random depth, {prior}" + (f", truncated {k}" if (k := objective.get("truncated")) else "")
     if gate == "none":
         return f"fixed prior, {prior}"
-    return f"{_gate(gate)}, {prior}, β {objective['beta']:g}"
+    apart = "decoupled " if objective["name"] == "decoupled_gate" else ""
+    return f"{apart}{_gate(gate)}, {prior}, β {objective['beta']:g}"
 
 
 def is_custom(objective: dict[str, Any]) -> bool:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from loopscope.models import LoopedTransformer
 from loopscope.models.transformer import TransformerLayer
+from loopscope.objectives import LoopLosses
 from loopscope.tasks import Examples
 
 
-def plain_losses(model: LoopedTransformer, batch: Examples) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy [T, B] at the answer marker, and the halt logits [T, B]."""
+def plain_losses(model: LoopedTransformer, batch: Examples) -> LoopLosses:
+    """Those of the answers, as at the first step."""
     rows, width = len(batch), model.block_size
     tokens = F.pad(torch.from_numpy(batch.tokens), (0, width - batch.tokens.shape[1]))
     ends, labels = torch.from_numpy(batch.lengths) - 1, torch.from_numpy(batch.labels)
@@ -29,7 +30,7 @@ def plain_losses(model: LoopedTransformer, batch: Examples) -> tuple[Tensor, Ten
     read = torch.stack(pooled)
     targets = labels.expand(model.num_loops, -1)
     losses = F.cross_entropy(model.predict(read).flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view_as(targets), model.halt(read)
+    return LoopLosses(losses.view_as(targets), model.halt(read), 0, model.halt(read.detach()))
 
 
 def _layer(layer: TransformerLayer, hidden: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.bench.padded_baseline import plain_losses
+from loopscope.errors import UserError
 from loopscope.models.layout import share_prefixes
-from loopscope.objectives import LoopLosses
 from loopscope.progress import ProgressCallback
 from loopscope.tasks import Examples
 from loopscope.training import RunSettings, initial_model
@@ -40,13 +40,15 @@ class TrainBench(msgspec.Struct, frozen=True):
 
 def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progress: ProgressCallback) -> TrainBench:
     """`steps` steps of each way a round; both ways take the same batches and the same optimizers."""
+    if settings.objective.name == "random_depth":
+        raise UserError("Under random_depth every step runs another number of loops; bench another objective.")
     device, prepared = torch.device("cpu"), training_batches(settings)
     objective = load_objective(settings.objective, settings.training.seed)
     packed, plain = (initial_model(settings) for _ in range(2))
     packed_optimizers, plain_optimizers = (Optimizers(model, settings.training) for model in (packed, plain))
 
     def plain_step(batch: Examples) -> None:
-        objective(LoopLosses(*plain_losses(plain, batch), 0)).backward()  # type: ignore[no-untyped-call]
+        objective(plain_losses(plain, batch)).backward()  # type: ignore[no-untyped-call]
         plain_optimizers.step(0)
 
     def packed_step(batch: Examples) -> None:

@@ -201,11 +201,9 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    from loopscope.artifacts import lock, room_for
+    from loopscope.artifacts import only_writer, room_for
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with room_for(path), path.open("a", encoding="utf-8") as out:
-        lock(out.fileno(), path)
+    with room_for(path), only_writer(path), path.open("a", encoding="utf-8") as out:
         check_new(path)
         try:
             yield out

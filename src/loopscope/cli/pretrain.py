@@ -39,7 +39,8 @@ def _pretrain(options: argparse.Namespace, workers: "Workers") -> None:
     from loopscope.progress import clock, silent, track
     from loopscope.training.estimate import time_for
     from loopscope.training.language_run import LanguageRun, read_pretrain_settings
-    from loopscope.training.loop import steps_done, train_run
+    from loopscope.training.loop import train_run
+    from loopscope.training.run_folder import steps_done
 
     with workers.together():
         settings = read_pretrain_settings(options.settings, options.set)

@@ -38,7 +38,7 @@ def execute(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace, workers: "Workers") -> None:
     from loopscope.progress import clock, silent, track
     from loopscope.training import check_memory, estimate_time, read_settings, train
-    from loopscope.training.loop import steps_done
+    from loopscope.training.run_folder import steps_done
 
     with workers.together():
         settings = read_settings(options.settings, options.set)

@@ -242,6 +242,23 @@ class LoopedModel(nn.Module):
         pooled = self.pooled(state, positions)
         return pooled, self.head_input(state, positions) if self.head_attends else pooled
 
+    def deepest(
+        self, state: LoopState, num_loops: int, positions: Tensor | None = None, truncated: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`read` after so many loops, at every token or at one position a row; what comes before them is not read.
+
+        With `truncated`, gradients flow through the last so many loops only, and none reaches the embedding unless
+        these are all.
+        """
+        free = 0 if truncated is None else max(num_loops - truncated, 0)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not free):
+            for state in self.unroll(state, free):  # noqa: B007, B020 - the last one is what counts
+                pass
+        for state in self.unroll(state, num_loops - free - 1):  # noqa: B007, B020
+            pass
+        last = None if positions is None else self.last_pooled(state, positions)
+        return self.read(self.step(state), positions) if last is None else (last, last)
+
     def loops(
         self,
         tokens: Tensor,
@@ -258,8 +275,7 @@ class LoopedModel(nn.Module):
         state, outputs = (embedded := self.begin(tokens, lengths, share=True)), []
         for state in self.unroll(embedded, (num_loops or self.num_loops) - 1):
             outputs.append(self.read(state, positions))
-        last = None if positions is None else self.last_pooled(state, positions)
-        outputs.append(self.read(self.step(state), positions) if last is None else (last, last))
+        outputs.append(self.deepest(state, 1, positions))
         if positions is None:
             layout, longest = state.layout, tokens.shape[1]
             outputs = [(layout.unpack(pooled, longest), layout.unpack(read, longest)) for pooled, read in outputs]

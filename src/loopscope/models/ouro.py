@@ -124,6 +124,11 @@ class Ouro(LoopedModel):
         """What every loop applies; only its matrices are large."""
         return self.model.layers
 
+    @property
+    def gate(self) -> nn.Linear:
+        """What `halt` applies."""
+        return self.model.early_exit_gate
+
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         return initial_loop_state(self.model.embed_tokens(tokens), layout)
 
@@ -137,9 +142,9 @@ class Ouro(LoopedModel):
         logits: Tensor = self.lm_head(head_input)
         return logits
 
-    def halt(self, pooled: Tensor) -> Tensor | None:
+    def halt(self, pooled: Tensor) -> Tensor:
         """In float32 whatever the model's precision: in bf16 the exit CDF would round to 1 too early."""
-        gate = self.model.early_exit_gate
+        gate = self.gate
         with torch.autocast(pooled.device.type, enabled=False):
             return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
 

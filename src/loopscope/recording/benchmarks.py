@@ -163,6 +163,7 @@ def _collect(
 ) -> Arrays:
     """Everything of all questions: what `folder` has of an earlier try, and the rest."""
     expected = digest(description)
+    folder.mkdir(exist_ok=True)
     remove_scratch(folder)
     if not any(folder.iterdir()):
         write_json(folder / _WHAT, expected)

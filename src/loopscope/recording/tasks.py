@@ -237,7 +237,11 @@ def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: 
     if not (out / MANIFEST).is_file():
         check_replaceable(out, RECORDING)
         return None
-    manifest = read_json(Manifest, out / MANIFEST, "manifest")
+    try:
+        manifest = read_json(Manifest, out / MANIFEST, "manifest")
+    except UserError:  # cut or altered since
+        check_replaceable(out, RECORDING)
+        return None
     found = {**manifest.contents, **manifest.provenance}
     changed = [name for name, value in {"split": split, **provenance}.items() if found.get(name) != value]
     if changed:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from loopscope.analysis.labels import is_custom, model_label, recorded_run
+from loopscope.analysis.labels import model_label, recorded_run
 from loopscope.analysis.results import group_models
 from loopscope.analysis.schema import GroupResult, ModelResult, Results
 
@@ -14,6 +14,7 @@ VariantPrior = Literal["uniform"] | float
 UNIFORM: VariantPrior = "uniform"
 GEOMETRIC: VariantPrior = 0.3
 """The geometric prior of the paper's main text."""
+_OF_THE_PAPER = ("fixed_prior", "learned_gate")
 
 
 def on_paper_grid(results: Results) -> Results:
@@ -57,7 +58,7 @@ class TrainedVariant:
 
 
 def trained_variants(results: Results) -> list[TrainedVariant]:
-    """All groups of runs that LoopScope trained."""
+    """All groups of runs that LoopScope trained with an objective of the paper's."""
     models = {model.name: model for model in results.models}
     found = []
     for group in results.groups:
@@ -65,7 +66,7 @@ def trained_variants(results: Results) -> list[TrainedVariant]:
         if run is None:
             continue
         objective, gate = run["objective"], run["model"]["gate"]
-        if objective["name"] == "final" or is_custom(objective):
+        if objective["name"] not in _OF_THE_PAPER:
             continue
         prior: VariantPrior = "uniform" if objective["prior"] == "uniform" else float(objective["geometric_lambda"])
         beta = None if gate == "none" else float(objective["beta"])

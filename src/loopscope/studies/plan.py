@@ -33,6 +33,7 @@ from loopscope.studies.study_file import (
     checkpoints_of,
     read_study,
     runs_of,
+    usual_objective,
 )
 from loopscope.training.gate_fitting import GateSettings, host_defaults
 
@@ -240,8 +241,8 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
     if reference is None:
         return {}
     beta = None if reference.gate == "none" else reference.beta
-    sought = (reference.gate, reference.prior, beta)
-    found = {run.seed: trained[run.name] for run in runs if (run.gate, run.prior, run.beta) == sought}
+    sought = (usual_objective(reference.gate, reference.prior), reference.gate, reference.prior, beta)
+    found = {run.seed: trained[run.name] for run in runs if (run.objective, run.gate, run.prior, run.beta) == sought}
     for run in runs:
         if run.seed not in found:
             raise UserError(

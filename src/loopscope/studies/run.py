@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from loopscope.artifacts import remove_scratch
 from loopscope.errors import UserError
 from loopscope.progress import ProgressCallback
 from loopscope.studies.checkpoint_steps import Time
@@ -42,6 +43,7 @@ def run_study(
     if store.exists() and not store.is_dir():
         raise UserError(f"{store} is a file; give a folder as the store.")
     store.mkdir(parents=True, exist_ok=True)
+    remove_scratch(store)
     progress = StudyProgress(all_steps(goals), store, progress_callback)
     failures = Failures()
     for timing, at_a_time in ((False, workers), (True, 1)):  # what is timed runs last, and locally by itself

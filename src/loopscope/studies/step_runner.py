@@ -93,6 +93,6 @@ class Failures:
         counted = "One step" if len(self._errors) == 1 else f"{len(self._errors)} steps"
         rest = f", and {len(self._skipped)} that need them were left out" if self._skipped else ""
         raise UserError(
-            f"{counted} of the study failed{rest}; all others are done. The first, {key}: {error} (Whatever is damaged "
-            "in the store can be removed: it is made again.)"
+            f"{counted} of the study failed{rest}; all others are done. The first, {key}: {error} Whatever is damaged "
+            "in the store can be removed: it is made again."
         )

@@ -28,7 +28,8 @@ from loopscope.recording import Keep, record_task
 from loopscope.studies.external_sources import ExternalSource
 from loopscope.training import train
 from loopscope.training.gate_fitting import GateSettings, fit_gate
-from loopscope.training.loop import logged_steps, with_objective
+from loopscope.training.loop import with_objective
+from loopscope.training.run_folder import logged_steps
 from loopscope.training.settings import RunSettings
 from loopscope.training.task_run import TaskRun
 from loopscope.trajectory import Trajectory

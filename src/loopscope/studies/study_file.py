@@ -37,12 +37,18 @@ _LISTED = ("objective", "model.gate", "training.seed")
 
 _PRIORS: tuple[Prior, ...] = ("uniform",)
 _BETAS = (0.1,)
+_USUAL = ("final", "fixed_prior", "learned_gate")
+"""Objectives that gate and prior decide."""
 
 
 class RunGrid(Settings, frozen=True, kw_only=True):
-    """Training runs: every combination of the lists. Without a gate they have a fixed prior."""
+    """Training runs: every combination of the lists. A gate is trained jointly; without one a run has a fixed prior.
 
-    objective: tuple[str, ...] = ()  # functions of one's own, module:function, in place of priors and betas
+    `objective` says where it is otherwise: built-in ones that have a prior, or functions of one's own
+    (module:function), which have neither prior nor beta.
+    """
+
+    objective: tuple[str, ...] = ()
     gate: Some[GateKind] = ("none",)
     prior: Some[Prior] = _PRIORS  # "uniform", the lambda of a geometric prior, or "final": the last loop only
     beta: Some[NonNegative] = _BETAS  # of runs with a gate
@@ -53,16 +59,21 @@ class RunGrid(Settings, frozen=True, kw_only=True):
     name: Name | None = None  # of a single run; otherwise it is made from what the run is
 
     def __post_init__(self) -> None:
-        if built_in := [name for name in self.objective if name in BUILT_IN]:
+        if usual := [name for name in self.objective if name in _USUAL]:
+            raise ValueError(f"objective does not list '{usual[0]}': gate and prior decide it")
+        if len(set(map(_is_built_in, self.objective))) > 1:
             raise ValueError(
-                f"objective lists functions of one's own (module:function), and '{built_in[0]}' is built in: gate and "
-                "prior decide it"
+                "objective lists built-in ones and functions of one's own; give each kind a [[parts.runs]] of its own"
             )
-        if self.objective and (self.prior, self.beta) != (_PRIORS, _BETAS):
+        if any(not _is_built_in(name) for name in self.objective) and (self.prior, self.beta) != (_PRIORS, _BETAS):
             raise ValueError(
                 "prior and beta are of the built-in objectives; a function of one's own takes "
                 'set = ["objective.options.NAME=VALUE"]'
             )
+
+
+def _is_built_in(objective: str) -> bool:
+    return objective in BUILT_IN
 
 
 class Gates(Settings, frozen=True, kw_only=True):
@@ -134,6 +145,7 @@ class StudyRun(Settings, frozen=True, kw_only=True):
 
     name: str
     settings: RunSettings
+    objective: str
     gate: GateKind
     prior: Prior | None  # None where the objective is a function of the user's
     beta: NonNegative | None
@@ -175,37 +187,55 @@ def runs_of(part: StudyPart, beside: Path, overrides: list[str]) -> list[StudyRu
             raise UserError(f"'{entry.name}' names {len(combinations)} runs; a name is for one run.")
         if entry.name in _RESERVED:
             raise UserError(f"'{entry.name}' cannot be the name of a run; choose another.")
-        for custom, gate, prior, beta, seed in combinations:
+        for name, gate, prior, beta, seed in combinations:
             if prior is None:
                 own = [*entry.set, f"training.seed={seed}", f"model.gate={gate}"]
-                changes = [*part.set, f'objective={{name="{custom}"}}', *own, *overrides]
+                changes = [*part.set, f'objective={{name="{name}"}}', *own, *overrides]
             else:
-                changes = [*part.set, *entry.set, *_changes(gate, prior, beta, seed), *overrides]
+                changes = [*part.set, *entry.set, *_changes(name, gate, prior, beta, seed), *overrides]
             settings = read_settings(source, changes)
             objective = with_source(settings.objective)
             settings = msgspec.structs.replace(settings, objective=objective)
             task = part.name or type(settings.task).__name__.lower()
-            words = _custom_name(objective, gate, seed) if prior is None else _name(gate, prior, beta, seed)
-            name = entry.name or f"{task}-{words}"
-            made.append(StudyRun(name=name, settings=settings, gate=gate, prior=prior, beta=beta, seed=seed, of=entry))
+            words = _custom_name(objective, gate, seed) if prior is None else _name(objective, gate, prior, beta, seed)
+            made.append(
+                StudyRun(
+                    name=entry.name or f"{task}-{words}",
+                    settings=settings,
+                    objective=name,
+                    gate=gate,
+                    prior=prior,
+                    beta=beta,
+                    seed=seed,
+                    of=entry,
+                )
+            )
     return made
 
 
+def usual_objective(gate: GateKind, prior: Prior) -> str:
+    """What trains a run whose file names no objective."""
+    return "learned_gate" if gate != "none" else "final" if prior == "final" else "fixed_prior"
+
+
 def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, float | None, int]]:
-    if grid.objective:
+    if grid.objective and not _is_built_in(grid.objective[0]):
         return [
             (custom, gate, None, None, seed) for custom, gate, seed in product(grid.objective, grid.gate, grid.seed)
         ]
-    every = product(grid.gate, grid.prior, grid.beta, grid.seed)
-    return list(dict.fromkeys(("", g, p, None if g == "none" else b, s) for g, p, b, s in every))
+    every = product(grid.objective or ("",), grid.gate, grid.prior, grid.beta, grid.seed)
+    return list(
+        dict.fromkeys((o or usual_objective(g, p), g, p, None if g == "none" else b, s) for o, g, p, b, s in every)
+    )
 
 
-def _changes(gate: GateKind, prior: Prior, beta: float | None, seed: int) -> list[str]:
+def _changes(objective: str, gate: GateKind, prior: Prior, beta: float | None, seed: int) -> list[str]:
     if prior == "final":
-        if gate != "none":
-            raise UserError("A run with a gate needs a prior over all loops: 'uniform', or a lambda.")
+        if objective != "final":
+            raise UserError(
+                f"A run with the objective '{objective}' needs a prior over all loops: 'uniform', or a lambda."
+            )
         return [f"training.seed={seed}", "objective.name=final", "model.gate=none"]
-    objective = "fixed_prior" if gate == "none" else "learned_gate"
     changes = [f"training.seed={seed}", f"objective.name={objective}", f"model.gate={gate}"]
     changes += [] if beta is None else [f"objective.beta={beta}"]
     if prior == "uniform":
@@ -213,8 +243,12 @@ def _changes(gate: GateKind, prior: Prior, beta: float | None, seed: int) -> lis
     return [*changes, "objective.prior=geometric", f"objective.geometric_lambda={prior}"]
 
 
-def _name(gate: GateKind, prior: Prior, beta: float | None, seed: int) -> str:
+def _name(objective: Objective, gate: GateKind, prior: Prior, beta: float | None, seed: int) -> str:
     family = "fixed" if beta is None else f"{gate}-b{beta:g}"
+    if objective.name == "decoupled_gate":
+        family = f"decoupled-{family}"
+    elif objective.name == "random_depth":
+        family = f"random-truncated{objective.truncated}" if objective.truncated else "random"
     words = prior if isinstance(prior, str) else f"geometric{prior:g}"
     return f"{words}-{family}-s{seed}"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -31,6 +31,8 @@ from loopscope.objectives import LoopLosses, Objective, Option
 
 LossFunction = Callable[[LoopLosses], Tensor]
 """The mean loss of a batch."""
+GateTraining = Literal["none", "joint", "decoupled"]
+"""Whether a gate is trained, and whether what it learns reaches the states that it reads."""
 UserFunction = Callable[..., Tensor]
 """Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
 
@@ -95,7 +97,10 @@ def with_source(objective: Objective, function: UserFunction | None = None) -> O
 def load_objective(objective: Objective, seed: int, function: UserFunction | None = None) -> LossFunction:
     """What training minimises; a function of the user's is imported, unless it is given."""
     if not objective.is_custom:
-        return lambda loops: objective.loss(loops.cross_entropy, loops.gate_logits)
+        decoupled = objective.name == "decoupled_gate"
+        return lambda loops: objective.loss(
+            loops.cross_entropy, loops.detached_gate_logits if decoupled else loops.gate_logits
+        )
     text, path = _source(objective.name, function)
     function = function or _imported(objective.name)
     if path is not None and not _is_current(function, text):
@@ -106,23 +111,27 @@ def load_objective(objective: Objective, seed: int, function: UserFunction | Non
     return CustomObjective(objective, function, seed)
 
 
-def try_objective(objective: LossFunction, loops: int, has_gate: bool, steps: int, device: torch.device) -> bool:
-    """Tries it on made-up numbers, at the first step and the last; says if it would train a gate."""
-    trains_gate = False
+def try_objective(
+    objective: LossFunction, loops: int, has_gate: bool, steps: int, device: torch.device
+) -> GateTraining:
+    """Tries it on made-up numbers, at the first step and the last; says how it would train a gate."""
+    joint = decoupled = False
     for step in (0, steps - 1):
         rows = loops + 2  # not as many as loops: a loss [T] is no loss [B]
         made_up = torch.linspace(2.0, 0.5, loops * rows, device=device).view(loops, rows)
-        losses, gate_logits = made_up.clone().requires_grad_(), (1 - made_up).requires_grad_() if has_gate else None
-        loss = objective(LoopLosses(losses, gate_logits, step))
+        losses = made_up.clone().requires_grad_()
+        halts, detached = ((1 - made_up).requires_grad_() if has_gate else None for _ in range(2))
+        loss = objective(LoopLosses(losses, halts, step, detached))
         loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [each.grad for each in (losses, gate_logits) if each is not None and each.grad is not None]
+        gradients = [each.grad for each in (losses, halts, detached) if each is not None and each.grad is not None]
         if not all(torch.isfinite(value).all() for value in (loss, *gradients)):
             raise UserError(
                 "The objective or its gradient is not finite on cross-entropies from 0.5 to 2 (and halt logits from -1 "
                 "to 0.5); mend it."
             )
-        trains_gate |= gate_logits is not None and gate_logits.grad is not None
-    return trains_gate
+        joint |= halts is not None and halts.grad is not None
+        decoupled |= detached is not None and detached.grad is not None
+    return "joint" if joint else "decoupled" if decoupled else "none"
 
 
 def _name(function: UserFunction) -> str:

@@ -64,6 +64,7 @@ def estimate_time(
     rows, task = settings.training.batch_size, settings.task
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
     flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
+    flops *= settings.objective.expected_loops(settings.num_loops) / settings.num_loops
     return time_for(flops, settings.model.width, device, workers)
 
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from loopscope.arguments import check_kind
-from loopscope.artifacts import SCRATCH, atomic_folder
+from loopscope.artifacts import BESIDE, atomic_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
@@ -27,7 +27,7 @@ from loopscope.exits.splits import EVALUATION_SPLITS
 from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256, write_tensors
 from loopscope.models.gates import Gate
 from loopscope.models.run_hashes import HASHES
-from loopscope.objectives import Objective
+from loopscope.objectives import GATED, Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
 from loopscope.trajectory import Trajectory, check_trajectory
@@ -70,7 +70,7 @@ def host_defaults(objective: Objective | None) -> dict[str, Any]:
     if objective is None or objective.is_custom or objective.name == "final":
         return {}
     taken = {"prior": objective.prior, "geometric_lambda": objective.geometric_lambda}
-    return taken | ({"beta": objective.beta} if objective.name == "learned_gate" else {})
+    return taken | ({"beta": objective.beta} if objective.name in GATED else {})
 
 
 def fit_gate(
@@ -144,7 +144,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
     gate.check(weights_sha256(checkpoint))
     with atomic_folder(out, "checkpoint") as scratch:
-        beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, f"{SCRATCH}*")
+        beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, *(f"{prefix}*" for prefix in BESIDE))
         shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:

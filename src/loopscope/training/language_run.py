@@ -39,8 +39,9 @@ from loopscope.errors import UserError
 from loopscope.models import Ouro, OuroConfig
 from loopscope.models.device import accumulator, upload
 from loopscope.models.tokenizer import FILE as TOKENIZER
-from loopscope.objectives import Objective
-from loopscope.training.loop import DATA_FILE, TrainingRun, epoch_rows
+from loopscope.objectives import Objective, Unrolling
+from loopscope.training.loop import BatchLosses, TrainingRun, epoch_rows
+from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import Training, overridden
 from loopscope.training.tokenizer import SMALLEST, TOKENIZER_CONFIG, train_tokenizer
 
@@ -96,6 +97,10 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
         )
 
     @property
+    def num_loops(self) -> int:
+        return self.model.total_ut_steps
+
+    @property
     def flops(self) -> float:
         """Multiply-adds x 2 of one training step, forward and backward; a token looks at half of its window."""
         shape, ouro = self.model, self.ouro
@@ -103,7 +108,7 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
         layer = 2 * shape.hidden_size * (shape.hidden_size + keys) + 3 * shape.hidden_size * shape.intermediate_size
         layer += shape.hidden_size * self.context
         token = shape.num_hidden_layers * layer + shape.hidden_size * self.vocab_size
-        return 6.0 * shape.total_ut_steps * token * self.context * self.training.batch_size
+        return 6.0 * self.objective.expected_loops(self.num_loops) * token * self.context * self.training.batch_size
 
 
 def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
@@ -142,10 +147,6 @@ class LanguageRun(TrainingRun):
             "dtype": "float32",
             "run": {**plain(self.settings), "text_sha256": texts},
         }
-
-    @property
-    def num_loops(self) -> int:
-        return self.settings.model.total_ut_steps
 
     @property
     def has_gate(self) -> bool:
@@ -197,7 +198,7 @@ class LanguageRun(TrainingRun):
         sums = []
         for start in range(0, size, _VALIDATED):
             batch = windows.take(np.arange(start, min(start + _VALIDATED, size)))
-            loss, correct, _ = losses(batch, device)
+            loss, correct, *_ = losses(batch, device)
             sums.append(torch.stack([each.to(accumulator(device)).sum(1) for each in (loss, correct)]))
         loss, accuracy = torch.stack(sums).sum(0) / (size * self.settings.context)
         return {"validation_loss": loss.tolist(), "validation_accuracy": accuracy.tolist()}
@@ -226,22 +227,30 @@ def cut_windows(tokens: NDArray[np.int64], context: int) -> TokenWindows:
 
 
 class TokenLosses(nn.Module):
-    """Of every next token [T, B C]: cross-entropy, whether it is the likeliest, and the halt logits."""
+    """Of every next token [T, B C], at every loop or at the last that is run."""
 
     def __init__(self, model: Ouro) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: TokenWindows, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, batch: TokenWindows, device: torch.device, unrolling: Unrolling | None = None) -> BatchLosses:
         tokens = torch.from_numpy(batch.tokens)  # the model takes them there
         targets = upload(tokens[:, 1:].flatten(), device)
         embedded = self.model.begin(tokens[:, :-1])
-        losses, correct, halts = [], [], []
+        if unrolling is not None:
+            _, read = self.model.deepest(embedded, unrolling.loops, truncated=unrolling.truncated)
+            loss, right = self._answers(read, targets)
+            return BatchLosses(loss[None], right[None], None, None)
+        losses, correct, halts, detached = [], [], [], []
         for state in self.model.unroll(embedded):
             pooled = self.model.pooled(state)
-            logits = self.model.predict(pooled).float()
-            losses.append(F.cross_entropy(logits, targets, reduction="none"))
-            correct.append(logits.argmax(-1) == targets)
+            loss, right = self._answers(pooled, targets)
+            losses.append(loss)
+            correct.append(right)
             halts.append(self.model.halt(pooled))
-        gate_logits = torch.stack([halt for halt in halts if halt is not None])
-        return torch.stack(losses), torch.stack(correct), gate_logits
+            detached.append(self.model.halt(pooled.detach()))
+        return BatchLosses(*(torch.stack(each) for each in (losses, correct, halts, detached)))
+
+    def _answers(self, read: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model.predict(read).float()
+        return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets

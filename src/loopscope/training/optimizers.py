@@ -13,9 +13,12 @@ from loopscope.training.settings import Training
 class Optimizers:
     """The optimizers of a run as one: they share the shape of the learning-rate schedule."""
 
-    def __init__(self, model: LoopedTransformer | Ouro, settings: Training) -> None:
+    def __init__(self, model: LoopedTransformer | Ouro, settings: Training, gate_apart: bool = False) -> None:
+        """With `gate_apart` the gate's gradients are clipped by themselves: they change no step of the others."""
         self._settings = settings
         self._parameters = list(model.parameters())
+        gate = set(model.gate.parameters()) if gate_apart and model.gate is not None else set()
+        self._clipped = [[p for p in self._parameters if p not in gate], [p for p in self._parameters if p in gate]]
         matrices = [p for p in model.block.parameters() if p.ndim == 2] if settings.muon_learning_rate else []
         chosen = {id(parameter) for parameter in matrices}
         rest = [parameter for parameter in self._parameters if id(parameter) not in chosen]
@@ -34,8 +37,11 @@ class Optimizers:
             self._all.append((Muon(matrices, lr=rate, weight_decay=settings.weight_decay), rate))
 
     def step(self, step: int) -> tuple[float, Tensor]:
-        """Clips the gradients and applies them; returns AdamW's learning rate and the norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_norm)
+        """Clips the gradients and applies them; returns AdamW's learning rate and the norm before clipping.
+
+        The norm is that of all parameters but a gate's that is clipped by itself.
+        """
+        norm, _ = (nn.utils.clip_grad_norm_(parameters, self._settings.clip_norm) for parameters in self._clipped)
         factor = schedule(step, self._settings)
         for optimizer, rate in self._all:
             for group in optimizer.param_groups:

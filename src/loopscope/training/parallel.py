@@ -43,11 +43,11 @@ class Workers:
             )
         return rows // self.count
 
-    def replicated(self, module: nn.Module) -> nn.Module:
-        """The module with its gradients averaged over the workers."""
+    def replicated(self, module: nn.Module, some_unused: bool = False) -> nn.Module:
+        """The module with its gradients averaged over the workers; `some_unused`: not every step gives all of them."""
         if self.count == 1:
             return module
-        return nn.parallel.DistributedDataParallel(module)
+        return nn.parallel.DistributedDataParallel(module, find_unused_parameters=some_unused)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of every worker's value."""

@@ -22,7 +22,7 @@ from loopscope.config import (
 from loopscope.errors import UserError
 from loopscope.models import TransformerSettings, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, ModelType
-from loopscope.objectives import Objective
+from loopscope.objectives import GATED, Objective
 from loopscope.tasks import Mano, Parity
 
 
@@ -58,10 +58,10 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     training: Training = Training()
 
     def __post_init__(self) -> None:
-        gated = self.objective.name == "learned_gate"
+        gated = self.objective.name in GATED
         if not self.objective.is_custom and gated != (self.model.gate != "none"):
             raise ValueError(
-                "a learned_gate objective needs model.gate = 'linear' or 'mlp', and the other objectives model.gate "
+                f"{' and '.join(GATED)} need model.gate = 'linear' or 'mlp', and the other objectives model.gate "
                 f"= 'none'; got objective.name = '{self.objective.name}' with model.gate = '{self.model.gate}'"
             )
         if self.block_size < self.task.positions:
@@ -69,6 +69,10 @@ class RunSettings(Settings, frozen=True, kw_only=True):
                 f"model.block_size {self.block_size} is too small: the task's longest examples have "
                 f"{self.task.positions} tokens"
             )
+
+    @property
+    def num_loops(self) -> int:
+        return self.model.loops
 
     @property
     def block_size(self) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -20,12 +21,13 @@ from loopscope.config import plain
 from loopscope.errors import UserError
 from loopscope.models import CheckpointConfig, LoopedTransformer
 from loopscope.models.device import accumulator, check_device, upload
-from loopscope.objectives import Option
+from loopscope.objectives import Option, Unrolling
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
 from loopscope.training.custom_objectives import UserFunction, custom_objective
-from loopscope.training.loop import DATA_FILE, RunResult, TrainingRun, epoch_rows, train_run
+from loopscope.training.loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 from loopscope.training.parallel import SINGLE_WORKER, Workers
+from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import RunSettings, read_settings
 
 _SETS = "a list of texts such as 'training.seed=1'"
@@ -79,10 +81,6 @@ class TaskRun(TrainingRun):
         return plain(config)
 
     @property
-    def num_loops(self) -> int:
-        return self.settings.model.loops
-
-    @property
     def has_gate(self) -> bool:
         return self.settings.model.gate != "none"
 
@@ -109,23 +107,37 @@ class TaskRun(TrainingRun):
 
 
 def initial_model(settings: RunSettings) -> LoopedTransformer:
-    """The model before its first step; the run's seed decides its weights."""
+    """The model before its first step; the run's seed decides its weights.
+
+    All of it but a decoupled gate is what the fixed prior's run of the same seed starts from, and so stays the same.
+    """
+    sizes = settings.task.vocab_size, settings.block_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.training.seed)
-        return LoopedTransformer(settings.model, settings.task.vocab_size, settings.block_size)
+        if settings.objective.name != "decoupled_gate":
+            return LoopedTransformer(settings.model, *sizes)
+        trunk = LoopedTransformer(msgspec.structs.replace(settings.model, gate="none"), *sizes)
+        model = LoopedTransformer(settings.model, *sizes)
+        model.load_state_dict(trunk.state_dict(), strict=False)
+        return model
 
 
 def answer_losses(
-    model: LoopedTransformer, batch: Examples, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cross-entropy [T, B] at the answer marker, whether the answer is right [T, B], and the halt logits [T, B]."""
+    model: LoopedTransformer, batch: Examples, device: torch.device, unrolling: Unrolling | None = None
+) -> BatchLosses:
+    """Of the answers at the marker, at every loop or at the last that is run."""
     tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
     positions, labels = (upload(array, device) for array in (batch.lengths - 1, batch.labels))
-    out = model.loops(tokens, lengths, positions=positions)
-    logits = out.logits.float()
+    if unrolling is None:
+        out = model.loops(tokens, lengths, positions=positions)
+        logits, halts, detached = out.logits.float(), out.gate_logits, model.halt(out.hidden.detach())
+    else:
+        state, halts, detached = model.begin(tokens, lengths, share=True), None, None
+        _, read = model.deepest(state, unrolling.loops, positions, unrolling.truncated)
+        logits = model.predict(read).float()[None]
     targets = labels.expand(len(logits), -1)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    return losses, logits.argmax(-1) == targets, out.gate_logits
+    return BatchLosses(losses, logits.argmax(-1) == targets, halts, detached)
 
 
 class AnswerLosses(nn.Module):
@@ -135,8 +147,8 @@ class AnswerLosses(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Examples, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        return answer_losses(self.model, batch, device)
+    def forward(self, batch: Examples, device: torch.device, unrolling: Unrolling | None = None) -> BatchLosses:
+        return answer_losses(self.model, batch, device, unrolling)
 
 
 @torch.no_grad()
@@ -145,7 +157,7 @@ def validate(model: LoopedTransformer, examples: Examples, device: torch.device)
     loss: Tensor | float = 0.0
     right: Tensor | float = 0.0
     for rows in examples.same_length_batches(1024):
-        losses, correct, _ = answer_losses(model, examples.take(rows), device)
+        losses, correct, *_ = answer_losses(model, examples.take(rows), device)
         wide = accumulator(device)
         loss, right = loss + losses.to(wide).sum(1), right + correct.to(wide).sum(1)
     return {
