@@ -20,6 +20,7 @@ from loopscope.reading import DEEPEST, json_depth, read_bytes, read_text
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Tally = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Loops = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]

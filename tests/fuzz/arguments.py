@@ -35,7 +35,13 @@ GOOD: dict[str, Words] = {
         *("record", "benchmark", w.checkpoint, "openbookqa", "--split", "test", "--data", w.folder / "none"),
         *("--out", c.out),
     ],
-    "evaluate": lambda w, c: ["evaluate", w.recordings["plain"], w.recordings["test"], "--readout", "margin"],
+    "evaluate": lambda w, c: c.rng.choice(
+        (
+            ["evaluate", w.recordings["plain"], w.recordings["test"], "--readout", "margin"],
+            ["evaluate", w.recordings["test"], "--policy", w.policies["margin"], "--monitor", "--audit", "0.5"],
+            ["evaluate", w.recordings["test"], "--policy", w.policies["average"], "--monitor"],
+        )
+    ),
     "diagnose": lambda w, c: ["diagnose", w.run],
     "compare": lambda w, c: ["compare", w.run, "gate", "margin"],
     "report": lambda w, c: ["report", w.run, "--out", c.out, "--product", "headline"],

@@ -40,6 +40,8 @@ KINDS = {
             "study",
         ),
     ),
-    "python": Kind(python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "policies", "settings")),
+    "python": Kind(
+        python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "policies", "monitor", "settings")
+    ),
 }
 """By name, each with its share of the inputs."""

@@ -77,6 +77,8 @@ def custom_objective(objective: UserFunction | str, options: Mapping[str, Option
     if options is not None:
         check_mapping(options, "options")
     name = objective if isinstance(objective, str) else f"{objective.__module__}:{_name(objective)}"
+    if options is not None:
+        check_mapping(options, "The options of an objective")
     values = {"name": name} | ({} if options is None else {"options": dict(options)})
     return build(Objective, values, "the objective")
 
