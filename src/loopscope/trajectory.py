@@ -232,7 +232,7 @@ class Trajectory:
 
     def save(self, folder: str | Path) -> None:
         """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
-        with atomic_folder(Path(folder), RECORDING, RECORDING_FILES) as scratch:
+        with atomic_folder(as_path(folder, "folder"), RECORDING, RECORDING_FILES) as scratch:
             arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
             arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
             save_tensors(scratch / TRAJECTORY, arrays)

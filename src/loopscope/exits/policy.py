@@ -105,6 +105,9 @@ class ExitPolicy:
         check_kind(self.gate, (FittedGate, type(None)), "The gate of a policy", "a FittedGate")
         check_kind(self.model, (str, type(None)), "The model of a policy", "the hash of its weights")
         check_kind(self.guarantee, (Guarantee, type(None)), "The guarantee of a policy", "one that calibration made")
+        check_kind(
+            self.calibration_exits, (CalibrationExits, type(None)), "calibration_exits", "what calibration counted"
+        )
         check_kind(self.scope, Scope, "The scope of a policy", "a Scope")
         if kind == "oracle":
             if self.threshold is not None:
@@ -128,7 +131,7 @@ class ExitPolicy:
         """Writes the policy as JSON, and the weights of its fitted gate beside it."""
         if self.threshold is not None and np.isinf(self.threshold):
             raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
-        path = Path(path)
+        path = as_path(path, "path")
         with atomic_file(path, wait=True) as scratch:
             _remove_gates(path)
             file = PolicyFile(
