@@ -15,6 +15,7 @@ from loopscope.artifacts import (
     atomic_file,
     atomic_folder,
     create_tensors,
+    locked,
     map_tensors,
     only_writer,
     read_manifest,
@@ -134,15 +135,12 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 
 def test_one_process_writes_into_a_folder(tmp_path: Path) -> None:
     with only_writer(tmp_path / "run"):
-        (tmp_path / "run").mkdir()
         with pytest.raises(BusyError), only_writer(tmp_path / "run"):
             pass
         assert (tmp_path / "run").is_dir()  # who is refused takes nothing along
         with pytest.raises(BusyError), only_writer(tmp_path / "run"):
             pass
-    with only_writer(tmp_path / "run"):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not list(tmp_path.iterdir())  # nothing was put there
 
 
 def test_a_filesystem_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,19 +156,17 @@ def test_a_filesystem_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.
 def test_a_name_that_leaves_no_room_for_a_prefix_is_refused_before_the_work(tmp_path: Path) -> None:
     _make(tmp_path / ("x" * 245), "longest")
     _make(tmp_path / ("x" * 245), "again")
-    with pytest.raises(UserError, match="1 to 245 characters"), atomic_folder(tmp_path / ("x" * 246), "thing"):
+    with pytest.raises(UserError, match="1 to 245 bytes"), atomic_folder(tmp_path / ("x" * 246), "thing"):
         raise AssertionError
 
 
-def test_a_broken_manifest_is_replaced_and_what_is_no_artifact_is_not(tmp_path: Path) -> None:
-    _make(tmp_path / "thing", "old")
-    (tmp_path / "thing" / "data.txt").rename(tmp_path / "thing" / "data.json")
-    (tmp_path / "thing" / "manifest.json").write_bytes(b"\0" * 40)
-    _make(tmp_path / "thing", "new")
-    assert (tmp_path / "thing" / "data.txt").read_text() == "new"
-    (tmp_path / "thing" / "manifest.json").write_bytes(b"")
-    with pytest.raises(UserError, match="not a thing; choose another place, or remove it"):
-        _make(tmp_path / "thing", "newer")  # data.txt is nothing that an artifact has
+def test_what_lost_its_manifest_is_replaced_if_it_holds_nothing_else(tmp_path: Path) -> None:
+    for manifest in (b"\0" * 40, b"", b"{"):
+        _make(tmp_path / "thing", "old")
+        (tmp_path / "thing" / "manifest.json").write_bytes(manifest)
+        with atomic_folder(tmp_path / "thing", "thing", ["data.txt"]) as scratch:
+            write_manifest(scratch, "thing", 1, {}, {})
+        assert read_manifest(tmp_path / "thing", "thing", 1).files == {}
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int64, np.bool_])
@@ -247,3 +243,41 @@ def _make(folder: Path, text: str) -> None:
     with atomic_folder(folder, "thing") as scratch:
         (scratch / "data.txt").write_text(text)
         write_manifest(scratch, "thing", 1, {"size": 1}, {"from": "a test"})
+
+
+def test_a_folder_with_a_manifest_of_somebody_else_stays(tmp_path: Path) -> None:
+    theirs = tmp_path / "extension"
+    theirs.mkdir()
+    for manifest in ('{"manifest_version": 3}', "", "{"):
+        (theirs / "manifest.json").write_text(manifest)
+        (theirs / "settings.json").write_text("years of work")
+        with pytest.raises(UserError, match="not a thing"), atomic_folder(theirs, "thing", ["data.txt"]):
+            raise AssertionError
+        assert (theirs / "settings.json").read_text() == "years of work"
+
+
+def test_a_folder_in_a_parent_that_cannot_be_written_can(tmp_path: Path) -> None:
+    """A mounted folder, as a container has it: its lock lies inside; by another name it is the same lock."""
+    folder = tmp_path / "volume" / "run"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    with only_writer(folder):
+        assert sorted(path.name for path in folder.parent.iterdir()) == ["run"]
+        with pytest.raises(BusyError), only_writer(tmp_path / "link"):
+            pass
+
+
+def test_a_lock_that_somebody_removed_is_not_removed_from_the_next(tmp_path: Path) -> None:
+    first, second = locked(tmp_path / "a"), locked(tmp_path / "a")
+    with first:
+        (tmp_path / ".lock-a").unlink()
+        second.__enter__()
+    assert (tmp_path / ".lock-a").exists()
+    second.__exit__(None, None, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reader_ends_a_replacement_that_was_killed(tmp_path: Path) -> None:
+    _make(tmp_path / "thing", "old")
+    (tmp_path / "thing").rename(tmp_path / ".replaced-thing")
+    assert read_manifest(tmp_path / "thing", "thing", 1).contents == {"size": 1}

@@ -11,6 +11,7 @@ import pytest
 from conftest import GOLDEN, random_trajectory
 
 import loopscope as ls
+from loopscope.analysis import as_targets
 from loopscope.engine import Sampling
 from loopscope.exits.calibration import certify
 from loopscope.models import LoopedModel
@@ -215,6 +216,7 @@ WRONG: dict[str, Call] = {
     "generate: text": lambda: written("Hello"),
     "generate: forced floats": lambda: written(forced=[1.5]),
     "generate: stop": lambda: written(stop=3),
+    "generate: stop 0-d": lambda: written(stop=np.array(3)),
     "generate: stop texts": lambda: written(stop="ab"),
     "generate: cache": lambda: written(cache=3),
     "generate: sampling": lambda: written(sampling={"temperature": 1.0}),
@@ -245,11 +247,14 @@ WRONG: dict[str, Call] = {
     "train: settings": lambda: ls.train(3, "run"),  # type: ignore[arg-type]
     "train: folder": lambda: ls.train("demo", 3),  # type: ignore[arg-type]
     "train: overrides": lambda: ls.train("demo", "run", overrides=[3]),  # type: ignore[list-item]
+    "train: options": lambda: ls.train("demo", "run", objective="a:b", options=3),  # type: ignore[arg-type]
     "train: one wrong override": lambda: ls.train("demo", "run", overrides="training.seed"),
     "report: a list": lambda: ls.report([VALIDATION], "out"),  # type: ignore[operator]
     "report: one recording": lambda: ls.report({"mine": VALIDATION}, "out"),  # type: ignore[operator]
     "report: a number as name": lambda: ls.report({3: (VALIDATION, TEST)}, "out"),  # type: ignore[operator]
     "report: targets": lambda: ls.report({"a": (VALIDATION, TEST)}, "out", targets="high"),  # type: ignore[operator]
+    "targets: 0-d": lambda: as_targets(np.array(3)),  # type: ignore[arg-type]
+    "targets: several of another kind": lambda: as_targets(np.array([0.5, 2.0])),  # type: ignore[arg-type]
     "report: policies": lambda: ls.report({"a": (VALIDATION, TEST)}, "out", policies={"a": 3}),  # type: ignore[operator]
     "report: out": lambda: ls.report({"a": (VALIDATION, TEST)}, 3),  # type: ignore[operator]
 }
@@ -287,5 +292,6 @@ def test_what_can_be_converted_exactly_is() -> None:
         assert ls.ExitPolicy("fixed", threshold).exit_loops(VALIDATION).tolist() == [1] * ROWS
     assert ls.Request(0, np.array([[1, 2]], np.uint8)).tokens.dtype == np.int64
     assert ls.Target(np.float64(0.9)).key == "0.9"
+    assert [each.key for each in as_targets(np.array([0.5, 0.9]))] == ["0.5", "0.9"]  # type: ignore[arg-type]
     assert read_settings("demo").training.seed == read_settings("demo", ["training.seed=0"]).training.seed
     assert replace(GATE, weight=[0.0] * 6).halt_logits(np.zeros((2, 6))).tolist() == [0.0, 0.0]  # type: ignore[arg-type]

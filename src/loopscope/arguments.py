@@ -4,6 +4,7 @@ NumPy and Python take much for numbers: True is 1, `~0` an index, a list of list
 Each check gives back the value, or says in one sentence what was expected.
 """
 
+import os
 from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -23,6 +24,8 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError, OverflowError):
         raise UserError(f"{name} must be an array of numbers whose rows are equally long.") from None
+    if np.ma.isMaskedArray(values):
+        raise UserError(f"{name} must be an array without a mask, which would be lost.")
     if array.dtype.kind not in "biuf":
         raise UserError(f"{name} must be made of numbers, got an array of {array.dtype}.")
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
@@ -71,12 +74,16 @@ def as_number(value: Any, name: str) -> float:
 def as_path(value: Any, name: str) -> Path:
     if not isinstance(value, str | Path) or "\0" in str(value):
         raise UserError(f"{name} must be a path, got {_short(value)}.")
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        raise UserError(f"{name} must be a path, and {_short(value)} holds half a character.") from None
     return Path(value)
 
 
 def check_kind(value: T, kind: type | tuple[type, ...], name: str, what: str) -> T:
-    """The value, if it is a `kind`, of which `what` is the name."""
-    if not isinstance(value, kind):
+    """The value, if it is a `kind`, of which `what` is the name; an array without axes is nobody's iterable."""
+    if not isinstance(value, kind) or (isinstance(value, np.ndarray) and not value.ndim):
         raise UserError(f"{name} must be {what}, got {_short(value)}.")
     return value
 

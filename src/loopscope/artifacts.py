@@ -29,7 +29,7 @@ from loopscope.reading import is_plain_name
 MANIFEST = "manifest.json"
 LOCK, SCRATCH, REPLACED = BESIDE = (".lock-", ".partial-", ".replaced-")
 """What is called so, and then like its target, is beside it while it is written: the lock of its writer, what there is
-of it, and what it replaces."""
+of it, and what it replaces. A folder that is written into has its lock inside."""
 _PATIENCE = 0.5
 """Seconds: whoever only looks after leftovers holds a lock for less."""
 _LONGEST_NAME = 255 - max(map(len, BESIDE))
@@ -92,7 +92,7 @@ def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
     path = _absolute(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a file that could be replaced; choose another place.")
-    with room_for(path), only_writer(path, wait):
+    with room_for(path), locked(path, wait):
         scratch = path.with_name(SCRATCH + path.name)
         try:
             yield scratch
@@ -104,11 +104,14 @@ def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
-    """Yields a folder to fill; it replaces `path` at the end. Only an earlier artifact of the same kind is replaced."""
+def atomic_folder(path: Path, kind: str, files: Collection[str] = ()) -> Iterator[Path]:
+    """Yields a folder to fill; it replaces `path` at the end. Only an earlier artifact of the same kind is replaced.
+
+    With the names of the `files` that it may have, also one whose manifest was cut off.
+    """
     path = path.resolve()
-    with room_for(path), only_writer(path):
-        check_replaceable(path, kind)
+    with room_for(path), locked(path):
+        check_replaceable(path, kind, files)
         scratch, old = (path.with_name(prefix + path.name) for prefix in (SCRATCH, REPLACED))
         scratch.mkdir()
         made = os.open(scratch, os.O_RDONLY)
@@ -116,7 +119,7 @@ def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
             yield scratch
             if not _is_at(made, scratch):
                 raise UserError(f"{scratch} was removed while it was written; run the same command again.")
-            for file in scratch.iterdir():
+            for file in (*scratch.iterdir(), scratch):
                 _sync(file)
             if path.exists():
                 path.rename(old)
@@ -127,34 +130,53 @@ def atomic_folder(path: Path, kind: str) -> Iterator[Path]:
             _settle(path)
 
 
-def check_replaceable(path: Path, kind: str) -> None:
+def check_replaceable(path: Path, kind: str, files: Collection[str] = ()) -> None:
     """Refuses what exists and is no artifact of this kind; long work asks before it begins."""
-    if path.exists() and not _replaceable(path, kind):
+    if path.exists() and not _replaceable(path, kind, files):
         raise UserError(f"{path} exists and is not a {kind}; choose another place, or remove it.")
 
 
 @contextmanager
-def only_writer(path: Path, wait: bool = False) -> Iterator[None]:
-    """Keeps every other process from writing the file or folder at `path`, and removes what a killed one left of it.
+def only_writer(folder: Path) -> Iterator[None]:
+    """Makes `folder` if need be and keeps every other process from writing into it."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; give a folder.")
+    new = not folder.exists()
+    with _held(folder / LOCK, folder):
+        yield
+    if new:
+        with suppress(OSError):
+            folder.rmdir()  # unless something was put there
 
-    The lock is a file beside it that is locked: it holds as long as the process lives, however that ends.
-    """
-    path = _absolute(path)
+
+@contextmanager
+def locked(path: Path, wait: bool = False) -> Iterator[None]:
+    """Keeps every other process from replacing what is at `path`, and removes what a killed one left beside it."""
     if not 0 < len(os.fsencode(path.name)) <= _LONGEST_NAME:
-        raise UserError(f"{path} cannot be written; choose a place whose name has 1 to {_LONGEST_NAME} characters.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(LOCK + path.name)
+        raise UserError(f"{path} cannot be written; choose a place whose name has 1 to {_LONGEST_NAME} bytes.")
+    with _held(path.with_name(LOCK + path.name), path, wait):
+        _settle(path)
+        yield
+
+
+@contextmanager
+def _held(lock: Path, path: Path, wait: bool = False) -> Iterator[None]:
+    """Holds the lock of `path`: a file that is locked as long as this process lives, however that ends."""
     while True:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:  # whoever was done has removed the folder
+            continue
         try:
             _lock(handle, path, wait)
             if not _is_at(handle, lock):  # whoever had it is done
                 continue
-            _settle(path)
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)
+                if _is_at(handle, lock):
+                    lock.unlink()
             return
         finally:
             os.close(handle)
@@ -173,14 +195,15 @@ def remove_scratch(folder: Path) -> None:
     """Removes what killed writers left behind in `folder`; what somebody is writing stays."""
     for beside in [path for path in folder.iterdir() if is_scratch(path)]:
         prefix = next(prefix for prefix in BESIDE if beside.name.startswith(prefix))
-        remove_leftovers(folder / beside.name.removeprefix(prefix))
+        if name := beside.name.removeprefix(prefix):  # the folder's own lock has none
+            remove_leftovers(folder / name)
 
 
 def remove_leftovers(path: Path) -> None:
     """Removes what a killed writer of `path` left behind, unless somebody is writing it now."""
-    path = path.resolve()
+    path = _absolute(path)
     if any(os.path.lexists(path.with_name(prefix + path.name)) for prefix in BESIDE):
-        with suppress(BusyError), only_writer(path):
+        with suppress(BusyError), locked(path):
             pass
 
 
@@ -272,6 +295,8 @@ def write_manifest(
 
 def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
     """The manifest of `folder`, after its files were checked against it."""
+    if not folder.is_dir():
+        remove_leftovers(folder)  # a writer may have been killed while it put another in its place
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}; give the folder of a {kind}.")
     if not (folder / MANIFEST).is_file():
@@ -375,19 +400,18 @@ def _check(path: Path, entry: FileEntry, kind: str) -> None:
         raise UserError(f"{path} does not have the hash of its manifest: it was altered; make the {kind} again.")
 
 
-def _replaceable(path: Path, kind: str) -> bool:
-    """Whether it is an artifact of this kind, an empty folder, or an artifact whose manifest was cut off or altered."""
+def _replaceable(path: Path, kind: str, files: Collection[str]) -> bool:
     if not path.is_dir():
         return False
-    files = list(path.iterdir())
-    if not files:
+    found = {file.name for file in path.iterdir()}
+    if not found:
         return True
-    if not (path / MANIFEST).is_file():
+    if MANIFEST not in found:
         return False
     try:
         return read_json(Manifest, path / MANIFEST, "manifest").kind == kind
     except UserError:
-        return all(file.is_file() and file.suffix in (".json", ".safetensors") for file in files)
+        return found <= {MANIFEST, *files}
 
 
 def _sync(path: Path) -> None:

@@ -20,6 +20,7 @@ from loopscope.reading import DEEPEST, json_depth, read_bytes, read_text
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+Tally = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Loops = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -86,6 +87,7 @@ def read_json(kind: type[T], path: Path, what: str) -> T:
         raise UserError(f"There is no {what} at {path}.")
     data = read_bytes(path, what)
     try:
+        data.decode()  # all of it: what a kind does not name is not looked at
         if json_depth(data) > DEEPEST:
             raise RecursionError
         return msgspec.json.decode(data, type=kind)

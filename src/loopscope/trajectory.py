@@ -28,7 +28,7 @@ from loopscope.errors import UserError
 
 RECORDING = "recording"
 RECORDING_SCHEMA = 1
-TRAJECTORY, HIDDEN, EXAMPLES = "trajectory.safetensors", "hidden.safetensors", "examples.json"
+TRAJECTORY, HIDDEN, EXAMPLES = RECORDING_FILES = ("trajectory.safetensors", "hidden.safetensors", "examples.json")
 Array = NDArray[Any]
 
 _ARRAYS = (
@@ -232,7 +232,7 @@ class Trajectory:
 
     def save(self, folder: str | Path) -> None:
         """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
-        with atomic_folder(Path(folder), RECORDING) as scratch:
+        with atomic_folder(as_path(folder, "folder"), RECORDING, RECORDING_FILES) as scratch:
             arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
             arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
             save_tensors(scratch / TRAJECTORY, arrays)

@@ -5,11 +5,12 @@ import pytest
 from conftest import random_trajectory
 
 from loopscope.bench import drift
-from loopscope.bench.drift import CHANGE, CHANGES, bench_drift, detections, false_alarms
+from loopscope.bench.drift import CHANGE, CHANGES, bench_drift, detections, false_alarms, on_average
 from loopscope.bench.guarantees import populations
 from loopscope.errors import UserError
 
-POPULATIONS = {population.name: population for population in populations()}
+KNOWN = populations()
+POPULATIONS = {population.name: population for population in [*KNOWN, on_average(KNOWN[0])]}
 
 
 @pytest.mark.long
@@ -60,9 +61,10 @@ def test_recordings_serve_as_populations(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     done: list[tuple[int, int]] = []
     result = bench_drift({"mine": recorded}, 0.2, 2, 3_000, 1_200, lambda now, total, _: done.append((now, total)))
-    assert [each.population for each in result.without] == ["calm", "mine"]
+    assert [each.population for each in result.without] == ["calm", "calm, on average", "mine"]
+    assert result.without[1].by_risk == 0
     assert [(each.population, each.change) for each in result.changed] == [("mine", change) for change in CHANGES]
-    assert done[-1] == (12, 12)
+    assert done[-1] == (14, 14)
     with pytest.raises(UserError, match="streams that are longer"):
         bench_drift({}, 0.2, 2, 3_000, CHANGE, lambda *_: None)
     with pytest.raises(UserError, match="prove nothing; give more"):

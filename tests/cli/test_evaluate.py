@@ -80,8 +80,8 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, capsys: pytes
     capsys.readouterr()
     assert run("evaluate", tmp_path / "like", "--policy", file, "--monitor") == 0
     out = capsys.readouterr().out
-    assert "at most 1 % of streams would ever give an alarm" in out
-    assert "No alarm in 400 examples, 400 of them audited (which is no proof that nothing has changed)." in out
+    assert "at most 1 % of streams would ever give an alarm, where the promise is true (which it is with 95 %" in out
+    assert "No alarm in 400 examples (400 audited), which is no proof that nothing has changed." in out
     assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--alpha", 0.001, "--audit", 0.5) == 1
     out = capsys.readouterr().out
     assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was promised." in out
@@ -92,6 +92,17 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, capsys: pytes
     assert (alarm["test"], alarm["direction"], alarm["observed"]) == ("risk", "higher", 1)
     assert 2 < alarm["example"] < 10
     assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--audit", 0) == 0
+    average = tmp_path / "average.json"
+    wanted = ("--max-drop", 0.05, "--readout", "margin", "--in-expectation")
+    assert run("calibrate", tmp_path / "validation", *wanted, "--out", average) == 0
+    capsys.readouterr()
+    assert run("evaluate", tmp_path / "unlike", "--policy", average, "--monitor") == 0
+    out = capsys.readouterr().out
+    assert "by their exits, which alone are watched: the promise is one on average over calibrations" in out
+    assert "No alarm in 400 examples (exits alone are watched)" in out
+    assert "risk" not in out.split("alarm at", 1)[1]
+    refused = refusal(capsys, "evaluate", tmp_path / "unlike", "--policy", average, "--monitor", "--audit", 1)
+    assert "losses cannot say whether something changed; watch exits alone" in refused
 
 
 def test_what_cannot_be_monitored_is_refused(
@@ -102,7 +113,8 @@ def test_what_cannot_be_monitored_is_refused(
     assert "are for --monitor" in refusal(capsys, "evaluate", test, "--policy", policy, "--audit", 0.5)
     watch = ("evaluate", test, "--monitor", "--policy")
     assert "audited lies between 0 and 1" in refusal(capsys, *watch, policy, "--audit", -1)
-    assert "false alarms lies between 0 and 1" in refusal(capsys, *watch, policy, "--alpha", "nan")
+    assert "false alarms lies between 0 and 1" in refusal(capsys, *watch, policy, "--alpha", 1)
+    assert "false alarms must be a number, got NaN" in refusal(capsys, *watch, policy, "--alpha", "nan")
     assert "calibrated for another model" in refusal(capsys, *watch, foreign)
     assert "promises nothing" in refusal(capsys, *watch, policy, "--any-model")
     assert "rests on this data" in refusal(

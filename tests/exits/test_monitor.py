@@ -1,6 +1,7 @@
 """The monitor: quiet without a change, whatever the calibration drew; speaks with one; outlives its process."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from conftest import GOLDEN
 
 import loopscope as ls
+from loopscope.config import digest
 from loopscope.errors import UserError
 from loopscope.exits.betting import MEAN_BETS, MeanBets, RankBets, start
 from loopscope.exits.calibration_exits import CalibrationExits
@@ -51,11 +53,14 @@ def test_the_policy_says_how_its_tested_examples_exited(policy: ls.ExitPolicy, t
         ls.ExitPolicy.load(tmp_path / "policy.json")
 
 
-def test_false_alarms_are_no_more_than_they_may_be_when_thresholds_are_chosen_on_the_same_data() -> None:
+@pytest.mark.parametrize(("promise", "audit"), [(ls.calibrate, 0.3), (ls.conformal_risk_control, 0)])
+def test_false_alarms_are_no_more_than_they_may_be_when_thresholds_are_chosen_on_the_same_data(
+    promise: Callable[..., ls.ExitPolicy], audit: float
+) -> None:
     alarms, streams = 0, 100
     for number in range(streams):
-        chosen = ls.calibrate(settling(700, [1, number]), 0.04, readout="margin")
-        alarms += ls.Monitor(chosen, ALPHA, seed=number).replay(settling(700, [2, number]), audit=0.3).alarm
+        chosen = promise(settling(700, [1, number]), 0.04, readout="margin")
+        alarms += ls.Monitor(chosen, ALPHA, seed=number).replay(settling(700, [2, number]), audit).alarm
     assert alarms / streams <= ALPHA + 2 * (ALPHA * (1 - ALPHA) / streams) ** 0.5
 
 
@@ -166,6 +171,72 @@ def test_a_file_of_another_policy_or_an_altered_one_is_refused(policy: ls.ExitPo
         ls.Monitor.load(tmp_path / "none.json", policy)
 
 
+@pytest.mark.parametrize(
+    "altered",
+    [
+        {"counts": [0] * LOOPS},
+        {"counts": [-5] * LOOPS},
+        {"counts": [10**30] * LOOPS},
+        {"counts": []},
+        {"examples": -3},
+        {"examples": 10**30},
+        {"examples": 7},
+        {"alpha": 5.0},
+        {"alpha": 0.0},
+        {"seed": -1},
+        {"alarms": []},  # it spoke
+        {"exits": {"steps": -300}},
+        {"exits": {"shares": [0.0] * 21}},
+        {"exits": {"shares": []}},
+        {"exits": {"log_e": 1e308}},
+        {"exits": {"lowest": 5.0}},
+        {"exits": {"highest": -5.0}},
+        {"exits": {"since": 10**6}},
+        {"exits": {"count": 10**6}},
+        {"exits": {"total": 1e300}},
+        {"risk": {"steps": 10**6}},
+        {"risk": {"highest": 100.0}},  # and no alarm
+    ],
+    ids=str,
+)
+def test_a_file_that_no_stream_leads_to_is_refused_even_if_it_is_sealed(
+    altered: dict[str, object], policy: ls.ExitPolicy, tmp_path: Path
+) -> None:
+    watching, path = ls.Monitor(policy), tmp_path / "monitor.json"
+    assert watching.update([LOOPS] * 60, [0.0] * 60).alarm
+    watching.save(path)
+    ls.Monitor.load(path, policy)
+    data = json.loads(path.read_bytes())
+    for key, value in altered.items():
+        data[key] = {**data[key], **value} if isinstance(value, dict) else value
+    data["digest"] = digest({**data, "digest": ""})
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="does not hold|Expected|out of range"):
+        ls.Monitor.load(path, policy)
+
+
+def test_of_a_promise_on_average_the_exits_alone_are_watched_with_all_of_alpha(tmp_path: Path) -> None:
+    average = ls.conformal_risk_control(settling(3_000, 0), 0.02, readout="margin")
+    for losses in ([0.0], [np.nan]):
+        with pytest.raises(UserError, match="on average over calibrations, not for each one"):
+            ls.Monitor(average).update([1], losses)
+    with pytest.raises(UserError, match="watch exits alone"):
+        ls.Monitor(average).replay(settling(100, 1), audit=0.5)
+    stream = settling(3_000, 8, wrong=0.1)  # losses far above the promise, exits as they were
+    monitor = ls.Monitor(average)
+    quiet = monitor.replay(stream)
+    assert (quiet.alarm, quiet.audited, quiet.e_risk, quiet.p_risk) == (False, 0, None, None)
+    assert "(exits alone are watched)" in quiet.sentence
+    monitor.save(tmp_path / "monitor.json")
+    assert ls.Monitor.load(tmp_path / "monitor.json", average).result == quiet
+    (alarm,) = monitor.replay(settling(3_000, 9, later=0.4)).alarms
+    assert (alarm.test, alarm.direction) == ("exits", "later")
+    loops = average.exit_loops(settling(1_000, 10, later=0.4))
+    p_value = ls.Monitor(average).update(loops).p_exits
+    assert ls.Monitor(average, 1.001 * p_value).update(loops).alarm
+    assert not ls.Monitor(average, 0.999 * p_value).update(loops).alarm
+
+
 def test_a_text_counts_once_with_its_averages() -> None:
     def texts(seed: int, later: float = 0.0) -> ls.Trajectory:
         return settling(6_000, seed, later, sequences=np.repeat(np.random.default_rng(seed).permutation(600), 10))
@@ -190,11 +261,15 @@ def test_what_a_stream_may_not_be_is_refused_in_a_sentence(policy: ls.ExitPolicy
         ([5], None, "between 1 and 4"),
         ([np.nan], None, "between 1 and 4"),
         ([1.5], None, "whole loop"),
-        ([[1, 2]], None, "no vector"),
-        ([[1], [1, 2]], None, "no vector"),
-        (["a"], None, "no vector"),
-        ([True], None, "no vector"),
-        ([1, 2], [0.0], "1 losses for 2 exits"),
+        ([[1, 2]], None, "must be a vector"),
+        (3, None, "must be a vector"),
+        ([[1], [1, 2]], None, "equally long"),
+        (["a"], None, "made of numbers"),
+        ([10**400], None, "made of numbers"),
+        (None, None, "made of numbers"),
+        ([True], None, "must be a vector"),
+        ([1, 2], [0.0], "as many as exits, got 1 and 2"),
+        ([1, 2], np.ma.array([0.0, 1.0], mask=[0, 1]), "without a mask"),
         ([1], [1.5], "between 0 and 1"),
         ([1], [np.inf], "between 0 and 1"),
     ):
@@ -202,14 +277,30 @@ def test_what_a_stream_may_not_be_is_refused_in_a_sentence(policy: ls.ExitPolicy
             monitor.update(loops, losses)
     assert monitor.result.examples == 0  # nothing of what is refused counts
     assert monitor.update([], []).examples == 0
-    for alpha in (0, 1, np.nan, "0.1"):
-        with pytest.raises(UserError, match="false alarms lies between 0 and 1"):
+    for alpha in (0, 1, np.nan, np.inf, "0.1", True, None):
+        with pytest.raises(UserError, match="share of false alarms (lies between 0 and 1|must be a number)"):
             ls.Monitor(policy, alpha)  # type: ignore[arg-type]
-    for seed in (-1, 2**31, 0.5):
-        with pytest.raises(UserError, match="seed is a whole number"):
+    for seed in (-1, 2**31, 0.5, True, None):
+        with pytest.raises(UserError, match="A seed (must be|lies below)"):
             ls.Monitor(policy, seed=seed)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="audited lies between 0 and 1"):
-        monitor.replay(settling(10, 0), audit=1.1)
+    for audit in (1.1, -0.1, np.nan, "x", np.array([0.1, 0.2])):
+        with pytest.raises(UserError, match="share that is audited (lies between 0 and 1|must be a number)"):
+            monitor.replay(settling(10, 0), audit)
+    for stream in (3, None, [1, 2]):
+        with pytest.raises(UserError, match="must be a recording"):
+            monitor.replay(stream)  # type: ignore[arg-type]
+    for path in (3, None, "a\0b", "\ud800"):
+        with pytest.raises(UserError, match="file of a monitor must be a path"):
+            monitor.save(path)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="file of a monitor must be a path"):
+            ls.Monitor.load(path, policy)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers_and_a_tiny_alpha_is_no_vow_of_silence(policy: ls.ExitPolicy) -> None:
+    monitor = ls.Monitor(policy, np.float32(0.25), np.int64(3))  # type: ignore[arg-type]
+    assert monitor.update([1]).sentence.startswith("No alarm in 1 example (0 audited)")
+    assert monitor.result.alpha == 0.25
+    assert ls.Monitor(policy, 5e-324).update([LOOPS] * 3_000).alarm
 
 
 def test_what_cannot_be_watched_is_refused(policy: ls.ExitPolicy) -> None:
@@ -217,7 +308,7 @@ def test_what_cannot_be_watched_is_refused(policy: ls.ExitPolicy) -> None:
         ls.Monitor(ls.ExitPolicy("margin", 1.0))
     with pytest.raises(UserError, match="promises nothing"):
         ls.Monitor(policy.for_any_model())
-    with pytest.raises(UserError, match="got str"):
+    with pytest.raises(UserError, match="a calibrated ExitPolicy, got 'policy.json'"):
         ls.Monitor("policy.json")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="its file is older"):
         ls.Monitor(ls.ExitPolicy.load(GOLDEN / "policies" / "schema2.json"))

@@ -30,7 +30,8 @@ GOOD: dict[str, Words] = {
     ],
     "evaluate": lambda w, c: ["evaluate", w.recordings["plain"], w.recordings["test"], "--readout", "margin"],
     "evaluate --policy": lambda w, c: [
-        *("evaluate", w.recordings["test"], "--policy", w.policies["margin"], "--monitor"),
+        *("evaluate", w.recordings["test"], "--monitor"),
+        *c.rng.choice((["--policy", w.policies["average"]], ["--policy", w.policies["margin"], "--audit", "0.5"])),
     ],
     "diagnose": lambda w, c: ["diagnose", w.run],
     "compare": lambda w, c: ["compare", w.run, "gate", "margin"],
@@ -57,7 +58,7 @@ GOOD: dict[str, Words] = {
     "bench guarantees": lambda w, c: ["bench", "guarantees", "--calibrations", "1", "--examples", "20"],
     "bench drift": lambda w, c: ["bench", "drift", "--streams", "1", "--examples", "1000", "--length", "1100"],
     "harness": lambda w, c: [
-        *("harness", w.checkpoint, "--tasks", "openbookqa", "--data", w.benchmarks, "--limit", "2"),
+        *("harness", w.checkpoint, "--tasks", "openbookqa", "--data", w.benchmarks, "--limit", "2")
     ],
     "selfcheck": lambda w, c: ["selfcheck", w.checkpoint, "--only", "replay", "--rounds", "1"],
     "gate fit": lambda w, c: ["gate", "fit", w.recordings["plain"], "--out", c.out, "--steps", "2"],
@@ -83,7 +84,19 @@ SLOW = {
 }
 """Verbs that take long, or need what takes long to be imported; and how often they are drawn among each other."""
 _LEFT_OUT = ("--open", "--help", "--version", "--force")
-_SIZES = ("examples", "max_new_tokens", "width", "classes", "loops", "prompts", "limit", "batch_size", "length", "batch_tokens", "workers")
+_SIZES = (
+    "examples",
+    "max_new_tokens",
+    "width",
+    "classes",
+    "loops",
+    "prompts",
+    "limit",
+    "batch_size",
+    "length",
+    "batch_tokens",
+    "workers",
+)
 """A large one is long work, which is right; one beyond all bounds is refused."""
 _TIMES = ("steps", "calibrations", "streams", "rounds", "threads")
 """So often, however often it is."""
@@ -151,9 +164,7 @@ def _try(world: World, case: Case, name: str) -> str:
     rng, case.verb = case.rng, name
     words = GOOD[name](world, case)
     path = [word for word in name.split() if not word.startswith("--")]
-    actions = [
-        each for each in verbs()[" ".join(path)]._actions if not set(each.option_strings) & set(_LEFT_OUT)
-    ]
+    actions = [each for each in verbs()[" ".join(path)]._actions if not set(each.option_strings) & set(_LEFT_OUT)]
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         action = rng.choice(actions)
         if not action.option_strings:  # a positional argument: in the place of one that is there

@@ -42,9 +42,13 @@ KINDS = {
         ),
     ),
     "slow-arguments": Kind(
-        arguments.slow_arguments, 2, ("run", "checkpoint", "recordings", "policies", "store", "demo_store", "benchmarks"),
+        arguments.slow_arguments,
+        2,
+        ("run", "checkpoint", "recordings", "policies", "store", "demo_store", "benchmarks"),
         quick=False,
     ),
-    "python": Kind(python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "policies", "settings")),
+    "python": Kind(
+        python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "policies", "monitor", "settings")
+    ),
 }
 """By name, each with its share of the inputs."""

@@ -1,7 +1,7 @@
 """From Python, other arrays, names and numbers than are right: `UserError`, or what comes out is what went in.
 
 A keyword that is missing or unknown, or an object of another class (a text in the place of a model), is Python's own
-affair (`TypeError`, `AttributeError`), and not tried.
+affair (`TypeError`, `AttributeError`), and not tried, but for a monitor, whose arguments are policies and recordings.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ def _calls(world: World) -> dict[str, Call]:
     train = ls.Trajectory(**_arrays(plain), split="train")
     gate = ls.FittedGate.load(world.gates["linear"])
     model, language = load_model(world.run), load_model(world.checkpoint)
+    promised, average = (ls.ExitPolicy.load(world.policies[name]) for name in ("margin", "average"))
     policy, tokens = ls.ExitPolicy("margin", 0.5), np.array([[1, 2, 3], [2, 1, 0]])
     requests = [ls.Request(0, (tokens[0],)), ls.Request(1, (tokens[1],))]
     made: dict[str, Call] = {
@@ -39,14 +40,12 @@ def _calls(world: World) -> dict[str, Call]:
         "FittedGate": (_gate, {"weight": gate.weight, "bias": gate.bias, "pooled": plain.hidden}),
         "Monitor": (
             _watch,
-            {
-                "policy": ls.ExitPolicy.load(world.policies["margin"]),
-                "alpha": 0.01,
-                "seed": 0,
-                "exit_loops": [1, 2, 1],
-                "losses": [0.0, 1.0, 0.0],
-            },
+            {"policy": promised, "alpha": 0.01, "seed": 0, "exit_loops": [1, 2, 1], "losses": [0.0, 1.0, 0.0]},
         ),
+        "Monitor.replay": (_replay, {"policy": promised, "recording": test, "audit": 0.5}),
+        "Monitor.replay on average": (_replay, {"policy": average, "recording": test, "audit": None}),
+        "Monitor.save": (_save, {"policy": promised, "path": "monitor.json"}),
+        "Monitor.load": (ls.Monitor.load, {"path": str(world.monitor), "policy": promised}),
         "attach": (ls.attach, {"trajectory": plain, "gates": {"linear": gate}}),
         "calibrate": (
             ls.calibrate,
@@ -181,6 +180,22 @@ def _watch(policy: Any, alpha: Any, seed: Any, exit_loops: Any, losses: Any) -> 
     return ls.Monitor(policy, alpha, seed).update(exit_loops, losses)
 
 
+def _replay(policy: Any, recording: Any, audit: Any) -> Any:
+    result = ls.Monitor(policy).replay(recording, audit)
+    if policy.guarantee.confidence is None and (result.audited or audit):
+        raise MisledError("losses are held against a promise on average")
+    return result
+
+
+def _save(policy: Any, path: Any) -> Any:
+    """A text becomes the name of a file here: nothing is written anywhere else."""
+    here = str(path).replace("/", "_") if isinstance(path, str | Path) else path
+    watching = ls.Monitor(policy)
+    watching.save(here)
+    if ls.Monitor.load(here, policy).result != watching.result:
+        raise MisledError("a monitor is another one when it is saved and loaded")
+
+
 def _report(models: Any, reference: Any, targets: Any) -> Any:
     """RefusedError before anything is drawn, or not tried to its end: a page takes a second."""
     from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
@@ -235,14 +250,18 @@ def _with(array: Any, rng: Rng, value: float) -> Any:
     return other
 
 
-def _hostile(world: World, rng: Rng, good: Any) -> Any:
-    """Another array, name or number in the place of one, or nothing; an object stays, or another of its class comes."""
+def _hostile(world: World, rng: Rng, good: Any, objects: bool) -> Any:
+    """Another array, name or number in the place of one, or nothing; so, too, of `objects`, or they stay what they are.
+
+    A recording also becomes another one.
+    """
     if isinstance(good, np.ndarray):
         return _other_array(rng, good) if rng.random() < 0.9 else rng.choice((None, 3, "x", [], {}))
-    if isinstance(good, ls.Trajectory):
+    objects = objects and rng.random() < 0.5
+    if isinstance(good, ls.Trajectory) and not objects:
         return ls.Trajectory.load(world.recordings[rng.choice(list(world.recordings))])
     held = good if isinstance(good, tuple | list) else [good]
-    if not all(each is None or isinstance(each, str | int | float | np.ndarray) for each in held):
+    if not objects and not all(each is None or isinstance(each, str | int | float | np.ndarray) for each in held):
         return good
     pool: list[Callable[[], Any]] = [
         lambda: rng.choice((None, True, False, 0, 1, -1, 3, 2.5, float("nan"), float("inf"), 10**30, -(10**30), 1j)),
@@ -261,7 +280,7 @@ def python(world: World, case: Case) -> str:
     call, good = calls[name]
     given = dict(good)
     for key in case.rng.sample(list(given), case.rng.choice((1, 1, 2)) if len(given) > 1 else 1):
-        given[key] = _hostile(world, case.rng, good[key])
+        given[key] = _hostile(world, case.rng, good[key], objects=name.startswith("Monitor"))
         case.notes.append(f"{name}({key}={_shown(given[key])})")
     result = call(**given)
     if isinstance(result, ls.Trajectory) and name.startswith("Trajectory"):

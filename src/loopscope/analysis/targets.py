@@ -14,7 +14,7 @@ from numbers import Real
 import numpy as np
 from scipy.stats import binom
 
-from loopscope.arguments import as_number
+from loopscope.arguments import as_number, check_kind
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
 
@@ -73,11 +73,14 @@ def as_target(target: float | Target | None) -> Target:
 
 
 def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
-    if isinstance(targets, Target | Real):
+    if isinstance(targets, Target | Real) or (isinstance(targets, np.ndarray) and not targets.ndim):
         targets = [targets]
-    if targets is not None and (isinstance(targets, str | bytes) or not isinstance(targets, Iterable)):
-        raise UserError("targets are several numbers, such as [0.9, 0.95].")
-    return [as_target(each) for each in targets or (None,)]
+    if targets is None:
+        targets = []
+    if isinstance(targets, str | bytes):
+        raise UserError("targets must be several numbers, such as [0.9, 0.95], got a text.")
+    given = list(check_kind(targets, Iterable, "targets", "several numbers, such as [0.9, 0.95]"))
+    return [as_target(each) for each in given or (None,)]
 
 
 @dataclass(frozen=True)

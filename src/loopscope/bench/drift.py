@@ -6,6 +6,9 @@ population whose truth is known (`bench.guarantees`). What changes, from one exa
 - harder inputs: difficult examples become frequent, at once or slowly;
 - another model: its margins are scaled, as by other weights or another precision;
 - other answers: exits stay as they are, and early answers are wrong more often.
+
+One population is promised on average over calibrations, where many a policy breaks its promise from the start: there
+exits alone are watched.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +19,10 @@ import numpy as np
 
 from loopscope.bench.guarantees import CONFIDENCE, MAX_DROP, Array, Population, draw, populations, recorded, truth
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy, Monitor, calibrate
+from loopscope.exits import ExitPolicy, Monitor
+from loopscope.exits.calibration import certify
 from loopscope.exits.refusals import NotProven
+from loopscope.exits.risk_target import RiskTarget
 from loopscope.progress import ProgressCallback
 from loopscope.trajectory import Trajectory, concatenate
 
@@ -76,7 +81,8 @@ def bench_drift(
     """All populations, and recordings, without a change; and changes of those that have difficulties."""
     if length <= CHANGE:
         raise UserError(f"The change comes after {CHANGE:,} examples; give streams that are longer.")
-    known = [*populations(), *(recorded(name, each) for name, each in recordings.items())]
+    synthetic = populations()
+    known = [*synthetic, on_average(synthetic[0]), *(recorded(name, each) for name, each in recordings.items())]
     changing = [_by_margin(each) for each in known if each.trajectory.difficulty is not None]
     jobs = [(each, None) for each in known] + [(each, change) for each in changing for change in CHANGES]
     total = len(jobs) * streams
@@ -91,6 +97,12 @@ def bench_drift(
         else:
             changed.append(detections(population, change, alpha, streams, size, length, advance))
     return DriftBench(alpha, AUDIT, CHANGE, size, length, without, changed)
+
+
+def on_average(population: Population) -> Population:
+    """Promised on average over calibrations."""
+    options = {**population.risk_options, "in_expectation": True}
+    return replace(population, name=f"{population.name}, on average", risk_options=options)
 
 
 def _by_margin(population: Population) -> Population:
@@ -115,7 +127,8 @@ def false_alarms(
     for number in range(streams):
         rng = np.random.default_rng([seed, number])
         policy, more = _calibrated(population, size, rng)
-        found.append(Monitor(policy, alpha, number).replay(draw(population, length, rng), AUDIT))
+        monitor = Monitor(policy, alpha, number)
+        found.append(monitor.replay(draw(population, length, rng), AUDIT if monitor.watches_risk else 0))
         broken += truth(population, policy)[0] > MAX_DROP
         refused += more
         advance(number + 1)
@@ -134,9 +147,10 @@ def false_alarms(
 
 def _calibrated(population: Population, size: int, rng: np.random.Generator) -> tuple[ExitPolicy, int]:
     """A policy, and how many calibrations were refused before it."""
+    target = RiskTarget(max_drop=MAX_DROP, confidence=CONFIDENCE, **population.risk_options)
     for refused in range(_MOST_REFUSED):
         try:
-            return calibrate(draw(population, size, rng), MAX_DROP, CONFIDENCE, **population.risk_options), refused
+            return certify(draw(population, size, rng), target), refused
         except NotProven:
             continue
     raise UserError(f"Of {population.name}, {size:,} examples prove nothing; give more.")

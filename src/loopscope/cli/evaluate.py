@@ -7,7 +7,7 @@ loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.jso
 
 With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken.
 With --monitor: played as a stream, in their order, when do exits, or the losses of those that are audited, no longer
-look like calibration? The exit code is 1 if there is an alarm.
+look like calibration? The exit code is 1 if there is an alarm. (Exits alone, if the promise is one in expectation.)
 """
 
 import argparse
@@ -37,7 +37,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--monitor", action="store_true", help="watch the recording as a stream under the policy")
     alarms = f"with --monitor: share of false alarms (default: {ALPHA:g})"
     parser.add_argument("--alpha", type=float, metavar="A", help=alarms)
-    audits = "with --monitor: share whose losses it sees, by lot (default: 1, all; 0: exits alone)"
+    audits = "with --monitor: share whose losses it sees, by lot (default: all; 0: exits alone)"
     parser.add_argument("--audit", type=float, metavar="S", help=audits)
     parser.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
     add_shared(parser, "--gate")
@@ -161,7 +161,7 @@ def _monitor(policy: "ExitPolicy", recording: "Trajectory", options: argparse.Na
     from loopscope.exits import Monitor
 
     monitor = Monitor(policy, ALPHA if options.alpha is None else options.alpha)
-    result = monitor.replay(recording, 1.0 if options.audit is None else options.audit)
+    result = monitor.replay(recording, options.audit)
     if options.json:
         print_json(result)
     else:
@@ -172,12 +172,23 @@ def _monitor(policy: "ExitPolicy", recording: "Trajectory", options: argparse.Na
 def _print_monitored(result: "MonitorResult", policy: "ExitPolicy", path: Path) -> None:
     spoke = {alarm.test: f"{alarm.example:,}" for alarm in result.alarms}
     rows = [
-        ["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}", spoke.get("exits", "none")],
-        ["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}", spoke.get("risk", "none")],
+        ["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}", spoke.get("exits", "none")]
     ]
+    if result.e_risk is not None:
+        rows.append(
+            ["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}", spoke.get("risk", "none")]
+        )
     title = (
-        f"{path}: {policy} on a stream of {result.examples:,} {result.unit}; without a change at most "
-        f"{100 * result.alpha:g} % of streams would ever give an alarm"
+        f"{path}: {policy} on a stream; without a change at most "
+        f"{100 * result.alpha:g} % of streams would ever give an alarm, {_where(policy)}"
     )
     print_table(title, ["test", result.unit, "e-value at the end", "p-value", "alarm at"], rows)
     print(result.sentence)
+
+
+def _where(policy: "ExitPolicy") -> str:
+    assert policy.guarantee is not None  # a monitor refuses others
+    confidence = policy.guarantee.confidence
+    if confidence is None:
+        return "by their exits, which alone are watched: the promise is one on average over calibrations"
+    return f"where the promise is true (which it is with {100 * confidence:g} % confidence)"

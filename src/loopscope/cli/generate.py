@@ -201,9 +201,9 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    from loopscope.artifacts import only_writer, room_for
+    from loopscope.artifacts import locked, room_for
 
-    with room_for(path), only_writer(path), path.open("a", encoding="utf-8") as out:
+    with room_for(path), locked(path), path.open("a", encoding="utf-8") as out:
         check_new(path)
         try:
             yield out

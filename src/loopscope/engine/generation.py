@@ -4,7 +4,7 @@ Shapes: V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,8 @@ from loopscope.models.device import accumulator, upload
 
 Integers = NDArray[np.int64]
 _MOST = 2**63
+MOST_ROWS = 1 << 16
+"""Texts that are written at a time, where it is not known how many there are."""
 Whole = Annotated[int, msgspec.Meta(ge=0, le=_MOST - 1)]
 
 
@@ -112,6 +114,7 @@ def stream(
     check_kind(prompts, Iterable, "prompts", "a list of prompts")
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         as_count(value, name)
+    batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
     for token in check_kind(stop, Collection, "stop", "a collection of tokens"):
         as_count(token, "A token that ends a text", 0)
     if cache not in CACHE_MODES:

@@ -13,8 +13,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from math import exp, log
 from operator import mul
+from typing import Annotated
 
 import msgspec
+
+from loopscope.config import Tally
 
 _KEPT = 0.5
 """Of the wealth that is spread: what is not staked."""
@@ -22,6 +25,8 @@ _HALF = 300
 """After so many steps half as much is spread anew in a step as at first."""
 _LARGEST = 700.0
 """The logarithm of the largest e-value that is told as a number."""
+_ROUNDING = 1e-9
+"""Shares of the wealth add up to 1 within this."""
 _CUTS = (0.03, 0.2, 0.5, 0.8, 0.97)
 """Of ranks. They must not come from the calibration data, given which ranks are no longer uniform."""
 _FEWER_OR_MORE = (0.5, 0.75, 4 / 3, 2.0)
@@ -32,13 +37,13 @@ _MORE = (1.5, 2.0, 3.0, 6.0, 20.0)
 class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What bets on a stream have earned so far, and where it began to grow."""
 
-    shares: list[float]  # of the wealth, on each bet; the first is to keep it
-    steps: int = 0
+    shares: list[Annotated[float, msgspec.Meta(ge=0, le=1)]]  # of the wealth, on each bet; the first is to keep it
+    steps: Tally = 0
     log_e: float = 0.0  # the logarithm of the wealth, which is the e-value
     highest: float = 0.0  # that it ever had
     lowest: float = 0.0
-    since: int = 0  # the example after which it was lowest: about where a change began
-    count: int = 0  # of units since then
+    since: Tally = 0  # the example after which it was lowest: about where a change began
+    count: Tally = 0  # of units since then
     total: float = 0.0  # of what was observed on them
 
     def grow(self, payoffs: Sequence[float], observed: float, example: int) -> None:
@@ -57,6 +62,18 @@ class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.log_e < self.lowest:
             self.lowest, self.since, self.count, self.total = self.log_e, example, 0, 0.0
         self.highest = max(self.highest, self.log_e)
+
+    def consistent(self, example: int, most: float) -> bool:
+        """Whether bets can have led here by `example`, each on what is at most so much; a file may say anything."""
+        return (
+            abs(sum(self.shares) - 1) < _ROUNDING
+            and self.shares[0] > 0
+            and self.lowest <= min(0, self.log_e)
+            and self.highest >= max(0, self.log_e)
+            and max(self.steps, self.since) <= example
+            and self.count <= self.steps
+            and 0 <= self.total <= most * self.count * (1 + _ROUNDING)
+        )
 
     @property
     def e_value(self) -> float:

@@ -4,20 +4,20 @@ An example exits at a loop. A sequence of decisions has the average of their loo
 is the same for whatever comes later, so that ranks among the counts stay exact.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.config import Settings
+from loopscope.config import Settings, Tally
 
 _PER_LOOP_OF_SEQUENCES: Literal[16] = 16
 
 
 class CalibrationExits(Settings, frozen=True, kw_only=True):
     per_loop: Literal[1, 16]  # levels a loop: 1 for examples, 16 for averages over sequences
-    counts: list[Annotated[int, msgspec.Meta(ge=0)]]  # [levels] of units, from loop 1 to full depth
+    counts: list[Tally]  # [levels] of units, from loop 1 to full depth
 
     @classmethod
     def of(cls, depths: NDArray[np.float64], num_loops: int, sequences: bool) -> Self:

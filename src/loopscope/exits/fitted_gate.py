@@ -104,7 +104,7 @@ class FittedGate:
             raise UserError(f"This gate was fitted to the {split} split, so its threshold must be chosen on another.")
 
     def save(self, folder: str | Path) -> None:
-        with atomic_folder(Path(folder), GATE) as scratch:
+        with atomic_folder(as_path(folder, "folder"), GATE, [GATE_WEIGHTS]) as scratch:
             save_tensors(scratch / GATE_WEIGHTS, {name: np.asarray(value) for name, value in self.tensors.items()})
             write_manifest(scratch, GATE, GATE_SCHEMA, {"kind": self.kind, "width": self.width}, self.provenance)
 

@@ -1,28 +1,32 @@
 """Is what comes still like what a policy was calibrated on? Two tests on a stream, valid whenever they are looked at.
 
 Exits: the rank of every exit among those of the calibration data and of the stream before it, with ties broken by lot,
-is uniform and independent of earlier ranks as long as the stream is like the calibration data. That is exact, however
-few calibration examples there were; it is why bets may depend on earlier ranks alone.
-Risk: the losses of units that were audited (labelled, or run at full depth) are at most the promised risk on average.
+is uniform and independent of earlier ranks as long as the stream is like the calibration data, however few these are;
+that is why bets may depend on earlier ranks alone. It would be exact if the threshold came from other data, which it
+does not; what that costs is measured (`bench.drift`, docs/decisions.md).
+Risk: the losses of units that were audited (labelled, or run at full depth) are at most the promised risk on average,
+where the promise is true, which it is with the policy's confidence. A promise on average over calibrations says nothing
+of this one: there exits alone are watched.
 
-Each test may err with half of alpha. Their average wealth would be a little sharper, and is not used: ranks are uniform
-given earlier ranks, not given losses.
+Each test may err with half of alpha, or exits alone with all of it. Their average wealth would be a little sharper, and
+is not used: ranks are uniform given earlier ranks, not given losses.
 """
 
 from math import log
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from loopscope.arguments import as_array, as_count, as_number, as_path, check_kind
 from loopscope.artifacts import write_json
-from loopscope.config import Settings, digest, read_json
+from loopscope.config import Count, Seed, Settings, Tally, digest, read_json
 from loopscope.errors import UserError
 from loopscope.exits.betting import MEAN_BETS, RANK_BETS, MeanBets, RankBets, Wealth, start
 from loopscope.exits.calibration_exits import CalibrationExits
-from loopscope.exits.guarantee import Guarantee
+from loopscope.exits.guarantee import Guarantee, Share
 from loopscope.exits.losses import lost_at, population, risk_groups
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.splits import check_held_out
@@ -39,8 +43,8 @@ _LOTS_FOR_AUDITS = 1
 class Alarm(Settings, frozen=True, kw_only=True):
     test: Literal["exits", "risk"]
     direction: Literal["earlier", "later", "higher"]
-    example: int  # the first at which the evidence sufficed, counted from 1
-    since: int  # the example after which the evidence began to grow: about where the change is
+    example: Count  # the first at which the evidence sufficed, counted from 1
+    since: Tally  # the example after which the evidence began to grow: about where the change is
     observed: float  # the average loop, or loss, since then
     expected: float  # the average loop on calibration data, or the promised risk
 
@@ -51,14 +55,14 @@ class MonitorResult(Settings, frozen=True, kw_only=True):
     alarm: bool
     alarms: list[Alarm]  # the first of each test
     sentence: str
-    alpha: float  # the probability of an alarm, ever, if nothing changes
+    alpha: float  # the probability of an alarm, ever, if nothing changes, where the promise is true (see `Monitor`)
     unit: Literal["examples", "sequences"]
     examples: int  # or sequences
     audited: int
     e_exits: float  # evidence now: at most 1 on average if nothing has changed
-    e_risk: float
-    p_exits: float  # of all the stream; an alarm is one at most half of alpha
-    p_risk: float
+    e_risk: float | None  # None: exits alone are watched
+    p_exits: float  # of all the stream; an alarm is one at most half of alpha, or all of it if exits alone are watched
+    p_risk: float | None
 
 
 class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -66,13 +70,13 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     schema_version: Literal[1] = 1
     policy: str  # a hash of what it was calibrated to
-    alpha: float
-    seed: int
-    counts: list[int]  # of exits, the calibration data's and the stream's
-    examples: int = 0
+    alpha: Share
+    seed: Seed
+    counts: list[Tally]  # of exits, the calibration data's and the stream's
+    examples: Tally = 0
     exits: Wealth
     risk: Wealth
-    alarms: list[Alarm]
+    alarms: Annotated[list[Alarm], msgspec.Meta(max_length=2)]
     digest: str = ""  # of all of the above
 
     def seal(self) -> str:
@@ -80,20 +84,27 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Monitor:
-    """Watches a stream under a calibrated policy. The chance of an alarm, ever, is at most `alpha` without a change."""
+    """Watches a stream under a calibrated policy.
+
+    Without a change the chance of an alarm, ever, is at most `alpha`, where the promise is true (which it is with the
+    policy's confidence). A promise on average over calibrations is broken by many a policy without any change: then
+    exits alone are watched, and losses are refused.
+    """
 
     def __init__(self, policy: ExitPolicy, alpha: float = 0.01, seed: int = 0) -> None:
         self.policy = policy
         self.guarantee, self.calibration = _promise_of(policy)
-        if not isinstance(alpha, (int, float)) or not 0 < alpha < 1:
+        self.watches_risk = self.guarantee.confidence is not None
+        alpha, seed = as_number(alpha, "The share of false alarms"), as_count(seed, "A seed", 0)
+        if not 0 < alpha < 1:
             raise UserError(f"The share of false alarms lies between 0 and 1, such as 0.01; got {alpha}.")
-        if not isinstance(seed, int) or not 0 <= seed < 2**31:
-            raise UserError(f"A seed is a whole number from 0 on (and below 2**31), got {seed}.")
-        self._enough = log(2 / alpha)
+        if seed >= 2**31:
+            raise UserError("A seed lies below 2**31; choose a smaller one.")
+        self._enough = log(2 if self.watches_risk else 1) - log(alpha)
         self._rank_bets, self._mean_bets = RankBets(), MeanBets(self.guarantee.max_drop)
         self._state = MonitorFile(
             policy=_identity(policy),
-            alpha=float(alpha),
+            alpha=alpha,
             seed=seed,
             counts=list(self.calibration.counts),
             exits=start(RANK_BETS),
@@ -107,7 +118,8 @@ class Monitor:
         The order is that in which they arrived; the engine answers those that exit early before their neighbours.
         A unit is an example; where the promise counts sequences, a sequence, with the averages over its decisions.
         A loss is 1 if the early answer loses against full depth as the promise has it (gap or disagreement), else 0;
-        NaN where that was not looked at. Who is audited must not depend on how it exits: draw by lot.
+        NaN where that was not looked at. Who is audited must not depend on how it exits: draw by lot. Where the promise
+        is one on average over calibrations, losses are refused.
         """
         depths, lost = self._checked(exit_loops, losses)
         levels = self.calibration.levels(depths).tolist()
@@ -119,12 +131,16 @@ class Monitor:
                 self._see_loss(loss)
         return self.result
 
-    def replay(self, recording: Trajectory, audit: float = 1.0) -> MonitorResult:
-        """A recording as the stream, in its order, of which a share is audited, by lot."""
-        if not 0 <= audit <= 1:
-            raise UserError(f"The share that is audited lies between 0 and 1, got {audit}.")
+    def replay(self, recording: Trajectory, audit: float | None = None) -> MonitorResult:
+        """A recording as the stream, in its order, of which a share is audited, by lot: all, where risk is watched."""
+        check_kind(recording, Trajectory, "The stream", "a recording")
+        share = as_number(float(self.watches_risk) if audit is None else audit, "The share that is audited")
+        if not 0 <= share <= 1:
+            raise UserError(f"The share that is audited lies between 0 and 1, got {share}.")
+        if share:
+            self._check_audited()
         check_held_out(self.guarantee, self.policy.model, recording)
-        if audit and self.guarantee.loss == "gap" and recording.labels is None:
+        if share and self.guarantee.loss == "gap" and recording.labels is None:
             raise UserError(
                 "The promise is about right answers, and this recording has no labels to audit; watch its exits alone "
                 "(--audit 0), or calibrate with the loss 'disagreement', which needs none."
@@ -136,10 +152,10 @@ class Monitor:
         if recording.sequences is not None:
             order = np.argsort(np.unique(recording.sequences, return_index=True)[1])  # as they come
         depths = units.means(loops)[order]
-        if not audit:
+        if not share:
             return self.update(depths)
         lost = units.means(lost_at(self.guarantee.loss, recording, loops))[order]
-        audited = self._lots(_LOTS_FOR_AUDITS).random(units.units) < audit
+        audited = self._lots(_LOTS_FOR_AUDITS).random(units.units) < share
         return self.update(depths, np.where(audited, lost, np.nan))
 
     @property
@@ -154,31 +170,58 @@ class Monitor:
             examples=state.examples,
             audited=state.risk.steps,
             e_exits=state.exits.e_value,
-            e_risk=state.risk.e_value,
+            e_risk=state.risk.e_value if self.watches_risk else None,
             p_exits=state.exits.p_value,
-            p_risk=state.risk.p_value,
+            p_risk=state.risk.p_value if self.watches_risk else None,
         )
 
     def save(self, path: str | Path) -> None:
         """Writes all that it knows as JSON, so that another process can go on with the stream."""
-        write_json(Path(path), msgspec.structs.replace(self._state, digest=self._state.seal()))
+        sealed = msgspec.structs.replace(self._state, digest=self._state.seal())
+        write_json(as_path(path, "The file of a monitor"), sealed)
 
     @classmethod
     def load(cls, path: str | Path, policy: ExitPolicy) -> Self:
         """The monitor in a file, of the policy that it was made for."""
-        state = read_json(MonitorFile, Path(path), "monitor")
+        _promise_of(policy)
+        state = read_json(MonitorFile, as_path(path, "The file of a monitor"), "monitor")
         if state.digest != state.seal():
             raise UserError(f"{path} was altered since it was written; begin a new monitor.")
         if state.policy != _identity(policy):
             raise UserError(f"{path} watches the stream of another policy; begin a new monitor for this one.")
         monitor = cls(policy, state.alpha, state.seed)
-        if _sizes(state) != _sizes(monitor._state):
+        if not monitor._can_become(state):
             raise UserError(f"{path} does not hold what this version keeps of a stream; begin a new monitor.")
         monitor._state = state
         return monitor
 
+    def _can_become(self, state: MonitorFile) -> bool:
+        """Whether a stream can have led from this monitor, a new one, to what a file says."""
+        new = self._state
+        if _sizes(state) != _sizes(new):
+            return False
+        seen = [after - before for after, before in zip(state.counts, new.counts, strict=True)]
+        wealth = {"exits": state.exits, "risk": state.risk}
+        spoke = [test for test in wealth if wealth[test].highest >= self._enough]
+        return (
+            min(seen) >= 0
+            and sum(seen) == state.examples == state.exits.steps
+            and state.exits.consistent(state.examples, self.guarantee.loops)
+            and state.risk.consistent(state.examples, 1)
+            and (self.watches_risk or state.risk == new.risk)
+            and sorted(alarm.test for alarm in state.alarms) == spoke
+            and all(alarm.since < alarm.example <= state.examples for alarm in state.alarms)
+        )
+
+    def _check_audited(self) -> None:
+        if not self.watches_risk:
+            raise UserError(
+                "This policy's promise holds on average over calibrations, not for each one, so that losses cannot say "
+                "whether something changed; watch exits alone (--audit 0, or no losses)."
+            )
+
     def _checked(self, exit_loops: ArrayLike, losses: ArrayLike | None) -> tuple[Values, Values]:
-        depths = _vector(exit_loops, "exit loops")
+        depths = _vector(exit_loops, "Exit loops")
         last = self.guarantee.loops
         if not (np.isfinite(depths) & (depths >= 1 - _ROUNDING) & (depths <= last + _ROUNDING)).all():
             raise UserError(f"Exit loops lie between 1 and {last}, the full depth of the policy.")
@@ -186,9 +229,12 @@ class Monitor:
             raise UserError("An example exits at a whole loop; averages are for a promise that counts sequences.")
         if losses is None:
             return depths, np.full(len(depths), np.nan)
-        lost = _vector(losses, "losses")
+        self._check_audited()
+        lost = _vector(losses, "Losses", flags=True)
         if len(lost) != len(depths):
-            raise UserError(f"There are {len(lost)} losses for {len(depths)} exits; give NaN where there was no audit.")
+            raise UserError(
+                f"Losses must be as many as exits, got {len(lost):,} and {len(depths):,}; give NaN without an audit."
+            )
         if not (np.isnan(lost) | ((lost >= -_ROUNDING) & (lost <= 1 + _ROUNDING))).all():
             raise UserError("A loss lies between 0 and 1, or is NaN where there was no audit.")
         return depths, np.clip(lost, 0, 1)
@@ -234,10 +280,9 @@ class Monitor:
         state = self._state
         unit = "example" if self.calibration.per_loop == 1 else "sequence"
         if not state.alarms:
-            return (
-                f"No alarm in {state.examples:,} {unit}s, {state.risk.steps:,} of them audited (which is no proof that "
-                "nothing has changed)."
-            )
+            what = f"{state.examples:,} {unit}{'' if state.examples == 1 else 's'}"
+            how = f"{state.risk.steps:,} audited" if self.watches_risk else "exits alone are watched"
+            return f"No alarm in {what} ({how}), which is no proof that nothing has changed."
         return " ".join(_words(alarm, unit) for alarm in state.alarms)
 
 
@@ -255,8 +300,7 @@ def _words(alarm: Alarm, unit: str) -> str:
 
 
 def _promise_of(policy: ExitPolicy) -> tuple[Guarantee, CalibrationExits]:
-    if not isinstance(policy, ExitPolicy):
-        raise UserError(f"A monitor is made of a calibrated exit policy, got {type(policy).__name__}.")
+    check_kind(policy, ExitPolicy, "What a monitor watches", "a calibrated ExitPolicy")
     if policy.guarantee is None:
         raise UserError("This policy promises nothing, so there is nothing to monitor; calibrate one.")
     counts = policy.calibration_exits
@@ -279,11 +323,8 @@ def _sizes(state: MonitorFile) -> list[int]:
     return [len(each) for each in (state.counts, state.exits.shares, state.risk.shares)]
 
 
-def _vector(values: ArrayLike, what: str) -> Values:
-    try:
-        found = np.asarray(values)
-    except ValueError:
-        raise UserError(f"The {what} are no vector of numbers; give one a unit of the stream.") from None
-    if found.ndim != 1 or found.dtype.kind not in "biuf" or (found.dtype.kind == "b" and what != "losses"):
-        raise UserError(f"The {what} are no vector of numbers; give one a unit of the stream.")
+def _vector(values: ArrayLike, name: str, flags: bool = False) -> Values:
+    found = as_array(values, name)
+    if found.ndim != 1 or (found.dtype.kind == "b" and not flags):
+        raise UserError(f"{name} must be a vector of numbers, one for each unit of the stream.")
     return found.astype(np.float64)

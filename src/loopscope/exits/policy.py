@@ -5,7 +5,6 @@ Its file is JSON; the weights of a fitted gate lie beside it as safetensors, and
 
 import glob
 import hashlib
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -30,6 +29,10 @@ from loopscope.trajectory import Trajectory, check_trajectory
 
 NEVER = float(np.finfo(np.float64).max)
 """A threshold (or, where low means exit, minus this) that no signal meets: full depth, in a file, too."""
+
+
+_SMALL = 1 << 20
+"""Bytes; a policy has a few thousand."""
 
 
 class GateFile(Settings, frozen=True, kw_only=True):
@@ -102,6 +105,9 @@ class ExitPolicy:
         check_kind(self.gate, (FittedGate, type(None)), "The gate of a policy", "a FittedGate")
         check_kind(self.model, (str, type(None)), "The model of a policy", "the hash of its weights")
         check_kind(self.guarantee, (Guarantee, type(None)), "The guarantee of a policy", "one that calibration made")
+        check_kind(
+            self.calibration_exits, (CalibrationExits, type(None)), "calibration_exits", "what calibration counted"
+        )
         check_kind(self.scope, Scope, "The scope of a policy", "a Scope")
         if kind == "oracle":
             if self.threshold is not None:
@@ -125,8 +131,9 @@ class ExitPolicy:
         """Writes the policy as JSON, and the weights of its fitted gate beside it."""
         if self.threshold is not None and np.isinf(self.threshold):
             raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
-        path = Path(path)
+        path = as_path(path, "path")
         with atomic_file(path, wait=True) as scratch:
+            _remove_gates(path)
             file = PolicyFile(
                 readout=self.readout,
                 threshold=None if self.threshold is None else float(self.threshold),
@@ -242,22 +249,21 @@ class ExitPolicy:
 
 
 def _save_gate(gate: FittedGate, path: Path) -> GateFile:
-    """Writes the weights of the gate beside the policy at `path`.
-
-    Their name has their hash: an earlier policy keeps its own until this one is in its place, and the next one to be
-    written removes what nobody refers to.
-    """
+    """Writes the weights of the gate beside the policy at `path`; by their name, an earlier one keeps its own."""
     stem = f"{path.name.removesuffix('.json')}.gate"
-    with suppress(UserError):
-        named = PolicyFile.read(path).gate
-        for old in path.parent.glob(f"{glob.escape(stem)}-????????.safetensors"):
-            if named is None or old.name != named.file:
-                old.unlink(missing_ok=True)
     data = safetensors.numpy.save({name: np.asarray(values) for name, values in gate.tensors.items()})
     found = hashlib.sha256(data).hexdigest()
     weights = path.with_name(f"{stem}-{found[:8]}.safetensors")
     write_bytes(weights, data)
     return GateFile(file=weights.name, sha256=found, provenance=plain(dict(gate.provenance)))
+
+
+def _remove_gates(path: Path) -> None:
+    """Removes weights that earlier policies at `path` had, if no policy beside it has them."""
+    for old in path.parent.glob(f"{glob.escape(path.name.removesuffix('.json'))}.gate-????????.safetensors"):
+        others = (other for other in path.parent.glob("*") if other.is_file() and other.stat().st_size < _SMALL)
+        if not any(old.name.encode() in other.read_bytes() for other in others):
+            old.unlink(missing_ok=True)
 
 
 def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:

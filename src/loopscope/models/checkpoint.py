@@ -129,7 +129,7 @@ def _check_layers(folder: Path, *layers: int) -> None:
             tensors += len(found.keys())
     if sum(layers) > tensors:
         raise UserError(
-            f"The checkpoint in {folder} has {tensors:,} tensors, too few for the {sum(layers):,} layers of its "
+            f"The checkpoint in {folder} has {tensors:,} tensors, too few for its {sum(layers):,} layers by its "
             f"{CONFIG}; fetch or make it again."
         )
 
@@ -157,7 +157,15 @@ def _fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: t
             f"In {folder} the tensor '{wrong}' holds a value that is not finite in {_name(dtype)}, so every answer "
             "would be meaningless; fetch or train the checkpoint again, or choose another precision (--dtype)."
         )
-    found |= {name: found[other] for name, other in model.tied.items()}
+    for name, other in model.tied.items():
+        if name in files:
+            with _opened(files[name], str(device)) as tensors:
+                if not torch.equal(tensors.get_tensor(name).to(dtype), found[other]):
+                    raise UserError(
+                        f"In {folder} the tensor '{name}' is not '{other}', and the configuration says that they are "
+                        "one (tied); correct the configuration."
+                    )
+        found[name] = found[other]
     model.load_state_dict(found, assign=True)
 
 

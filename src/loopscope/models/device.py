@@ -18,8 +18,8 @@ def check_device(name: str | torch.device) -> torch.device:
         if device.type not in ("cpu", "cuda", "mps"):
             raise RuntimeError
         _probe(device)
-    except (RuntimeError, AssertionError, TypeError):
-        raise UserError(f"The device '{name}' is not available here; take the CPU (--device cpu).") from None
+    except (RuntimeError, AssertionError, TypeError, ValueError):
+        raise UserError(f"The device '{name!s:.60}' is not available here; take the CPU (--device cpu).") from None
     return device
 
 

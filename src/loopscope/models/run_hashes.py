@@ -46,9 +46,10 @@ def check_hashes(folder: Path) -> None:
 
 def known_sha256(file: Path) -> str:
     """Computed once in a process, for a file as it was then: the parts of a study are many, checkpoints are large."""
-    return _hash(file, file.stat().st_mtime_ns)
+    now = file.stat()
+    return _hash(file, (now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns))
 
 
 @lru_cache(maxsize=64)
-def _hash(file: Path, _: int) -> str:
+def _hash(file: Path, _: tuple[int, ...]) -> str:
     return sha256(file)

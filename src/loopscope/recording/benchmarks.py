@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from loopscope.arguments import as_count, as_path
 from loopscope.artifacts import (
     SCRATCH,
+    is_scratch,
     map_tensors,
     only_writer,
     remove_scratch,
@@ -163,9 +164,8 @@ def _collect(
 ) -> Arrays:
     """Everything of all questions: what `folder` has of an earlier try, and the rest."""
     expected = digest(description)
-    folder.mkdir(exist_ok=True)
     remove_scratch(folder)
-    if not any(folder.iterdir()):
+    if all(map(is_scratch, folder.iterdir())):
         write_json(folder / _WHAT, expected)
     elif not (folder / _WHAT).is_file() or read_json(str, folder / _WHAT, "unfinished recording") != expected:
         raise UserError(f"{folder} holds another unfinished recording; choose another --out, or remove it.")

@@ -37,7 +37,16 @@ from loopscope.models.device import upload
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, seen, training_fingerprints
 from loopscope.training.settings import RunSettings, read_run_settings
-from loopscope.trajectory import EXAMPLES, HIDDEN, RECORDING, SIGNAL_PREFIX, TRAJECTORY, Trajectory, seal
+from loopscope.trajectory import (
+    EXAMPLES,
+    HIDDEN,
+    RECORDING,
+    RECORDING_FILES,
+    SIGNAL_PREFIX,
+    TRAJECTORY,
+    Trajectory,
+    seal,
+)
 
 BATCH = 1024
 
@@ -90,7 +99,7 @@ def record_task(
         return found
     provenance |= keep.provenance
     shape = (len(examples), model.num_loops)
-    with atomic_folder(out, RECORDING) as scratch:
+    with atomic_folder(out, RECORDING, RECORDING_FILES) as scratch:
         layout = _layout(shape, keep, settings.task.vocab_size, settings.model.gate != "none")
         if settings.task.train_examples:  # what was drawn online nobody knows any more
             layout["seen"] = (shape[:1], np.bool_)
@@ -240,7 +249,7 @@ def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: 
     try:
         manifest = read_json(Manifest, out / MANIFEST, "manifest")
     except UserError:  # cut or altered since
-        check_replaceable(out, RECORDING)
+        check_replaceable(out, RECORDING, RECORDING_FILES)
         return None
     found = {**manifest.contents, **manifest.provenance}
     changed = [name for name, value in {"split": split, **provenance}.items() if found.get(name) != value]

@@ -30,7 +30,7 @@ from loopscope.models.layout import Layout, count_up
 from loopscope.progress import ProgressCallback, silent
 from loopscope.recording.tasks import Keep, existing_recording
 from loopscope.training.run_folder import trained_with
-from loopscope.trajectory import HIDDEN, RECORDING, SIGNAL_PREFIX, TRAJECTORY, Trajectory, seal
+from loopscope.trajectory import HIDDEN, RECORDING, RECORDING_FILES, SIGNAL_PREFIX, TRAJECTORY, Trajectory, seal
 
 TEXT_SPLITS = ("train", "validation", "test")
 CONTEXT = 512
@@ -86,7 +86,7 @@ def record_text(
     if (found := existing_recording(out, split, provenance, keep)) is not None:
         return found
     provenance |= keep.provenance
-    with atomic_folder(out, RECORDING) as scratch:
+    with atomic_folder(out, RECORDING, RECORDING_FILES) as scratch:
         probe = model.loops(torch.zeros((1, 1), dtype=torch.int64, device=device), num_loops=1)
         layout: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(("labels", "sequences"), (shape[:1], np.int64))
         layout |= {"predictions": (shape, np.int64), "label_log_probs": (shape, np.float64)}

@@ -65,7 +65,6 @@ def write_report(
 ) -> Path:
     """Writes the report and returns its page; for command, again and markers see `page.render`."""
     with only_writer(folder):
-        folder.mkdir(exist_ok=True)
         remove_scratch(folder)
         write_json(folder / "results.json", results)
         for each in products:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from importlib.resources import files
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,6 +32,7 @@ T = TypeVar("T")
 Some = Annotated[tuple[T, ...], msgspec.Meta(min_length=1)]
 
 _RESERVED = ("report", "store")
+_MOST_RUNS = 10_000
 _LISTED = ("objective", "model.gate", "training.seed")
 """Settings that the lists of `[[parts.runs]]` decide."""
 
@@ -219,6 +221,9 @@ def usual_objective(gate: GateKind, prior: Prior) -> str:
 
 
 def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, float | None, int]]:
+    count = prod(max(1, len(axis)) for axis in (grid.objective, grid.gate, grid.prior, grid.beta, grid.seed))
+    if count > _MOST_RUNS:
+        raise UserError(f"The lists of these runs make {count:,} of them; shorten them to {_MOST_RUNS:,} at most.")
     if grid.objective and not _is_built_in(grid.objective[0]):
         return [
             (custom, gate, None, None, seed) for custom, gate, seed in product(grid.objective, grid.gate, grid.seed)

@@ -24,6 +24,7 @@ import torch
 from msgspec import UNSET
 from torch import Tensor
 
+from loopscope.arguments import check_mapping
 from loopscope.config import build, digest
 from loopscope.errors import UserError, reason
 from loopscope.objectives import LoopLosses, Objective, Option
@@ -73,7 +74,11 @@ def custom_objective(objective: UserFunction | str, options: Mapping[str, Option
     """The settings that name this function, with these options."""
     if not isinstance(objective, str) and not callable(objective):
         raise UserError(f"An objective is a function, or the name of one, got {type(objective).__name__}.")
+    if options is not None:
+        check_mapping(options, "options")
     name = objective if isinstance(objective, str) else f"{objective.__module__}:{_name(objective)}"
+    if options is not None:
+        check_mapping(options, "The options of an objective")
     values = {"name": name} | ({} if options is None else {"options": dict(options)})
     return build(Objective, values, "the objective")
 

@@ -53,8 +53,6 @@ def logged_steps(folder: Path) -> int:
 @contextmanager
 def claimed(folder: Path, config: dict[str, Any]) -> Iterator[None]:
     """Makes the folder that of the run with this configuration, for this process; another run's is refused."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; give a folder.")
     with only_writer(folder):
         _claim(folder, config)
         yield
@@ -84,7 +82,7 @@ def _claim(folder: Path, config: dict[str, Any]) -> None:
                 "train the run again in another folder."
             )
         return
-    if folder.exists() and any(not is_scratch(path) for path in folder.iterdir()):
+    if any(not is_scratch(path) for path in folder.iterdir()):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
     write_json(folder / CONFIG, config)
 
