@@ -56,7 +56,7 @@ GOOD: dict[str, Words] = {
     "bench record": lambda w, c: ["bench", "record", w.run, "--rounds", "1", "--examples", "20"],
     "bench sweep": lambda w, c: ["bench", "sweep", "--examples", "20", "--rounds", "1"],
     "bench guarantees": lambda w, c: ["bench", "guarantees", "--calibrations", "1", "--examples", "20"],
-    "bench drift": lambda w, c: ["bench", "drift", "--streams", "1", "--examples", "1000", "--length", "1100"],
+    "bench drift": lambda w, c: ["bench", "drift", "--streams", "1", "--examples", "2000", "--length", "1100"],
     "harness": lambda w, c: [
         *("harness", w.checkpoint, "--tasks", "openbookqa", "--data", w.benchmarks, "--limit", "2")
     ],

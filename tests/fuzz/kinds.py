@@ -48,7 +48,9 @@ KINDS = {
         quick=False,
     ),
     "python": Kind(
-        python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "policies", "monitor", "settings")
+        python_api.python,
+        14,
+        ("run", "checkpoint", "recordings", "gates", "policies", "monitor", "settings", "documents"),
     ),
 }
 """By name, each with its share of the inputs."""

@@ -160,14 +160,14 @@ def check_error(error: UserError) -> None:
 def check_json(printed: str) -> None:
     """JSON values, one after the other, as every reader takes them: NaN is none."""
     try:
-        list(json_values(printed, json.JSONDecoder(parse_constant=_no_number)))
+        list(json_values(printed, _no_number))
     except ValueError as error:
         raise UnfitError(f"--json prints what is no JSON: {error}, {printed[:200]!r}") from None
 
 
-def json_values(text: str, decoder: json.JSONDecoder = json.JSONDecoder()) -> Iterator[Any]:
-    """JSON values, one after the other."""
-    text = text.strip()
+def json_values(text: str, constant: Callable[[str], Any] = float) -> Iterator[Any]:
+    """JSON values, one after the other; `constant` makes something of NaN, or refuses it."""
+    decoder, text = json.JSONDecoder(parse_constant=constant), text.strip()
     while text:
         value, end = decoder.raw_decode(text)
         yield value
