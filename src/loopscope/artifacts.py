@@ -142,11 +142,13 @@ def only_writer(folder: Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder.")
     new = not folder.exists()
-    with _held(folder / LOCK, folder):
-        yield
-    if new:
-        with suppress(OSError):
-            folder.rmdir()  # unless something was put there
+    try:
+        with _held(folder / LOCK, folder):
+            yield
+    finally:
+        if new:
+            with suppress(OSError):
+                folder.rmdir()  # unless something was put there
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Trajectory:
                 raise UserError(f"{name} are classes, counted from 0, and one of them is below 0.")
         if self.label_log_probs is not None and self.label_log_probs.max() > _ROUNDING:
             raise UserError("label_log_probs are logarithms of probabilities, and one of them is above 0.")
-        if self.norms is not None and not (np.isfinite(self.norms) & (self.norms > 0)).all():
+        if self.norms is not None and not (np.isfinite(self.norms) & (self.norms > 0) | self._missing_classes).all():
             raise UserError("norms are the characters of every choice: finite numbers above 0.")
         for name, values in self.signals.items():  # one that looks back has no value (NaN) at its first loops
             missing = np.isnan(values)
@@ -130,6 +130,11 @@ class Trajectory:
         answers = self.predictions if self.logits is None else self.logits
         assert answers is not None
         return answers
+
+    @property
+    def _missing_classes(self) -> Array:
+        """[N, V] which classes an example does not have."""
+        return np.isneginf(self.logits[:, 0]) if self.logits is not None else np.zeros(1, dtype=bool)
 
     @cached_property
     def predicted(self) -> Array:

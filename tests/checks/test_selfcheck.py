@@ -142,7 +142,7 @@ def test_divergence() -> None:
     [
         (["--dtype", "int8"], "precision 'int8'"),
         (["--only", "sound"], "choose one of contract, precision, batch, cache, replay, speed"),
-        (["--text", "nowhere.txt"], "not a text file"),
+        (["--text", "nowhere.txt"], "give a text file"),
         (["--text", "short.txt"], "tokens; to be checked"),
     ],
 )

@@ -60,7 +60,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("train", "nowhere.toml", *out), "neither a preset"),
         (("train", "paper", *out, "--set", "training.steps=100000000"), "--force"),
         (("train", "demo", "--out", recorded, *settings("training.seed=9")), "training.seed"),
-        (("train", "demo", "--out", recorded / "config.json", *settings()), "not a run"),
+        (("train", "demo", "--out", recorded / "config.json", *settings()), "is a file; give a folder"),
         (("record", "task", tmp_path / "nowhere", "--split", "test"), "There is no folder"),
         (("record", "task", tmp_path, "--split", "test"), "run configuration"),
         (("record", "task", recorded, "--split", "dev"), "no split 'dev'"),

@@ -89,8 +89,8 @@ def test_a_beginning_runs_once_and_as_deep_as_the_deepest(
 
 def test_what_is_shared_is_less_than_what_is_read() -> None:
     asked = questions()[0]
-    for shared in (-1, asked.trunk):
-        with pytest.raises(ls.UserError, match="shares with others is less"):
+    for shared, words in ((-1, "shared must be at least 0"), (asked.trunk, "shares with others is less")):
+        with pytest.raises(ls.UserError, match=words):
             replace(asked, shared=shared)
     replace(asked, shared=asked.trunk - 1)
 

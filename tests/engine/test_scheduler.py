@@ -244,7 +244,7 @@ def test_tokens_of_any_whole_type(dtype: type, model: LoopedModel, requests: lis
     (answer,) = run(model, ls.ExitPolicy("fixed", 1), [Request(0, [requests[0].rows[0].astype(dtype)])])
     (same,) = run(model, ls.ExitPolicy("fixed", 1), [requests[0]])
     assert np.array_equal(answer.logits, same.logits)
-    with pytest.raises(ls.UserError, match="whole numbers"):
+    with pytest.raises(ls.UserError, match="a whole number each"):
         Request(0, [np.array([1.0])])
     with pytest.raises(ls.UserError, match="num_loops"):
         list(run(model, ls.ExitPolicy("fixed", 1), [requests[0]], num_loops=0))

@@ -365,7 +365,7 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         {"max_drop": float("nan")},
         {"confidence": 1.0},
     ):
-        with pytest.raises(ls.UserError, match="between 0 and 1"):
+        with pytest.raises(ls.UserError, match="between 0 and 1|must be a number"):
             ls.calibrate(settling(), **wrong)
     with pytest.raises(ls.UserError, match="no loss 'regret'"):
         ls.calibrate(settling(), loss="regret")

@@ -76,15 +76,20 @@ def test_what_was_saved_last_is_loaded(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
-    """Whether the file has them once or twice."""
+    """Whether the file has them once or twice; two that differ are refused."""
     folder = write_ouro(tmp_path)
     (folder / "config.json").write_text(
         json.dumps(json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True})
     )
     for drop in ((), ("lm_head.weight",)):
-        save_model({name: t for name, t in tiny_ouro().state_dict().items() if name not in drop}, folder)
+        tensors = tiny_ouro().state_dict()
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_model({name: t for name, t in tensors.items() if name not in drop}, folder)
         state = ls.load_model(folder, dtype="bfloat16").state_dict()
         assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    save_model(tiny_ouro().state_dict(), folder)
+    with pytest.raises(ls.UserError, match="'lm_head.weight' is not 'model.embed_tokens.weight'"):
+        ls.load_model(folder)
 
 
 def rewritten(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
@@ -143,7 +148,7 @@ def moved(to: str) -> Callable[[Path], None]:
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").unlink(), "not a checkpoint: it has no config.json"),
-        (configured(num_hidden_layers=4000), "16 tensors, too few for the 4,000 layers"),
+        (configured(num_hidden_layers=4000), "16 tensors, too few for its 4,000 layers"),
         (configured(num_hidden_layers=10**9), "num_hidden_layers: Expected `int` <= 4096"),
         (configured(total_ut_steps=10**9), "total_ut_steps: Expected `int` <= 1024"),
         (configured(hidden_size=10**9), "hidden_size"),

@@ -199,7 +199,7 @@ def test_the_same_recording_is_used_again_and_another_refused(
             recording(out, **{"limit": 3, **change})
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ls.UserError, match="exists and is not a recording; choose another folder"):
+    with pytest.raises(ls.UserError, match="exists and is not a recording; choose another place"):
         recording(tmp_path / "mine", limit=3)
     assert len(scored) == 3  # nothing was computed in vain
 

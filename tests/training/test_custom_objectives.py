@@ -16,6 +16,7 @@ import torch
 from conftest import TINY, tiny_language_run, tiny_settings
 
 import loopscope as ls
+from loopscope.artifacts import is_scratch
 from loopscope.cli import main
 from loopscope.config import plain
 from loopscope.models import read_checkpoint_config
@@ -84,7 +85,7 @@ def settings(*overrides: str) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not is_scratch(path)}
 
 
 def test_killed_and_resumed_it_ends_bit_identical(

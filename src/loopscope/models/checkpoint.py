@@ -129,7 +129,7 @@ def _check_layers(folder: Path, *layers: int) -> None:
             tensors += len(found.keys())
     if sum(layers) > tensors:
         raise UserError(
-            f"The checkpoint in {folder} has {tensors:,} tensors, too few for its {sum(layers):,} layers by its "
+            f"The checkpoint in {folder} has {tensors:,} tensors, too few for its {sum(layers):,} layers by "
             f"{CONFIG}; fetch or make it again."
         )
 
