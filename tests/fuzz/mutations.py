@@ -32,6 +32,8 @@ STRINGS = (
     "é\U0001f600",
     "%s{0}{x!r}",
     "[red]",
+    "[/x]",
+    "[link=http://there]x",
     "A" * 5_000,
 )
 NUMBERS = (

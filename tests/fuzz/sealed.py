@@ -23,6 +23,7 @@ from loopscope.studies import make_plan
 from loopscope.training import train
 from loopscope.training.settings import read_run_settings
 
+from .mutations import STRINGS
 from .runner import Case, MisledError
 from .world import CPU, World
 
@@ -229,6 +230,22 @@ def _finished(study: Path, store: Path) -> tuple[str, str]:
     return _study_results(_plan(study), store)
 
 
+def _titled(world: World, case: Case) -> Path:
+    """The study with another title, which is shown in many places."""
+    path = case.folder / "titled.toml"
+    title = json.dumps(case.rng.choice(STRINGS).encode("utf-8", "ignore").decode())
+    path.write_text(world.study.read_text().replace('"Tiny"', title, 1))
+    case.notes.append(f"title = {title[:200]}")
+    return path
+
+
+def titled_study(world: World, case: Case) -> str:
+    """All of a study whose steps are finished, with another title."""
+    words = ("--store", case.copy(world.store, "store"), "--out", case.out, "--device", "cpu", "--workers", 1)
+    case.command("study", "run", _titled(world, case), *words)
+    return "other"
+
+
 def study_store(world: World, case: Case) -> str:
     plan, original = _plan(world.study), _finished(world.study, world.store)
     store = case.inputs / "store"
@@ -239,9 +256,9 @@ def study_store(world: World, case: Case) -> str:
     names = ("manifest.json", "model.json", "details.json")
     file = store / chosen.name / case.rng.choice(names)
     case.spoil(file, [each / file.name for each in analyses if each != chosen])
-    if case.rng.random() < 0.05:
+    if case.rng.random() < 0.1:
         where = ("--store", store, "--out", case.out, "--device", "cpu")
-        case.command("study", "report", world.study, *where, "--product", "headline")
+        case.command("study", "report", _titled(world, case), *where, "--product", "headline")
     missing = not file.is_file() and file.name == "manifest.json"  # then that model is not analysed yet
     found = _study_results(plan, store)
     return "other" if missing else same(found, original, "an artifact of a study")

@@ -1,16 +1,20 @@
 """The fuzzer, run for a short while; and against a LoopScope that lacks a check, which it must find."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 
 import loopscope.artifacts
 import loopscope.trajectory
+from loopscope.errors import UserError
 from loopscope.exits.policy import PolicyFile
 
-from .arguments import GOOD, verbs
+from .arguments import GOOD, LAST, SLOW, verbs
 from .kinds import KINDS
 from .runner import Case, Fuzzer, Kind, Report, schedule, working_folder
 from .world import World
@@ -32,7 +36,34 @@ def fuzz(world: World, inputs: int, *names: str, seed: int = 0) -> Report:
 
 
 def test_every_verb_has_good_words() -> None:
-    assert GOOD.keys() == verbs().keys()
+    assert {name.partition(" --")[0] for name in GOOD} == verbs().keys()
+
+
+def good_words(world: World, names: list[str]) -> Report:
+    """What becomes of words that are not spoilt."""
+
+    def attempt(name: str) -> Any:
+        def run(world: World, case: Case) -> str:
+            case.command(*GOOD[name](world, case), *LAST.get(name, lambda w, c: [])(world, case))
+            return "same"
+
+        return run
+
+    kinds = {name: Kind(attempt(name), 1) for name in names}
+    return Fuzzer(world, kinds).run(len(kinds))
+
+
+def test_good_words_are_right(world: World) -> None:
+    report = good_words(world, [name for name in GOOD if name not in SLOW])
+    assert all(counts == {"same": 1} for counts in report.outcomes.values()), str(report)
+
+
+@pytest.mark.long
+def test_slow_good_words_are_right(world: World) -> None:
+    for need in KINDS["slow-arguments"].needs:
+        getattr(world, need)
+    report = good_words(world, list(SLOW))
+    assert all(counts == {"same": 1} for counts in report.outcomes.values()), str(report)
 
 
 def test_every_kind_has_its_share_however_many_inputs_there_are() -> None:
@@ -56,6 +87,8 @@ def test_inputs_are_right_or_refused_in_a_sentence(world: World) -> None:
 def test_ten_thousand_inputs_are_right_or_refused_in_a_sentence(world: World) -> None:
     report = fuzz(world, 10_000, *KINDS, seed=1)
     assert not report.failures, str(report)
+    never = [name for name in GOOD if not report.verbs[name]["other"]]
+    assert not never, str(report)
 
 
 def found_within(world: World, inputs: int, kind: str, what: str) -> bool:
@@ -109,29 +142,79 @@ def test_a_hang_is_ended_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "TooLongError" in attempted(tmp_path, hang)
 
 
-def test_what_is_left_behind_or_changed_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", loopscope.artifacts.BESIDE)
+def test_what_is_left_behind_or_changed_is_told(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
 
     def leave(_: World, case: Case) -> None:
-        (case.folder / "out" / ".partial-x").write_text("")
+        (case.folder / "out" / f"{prefix}x").write_text("")
 
     def change(world: World, case: Case) -> None:
         (world.folder / "good").write_text("other")
 
-    assert ".partial-x was left behind" in attempted(tmp_path / "first", leave)
+    assert f"{prefix}x was left behind" in attempted(tmp_path / "first", leave)
     assert "good was changed or lost" in attempted(tmp_path / "second", change)
 
 
 def test_an_escape_sequence_and_a_long_message_are_told(tmp_path: Path) -> None:
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
-
     def raises(message: str) -> Any:
         def attempt(_: World, case: Case) -> None:
-            raise loopscope.artifacts.UserError(message)
+            error = UserError("")  # which would have cleaned it
+            error.args = (message,)
+            raise error
 
         return attempt
 
-    assert "a raw character is printed" in attempted(tmp_path / "first", raises("\x1b[2J"))
-    assert "a message is too long" in attempted(tmp_path / "second", raises("x" * 501))
+    for name, message in (("first", "\x1b[2J"), ("second", "x" * 501)):
+        (tmp_path / name).mkdir()
+        what = attempted(tmp_path / name, raises(message))
+        assert ("a raw character is printed" if name == "first" else "a message is too long") in what
+
+
+def test_an_error_of_the_system_is_no_sentence_from_python(tmp_path: Path) -> None:
+    def attempt(_: World, case: Case) -> None:
+        (case.folder / "none").read_text()
+
+    assert "FileNotFoundError" in attempted(tmp_path, attempt)
+
+
+@pytest.mark.parametrize(
+    ("printed", "what"),
+    [
+        ("print('\x1b[2J')", "a raw character is printed"),
+        ("print('{\"a\": NaN}')", "--json prints what is no JSON"),
+        ("print('a table')", "--json prints what is no JSON"),
+        ("print('loopscope: one.\\nloopscope: two.', file=sys.stderr) or sys.exit(2)", "not one sentence"),
+        (f"print('loopscope: error: {'x' * 501}', file=sys.stderr) or sys.exit(2)", "a message is too long"),
+    ],
+)
+def test_what_a_command_prints_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, what: str
+) -> None:
+    def main(words: list[str]) -> int:
+        exec(printed, {"sys": sys})
+        return 0
+
+    def attempt(_: World, case: Case) -> None:
+        case.command("study", "plan", "--json")
+
+    monkeypatch.setattr("fuzz.runner.main", main)
+    assert what in attempted(tmp_path, attempt)
+
+
+@pytest.mark.parametrize("title", ["a [/x] study", "[link=http://there]x"])
+def test_it_finds_that_a_title_is_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, title: str) -> None:
+    """As it was before `TextColumn(markup=False)`."""
+
+    def main(words: list[str]) -> int:
+        with Progress(TextColumn("{task.description}"), console=Console(file=sys.stderr)) as bar:
+            bar.add_task(words[0], total=1)
+        return 0
+
+    def attempt(_: World, case: Case) -> None:
+        case.command(title)
+
+    monkeypatch.setattr("fuzz.runner.main", main)
+    monkeypatch.setattr("fuzz.runner.ON_TERMINAL", 1.0)
+    assert ("MarkupError" if "/x" in title else "a raw character is printed") in attempted(tmp_path, attempt)
