@@ -11,7 +11,7 @@ KINDS = {
     "run": Kind(sealed.finished_run, 8, ("run", "other_run", "language_run", "documents")),
     "state": Kind(sealed.unfinished_run, 3, ("unfinished", "finished_weights")),
     "study-store": Kind(sealed.study_store, 4, ("store",), quick=False),
-    "titled-study": Kind(sealed.titled_study, 1, ("study", "store"), quick=False),
+    "titled-study": Kind(sealed.titled_study, 1, ("drawn", "study", "store"), quick=False),
     "unfinished-recording": Kind(sealed.unfinished_recording, 1, ("unfinished_recording", "checkpoint"), quick=False),
     "configuration": Kind(checkpoints.configuration, 8, ("checkpoint", "golden")),
     "weights": Kind(checkpoints.weights, 8, ("checkpoint", "golden")),
@@ -45,7 +45,7 @@ KINDS = {
     "slow-arguments": Kind(
         arguments.slow_arguments,
         3,
-        ("run", "checkpoint", "recordings", "policies", "store", "demo_store", "benchmarks"),
+        ("run", "checkpoint", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
         quick=False,
     ),
     "python": Kind(

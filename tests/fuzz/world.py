@@ -299,6 +299,12 @@ class World:
         """The store of a demo that hardly trains, finished."""
         return self._stored("demo-store", "demo", *HARDLY)
 
+    @cached_property
+    def drawn(self) -> Path:
+        """A report with figures: what draws them reserves more memory for ever than an input may take."""
+        plain, test = (ls.Trajectory.load(self.recordings[name]) for name in ("plain", "test"))
+        return ls.report({"a": (plain, test)}, self.folder / "drawn", targets=[0.5])
+
     def _stored(self, name: str, study: str, *overrides: str) -> Path:
         store = self.folder / name
         store.mkdir()
