@@ -3,24 +3,17 @@
 import argparse
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from loopscope.cli import make_parser
 
 from .mutations import NUMBERS, STRINGS
 from .runner import Case, MisledError
-from .world import World
+from .world import HARDLY, World
 
 Words = Callable[[World, Case], list[object]]
 
-_TINY = ("task.train_examples=60", "task.validation_examples=12", "task.test_examples=15", "training.steps=1")
-_TINY = tuple(word for each in (*_TINY, "training.batch_size=4", "model.width=16") for word in ("--set", each))
-
-
-def _file(world: World) -> Path:
-    """A store that is a file: whatever is planned, nothing is trained."""
-    return world.documents["examples.txt"]
+_TINY = tuple(word for each in HARDLY for word in ("--set", each))
 
 
 GOOD: dict[str, Words] = {
@@ -32,16 +25,14 @@ GOOD: dict[str, Words] = {
     "record task": lambda w, c: ["record", "task", w.run, "--split", "test", "--examples", "20", "--out", c.out],
     "record text": lambda w, c: ["record", "text", w.checkpoint, w.documents["documents.txt"], "--out", c.out],
     "record benchmark": lambda w, c: [
-        *("record", "benchmark", w.checkpoint, "openbookqa", "--split", "test", "--data", w.folder / "none"),
-        *("--out", c.out),
+        *("record", "benchmark", w.checkpoint, "openbookqa", "--split", "test", "--data", w.benchmarks),
+        *("--limit", "2", "--out", c.out),
     ],
-    "evaluate": lambda w, c: c.rng.choice(
-        (
-            ["evaluate", w.recordings["plain"], w.recordings["test"], "--readout", "margin"],
-            ["evaluate", w.recordings["test"], "--policy", w.policies["margin"], "--monitor", "--audit", "0.5"],
-            ["evaluate", w.recordings["test"], "--policy", w.policies["average"], "--monitor"],
-        )
-    ),
+    "evaluate": lambda w, c: ["evaluate", w.recordings["plain"], w.recordings["test"], "--readout", "margin"],
+    "evaluate --policy": lambda w, c: [
+        *("evaluate", w.recordings["test"], "--monitor"),
+        *c.rng.choice((["--policy", w.policies["average"]], ["--policy", w.policies["margin"], "--audit", "0.5"])),
+    ],
     "diagnose": lambda w, c: ["diagnose", w.run],
     "compare": lambda w, c: ["compare", w.run, "gate", "margin"],
     "report": lambda w, c: ["report", w.run, "--out", c.out, "--product", "headline"],
@@ -52,7 +43,10 @@ GOOD: dict[str, Words] = {
     "run": lambda w, c: ["run", w.run, w.documents["examples.txt"], "--threshold", "0.5"],
     "generate": lambda w, c: ["generate", w.checkpoint, "1 and 2", "--max-new-tokens", "2"],
     "bench exits": lambda w, c: ["bench", "exits", w.run, "--rounds", "1", "--readout", "margin"],
-    "bench scoring": lambda w, c: ["bench", "scoring", w.checkpoint, "--data", w.folder / "none", "--rounds", "1"],
+    "bench scoring": lambda w, c: [
+        *("bench", "scoring", w.checkpoint, "--benchmark", "openbookqa", "--data", w.benchmarks, "--limit", "2"),
+        *("--rounds", "1"),
+    ],
     "bench generation": lambda w, c: [
         *("bench", "generation", w.checkpoint, "--text", w.documents["documents.txt"], "--readout", "margin"),
         *("--threshold", "0.5", "--prompts", "1", "--prompt-tokens", "2", "--new-tokens", "2", "--rounds", "1"),
@@ -62,41 +56,47 @@ GOOD: dict[str, Words] = {
     "bench record": lambda w, c: ["bench", "record", w.run, "--rounds", "1", "--examples", "20"],
     "bench sweep": lambda w, c: ["bench", "sweep", "--examples", "20", "--rounds", "1"],
     "bench guarantees": lambda w, c: ["bench", "guarantees", "--calibrations", "1", "--examples", "20"],
-    "bench drift": lambda w, c: ["bench", "drift", "--streams", "1", "--examples", "50", "--length", "20"],
-    "harness": lambda w, c: ["harness", w.checkpoint, "--tasks", w.folder / "none.yaml"],
+    "bench drift": lambda w, c: ["bench", "drift", "--streams", "1", "--examples", "2000", "--length", "1100"],
+    "harness": lambda w, c: [
+        *("harness", w.checkpoint, "--tasks", "openbookqa", "--data", w.benchmarks, "--limit", "2")
+    ],
     "selfcheck": lambda w, c: ["selfcheck", w.checkpoint, "--only", "replay", "--rounds", "1"],
     "gate fit": lambda w, c: ["gate", "fit", w.recordings["plain"], "--out", c.out, "--steps", "2"],
-    "gate write": lambda w, c: ["gate", "write", w.gates["linear"], w.golden["ouro-tiny"], "--out", c.out],
+    "gate write": lambda w, c: ["gate", "write", w.own_gate, w.run, "--out", c.out],
     "study plan": lambda w, c: ["study", "plan", w.study, "--out", c.out, "--json"],
     "study status": lambda w, c: ["study", "status", w.study, "--out", c.out],
     "study report": lambda w, c: [
-        *("study", "report", w.study, "--out", c.out, "--store", c.out, "--product", "headline")
+        *("study", "report", w.study, "--out", c.out, "--store", w.store, "--product", "headline")
     ],
-    "study run": lambda w, c: ["study", "run", w.study, "--out", c.out, "--force"],
-    "demo": lambda w, c: ["demo", "--out", c.out, "--force"],
+    "study run": lambda w, c: ["study", "run", w.study, "--out", c.out],
+    "demo": lambda w, c: ["demo", "--out", c.out, *_TINY],
 }
 """Words of every verb that are right, and take no time."""
 LAST: dict[str, Words] = {
-    "study run": lambda w, c: ["--store", _file(w), "--engine", "local", "--force"],
-    "demo": lambda w, c: ["--store", _file(w), "--engine", "local", "--force"],
+    "study run": lambda w, c: ["--store", c.copy(w.store, "store"), "--engine", "local", "--workers", "1"],
+    "demo": lambda w, c: ["--store", c.copy(w.demo_store, "store"), "--engine", "local", "--workers", "1"],
 }
-"""What nothing else on the line may overrule."""
-SLOW = (
-    "selfcheck",
-    "harness",
-    "report",
-    "study report",
-    "demo",
-    "study run",
-    "train",
-    "pretrain",
-    "bench exits",
-    "bench guarantees",
-    "bench drift",
-)
-"""Verbs that are drawn more seldom."""
+"""What nothing else on the line may overrule: whatever is planned, little is trained."""
+SLOW = {
+    **dict.fromkeys(("report", "study report", "bench guarantees", "selfcheck", "bench exits", "bench drift"), 3),
+    **dict.fromkeys(("record benchmark", "bench scoring", "harness"), 3),
+    **dict.fromkeys(("study run", "demo"), 1),
+}
+"""Verbs that take long, or need what takes long to be imported; and how often they are drawn among each other."""
 _LEFT_OUT = ("--open", "--help", "--version", "--force")
-_SIZES = ("examples", "max_new_tokens", "width", "classes", "loops", "prompts", "limit", "batch_size", "length")
+_SIZES = (
+    "examples",
+    "max_new_tokens",
+    "width",
+    "classes",
+    "loops",
+    "prompts",
+    "limit",
+    "batch_size",
+    "length",
+    "batch_tokens",
+    "workers",
+)
 """A large one is long work, which is right; one beyond all bounds is refused."""
 _TIMES = ("steps", "calibrations", "streams", "rounds", "threads")
 """So often, however often it is."""
@@ -153,16 +153,22 @@ def _number(text: str) -> float:
 
 
 def arguments(world: World, case: Case) -> str:
-    rng = case.rng
-    usual = [name for name in GOOD if name not in SLOW]
-    name = rng.choice(list(GOOD) if rng.random() < 0.15 else usual)
+    return _try(world, case, case.rng.choice([name for name in GOOD if name not in SLOW]))
+
+
+def slow_arguments(world: World, case: Case) -> str:
+    return _try(world, case, case.rng.choices(list(SLOW), list(SLOW.values()))[0])
+
+
+def _try(world: World, case: Case, name: str) -> str:
+    rng, case.verb = case.rng, name
     words = GOOD[name](world, case)
-    verb = len(name.split())
-    actions = [each for each in verbs()[name]._actions if not set(each.option_strings) & set(_LEFT_OUT)]
-    for _ in range(rng.choice((1, 1, 2, 3))):
+    path = [word for word in name.split() if not word.startswith("--")]
+    actions = [each for each in verbs()[" ".join(path)]._actions if not set(each.option_strings) & set(_LEFT_OUT)]
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
         action = rng.choice(actions)
         if not action.option_strings:  # a positional argument: in the place of one that is there
-            places = [at for at in range(verb, len(words)) if not str(words[at]).startswith("--")]
+            places = [at for at in range(len(path), len(words)) if not str(words[at]).startswith("--")]
             if places:
                 words[rng.choice(places[:3])] = _value(world, case, action)
         elif action.nargs == 0:
@@ -171,14 +177,14 @@ def arguments(world: World, case: Case) -> str:
             value = _value(world, case, action)
             words += rng.choice(([action.option_strings[0], value], [f"{action.option_strings[0]}={value}"]))
     if rng.random() < 0.05:
-        del words[rng.choice([at for at in range(verb, len(words)) if not str(words[at]).startswith("--")])]
+        del words[rng.choice([at for at in range(len(path), len(words)) if not str(words[at]).startswith("--")])]
     if rng.random() < 0.05:
         words.insert(rng.randrange(len(words)), rng.choice(STRINGS))
     if "=" not in "".join(map(str, words[-1:])) and rng.random() < 0.5 and "device" in {each.dest for each in actions}:
         words += ["--device", "cpu"]
     words += LAST.get(name, lambda w, c: [])(world, case)
     given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
-    printed = case.command(*given, verdicts=(0, 1) if name in ("evaluate", "selfcheck") else (0,))
+    printed = case.command(*given, verdicts=(0, 1) if path[0] in ("evaluate", "selfcheck") else (0,))
     if not printed and "--out" not in given and name not in ("generate", "run", "gate write"):
         raise MisledError("a command did nothing, and said so")
     return "other"

@@ -26,7 +26,7 @@ KINDS = {
     "benchmark": Kind(texts.benchmark, 1, ("checkpoint", "benchmarks"), quick=False),
     "arguments": Kind(
         arguments.arguments,
-        14,
+        12,
         (
             "run",
             "checkpoint",
@@ -38,10 +38,19 @@ KINDS = {
             "settings",
             "language_settings",
             "study",
+            "own_gate",
         ),
     ),
+    "slow-arguments": Kind(
+        arguments.slow_arguments,
+        2,
+        ("run", "checkpoint", "recordings", "policies", "store", "demo_store", "benchmarks"),
+        quick=False,
+    ),
     "python": Kind(
-        python_api.python, 14, ("run", "checkpoint", "recordings", "gates", "policies", "monitor", "settings")
+        python_api.python,
+        14,
+        ("run", "checkpoint", "recordings", "gates", "policies", "monitor", "settings", "documents"),
     ),
 }
 """By name, each with its share of the inputs."""

@@ -4,6 +4,8 @@ A keyword that is missing or unknown, or an object of another class (a text in t
 affair (`TypeError`, `AttributeError`), and not tried, but for a monitor, whose arguments are policies and recordings.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
@@ -30,6 +32,7 @@ def _calls(world: World) -> dict[str, Call]:
     gate = ls.FittedGate.load(world.gates["linear"])
     model, language = load_model(world.run), load_model(world.checkpoint)
     promised, average = (ls.ExitPolicy.load(world.policies[name]) for name in ("margin", "average"))
+    gated = ls.ExitPolicy.load(world.policies["gate-linear"])
     policy, tokens = ls.ExitPolicy("margin", 0.5), np.array([[1, 2, 3], [2, 1, 0]])
     requests = [ls.Request(0, (tokens[0],)), ls.Request(1, (tokens[1],))]
     made: dict[str, Call] = {
@@ -44,7 +47,11 @@ def _calls(world: World) -> dict[str, Call]:
         ),
         "Monitor.replay": (_replay, {"policy": promised, "recording": test, "audit": 0.5}),
         "Monitor.replay on average": (_replay, {"policy": average, "recording": test, "audit": None}),
-        "Monitor.save": (_save, {"policy": promised, "path": "monitor.json"}),
+        "Trajectory.save": (_saved, {"made": test, "target": "new"}),
+        "FittedGate.save": (_saved, {"made": gate, "target": "new"}),
+        "ExitPolicy.save": (_saved, {"made": promised, "target": "policy.json"}),
+        "ExitPolicy.save with a gate": (_saved, {"made": gated, "target": "policy.json"}),
+        "Monitor.save": (_saved, {"made": ls.Monitor(promised), "target": "monitor.json"}),
         "Monitor.load": (ls.Monitor.load, {"path": str(world.monitor), "policy": promised}),
         "attach": (ls.attach, {"trajectory": plain, "gates": {"linear": gate}}),
         "calibrate": (
@@ -134,7 +141,13 @@ def _calls(world: World) -> dict[str, Call]:
         "report": (_report, {"models": {"a": (plain, test)}, "reference": "a", "targets": [0.5]}),
         "train": (
             _train,
-            {"settings": str(world.settings), "overrides": ["training.steps=1"], "objective": None, "options": None},
+            {
+                "settings": str(world.settings),
+                "target": "run",
+                "overrides": ["training.steps=1"],
+                "objective": None,
+                "options": None,
+            },
         ),
         "take": (lambda rows: plain.take(rows), {"rows": np.arange(3)}),
     }
@@ -187,13 +200,61 @@ def _replay(policy: Any, recording: Any, audit: Any) -> Any:
     return result
 
 
-def _save(policy: Any, path: Any) -> Any:
-    """A text becomes the name of a file here: nothing is written anywhere else."""
-    here = str(path).replace("/", "_") if isinstance(path, str | Path) else path
-    watching = ls.Monitor(policy)
-    watching.save(here)
-    if ls.Monitor.load(here, policy).result != watching.result:
-        raise MisledError("a monitor is another one when it is saved and loaded")
+def _saved(made: Any, target: Any) -> None:
+    """What is loaded again is what was saved."""
+    made.save(target)
+    again = ls.Monitor.load(target, made.policy) if isinstance(made, ls.Monitor) else type(made).load(target)
+    kept = [_kept(each) for each in (made, again)]
+    if kept[0] != kept[1]:
+        raise MisledError(f"{type(made).__name__} is another one when it is saved and loaded")
+
+
+def _kept(made: Any) -> Any:
+    if isinstance(made, ls.Trajectory):
+        return made.sha256
+    if isinstance(made, ls.FittedGate):
+        return {name: np.asarray(value).tolist() for name, value in made.tensors.items()}, dict(made.provenance)
+    if isinstance(made, ls.Monitor):
+        return made.result
+    return str(made), made.threshold, made.guarantee, made.gate and _kept(made.gate)
+
+
+def _target(world: World, rng: Rng) -> Any:
+    """Where something may be written, or not: names, and what stands there already. Nothing lies outside `here`."""
+    places: dict[str, Callable[[Path], object]] = {
+        "file": lambda path: path.write_text("mine"),
+        "empty": lambda path: path.mkdir(),
+        "full": lambda path: shutil.copytree(world.documents["prompts.txt"].parent, path),
+        "gate": lambda path: shutil.copytree(world.gates["other"], path),
+        "recording": lambda path: shutil.copytree(world.recordings["other"], path),
+        "policy": lambda path: shutil.copyfile(world.policies["entropy"], path),
+        "link": lambda path: path.symlink_to("elsewhere"),
+        "linked": lambda path: (shutil.copytree(world.recordings["other"], "there"), path.symlink_to("there")),
+        "loop": lambda path: path.symlink_to("loop"),
+        "pipe": lambda path: os.mkfifo(path),
+    }
+    kind = rng.choice(list(places))
+    names = (kind, f"{kind}/", f"./{kind}", f"no/such/{kind}", f"file/{kind}", Path(kind), Path(kind).resolve())
+    odd = (None, 3, 0, True, 2.5, b"x", [], {}, ["x"], np.array(3), "", " ", ".", "..", "/", "/dev/null", "/dev/null/x")
+    more = (
+        "/proc/x",
+        "/proc/self/x",
+        "a\0b",
+        "\ud800",
+        "two\nlines",
+        "\x1b[31mred",
+        "~",
+        "-",
+        "é",
+        "x" * 240,
+        "x" * 300,
+    )
+    target = rng.choice((*names, *names, *odd, *more))
+    if target in names:
+        places[kind](Path(kind))
+        if str(target).startswith("file/") and kind != "file":
+            places["file"](Path("file"))
+    return target
 
 
 def _report(models: Any, reference: Any, targets: Any) -> Any:
@@ -204,8 +265,8 @@ def _report(models: Any, reference: Any, targets: Any) -> Any:
     return analyse_models([ModelRecordings(name, *pair) for name, pair in pairs], reference, targets)
 
 
-def _train(settings: Any, overrides: Any, objective: Any, options: Any) -> Any:
-    return ls.train(settings, Path.cwd() / "run", overrides=overrides, objective=objective, options=options)
+def _train(settings: Any, target: Any, overrides: Any, objective: Any, options: Any) -> Any:
+    return ls.train(settings, target, overrides=overrides, objective=objective, options=options)
 
 
 def _other_array(rng: Rng, array: Any) -> Any:
@@ -279,8 +340,11 @@ def python(world: World, case: Case) -> str:
     name = case.rng.choice(list(calls))
     call, good = calls[name]
     given = dict(good)
-    for key in case.rng.sample(list(given), case.rng.choice((1, 1, 2)) if len(given) > 1 else 1):
-        given[key] = _hostile(world, case.rng, good[key], objects=name.startswith("Monitor"))
+    keys = [key for key in given if key != "made"]
+    for key in case.rng.sample(keys, min(len(keys), case.rng.choice((1, 1, 2)))):
+        objects = name.startswith("Monitor")
+        odd = key == "target"
+        given[key] = _target(world, case.rng) if odd else _hostile(world, case.rng, good[key], objects)
         case.notes.append(f"{name}({key}={_shown(given[key])})")
     result = call(**given)
     if isinstance(result, ls.Trajectory) and name.startswith("Trajectory"):

@@ -7,9 +7,11 @@ kind is drawn from the seed, the kind and I alone, so that it can be repeated al
 
 import faulthandler
 import io
+import json
 import logging
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -28,7 +30,7 @@ from typing import Any
 
 import torch
 
-from loopscope.artifacts import SCRATCH
+from loopscope.artifacts import is_scratch
 from loopscope.cli import main
 from loopscope.errors import UserError
 
@@ -43,6 +45,10 @@ WAITING = 90.0
 """Seconds by the clock, computing or not: a shared machine may be slow."""
 MEMORY = 3 << 30
 """Bytes that an input may take."""
+ON_TERMINAL = 0.2
+"""The share of commands whose standard error is a terminal: then progress is a bar."""
+_BAR = re.compile(r"\x1b\[(?:[0-4]?m|\?25[lh]|1A|2K)|\r")
+"""What a bar without colours has to say to a terminal."""
 
 
 class MisledError(Exception):
@@ -61,12 +67,18 @@ class TooLongError(BaseException):
     """An input takes longer than any should; no handler of ours or of a library may swallow it."""
 
 
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @dataclass
 class Case:
     """One input: where it lies, and what was done to it."""
 
     rng: Rng
     folder: Path
+    verb: str = ""  # whose options are tried
     notes: list[str] = field(default_factory=list)
     before: dict[Path, tuple[int, ...]] = field(default_factory=dict)  # the files that must stay as they are
 
@@ -97,10 +109,13 @@ class Case:
     def command(self, *words: object, verdicts: Sequence[int] = (0,)) -> str:
         """What a command prints, if it goes well; `RefusedError` if it ends in one sentence."""
         given = [str(word) for word in words]
-        self.notes.append("loopscope " + " ".join(map(repr, given))[:2_000])
-        out, err = io.StringIO(), io.StringIO()
+        on_terminal = self.rng.random() < ON_TERMINAL
+        where = "on a terminal: " if on_terminal else ""
+        self.notes.append(f"{where}loopscope " + " ".join(map(repr, given))[:2_000])
+        out, err = io.StringIO(), _Terminal() if on_terminal else io.StringIO()
         usage, before = False, sys.stdin
         sys.stdin = io.StringIO("")
+        os.environ |= {"NO_COLOR": "1", "TERM": "xterm"} if on_terminal else {}
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 try:
@@ -109,24 +124,27 @@ class Case:
                     code, usage = int(end.code or 0), True
         finally:
             sys.stdin = before
-        said = err.getvalue()
+        said = _BAR.sub("", err.getvalue()) if on_terminal else err.getvalue()
+        check_text(said)
+        check_text(out.getvalue(), keep="\n\t")
         if code == 2:
-            check_message(said.splitlines()[-1] if usage and said else said, usage)
+            check_message(said, usage)
             raise RefusedError(said)
         if code not in verdicts:
             raise UnfitError(f"exit code {code}: {said[-300:]}")
-        check_text(said)
+        if "--json" in given:
+            check_json(out.getvalue())
         return out.getvalue()
 
 
 def check_message(said: str, usage: bool = False) -> None:
-    """One sentence, which a terminal shows as it is."""
-    check_text(said)
+    """One sentence, after the usage if that is what is wrong."""
     sentences = [line for line in said.splitlines() if line.startswith("loopscope")]
-    if not usage and (len(sentences) != 1 or not said.rstrip("\n").endswith(sentences[0])):
+    if len(sentences) != 1 or not said.rstrip("\n").endswith(sentences[0]):
         raise UnfitError(f"not one sentence: {said[-300:]!r}")
-    if not usage and len(sentences[0]) > LONGEST + len("loopscope: "):
-        raise UnfitError(f"a message is too long: {len(sentences[0]):,} characters, {sentences[0][:200]!r}")
+    sentence = sentences[0].partition(": error: " if usage else ": ")[2]
+    if len(sentence) > LONGEST:
+        raise UnfitError(f"a message is too long: {len(sentence):,} characters, {sentence[:200]!r}")
 
 
 def check_error(error: UserError) -> None:
@@ -139,8 +157,30 @@ def check_error(error: UserError) -> None:
         raise unfit from error
 
 
-def check_text(text: str) -> None:
-    for character in set(text) - set("\n"):
+def check_json(printed: str) -> None:
+    """JSON values, one after the other, as every reader takes them: NaN is none."""
+    try:
+        list(json_values(printed, _no_number))
+    except ValueError as error:
+        raise UnfitError(f"--json prints what is no JSON: {error}, {printed[:200]!r}") from None
+
+
+def json_values(text: str, constant: Callable[[str], Any] = float) -> Iterator[Any]:
+    """JSON values, one after the other; `constant` makes something of NaN, or refuses it."""
+    decoder, text = json.JSONDecoder(parse_constant=constant), text.strip()
+    while text:
+        value, end = decoder.raw_decode(text)
+        yield value
+        text = text[end:].lstrip()
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def check_text(text: str, keep: str = "\n") -> None:
+    """Nothing that a terminal would obey."""
+    for character in set(text) - set(keep):
         if unicodedata.category(character) in ("Cc", "Cs") or character in "\u2028\u2029\u202e\u2066\u2067\u2068":
             at = text.index(character)
             raise UnfitError(f"a raw character is printed: {character!r} in {text[max(0, at - 150) : at + 50]!r}")
@@ -175,6 +215,8 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
     slowest: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    verbs: dict[str, Counter[str]] = field(default_factory=dict)
+    """Outcomes by the verb whose options were tried."""
 
     @property
     def distinct(self) -> dict[tuple[str, str], list[Failure]]:
@@ -197,6 +239,12 @@ class Report:
             "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zipped))
             for zipped in ([*zip(row, widths, strict=True)] for row in rows)
         ]
+        if self.verbs:
+            accepted = ", ".join(
+                f"{verb} {counts.total() - counts['refused'] - counts['FAILED']} of {counts.total()}"
+                for verb, counts in sorted(self.verbs.items())
+            )
+            lines += ["", f"Options accepted: {accepted}"]
         for (kind, place), alike in sorted(self.distinct.items()):
             first = alike[0]
             again = f"python -m tests.fuzz --seed {self.seed} --only {kind} --index {first.index}"
@@ -262,6 +310,8 @@ class Fuzzer:
         shutil.rmtree(folder, ignore_errors=True)
         seconds = time.monotonic() - start
         self.report.outcomes.setdefault(kind, Counter())[outcome] += 1
+        if case.verb:
+            self.report.verbs.setdefault(case.verb, Counter())[outcome] += 1
         self.report.seconds[kind] = self.report.seconds.get(kind, 0.0) + seconds
         self.report.slowest[kind] = max(self.report.slowest.get(kind, 0.0), seconds)
         return outcome
@@ -273,15 +323,12 @@ class Fuzzer:
             check_error(error)
         except RefusedError:
             pass
-        except OSError as error:  # the system's own sentence about a file; the command line prints it as it is
-            if error.filename is None:
-                raise
         return "refused"
 
     def _check_files(self, case: Case, before: dict[Path, tuple[int, ...]]) -> None:
         """Nothing is left behind, and nothing that was there has changed."""
         for root in (case.folder, self.world.folder):
-            if left := next(root.rglob(f"{SCRATCH}*"), None):
+            if left := next(filter(is_scratch, root.rglob("*")), None):
                 raise UnfitError(f"{left.name} was left behind")
         for root, known in ((self.world.folder, before), (case.inputs, case.before)):
             after = _stamps(root)

@@ -1,7 +1,6 @@
 """Texts are the user's: a file with other bytes is refused, or gives what the same text gives when it comes cleanly."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 from loopscope.recording import record_benchmark, record_text
 
 from .mutations import spoil_json
-from .runner import Case, MisledError, RefusedError
+from .runner import Case, MisledError, RefusedError, json_values
 from .world import World
 
 _READY: dict[Path, tuple[Any, Any]] = {}
@@ -75,7 +74,7 @@ def documents(world: World, case: Case) -> str:
     recording = record_text(world.checkpoint, [path], "validation", case.out)
     data = path.read_bytes()
     if name.endswith(".jsonl"):
-        found = [entry["text"] for entry in _values(data.decode())]
+        found = [entry["text"] for entry in json_values(data.decode())]
     else:
         found = data.decode().split("<|endoftext|>")
     _, tokenizer = _ready(world.checkpoint)
@@ -84,15 +83,6 @@ def documents(world: World, case: Case) -> str:
     if recording.labels is None or recording.labels.tolist() != expected:
         raise MisledError("the recorded tokens are not those of the text")
     return "other"
-
-
-def _values(text: str) -> Iterator[Any]:
-    """JSON values, one after the other."""
-    decoder, text = json.JSONDecoder(), text.strip()
-    while text:
-        value, end = decoder.raw_decode(text)
-        yield value
-        text = text[end:].lstrip()
 
 
 def benchmark(world: World, case: Case) -> str:

@@ -63,6 +63,7 @@ validation_sample = 6
 STUDY = """\
 title = "Tiny"
 targets = [0.2, 0.9]
+products = ["headline"]
 
 [[parts]]
 settings = "demo"
@@ -83,6 +84,11 @@ gate = ["linear"]
 prior = [0.3]
 beta = [0.1]
 """
+HARDLY = (
+    *("task.train_examples=60", "task.validation_examples=12", "task.test_examples=15", "training.steps=1"),
+    *("training.batch_size=4", "model.width=16"),
+)
+"""Settings that train in no time."""
 PROMPTS = '{"prompt": "1 and 2"}\n{"prompt": "3 make 4. "}\n{"messages": [{"role": "user", "content": "5 and 6"}]}\n'
 EXAMPLES = "+ 1 * 0 1\n* 2 2\n- 0 1\n"
 CPU = torch.device("cpu")
@@ -181,6 +187,17 @@ class World:
         return {name: self.folder / "gates" / name for name in made}
 
     @cached_property
+    def own_gate(self) -> Path:
+        """A gate of the run's model."""
+        recording = ls.Trajectory.load(self.run / "recordings" / "validation")
+        provenance = {"split": "train", "weights_sha256": recording.provenance["weights_sha256"]}
+        assert recording.hidden is not None
+        ls.FittedGate(np.ones(recording.hidden.shape[-1]), np.array(0.5), provenance=provenance).save(
+            self.folder / "own-gate"
+        )
+        return self.folder / "own-gate"
+
+    @cached_property
     def policies(self) -> dict[str, Path]:
         """One of every readout, with a promise where it can have one, and one of an older schema."""
         folder = self.folder / "policies"
@@ -275,9 +292,17 @@ class World:
     @cached_property
     def store(self) -> Path:
         """The store of the study, finished."""
-        store = self.folder / "store"
+        return self._stored("store", str(self.study))
+
+    @cached_property
+    def demo_store(self) -> Path:
+        """The store of a demo that hardly trains, finished."""
+        return self._stored("demo-store", "demo", *HARDLY)
+
+    def _stored(self, name: str, study: str, *overrides: str) -> Path:
+        store = self.folder / name
         store.mkdir()
-        plan = make_plan(str(self.study), [])
+        plan = make_plan(study, list(overrides))
         for step in to_be_done((goal for model in plan.models for goal in model.goals), store):
             do_step(step, store, "cpu")
         return store

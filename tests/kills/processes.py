@@ -50,6 +50,10 @@ class Ended:
         plain = len(lines) == 1 and lines[0].endswith(".") and "Traceback" not in self.stderr
         return lines[0] if plain else None
 
+    def was_ended_by(self, number: signal.Signals) -> bool:
+        """Whether a signal ended it, at once or in its own way."""
+        return self.code in (-number, 128 + number)
+
     @property
     def refused(self) -> bool:
         return self.code == 2 and self.sentence is not None
@@ -107,8 +111,8 @@ class Process:
     def ended(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def kill(self, group: bool = True) -> None:
-        (os.killpg if group else os.kill)(self.pid, signal.SIGKILL)
+    def kill(self, group: bool = True, by: signal.Signals = signal.SIGKILL) -> None:
+        (os.killpg if group else os.kill)(self.pid, by)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -140,6 +144,7 @@ def _become(work: Work, folder: Path, log: Path, at: At | None, told: int) -> No
     code = 1
     try:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.write(told, b".")
         os.close(told)
         os.chdir(folder)
@@ -177,9 +182,10 @@ def _hook(folder: str, log: int, at: At | None) -> Callable[[str, tuple[Any, ...
         number, count = count, count + 1
         os.write(log, f"{event} {path.removeprefix(folder)}\n".encode())
         if at is not None and number == at.operation:
-            if at.signal == signal.SIGKILL:
-                os.killpg(0, signal.SIGKILL)
-            os.kill(os.getpid(), at.signal)
+            if at.signal == signal.SIGSTOP:
+                os.kill(os.getpid(), at.signal)
+            else:
+                os.killpg(0, at.signal)
 
     return hook
 

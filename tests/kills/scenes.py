@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmark_slices import DATA, byte_pairs
 from conftest import GATED, TINY, TINY_OURO, random_trajectory, tiny_text
 from tiny_language import write_ouro
@@ -116,6 +117,8 @@ class Scene:
     """Reads the target as whoever needs it next, or raises a `UserError`."""
     growing: dict[str, str] = field(default_factory=dict)
     """Files that an unfinished run may hold: any state of theirs, or the `beginning` of what they become."""
+    outliving: str = ""
+    """Files that stay for readers of an older artifact until the next call: never more of them than undisturbed."""
     refuses: bool = False
     """Whether a target that is finished is refused, not used again."""
     by_hand: bool = False
@@ -155,18 +158,56 @@ def _settings(*overrides: str) -> list[str]:
 _ONE = ("--device", "cpu", "--threads", 1)
 
 
-def _save(_: Inputs, target: str) -> Work:
-    """`Trajectory.save`; what it raises is said as the command line would."""
+def _saving(make: Callable[[int], Any], *seeds: int) -> Callable[[Inputs, str], Work]:
+    """What is made of each seed, saved from Python; what that raises is said as the command line would."""
 
-    def work() -> int:
-        try:
-            random_trajectory(1, rows=300).save(target)
-        except (OSError, UserError) as error:
-            print(f"loopscope: {str(error).rstrip('.')}.", file=sys.stderr)
-            return 2
-        return 0
+    def act(_: Inputs, target: str) -> Work:
+        def work() -> int:
+            try:
+                for seed in seeds:
+                    make(seed).save(target)
+            except (OSError, UserError) as error:
+                print(f"loopscope: {str(error).rstrip('.')}.", file=sys.stderr)
+                return 2
+            return 0
 
-    return work
+        return work
+
+    return act
+
+
+def _trajectory(seed: int) -> ls.Trajectory:
+    return random_trajectory(seed, rows=300)
+
+
+def _gate(seed: int) -> ls.FittedGate:
+    return ls.FittedGate(np.full(6, 1.0 + seed), np.array(0.5), provenance={"weights_sha256": "a" * 64})
+
+
+def _gated(seed: int) -> ls.ExitPolicy:
+    return ls.ExitPolicy("gate:own", 0.5, _gate(seed))
+
+
+def _promised() -> ls.ExitPolicy:
+    return ls.calibrate(random_trajectory(5, rows=300, split="validation"), 0.5, 0.6, readout="margin")
+
+
+def _monitor(seed: int) -> ls.Monitor:
+    watching = ls.Monitor(_promised(), seed=seed)
+    watching.update([1, 2, 1])
+    return watching
+
+
+def _over_another(name: str, make: Callable[[int], Any], read: Callable[[Path], object], **rest: Any) -> "Scene":
+    return Scene(name, act=_saving(make, 1), before=_saving(make, 0), read=read, **rest)
+
+
+def _read_at_any_time(path: Path) -> None:
+    """A policy that is replaced by a rename: there always is one, and it has its gate."""
+    try:
+        ls.ExitPolicy.load(path)
+    except UserError as error:
+        raise AssertionError("there is no whole policy") from error
 
 
 def _unfinished(files: str = "*") -> dict[str, str]:
@@ -176,11 +217,6 @@ def _unfinished(files: str = "*") -> dict[str, str]:
 
 def _read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _older(_: Inputs, target: str) -> Work:
-    """Another recording."""
-    return lambda: _done(random_trajectory(0, rows=200).save(target))
 
 
 def _cut_off(inputs: Inputs, target: str) -> Work:
@@ -280,7 +316,20 @@ SCENES = (
         neighbours=True,
         requires="lm_eval",
     ),
-    Scene("Trajectory.save over another", act=_save, before=_older, read=ls.Trajectory.load, neighbours=True),
+    _over_another("Trajectory.save over another", _trajectory, ls.Trajectory.load, neighbours=True),
+    _over_another("FittedGate.save over another", _gate, ls.FittedGate.load, neighbours=True),
+    Scene(
+        "ExitPolicy.save over others",
+        act=_saving(_gated, 1, 2),
+        target="policy.json",
+        before=_saving(_gated, 0),
+        read=_read_at_any_time,
+        growing={"policy.json": "any", "policy.gate-*.safetensors": "any"},
+        outliving="policy.gate-*.safetensors",
+    ),
+    _over_another(
+        "Monitor.save over another", _monitor, lambda path: ls.Monitor.load(path, _promised()), target="monitor.json"
+    ),
     Scene(
         "calibrate",
         lambda inputs, out: [*_promise(inputs, out), "--readout", "margin"],

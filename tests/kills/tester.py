@@ -1,7 +1,8 @@
 """Does a writer that is killed, meets a full disk or has company leave what it should?
 
-- A kill: the same command again ends with 0 and leaves byte for byte what an undisturbed one leaves, and nothing else:
-  no scratch, no shared memory, no process. Before that, whoever reads gets the old artifact, the new one or a sentence.
+- A kill, mostly by SIGKILL, else by SIGTERM or SIGINT: the same command again ends with 0 and leaves byte for byte what
+  an undisturbed one leaves, and nothing else: no scratch, no shared memory, no process. Before that, whoever reads gets
+  the old artifact, the new one or a sentence.
 - Two writers of one target: each ends with 0 or with one sentence and 2, at least one with 0, and what is there is
   whole. Two targets of which one's name begins like the other's: neither notices the other.
 - A full disk: one sentence and 2, nothing left behind, what was there is as it was; with room, it works.
@@ -30,6 +31,7 @@ from .trees import Tree, differences, leftovers, tree_of, visible
 SHARED_MEMORY = Path("/dev/shm")
 PRIVATE = "LOOPSCOPE_KILLS_PRIVATE"
 """Set where this process has mounts of its own: it may mount small disks, and its shared memory is nobody else's."""
+_SIGNALS = (*[signal.SIGKILL] * 5, *[signal.SIGTERM] * 2, signal.SIGINT)
 _READ_EVERY = 3
 _SIZES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 0.98, 1.2)
 _FEW_SIZES = (0.3, 0.75)
@@ -75,34 +77,37 @@ class Tester:
         """Half of them at a time, half at a file operation, where this process alone does those."""
         rng, reference, counted = self._rng(scene, "kill"), self._reference(scene), Count(scene.name, "kill")
         operations, missed, seconds = _in_turn(len(reference.operations), rng), 0, reference.seconds
+        late = 0  # how often it had ended before, since the last kill
         while counted.tries < count and missed < 2 * count + 10:
-            number = counted.tries
+            number, by = counted.tries, rng.choice(_SIGNALS if scene.act is None else _SIGNALS[:-1])
             with self._place(scene), self._shared_memory() as shared:
                 work = scene.work(self.inputs)
-                if number % 2 and reference.operations:
+                at_operation = bool(reference.operations) and (number % 2 == 1 or late > 2)
+                if at_operation:
                     operation = next(operations)
-                    process = Process(work, self._work, self._log, At(operation, signal.SIGKILL))
-                    how = f"killed before file operation {operation}"
+                    process = Process(work, self._work, self._log, At(operation, by))
+                    how = f"killed by {by.name} before file operation {operation}"
                 else:
                     moment = (number // 2 + rng.random()) / ((count + 1) // 2) * seconds
                     whole = rng.random() < 0.7
                     process = Process(work, self._work, self._log)
                     process.wait(moment)
-                    how = f"{'killed' if whole else 'its first process alone killed'} after {moment:.3f} s"
-                    process.kill(whole)
+                    how = f"{'killed' if whole else 'its first process alone killed'} by {by.name} after {moment:.3f} s"
+                    process.kill(whole, by)
                 ended = process.end()
-                if ended.code != -signal.SIGKILL:
-                    missed, seconds = missed + 1, min(seconds, ended.seconds)
+                if not ended.was_ended_by(by):
+                    missed, late, seconds = missed + 1, late + 1, min(seconds, ended.seconds)
                     if ended.code:
                         counted.faults.append(f"it ended before it was {how}: {ended}")
                     continue
-                counted.tries += 1
-                how += f" ({ended.operations[-1]})" if number % 2 and ended.operations else ""
+                counted.tries, late = counted.tries + 1, 0
+                counted.note(by.name)
+                how += f" ({ended.operations[-1]})" if at_operation and ended.operations else ""
                 fault = self._half(scene, reference, read=number % _READ_EVERY == 0) or self._again(scene, reference)
                 fault = fault or _left(process, shared)
                 if fault:
                     counted.faults.append(f"{how}: {fault}")
-        counted.outcomes = {"killed": counted.tries, "had ended before": missed}
+        counted.outcomes["had ended before"] = missed
         return counted
 
     def pairs(self, scene: Scene, count: int, neighbours: bool = False) -> Count:
@@ -269,6 +274,13 @@ class Tester:
         if second is not None:
             own = {name: value for name, value in wanted.items() if Path(name).parts[0] == scene.target}
             wanted |= {name.replace(scene.target, second, 1): value for name, value in own.items()}
+        if scene.outliving:
+            older = [name for name in tree if fnmatch(name, scene.outliving)]
+            if len(older) > len([name for name in wanted if fnmatch(name, scene.outliving)]):
+                return f"left behind: one of {_some(older)}"
+            tree, wanted = (_without(each, scene.outliving) for each in (tree, wanted))
+            if fault := self._half(scene, reference, read=True):
+                return fault
         if wrong := differences(tree, wanted):
             return _some(wrong)
         return None
@@ -298,6 +310,10 @@ def _in_turn(count: int, rng: random.Random) -> Iterator[int]:
     """Numbers below `count` in random order, all of them before any comes again."""
     while True:
         yield from rng.sample(range(count), count)
+
+
+def _without(tree: Tree, pattern: str) -> Tree:
+    return {name: value for name, value in tree.items() if not fnmatch(name, pattern)}
 
 
 def _extra(scene: Scene, tree: Tree) -> set[str]:

@@ -3,11 +3,9 @@
 import hashlib
 import os
 from collections.abc import Iterable
-from fnmatch import fnmatch
 from pathlib import Path
 
-LEFTOVERS = (".partial-*", ".replaced-*", "*.replaced", "*.unfinished")
-"""Names that nothing has once the next call has ended."""
+from loopscope.artifacts import is_scratch
 
 Tree = dict[str, str]
 """What every path below a folder is: the hash of a file, the place that a link points to, or a folder."""
@@ -36,7 +34,7 @@ def _content(path: Path) -> str:
 
 def leftovers(tree: Iterable[str]) -> list[str]:
     """What a writer that ended did not remove."""
-    return [name for name in tree if any(fnmatch(Path(name).name, pattern) for pattern in LEFTOVERS)]
+    return [name for name in tree if _is_unfinished(name)]
 
 
 def visible(tree: Tree) -> Tree:
@@ -45,7 +43,8 @@ def visible(tree: Tree) -> Tree:
 
 
 def _is_unfinished(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in LEFTOVERS)
+    """Whether nothing has this name once the next call has ended."""
+    return is_scratch(Path(name)) or name.endswith(".unfinished")
 
 
 def differences(found: Tree, wanted: Tree) -> list[str]:
