@@ -164,6 +164,10 @@ def test_what_lost_its_manifest_is_replaced_if_it_holds_nothing_else(tmp_path: P
     for manifest in (b"\0" * 40, b"", b"{"):
         _make(tmp_path / "thing", "old")
         (tmp_path / "thing" / "manifest.json").write_bytes(manifest)
+        (tmp_path / "thing" / "data.txt").unlink()
+        with pytest.raises(UserError, match="not a thing"), atomic_folder(tmp_path / "thing", "thing", ["data.txt"]):
+            raise AssertionError  # a manifest alone may be anybody's
+        (tmp_path / "thing" / "data.txt").write_text("old")
         with atomic_folder(tmp_path / "thing", "thing", ["data.txt"]) as scratch:
             write_manifest(scratch, "thing", 1, {}, {})
         assert read_manifest(tmp_path / "thing", "thing", 1).files == {}

@@ -1,5 +1,6 @@
 """Trajectories: saved and loaded they are the same, and what cannot be one is refused with a sentence."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
@@ -225,3 +226,25 @@ def test_the_same_split_of_another_benchmark_is_other_data() -> None:
     assert ours.same_data(of(0, "validation", benchmark="arc_easy"))  # the numbers say so
     assert of(0, text_sha256="a").same_data(of(1, text_sha256="a"))
     assert not of(0, text_sha256="a").same_data(of(1, text_sha256="b"))
+
+
+def test_who_reads_while_it_is_replaced_gets_one_or_the_other(tmp_path: Path) -> None:
+    """Never the logits of one with the labels of another."""
+    ours = [
+        ls.Trajectory(
+            logits=np.full((40, 3, 4), value) + np.arange(4.0), labels=np.full(40, value), examples=[str(value)] * 40
+        )
+        for value in (0, 1)
+    ]
+    ours[0].save(tmp_path / "recording")
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(lambda: [ours[number % 2].save(tmp_path / "recording") for number in range(60)])
+        while not writing.done():
+            found = ls.Trajectory.load(tmp_path / "recording")
+            assert found.logits is not None
+            assert found.labels is not None
+            assert found.examples is not None
+            value = int(found.labels[0])
+            assert (found.logits[:, :, 0] == value).all()
+            assert found.examples[0] == str(value)
+        assert len(writing.result()) == 60

@@ -12,11 +12,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,9 +27,11 @@ from loopscope.errors import UserError
 from loopscope.reading import is_plain_name
 
 MANIFEST = "manifest.json"
+T = TypeVar("T")
 LOCK, SCRATCH, REPLACED = BESIDE = (".lock-", ".partial-", ".replaced-")
 """What is called so, and then like its target, is beside it while it is written: the lock of its writer, what there is
 of it, and what it replaces. A folder that is written into has its lock inside."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PATIENCE = 0.5
 """Seconds: whoever only looks after leftovers holds a lock for less."""
 _LONGEST_NAME = 255 - max(map(len, BESIDE))
@@ -89,7 +91,7 @@ def write_json(path: Path, value: object) -> None:
 @contextmanager
 def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
     """Yields a file to write to; it replaces `path` at the end, unless an exception came."""
-    path = _absolute(path)
+    path = _named(path)
     if path.exists() and not path.is_file():
         raise UserError(f"{path} is not a file that could be replaced; choose another place.")
     with room_for(path), locked(path, wait):
@@ -107,7 +109,7 @@ def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
 def atomic_folder(path: Path, kind: str, files: Collection[str] = ()) -> Iterator[Path]:
     """Yields a folder to fill; it replaces `path` at the end. Only an earlier artifact of the same kind is replaced.
 
-    With the names of the `files` that it may have, also one whose manifest was cut off.
+    With the names of the `files` that it may have (the first: must have), also one whose manifest was cut off.
     """
     path = path.resolve()
     with room_for(path), locked(path):
@@ -154,8 +156,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 @contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[None]:
     """Keeps every other process from replacing what is at `path`, and removes what a killed one left beside it."""
-    if not 0 < len(os.fsencode(path.name)) <= _LONGEST_NAME:
-        raise UserError(f"{path} cannot be written; choose a place whose name has 1 to {_LONGEST_NAME} bytes.")
+    path = _named(path)
     with _held(path.with_name(LOCK + path.name), path, wait):
         _settle(path)
         yield
@@ -165,10 +166,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
 def _held(lock: Path, path: Path, wait: bool = False) -> Iterator[None]:
     """Holds the lock of `path`: a file that is locked as long as this process lives, however that ends."""
     while True:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # whoever was done has removed the folder
+        if (handle := _open(lock, path)) is None:
             continue
         try:
             _lock(handle, path, wait)
@@ -184,9 +182,37 @@ def _held(lock: Path, path: Path, wait: bool = False) -> Iterator[None]:
             os.close(handle)
 
 
+def _open(lock: Path, path: Path) -> int | None:
+    """Opens the lock of `path`, in a folder that is made if need be; None if somebody removed that meanwhile."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not lock.parent.is_dir():
+            return None
+        if error.errno in _FULL:
+            raise
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another place.") from None
+
+
+def _named(path: Path) -> Path:
+    """Where it is, if its name leaves room for those of what is beside it."""
+    path = _absolute(path)
+    if not 0 < len(os.fsencode(path.name)) <= _LONGEST_NAME:
+        raise UserError(f"{path} cannot be written; choose a place whose name has 1 to {_LONGEST_NAME} bytes.")
+    return path
+
+
 def _absolute(path: Path) -> Path:
     """Its own name in a folder without links: a link at `path` itself is what is written, not where it leads."""
     return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+
+
+def discard(folder: Path) -> None:
+    """Removes a folder with all that is in it: at once for others, who may make it anew."""
+    aside = folder.with_name(SCRATCH + folder.name)
+    folder.rename(aside)
+    _remove(aside)
 
 
 def is_scratch(path: Path) -> bool:
@@ -262,7 +288,7 @@ def room_for(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in _FULL:
             raise
         scratch = next((parent for parent in path.parents if parent.name.startswith(SCRATCH)), None)
         target = path if scratch is None else scratch.with_name(scratch.name.removeprefix(SCRATCH))
@@ -320,6 +346,28 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
     return manifest
 
 
+def read_whole(path: Path, read: Callable[[], T]) -> T:
+    """What `read` makes of the artifact at `path`, all of one: it begins again if another took its place meanwhile."""
+    while True:
+        before = _identity(path)
+        try:
+            made = read()
+        except (OSError, UserError):
+            if _identity(path) == before:
+                raise
+        else:
+            if _identity(path) == before:
+                return made
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
 def create_tensors(path: Path, layout: Mapping[str, tuple[tuple[int, ...], Any]]) -> dict[str, NDArray[Any]]:
     """A safetensors file of the given shapes and dtypes, as arrays that write through to disk.
 
@@ -371,22 +419,20 @@ def _header(layout: Mapping[str, tuple[tuple[int, ...], Any]]) -> tuple[bytes, i
 
 
 def _map(path: Path, mode: Any) -> dict[str, NDArray[Any]]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
-            raise ValueError("the header is longer than the file")
-        header = json.loads(file.read(length))
-    start = 8 + length
     arrays: dict[str, NDArray[Any]] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-        if 0 in shape:
-            arrays[name] = np.empty(shape, dtype)
-        else:
-            offset = start + entry["data_offsets"][0]
-            arrays[name] = np.memmap(path, dtype=dtype, mode=mode, offset=offset, shape=shape)
+    with path.open("r+b" if mode == "r+" else "rb") as file:  # once: another may take its place at any time
+        length = int.from_bytes(file.read(8), "little")
+        if length > os.fstat(file.fileno()).st_size:
+            raise ValueError("the header is longer than the file")
+        for name, entry in json.loads(file.read(length)).items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
+            if 0 in shape:
+                arrays[name] = np.empty(shape, dtype)
+            else:
+                offset = 8 + length + entry["data_offsets"][0]
+                arrays[name] = np.memmap(file, dtype=dtype, mode=mode, offset=offset, shape=shape)
     return arrays
 
 
@@ -413,7 +459,7 @@ def _replaceable(path: Path, kind: str, files: Collection[str]) -> bool:
     try:
         return read_json(Manifest, path / MANIFEST, "manifest").kind == kind
     except UserError:
-        return found <= {MANIFEST, *files}
+        return bool(files) and {MANIFEST, next(iter(files))} <= found <= {MANIFEST, *files}
 
 
 def _sync(path: Path) -> None:

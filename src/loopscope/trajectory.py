@@ -22,7 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.arguments import as_array, as_integers, as_path, check_kind, check_mapping
-from loopscope.artifacts import atomic_folder, map_tensors, read_manifest, save_tensors, write_json, write_manifest
+from loopscope.artifacts import (
+    atomic_folder,
+    map_tensors,
+    read_manifest,
+    read_whole,
+    save_tensors,
+    write_json,
+    write_manifest,
+)
 from loopscope.config import Settings, build, plain
 from loopscope.errors import UserError
 
@@ -254,6 +262,10 @@ class Trajectory:
     def load(cls, folder: str | Path) -> Self:
         """The recording in `folder`, after every file was checked against its hash."""
         path = as_path(folder, "The folder")
+        return read_whole(path, lambda: cls._read(path))
+
+    @classmethod
+    def _read(cls, path: Path) -> Self:
         manifest = read_manifest(path, RECORDING, RECORDING_SCHEMA)
         if TRAJECTORY not in manifest.files:
             raise UserError(f"{path} is a recording without {TRAJECTORY}; make the recording again.")

@@ -45,6 +45,8 @@ class FittedGate:
         check_mapping(self.provenance, "The provenance of a gate")
         if (self.weight_1 is None) != (self.bias_1 is None):
             raise UserError("A gate has both, weight_1 and bias_1, or neither.")
+        if self.weight is None or self.bias is None:
+            raise UserError("A gate has a weight and a bias.")
         arrays = {name: as_array(value, f"{name} of a gate") for name, value in self.tensors.items()}
         width = arrays["weight"].shape
         shapes = {

@@ -15,7 +15,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from loopscope.arguments import as_number, as_path, check_kind
-from loopscope.artifacts import atomic_file, map_tensors, sha256, write_bytes
+from loopscope.artifacts import BESIDE, atomic_file, map_tensors, read_whole, remove_leftovers, sha256, write_bytes
 from loopscope.config import Settings, build, digest, plain, read_json, to_json
 from loopscope.errors import UserError
 from loopscope.exits.calibration_exits import CalibrationExits
@@ -152,6 +152,10 @@ class ExitPolicy:
     def load(cls, path: str | Path) -> Self:
         """The policy in a file, after the weights of its gate were checked against their hash."""
         path = as_path(path, "The file of a policy")
+        return read_whole(path, lambda: cls._read(path))
+
+    @classmethod
+    def _read(cls, path: Path) -> Self:
         file = PolicyFile.read(path)
         own = find_readout(file.readout)
         if own is None and file.readout not in READOUTS:
@@ -260,7 +264,10 @@ def _save_gate(gate: FittedGate, path: Path) -> GateFile:
 
 def _remove_gates(path: Path) -> None:
     """Removes weights that earlier policies at `path` had, if no policy beside it has them."""
-    for old in path.parent.glob(f"{glob.escape(path.name.removesuffix('.json'))}.gate-????????.safetensors"):
+    names = f"{glob.escape(path.name.removesuffix('.json'))}.gate-????????.safetensors"
+    for beside in (file for prefix in BESIDE for file in path.parent.glob(f"{prefix}{names}")):
+        remove_leftovers(path.with_name(beside.name.removeprefix(beside.name.split("-")[0] + "-")))
+    for old in path.parent.glob(names):
         others = (other for other in path.parent.glob("*") if other.is_file() and other.stat().st_size < _SMALL)
         if not any(old.name.encode() in other.read_bytes() for other in others):
             old.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ characters, so that the other metric can be told, too. What is done is kept besi
 Shapes: N questions, T loops, C choices of the question of the benchmark that has most.
 """
 
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,9 +22,11 @@ from numpy.typing import NDArray
 from loopscope.arguments import as_count, as_path
 from loopscope.artifacts import (
     SCRATCH,
+    discard,
     is_scratch,
     map_tensors,
     only_writer,
+    remove_leftovers,
     remove_scratch,
     room_for,
     save_tensors,
@@ -121,11 +122,12 @@ def record_benchmark(
         "keeps_hidden": hidden,
     }
     unfinished, keep = _unfinished(out), Keep(hidden=hidden)
+    remove_leftovers(unfinished)
     if (found := existing_recording(out, split, provenance, keep)) is not None and not unfinished.exists():
         return found
     with only_writer(unfinished):
         if found is not None:
-            shutil.rmtree(unfinished)  # left by a process that was killed after all was written
+            discard(unfinished)  # left by a process that was killed after all was written
             return found
         encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
         provenance |= {**keep.provenance, "cut": sum(tokens.cut > 0 for tokens in encoded)}
@@ -133,7 +135,7 @@ def record_benchmark(
         description = {"split": split, "signals": keep.signals, **provenance}
         arrays = _collect(model, requests, unfinished, description, hidden, mean, batch_tokens, progress)
         _trajectory(which, questions, arrays, split, provenance).save(out)
-        shutil.rmtree(unfinished)
+        discard(unfinished)
     return Trajectory.load(out)
 
 

@@ -146,6 +146,11 @@ def _check_state(
 ) -> None:
     """Refuses a state, or files beside it, that are not as they were when it was saved."""
     expected = metadata.pop("sha256", None)
+    if expected is None:
+        raise UserError(
+            f"{folder / STATE_FILE} has no hash: it was altered, or an earlier version saved it; remove it, and the "
+            "run begins again."
+        )
     if _state_sha256(tensors, metadata) != expected:
         raise UserError(f"{folder / STATE_FILE} was altered since it was saved; remove it, and the run begins again.")
     now = written | {METRICS_FILE: _metrics_sha256(folder, step)}
