@@ -1,7 +1,7 @@
 """Kill every verb that writes, let two write at once, fill its disk, and count what was not as it should be.
 
 python -m tests.kills --kills 400 --seed 0
-python -m tests.kills --only "record task" --kills 0 --pairs 50 --no-disks
+python -m tests.kills --only "record task" --kills 0 --pairs 50 --disks none
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kills", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--kills", type=int, default=400, metavar="N", help="over all scenes (default: 400)")
     parser.add_argument("--pairs", type=int, default=10, metavar="N", help="two writers, of every scene (default: 10)")
-    parser.add_argument("--no-disks", action="store_true", help="leave out full disks")
+    parser.add_argument("--disks", choices=("all", "few", "none"), default="all", help="sizes of full disks")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--only", action="append", metavar="SCENE", help="(repeatable; default: all)")
     parser.add_argument("--json", action="store_true")
@@ -91,9 +91,9 @@ def _test(options: argparse.Namespace, folder: Path) -> int:
             counted(tester.pairs(scene, pairs))
         if pairs and scene.neighbours:
             counted(tester.pairs(scene, pairs, neighbours=True))
-        if not options.no_disks and _PRIVATE in os.environ:
-            counted(tester.full_disks(scene))
-    if not options.no_disks and _PRIVATE not in os.environ:
+        if options.disks != "none" and _PRIVATE in os.environ:
+            counted(tester.full_disks(scene, few=options.disks == "few" or scene.share < 0.5))
+    if options.disks != "none" and _PRIVATE not in os.environ:
         print("Full disks were left out: this system lets users mount nothing.", file=sys.stderr)
     if options.json:
         print(as_json(counts))

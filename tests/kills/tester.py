@@ -95,6 +95,8 @@ class Tester:
                     how = f"{'killed' if whole else 'its first process alone killed'} by {by.name} after {moment:.3f} s"
                     process.kill(whole, by)
                 ended = process.end()
+                if by == signal.SIGINT and ended.code == 130 and ended.sentence is None:
+                    counted.faults.append(f"{how}: it did not say so in a sentence: {ended}")
                 if not ended.was_ended_by(by):
                     missed, late, seconds = missed + 1, late + 1, min(seconds, ended.seconds)
                     if ended.code:
@@ -138,11 +140,11 @@ class Tester:
                     counted.faults.append(f"{how}: {fault}")
         return counted
 
-    def full_disks(self, scene: Scene) -> Count:
+    def full_disks(self, scene: Scene, few: bool = False) -> Count:
         """A disk of every size; the old content is there before it becomes full."""
         reference, counted = self._reference(scene), Count(scene.name, "full disk")
         needed = _pages(reference.folder, reference.tree)
-        frees = sorted({round(share * needed) for share in (_SIZES if scene.share >= 0.5 else _FEW_SIZES)})
+        frees = sorted({round(share * needed) for share in (_FEW_SIZES if few else _SIZES)})
         for free in frees:
             with self._place(scene, free=free), self._shared_memory() as shared:
                 before = tree_of(self._work)
