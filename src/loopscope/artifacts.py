@@ -111,7 +111,7 @@ def atomic_folder(path: Path, kind: str, files: Collection[str] = ()) -> Iterato
 
     With the names of the `files` that it may have (the first: must have), also one whose manifest was cut off.
     """
-    path = path.resolve()
+    path = _resolved(path)
     with room_for(path), locked(path):
         check_replaceable(path, kind, files)
         scratch, old = (path.with_name(prefix + path.name) for prefix in (SCRATCH, REPLACED))
@@ -205,7 +205,14 @@ def _named(path: Path) -> Path:
 
 def _absolute(path: Path) -> Path:
     """Its own name in a folder without links: a link at `path` itself is what is written, not where it leads."""
-    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+    return _resolved(path) if path.name in ("", "..") else _resolved(path.parent) / path.name
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # links that lead to themselves, for instance
+        raise UserError(f"{path} leads nowhere ({error}); choose another place.") from None
 
 
 def discard(folder: Path) -> None:
