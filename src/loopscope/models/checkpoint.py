@@ -216,7 +216,7 @@ def _opened(file: Path, device: str = "cpu") -> Iterator[Any]:
             raise FileNotFoundError("it is no file")
         with safe_open(file, framework="pt", device=device) as tensors:
             yield tensors
-    except (SafetensorError, FileNotFoundError) as error:
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{file} cannot be read ({error}); fetch or make it again.") from None
 
 
