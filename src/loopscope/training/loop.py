@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from loopscope.artifacts import remove_scratch, sha256
+from loopscope.artifacts import sha256
 from loopscope.errors import UserError
 from loopscope.models import LoopedTransformer, Ouro
 from loopscope.models.checkpoint import CONFIG, WEIGHTS
@@ -228,7 +228,6 @@ def _train(
     every = settings.training
     with workers.together():
         if workers.is_main:
-            remove_scratch(folder)
             if not (folder / STATE_FILE).is_file():  # nothing would tell that what an earlier try noted was altered
                 (folder / DATA_FILE).unlink(missing_ok=True)
             run.prepare()

@@ -17,7 +17,16 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from loopscope.artifacts import atomic_file, is_scratch, only_writer, room_for, sha256, write_bytes, write_json
+from loopscope.artifacts import (
+    atomic_file,
+    is_scratch,
+    only_writer,
+    remove_scratch,
+    room_for,
+    sha256,
+    write_bytes,
+    write_json,
+)
 from loopscope.config import differences, digest, read_json
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, read_checkpoint_config
@@ -55,6 +64,7 @@ def claimed(folder: Path, config: dict[str, Any]) -> Iterator[None]:
     """Makes the folder that of the run with this configuration, for this process; another run's is refused."""
     with only_writer(folder):
         _claim(folder, config)
+        remove_scratch(folder)
         yield
 
 
