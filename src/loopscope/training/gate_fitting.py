@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from loopscope.arguments import check_kind
-from loopscope.artifacts import BESIDE, atomic_folder
+from loopscope.artifacts import BESIDE, atomic_folder, remove_leftovers
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
@@ -141,6 +141,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         own = "no gate" if not names else f"{'a linear' if len(names) == 2 else 'an MLP'} gate"
         raise UserError(f"{checkpoint} has {own}, so a fitted {gate.kind} gate cannot take its place.")
     if out.exists():
+        remove_leftovers(out)
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
     gate.check(weights_sha256(checkpoint))
     with atomic_folder(out, "checkpoint") as scratch:
