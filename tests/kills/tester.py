@@ -3,8 +3,8 @@
 - A kill, mostly by SIGKILL, else by SIGTERM or SIGINT: the same command again ends with 0 and leaves byte for byte what
   an undisturbed one leaves, and nothing else: no scratch, no shared memory, no process. Before that, whoever reads gets
   the old artifact, the new one or a sentence.
-- Two writers of one target, some by way of a link: each ends with 0 or with one sentence and 2, at least one with 0, and what is there is
-  whole. Two targets of which one's name begins like the other's: neither notices the other.
+- Two writers of one target, some by way of a link: each ends with 0 or with one sentence and 2, at least one with 0,
+  and what is there is whole. Two targets of which one's name begins like the other's: neither notices the other.
 - A full disk: one sentence and 2, nothing left behind, what was there is as it was; with room, it works.
 """
 
@@ -280,8 +280,7 @@ class Tester:
             own = {name: value for name, value in wanted.items() if Path(name).parts[0] == scene.target}
             wanted |= {name.replace(scene.target, second, 1): value for name, value in own.items()}
         if scene.outliving:
-            older = [name for name in tree if fnmatch(name, scene.outliving)]
-            if len(older) > len([name for name in wanted if fnmatch(name, scene.outliving)]):
+            if len(older := [name for name in tree if fnmatch(name, scene.outliving)]) > 2:
                 return f"left behind: one of {_some(older)}"
             tree, wanted = (_without(each, scene.outliving) for each in (tree, wanted))
             if fault := self._half(scene, reference, read=True):
