@@ -78,9 +78,9 @@ def test_every_kind_has_its_share_however_many_inputs_there_are() -> None:
 
 
 def test_inputs_are_right_or_refused_in_a_sentence(world: World) -> None:
-    report = fuzz(world, 250, *(name for name, kind in KINDS.items() if kind.quick))
+    report = fuzz(world, 150, *(name for name, kind in KINDS.items() if kind.quick))
     assert not report.failures, str(report)
-    assert sum(counts["refused"] for counts in report.outcomes.values()) > 100
+    assert sum(counts["refused"] for counts in report.outcomes.values()) > 75
 
 
 @pytest.mark.long

@@ -118,7 +118,7 @@ class Scene:
     growing: dict[str, str] = field(default_factory=dict)
     """Files that an unfinished run may hold: any state of theirs, or the `beginning` of what they become."""
     outliving: str = ""
-    """Files that stay for readers of an older artifact until the next call: never more of them than undisturbed."""
+    """Files of which those of one older artifact may stay, for its readers, until the next call: two at most."""
     refuses: bool = False
     """Whether a target that is finished is refused, not used again."""
     by_hand: bool = False
