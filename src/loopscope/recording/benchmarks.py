@@ -206,6 +206,8 @@ def _keep(part: Arrays, folder: Path) -> None:
 
 
 def _kept(file: Path) -> Arrays | None:
+    if not file.is_file():
+        raise UserError(f"{file} is no file; remove {file.parent}, and its questions are scored again.")
     if file.name != _PART.format(sha256(file)):
         file.unlink()
         return None
