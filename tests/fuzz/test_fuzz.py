@@ -12,12 +12,24 @@ from rich.progress import Progress, TextColumn
 import loopscope.artifacts
 import loopscope.trajectory
 from loopscope.errors import UserError
+from loopscope.exits import readouts
 from loopscope.exits.policy import PolicyFile
 
 from .arguments import GOOD, LAST, SLOW, verbs
 from .kinds import KINDS
 from .runner import Case, Fuzzer, Kind, Report, schedule, working_folder
 from .world import World
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_readouts() -> Iterator[None]:
+    """What is registered here is not known to other tests."""
+    tables: tuple[dict[str, Any], ...] = (readouts.READOUTS, readouts._KNOWN)
+    before = [dict(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        table.clear()
+        table.update(known)
 
 
 @pytest.fixture(scope="module")

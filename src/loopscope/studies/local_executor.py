@@ -6,6 +6,7 @@ was interrupted goes on from its last checkpoint.
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
@@ -106,6 +107,7 @@ def _fewer_threads(threads: int) -> Iterator[None]:
 
 def _work(pipe: Connection, threads: int, parent: int) -> None:
     """A worker's life; it ends with the study that it works for, however that one ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a group: the study ends its workers itself
     pin(threads)
 
     def exit_with_parent() -> None:
