@@ -193,6 +193,8 @@ def _open(lock: Path, path: Path) -> int | None:
         if error.errno in _FULL:
             raise
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another place.") from None
+    except RecursionError:
+        raise UserError(f"{path} cannot be written: it lies too deep; choose another place.") from None
 
 
 def _named(path: Path) -> Path:

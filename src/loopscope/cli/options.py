@@ -99,6 +99,12 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def rounds(text: str) -> int:
+    if count(text) > 10_000:
+        raise argparse.ArgumentTypeError(f"'{text}' rounds never end; 10000 at most")
+    return count(text)
+
+
 def threads(text: str) -> int:
     if count(text) > 4096:
         raise argparse.ArgumentTypeError(f"'{text}' is more than any machine has; 4096 at most")
@@ -126,7 +132,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "print JSON"},
     "--open": {"action": "store_true", "help": "open the page in the browser"},
     "--product": {"action": "append", "metavar": "NAME", "help": "a product, or overview or paper (repeatable)"},
-    "--rounds": {"type": count, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
+    "--rounds": {"type": rounds, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
     "--store": {"type": Path, "metavar": "DIR", "help": "of all artifacts (default: store beside OUT)"},
     "--threads": {"type": threads, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of
-from loopscope.cli.options import CHECK_KINDS, COMPUTE, add_shared, add_verb, count
+from loopscope.cli.options import CHECK_KINDS, COMPUTE, add_shared, add_verb, rounds
 from loopscope.cli.output import print_json, print_note, print_table
 from loopscope.reading import read_text
 
@@ -31,7 +31,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="text to check on (default: some of our own)")
     kinds = f"{', '.join(CHECK_KINDS)} (repeatable; default: all)"
     parser.add_argument("--only", action="append", metavar="KIND", help=kinds)
-    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="rounds of the speed check (default: 3)")
+    parser.add_argument("--rounds", type=rounds, default=3, metavar="N", help="rounds of the speed check (default: 3)")
     add_shared(parser, *COMPUTE)
 
 
