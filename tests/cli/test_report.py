@@ -25,6 +25,11 @@ def test_a_report_opens_and_says_how_to_make_it_again(
     (command,) = set(re.findall(r"<code>(loopscope report .* --product depths)</code>", page))
     assert run(*shlex.split(command)[1:]) == 0
     assert "Depth to accuracy" in capsys.readouterr().out
+    capsys.readouterr()
+    assert run("report", recorded, "--out", out, "--product", "depths", "--json") == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    assert table["name"] == "depths"
+    assert {len(row) for row in table["rows"]} == {len(table["columns"])}
     assert run("report", recorded, "--out", out, "--product", "depths", "--open") == 2
     assert "leave one of them out" in capsys.readouterr().err
 

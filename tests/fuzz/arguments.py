@@ -168,7 +168,7 @@ def _try(world: World, case: Case, name: str) -> str:
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3) if name in SLOW else (0, 1, 1, 2, 3))):
         action = rng.choice(actions)
         if not action.option_strings:  # a positional argument: in the place of one that is there
-            places = [at for at in range(len(path), len(words)) if not str(words[at]).startswith("--")]
+            places = _positional(words, len(path))
             if places:
                 words[rng.choice(places[:3])] = _value(world, case, action)
         elif action.nargs == 0:
@@ -176,8 +176,8 @@ def _try(world: World, case: Case, name: str) -> str:
         else:
             value = _value(world, case, action)
             words += rng.choice(([action.option_strings[0], value], [f"{action.option_strings[0]}={value}"]))
-    if rng.random() < 0.05:
-        del words[rng.choice([at for at in range(len(path), len(words)) if not str(words[at]).startswith("--")])]
+    if rng.random() < 0.05 and name != "bench exits" and (places := _positional(words, len(path))):
+        del words[rng.choice(places)]  # without a run, bench exits trains one
     if rng.random() < 0.05:
         words.insert(rng.randrange(len(words)), rng.choice(STRINGS))
     if "=" not in "".join(map(str, words[-1:])) and rng.random() < 0.5 and "device" in {each.dest for each in actions}:
@@ -188,3 +188,8 @@ def _try(world: World, case: Case, name: str) -> str:
     if not printed and "--out" not in given and name not in ("generate", "run", "gate write"):
         raise MisledError("a command did nothing, and said so")
     return "other"
+
+
+def _positional(words: list[Any], first: int) -> list[int]:
+    """Where words stand that are no option, nor the value of one."""
+    return [at for at in range(first, len(words)) if not any(str(words[i]).startswith("--") for i in (at - 1, at))]

@@ -40,7 +40,7 @@ def execute(options: argparse.Namespace) -> None:
     sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
     results, details = analyse_models(sources, options.reference, targets)
     if options.product:
-        show_products(results, options.product, options.out)
+        show_products(results, options.product, options.out, options.json)
         return
     given = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
     given |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}

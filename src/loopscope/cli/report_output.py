@@ -29,22 +29,31 @@ def check_open(options: argparse.Namespace) -> None:
         raise UserError("--open opens the page, which --product does not write; leave one of them out.")
 
 
-def show_products(results: "Results", names: Sequence[str], folder: Path) -> None:
+def show_products(results: "Results", names: Sequence[str], folder: Path, as_json: bool = False) -> None:
     """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
     from loopscope.report.charts import write_figure
     from loopscope.reproduction.products import PRODUCTS
 
     made = {product.name: product for product in PRODUCTS.make(results, names)}
+    printed: list[dict[str, object]] = []
     for name in PRODUCTS.names(names):
         if name not in made:
             print_note(f"{name} cannot be made: the models that it shows are not among these.")
-        elif (table := made[name].table) is not None:
-            print_table(table.title, table.columns, table.rows)
-        elif (figure := made[name].figure) is not None:
+            continue
+        table, figure = made[name].table, made[name].figure
+        if figure is not None:
             write_figure(figure, folder, name)
-            print_text(f"{folder / name}.png and .pdf")
+            printed.append({"name": name, "figure": f"{folder / name}.png"})
+            if not as_json:
+                print_text(f"{folder / name}.png and .pdf")
+        elif table is not None:
+            printed.append({"name": name, "title": table.title, "columns": table.columns, "rows": table.rows})
+            if not as_json:
+                print_table(table.title, table.columns, table.rows)
     if not made:
         raise UserError("None of these products can be made of these models.")
+    if as_json:
+        print_json(printed)
 
 
 def write_and_show(

@@ -147,7 +147,7 @@ def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
     results = plan.results(store)
     folder = _out(options) / "report"
     if options.product:
-        show_products(results, options.product, folder)
+        show_products(results, options.product, folder, options.json)
         return
     given = {"set": options.set, **values(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
     given |= {"device": None if options.device == "cpu" == check_device("auto").type else options.device}

@@ -71,7 +71,8 @@ class Request:
             raise UserError("What a request shares with others is less than what it reads before it is answered.")
 
     def _check_question(self) -> None:
-        given = as_array(self.norms, "norms") if np.size(self.norms) else np.ones(len(self.rows))
+        given = as_array(self.norms, "norms")
+        given = given if given.size else np.ones(len(self.rows))
         if given.ndim != 1 or not np.isfinite(given).all():
             raise UserError("The norm of a choice is a number above 0.")
         norms = tuple(given.tolist())
