@@ -127,15 +127,11 @@ def _read_prompts(path: Path) -> Iterator[Any]:
         yield prompt
 
 
-def _no_constant(name: str) -> None:
-    """NaN and Infinity are Python's, not JSON's."""
-    raise ValueError(name)
-
-
 def _parse_prompt(line: str) -> str | list[dict[str, str]] | None:
     """The text of a prompt, or the messages of a chat; None where it is neither."""
     try:
-        entry = json.loads(line, parse_constant=_no_constant)
+        entry = json.loads(line)
+        json.dumps(entry, allow_nan=False)  # NaN and numbers without end are Python's, not JSON's
     except (ValueError, RecursionError):
         return None
     if not isinstance(entry, dict):
