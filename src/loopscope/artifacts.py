@@ -184,11 +184,13 @@ def _held(lock: Path, path: Path, wait: bool = False) -> Iterator[None]:
 
 def _open(lock: Path, path: Path) -> int | None:
     """Opens the lock of `path`, in a folder that is made if need be; None if somebody removed that meanwhile."""
+    made = False
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
+        made = True
         return os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not lock.parent.is_dir():
+        if made and isinstance(error, FileNotFoundError) and not lock.parent.is_dir():
             return None
         if error.errno in _FULL:
             raise

@@ -10,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -99,7 +99,14 @@ def read_json(kind: type[T], path: Path, what: str) -> T:
 
 def to_json(value: object) -> bytes:
     """Indented JSON that ends in a newline; the same value gives the same bytes."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    return msgspec.json.format(_encoded(value), indent=2) + b"\n"
+
+
+def _encoded(value: object, order: Literal["sorted"] | None = None) -> bytes:
+    try:
+        return msgspec.json.encode(value, order=order)
+    except UnicodeEncodeError:
+        raise UserError("A text holds half a character, which no file can hold; leave it out.") from None
 
 
 def plain(value: object) -> Any:
@@ -109,7 +116,7 @@ def plain(value: object) -> Any:
 
 def digest(value: object) -> str:
     """A hash of the content of `value`, whatever the order of its keys."""
-    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
+    return hashlib.sha256(_encoded(value, order="sorted")).hexdigest()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

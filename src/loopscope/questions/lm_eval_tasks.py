@@ -28,6 +28,7 @@ import numpy as np
 
 from loopscope.errors import UserError
 from loopscope.questions.benchmarks import Benchmark, Split
+from loopscope.reading import DEEPEST, json_depth, read_bytes
 
 FEWSHOT_SEED = 1234  # lm_eval's own default
 SPLIT_SEED = 42  # the paper's
@@ -89,6 +90,8 @@ def write_task_definition(
         for file in files.values():
             if not file.is_file():
                 raise UserError(f"There is no file {file}, which {benchmark.title} needs.")
+            if any(json_depth(line) > DEEPEST for line in read_bytes(file, "file of questions", None).splitlines()):
+                raise UserError(f"{file} is nested deeper than {DEEPEST} levels, so it holds no questions.")
         local = {"data_files": {name: str(file) for name, file in files.items()}, "cache_dir": str(folder)}
         definition |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": local}
     path = folder / f"{_task_name(benchmark, subject)}.yaml"
