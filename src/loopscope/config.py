@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from loopscope.errors import UserError
-from loopscope.reading import DEEPEST, json_depth, read_bytes, read_text
+from loopscope.reading import DEEPEST, is_there, json_depth, read_bytes, read_text
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
 
 def read_json(kind: type[T], path: Path, what: str) -> T:
     """The JSON file at `path` as a `kind`; `what` names it in errors."""
-    if not path.exists():
+    if not is_there(path):
         raise UserError(f"There is no {what} at {path}.")
     data = read_bytes(path, what)
     try:

@@ -38,15 +38,23 @@ def read_text(path: Path, what: str, largest: int | None = _SMALL) -> str:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it.") from None
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is something; nothing is by a name that the system cannot have."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def require_file(path: Path, what: str) -> None:
     """Refuses what is not there, and a folder, a device or a pipe, on which a reader could wait for ever."""
+    if not is_there(path):
+        raise UserError(f"There is no file {path}; give a {what}.")
     if path.is_file():
         return
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a {what}.")
-    if path.exists():
-        raise UserError(f"{path} is a device or a pipe; give a {what} that lies on a disk.")
-    raise UserError(f"There is no file {path}; give a {what}.")
+    raise UserError(f"{path} is a device or a pipe; give a {what} that lies on a disk.")
 
 
 def json_depth(data: bytes) -> int:

@@ -23,6 +23,7 @@ from loopscope.errors import UserError
 from loopscope.models import TransformerSettings, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, ModelType
 from loopscope.objectives import GATED, Objective
+from loopscope.reading import is_there
 from loopscope.tasks import Mano, Parity
 
 
@@ -132,6 +133,6 @@ def read_run_settings(run: Path) -> RunSettings:
 def _tables(source: str) -> dict[str, Any]:
     if source in presets():
         return read_toml(Path(str(files("loopscope") / "presets" / f"{source}.toml")))
-    if not Path(source).is_file():
+    if not is_there(Path(source)) or not Path(source).is_file():
         raise UserError(f"'{source}' is neither a preset ({', '.join(presets())}) nor a TOML file.")
     return read_toml(Path(source))
