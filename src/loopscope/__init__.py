@@ -35,9 +35,11 @@ if TYPE_CHECKING:
         Monitor as Monitor,
         OperatingPoint as OperatingPoint,
         Readout as Readout,
+        Stopper as Stopper,
         attach as attach,
         calibrate as calibrate,
         conformal_risk_control as conformal_risk_control,
+        fit_stopper as fit_stopper,
         readout as readout,
         register_readout as register_readout,
         signal as signal,
@@ -60,8 +62,8 @@ _ROOMS = {
     "loopscope.checks": "check_model",
     "loopscope.engine": "Answer Prompt Request choices generate run stream",
     "loopscope.errors": "UserError",
-    "loopscope.exits": "ExitPolicy FittedGate Frontier Monitor OperatingPoint READOUTS Readout attach calibrate "
-    "conformal_risk_control readout register_readout signal sweep",
+    "loopscope.exits": "ExitPolicy FittedGate Frontier Monitor OperatingPoint READOUTS Readout Stopper attach "
+    "calibrate conformal_risk_control fit_stopper readout register_readout signal sweep",
     "loopscope.models": "LoopedModel SimpleLoopedModel load_model",
     "loopscope.objectives": "LoopLosses",
     "loopscope.recording": "record_benchmark record_model",

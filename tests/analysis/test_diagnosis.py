@@ -193,3 +193,29 @@ def test_the_best_readout_is_chosen_on_validation_data_alone() -> None:
         for t, s in ((validation, good), (test, signals))
     ]
     assert Subject(*made).best(0.95) == "entropy"
+
+
+def test_the_room_that_is_left_splits() -> None:
+    """Two signals that are worth nothing alone, and everything together: the learned rule finds it, and says so."""
+
+    def pair(seed: int, split: str) -> ls.Trajectory:
+        rng = np.random.default_rng(seed)
+        rows = 3000
+        early = rng.random(rows) < 0.5  # right at loop 1, else at loop 3
+        coin = rng.random(rows) < 0.5
+        right = np.stack([early, early, np.ones(rows, dtype=bool)], axis=1)
+        labels = rng.integers(0, 4, rows)
+        answers = np.where(right, labels[:, None], (labels[:, None] + 1) % 4)
+        first = {"top1": coin, "margin": coin == early}  # both are coins: only together do they know
+        signals = {name: np.stack([0.3 + 0.4 * value, *rng.random((2, rows))], axis=1) for name, value in first.items()}
+        return ls.Trajectory(logits=None, predictions=answers, labels=labels, signals=signals, split=split)
+
+    diagnosis = ls.diagnose(pair(1, "validation"), pair(2, "test"), target=0.98)
+    room, reachable = diagnosis.room_left, diagnosis.reachable_room
+    assert room is not None
+    assert reachable is not None
+    assert reachable.second.startswith("stopper:")
+    assert room.value == pytest.approx(3 - 1.96, abs=0.1)
+    assert reachable.value == pytest.approx(3 - 2, abs=0.1)
+    assert "Room left: a rule that knows the labels would save" in str(diagnosis)
+    assert "reaches +0.9" in str(diagnosis) or "reaches +1.0" in str(diagnosis)

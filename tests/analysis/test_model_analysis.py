@@ -72,7 +72,7 @@ def test_the_same_recordings_give_the_same_bytes(results: Results) -> None:
 
 def test_results_are_json_that_reads_back(results: Results) -> None:
     data = json.loads(msgspec.json.encode(results), parse_constant=lambda word: pytest.fail(word))
-    assert data["schema_version"] == 5
+    assert data["schema_version"] == 6
     assert data["models"][1]["signals"]["kl"]["values"][0][0] is None  # no convergence at loop 1
 
 
@@ -145,4 +145,5 @@ def test_a_recording_of_predictions_alone_still_reports() -> None:
     results = analyse_models([ModelRecordings("a", bare(whole.validation), bare(whole.test))], None, [0.9])[0]
     assert results.models[0].forced_cross_entropy is None
     assert results.models[0].ordering == {}
-    assert [frontier.readout for frontier in results.models[0].frontiers] == ["fixed", "patience", "oracle"]
+    stoppers = ["stopper:classifier", "stopper:induction"]
+    assert [frontier.readout for frontier in results.models[0].frontiers] == ["fixed", "patience", "oracle", *stoppers]

@@ -12,6 +12,7 @@ from simulated import CLASSES, pair, simulated
 import loopscope as ls
 from loopscope.analysis import WITHIN_A_POINT, Subject, as_targets, diagnose_subject, target_level
 from loopscope.analysis.diagnosis import GAP_COLUMNS
+from loopscope.analysis.stoppers import with_stoppers
 from loopscope.analysis.targets import best_loop, chance, harm_of_depth, is_above_chance, reference_loop
 
 
@@ -107,7 +108,7 @@ def test_a_model_at_60_percent_is_diagnosed_where_it_is() -> None:
         f"The target is {100 * diagnosis.target.accuracy:.2f}%: 1 point below full depth, on validation data." in text
     )
     assert "Gaps are at the highest whole percent that both sides reach" in text
-    assert text.splitlines()[2].split("  ")[0] == GAP_COLUMNS[0]
+    assert text.splitlines()[3].split("  ")[0] == GAP_COLUMNS[0]
     assert repr(diagnosis) == text
     assert ls.diagnose(*pair(right=0.47)).blamed == ()  # the same with a good gate
 
@@ -162,7 +163,7 @@ def test_nothing_is_compared_at_chance() -> None:
 
 
 def test_an_absolute_target_stays_as_it_was_given() -> None:
-    subject = Subject(*pair(right=0.99, late_gate=True))
+    subject = Subject(*with_stoppers(*pair(right=0.99, late_gate=True)))
     assert diagnose_subject(subject, None, 0.95) == ls.diagnose(*pair(right=0.99, late_gate=True), target=0.95)
     gap = diagnose_subject(subject, None, ls.Target(0.95)).readout_gap
     assert gap is not None

@@ -23,7 +23,7 @@ def test_every_threshold_says_what_the_policy_does(made: tuple[Results, list[Thr
         for curve in details.curves:
             for place in range(0, len(curve.accuracy), 9):
                 threshold = curve.thresholds[place] if curve.thresholds else None
-                accuracy, loops = accuracy_and_loops(ls.ExitPolicy(curve.readout, threshold), model.test)
+                accuracy, loops = accuracy_and_loops(ls.ExitPolicy(curve.readout, threshold), model.subject.test)
                 assert curve.accuracy[place] == pytest.approx(accuracy, rel=1e-4)
                 assert curve.loops[place] == pytest.approx(loops, rel=1e-4)
                 assert curve.accuracy_low[place] <= curve.accuracy[place] <= curve.accuracy_high[place]
@@ -32,9 +32,10 @@ def test_every_threshold_says_what_the_policy_does(made: tuple[Results, list[Thr
 
 def test_depths_are_those_of_the_frontier(made: tuple[Results, list[ThresholdDetails]]) -> None:
     model, details = two()[1], made[1][1]
+    subject = model.subject
     for curve in details.curves:
-        frontier = ls.sweep(curve.readout, model.validation, model.test)
-        resampled = resampled_curves(curve.readout, frontier.thresholds, model.test)
+        frontier = ls.sweep(curve.readout, subject.validation, subject.test)
+        resampled = resampled_curves(curve.readout, frontier.thresholds, subject.test)
         for place in range(0, len(details.slider_targets), 11):
             stop = details.slider_targets[place]
             depth = frontier.depth_at(stop)
@@ -76,7 +77,7 @@ def test_examples_exit_where_the_policy_says(made: tuple[Results, list[Threshold
     for curve in details.curves:
         for place in range(0, len(curve.accuracy), 13):
             policy = ls.ExitPolicy(curve.readout, curve.thresholds[place] if curve.thresholds else None)
-            exits = policy.exit_loops(model.test)[sheet.rows].tolist()
+            exits = policy.exit_loops(model.subject.test)[sheet.rows].tolist()
             assert [1 + sum(count <= place for count in row) for row in sheet.crossed[curve.readout]] == exits
 
 

@@ -60,7 +60,7 @@ def test_rows_at_different_loops_are_followed(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(logit_stats, "_BLOCK", {"cpu": 2 * 50})
     logits = some_logits(50)
     expected = by_definition(name, logits.swapaxes(0, 1))
-    looking, rng = logit_stats.StreamedSignal(name), np.random.default_rng(0)
+    looking, rng = logit_stats.StreamedSignals([name]), np.random.default_rng(0)
     waiting = list(range(ROWS))
     at: dict[int, int] = {}  # who is at a place
     loop: dict[int, int] = {}
@@ -72,7 +72,7 @@ def test_rows_at_different_loops_are_followed(name: str, monkeypatch: pytest.Mon
         if not len(places):
             continue
         who, when = np.array([at[p] for p in places]), np.array([loop[p] + 1 for p in places])
-        values = looking.values(places, when, torch.from_numpy(logits[when - 1, who]))
+        values = looking.values(places, when, torch.from_numpy(logits[when - 1, who]))[name]
         assert values == pytest.approx(expected[who, when - 1], rel=1e-9, abs=1e-9, nan_ok=True)
         for place in places.tolist():
             loop[place] += 1

@@ -7,26 +7,33 @@ from conftest import random_trajectory
 import loopscope as ls
 from loopscope.exits import SIGNALS
 from loopscope.exits.exit_state import ExitState
+from loopscope.exits.readouts import readout_kind
 
-READOUTS = [*SIGNALS, "fixed"]
+READOUTS = [*SIGNALS, "fixed", "stopper:induction", "stopper:classifier"]
 
 
 def threshold(readout: str, trajectory: ls.Trajectory) -> float:
     if readout == "fixed":
         return 3
     values = ls.signal(readout, trajectory)
-    return float(np.nanquantile(values[:, :-1], 0.6 if ls.READOUTS[readout] == "above" else 0.4))
+    return float(np.nanquantile(values[:, :-1], 0.6 if readout_kind(readout) == "above" else 0.4))
 
 
 @pytest.mark.parametrize("readout", READOUTS)
 def test_follows_the_replay(readout: str) -> None:
     """Requests come in at random times and leave when they are told to."""
-    trajectory = random_trajectory(rows=120, loops=5)
-    policy = ls.ExitPolicy(readout, threshold(readout, trajectory))
+    trajectory, stopper = random_trajectory(rows=120, loops=5), None
+    if readout.startswith("stopper:"):
+        kind = readout.removeprefix("stopper:")
+        stopper = ls.fit_stopper(random_trajectory(1, rows=400, loops=5), kind=kind)  # type: ignore[arg-type]
+        trajectory = ls.attach(trajectory, {kind: stopper})
+    policy = ls.ExitPolicy(readout, threshold(readout, trajectory), stopper)
     expected = policy.exit_loops(trajectory)
     assert len(set(expected)) > 1 or readout == "fixed"
     exit_state = ExitState(policy, trajectory.num_loops)
-    source = None if exit_state.source is None else np.asarray(getattr(trajectory, exit_state.source), dtype=np.float32)
+    said = {"predictions": trajectory.predicted}
+    for name in exit_state.sources():
+        said.setdefault(name, np.asarray(getattr(trajectory, name), dtype=np.float32))
     rng = np.random.default_rng(0)
     waiting, active, loop, exits = list(range(120)), np.empty(0, int), np.empty(0, int), {}
     while waiting or len(active):
@@ -35,7 +42,7 @@ def test_follows_the_replay(readout: str) -> None:
         active, loop = np.append(active, new).astype(int), np.append(loop, [0] * len(new)).astype(int) + 1
         if not len(active):
             continue
-        stops = exit_state.stops(loop, None if source is None else source[active, loop - 1])
+        stops = exit_state.stops(loop, {name: values[active, loop - 1] for name, values in said.items()})
         exits |= dict(zip(active[stops].tolist(), loop[stops].tolist(), strict=True))
         exit_state.keep(~stops)
         active, loop = active[~stops], loop[~stops]

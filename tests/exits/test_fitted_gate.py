@@ -61,12 +61,12 @@ def test_live_decisions_are_the_replay(gate: FittedGate) -> None:
     expected = policy.exit_loops(trajectory)
     assert len(set(expected)) > 2
     exit_state = ExitState(policy, 5)
-    assert exit_state.source == "hidden"
+    assert exit_state.sources() == ("hidden",)
     assert trajectory.hidden is not None
     exit_state.admit(80)
     active, exits = np.arange(80), np.zeros(80, dtype=int)
     for loop in range(1, 6):
-        stops = exit_state.stops(np.full(len(active), loop), trajectory.hidden[active, loop - 1])
+        stops = exit_state.stops(np.full(len(active), loop), {"hidden": trajectory.hidden[active, loop - 1]})
         exits[active[stops]] = loop
         exit_state.keep(~stops)
         active = active[~stops]

@@ -1,8 +1,11 @@
-"""Is the trajectory to blame, or the readout? Three gaps in average loops at a target accuracy X, with intervals.
+"""Is the trajectory to blame, or the readout? Four gaps in average loops at a target accuracy X, with intervals.
 
 - readout gap: D@X of the model's own gate minus D@X of the best readout on the same trajectory;
 - trajectory gap: D@X of the best readout here minus the same on a reference trajectory;
-- room left: D@X of the best readout minus that of the cheapest rule that knows the labels.
+- room left: D@X of the best readout minus that of the cheapest rule that knows the labels;
+- reachable room, a part of it: D@X of the best readout minus that of the better learned stopper, which chooses exits by
+  all recorded signals together (`exits.stopper`). What is left after that only the labels know, as far as could be
+  learned from the validation data.
 
 X is one point below full depth on validation data, unless it is given; for the trajectory gap below the lower of both
 models. Where X is out of reach, the comparison moves down to the highest whole percent that both sides reach, but never
@@ -11,7 +14,7 @@ zero, or where it alone misses X; a model that is not above chance gets no verdi
 fine that its steps do not matter.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -28,6 +31,7 @@ from loopscope.analysis.bootstrap import (
     resampled_curves,
     resampled_label_aware,
 )
+from loopscope.analysis.stoppers import with_stoppers
 from loopscope.analysis.targets import (
     Target,
     TargetLevel,
@@ -40,6 +44,7 @@ from loopscope.analysis.targets import (
     target_level,
 )
 from loopscope.errors import UserError
+from loopscope.exits.signals import STOPPER, own_name
 from loopscope.exits.splits import check_calibration, is_pair
 from loopscope.exits.sweep import curve
 from loopscope.exits.thresholds import available_readouts, fine_grid
@@ -94,13 +99,33 @@ class Diagnosis:
     readout_gap: Gap | None  # None without a gate, or without a verdict
     trajectory_gap: Gap | None  # None without a reference
     room_left: Gap | None  # None only where nothing above chance is ever reached together
+    reachable_room: Gap | None  # None where no stopper could be learned
     blamed: tuple[str, ...]  # of 'readout' and 'trajectory'
     verdict: str  # the blamed parts, 'neither', 'cannot tell', or 'no verdict'
     sentence: str
 
     @property
     def gaps(self) -> dict[str, Gap | None]:
-        return {"readout gap": self.readout_gap, "trajectory gap": self.trajectory_gap, "room left": self.room_left}
+        return {
+            "readout gap": self.readout_gap,
+            "trajectory gap": self.trajectory_gap,
+            "room left": self.room_left,
+            "reachable room": self.reachable_room,
+        }
+
+    @property
+    def room_sentence(self) -> str:
+        """How the room that is left splits; nothing where it cannot be told."""
+        room, reachable = self.room_left, self.reachable_room
+        if room is None or reachable is None or self.verdict == NO_VERDICT or room.accuracy != reachable.accuracy:
+            return ""
+        rule = f"the rule learned on all signals ({own_name(reachable.second)})"
+        size = f"{reachable.value:+.2f} loops [{reachable.low:+.2f}, {reachable.high:+.2f}]"
+        found = f"{rule} reaches {size} of them" if reachable.sign > 0 else f"{rule} reaches none for certain ({size})"
+        return (
+            f"Room left: a rule that knows the labels would save {room.value:.2f} loops at "
+            f"{percent_text(room.accuracy)}; {found}."
+        )
 
     @property
     def target_sentence(self) -> str:
@@ -132,7 +157,9 @@ class Diagnosis:
         table = [GAP_COLUMNS, *self.rows] if self.rows else []
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join(line.rstrip() for line in (self.sentence, *filter(None, [self.target_sentence]), *lines))
+        return "\n".join(
+            line.rstrip() for line in (self.sentence, *filter(None, [self.target_sentence, self.room_sentence]), *lines)
+        )
 
     __repr__ = __str__
 
@@ -143,15 +170,17 @@ class Subject:
     def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> None:
         check_calibration(validation, test)
         self.validation, self.test = validation, test
-        self.readouts = [name for name in available_readouts(validation, test) if name != "oracle"]
+        found = [name for name in available_readouts(validation, test) if name != "oracle"]
+        self.readouts = [name for name in found if not name.startswith(STOPPER)]
+        self.stoppers = [name for name in found if name.startswith(STOPPER)]
         self.ceiling = float(test.correct.mean(axis=0).max())
         self.chance = chance(test, validation)
         self.has_gate = "gate" in self.readouts
         self.label_aware = resampled_label_aware(test, resamples, seed)
         self._resamples, self._seed = resamples, seed
         self._curves: dict[str, Curves] = {}
-        self._grids = {name: fine_grid(name, validation) for name in self.readouts}
-        self._validation = {name: curve(name, self._grids[name], validation) for name in self.readouts}
+        self._grids = {name: fine_grid(name, validation) for name in found}
+        self._validation = {name: curve(name, self._grids[name], validation) for name in found}
 
     def curves(self, readout: str) -> Curves:
         if readout not in self._grids:
@@ -164,12 +193,16 @@ class Subject:
     def level(self, target: Target) -> TargetLevel:
         return target_level(target, self.validation, self.test)
 
-    def best(self, accuracy: float) -> str:
-        """The readout with the least D@X on validation data; where none reaches X, the most accurate one."""
-        depths = {name: _depth(self._validation[name], accuracy) for name in self.readouts}
+    def best(self, accuracy: float, among: Sequence[str] | None = None) -> str:
+        """The readout with the least D@X on validation data; where none reaches X, the most accurate one.
+
+        Of single signals, unless others are named: learned stoppers have a gap of their own.
+        """
+        names = self.readouts if among is None else among
+        depths = {name: _depth(self._validation[name], accuracy) for name in names}
         if min(depths.values()) < np.inf:
             return min(depths, key=depths.__getitem__)
-        return max(self.readouts, key=lambda name: float(self._validation[name][0].max()))
+        return max(names, key=lambda name: float(self._validation[name][0].max()))
 
 
 def diagnose(
@@ -184,6 +217,8 @@ def diagnose(
     from `test`. `reference`: the same two recordings of the model whose trajectory is the measure.
     """
     subject = Subject(validation, test)
+    if not without_verdict(validation, test, subject.level(as_target(target))):
+        subject = Subject(*with_stoppers(validation, test))
     if reference is None:
         return diagnose_subject(subject, None, target)
     if not is_pair(reference):
@@ -195,7 +230,7 @@ def diagnose(
 def diagnose_subject(
     subject: Subject, reference: Subject | None = None, target: float | Target | None = None
 ) -> Diagnosis:
-    """The three gaps of a model, and which part they blame."""
+    """The gaps of a model, and which part they blame."""
     if reference is not None:
         classes = {subject.test.num_classes, reference.test.num_classes} - {None}
         if len(classes) > 1:
@@ -205,7 +240,7 @@ def diagnose_subject(
     level = subject.level(as_target(target))
     found = (level, subject.chance, subject.best(level.accuracy))
     if sentence := without_verdict(subject.validation, subject.test, level):
-        return Diagnosis(*found, None, None, None, (), NO_VERDICT, sentence)
+        return Diagnosis(*found, None, None, None, None, (), NO_VERDICT, sentence)
     own, best = partial(_curve_depth, subject, "gate"), partial(_best_depth, subject, "")
     readout = _gap(level.accuracy, own, best, subject, subject.chance) if subject.has_gate else None
     trajectory = None
@@ -215,12 +250,15 @@ def diagnose_subject(
         trajectory = _gap(both, best, partial(_best_depth, reference, " on the reference"), subject, floor)
     known = partial(_label_aware_depth, subject)
     room = _gap(level.accuracy, best, known, subject, subject.chance)
+    reachable = None
+    if subject.stoppers:
+        reachable = _gap(level.accuracy, best, partial(_stopper_depth, subject), subject, subject.chance)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
     decided = all(gap is not None and (gap.sign or gap.is_nothing or gap.first == gap.second) for gap in parts.values())
     verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
     sentence = _sentence(subject, reference, level, readout, trajectory, verdict)
-    return Diagnosis(*found, readout, trajectory, room, blamed, verdict, sentence)
+    return Diagnosis(*found, readout, trajectory, room, reachable, blamed, verdict, sentence)
 
 
 def without_verdict(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:
@@ -263,6 +301,11 @@ def _curve_depth(subject: Subject, readout: str, accuracy: float) -> tuple[str, 
 def _best_depth(subject: Subject, where: str, accuracy: float) -> tuple[str, Sums]:
     name = subject.best(accuracy)
     return name + where, subject.curves(name).depth_at(accuracy)
+
+
+def _stopper_depth(subject: Subject, accuracy: float) -> tuple[str, Sums]:
+    name = subject.best(accuracy, subject.stoppers)
+    return name, subject.curves(name).depth_at(accuracy)
 
 
 def _label_aware_depth(subject: Subject, accuracy: float) -> tuple[str, Sums]:

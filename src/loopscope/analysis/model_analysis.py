@@ -47,6 +47,7 @@ from loopscope.analysis.schema import (
     Results,
     Selected,
 )
+from loopscope.analysis.stoppers import with_stoppers
 from loopscope.analysis.threshold_details import (
     DetailedFrontier,
     ThresholdDetails,
@@ -55,9 +56,10 @@ from loopscope.analysis.threshold_details import (
 )
 from loopscope.config import digest
 from loopscope.errors import UserError, visible
-from loopscope.exits import ExitPolicy, FittedGate, Frontier, attach, sweep
+from loopscope.exits import ExitPolicy, Frontier, attach, sweep
+from loopscope.exits.fitted import Fitted, by_readout
 from loopscope.exits.readouts import POST_HOC, readout_kind
-from loopscope.exits.signals import FITTED
+from loopscope.exits.signals import FITTED, own_name
 from loopscope.exits.sweep import Grid
 from loopscope.exits.thresholds import available_readouts
 from loopscope.trajectory import Trajectory
@@ -71,7 +73,7 @@ class ModelRecordings:
     validation: Trajectory
     test: Trajectory
     extrapolation: Trajectory | None = None
-    gates: Mapping[str, FittedGate] = field(default_factory=dict)
+    gates: Mapping[str, Fitted] = field(default_factory=dict)
     unseen_only: bool = False  # whether examples that training had are left out of the first two
     whole_test: Trajectory | None = None  # the test recording before any were left out: a promise says whom it counts
     policies: Sequence[ExitPolicy] = ()  # calibrated ones
@@ -79,6 +81,12 @@ class ModelRecordings:
 
     @cached_property
     def subject(self) -> Subject:
+        """With learned stoppers beside its readouts."""
+        return Subject(*with_stoppers(self.validation, self.test))
+
+    @cached_property
+    def measure(self) -> Subject:
+        """As the reference of others, for which stoppers do not matter."""
         return Subject(self.validation, self.test)
 
 
@@ -136,9 +144,11 @@ def analyse_model(
     """Everything that is said of one model, some of it against a reference (which it may be itself)."""
     test, sought = source.test, as_targets(targets)
     levels = [target_level(target, source.validation, test) for target in sought]
-    own = {policy.readout.removeprefix(FITTED): policy.gate for policy in source.policies if policy.gate is not None}
+    own = {own_name(policy.readout): policy.gate for policy in source.policies if policy.gate is not None}
     gates = {**own, **source.gates}
-    validation, evaluation = (attach(recording, gates) for recording in (source.validation, test))
+    subject = source.subject
+    validation, evaluation = (attach(recording, gates) for recording in (subject.validation, subject.test))
+    against = None if reference is None else subject if reference is source else reference.measure
     provenance = dict(test.provenance)
     certified = [
         Certified(policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test))
@@ -179,7 +189,7 @@ def analyse_model(
             [_paper_result(frontier, levels, evaluation) for frontier in paper.values()],
             _paired(paper, source, evaluation, reference, "paper"),
         ),
-        diagnosis=diagnose_subject(source.subject, None if reference is None else reference.subject, sought[0]),
+        diagnosis=diagnose_subject(subject, against, sought[0]),
         paired=_paired(frontiers, source, evaluation, reference, "fine"),
         fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, sought[0]),
         extrapolation=None if source.extrapolation is None else _extrapolation(source.extrapolation),
@@ -261,13 +271,13 @@ def _paired(
 
 
 def _fitted_gaps(
-    validation: Trajectory, evaluation: Trajectory, gates: Mapping[str, FittedGate], target: Target
+    validation: Trajectory, evaluation: Trajectory, gates: Mapping[str, Fitted], target: Target
 ) -> list[Gap]:
     if not gates:
         return []
     subject = Subject(validation, evaluation)
     other = "gate" if subject.has_gate else "margin"
-    gaps = (depth_gap(target, (subject, FITTED + name), (subject, other)) for name in gates)
+    gaps = (depth_gap(target, (subject, name), (subject, other)) for name in by_readout(gates))
     return [gap for gap in gaps if gap is not None]
 
 

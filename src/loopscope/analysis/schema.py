@@ -12,7 +12,7 @@ from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, Over
 from loopscope.analysis.timings import QuestionBench
 from loopscope.exits.guarantee import Guarantee
 
-RESULTS_SCHEMA = 5
+RESULTS_SCHEMA = 6
 
 
 class Binned(msgspec.Struct, frozen=True):

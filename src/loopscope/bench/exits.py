@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import fastest, interleaved, spread
@@ -176,6 +177,14 @@ def bench_exits(
     )
 
 
+def _said(model: LoopedModel, source: str, pooled: Tensor) -> Tensor:
+    if source == "hidden":
+        return pooled
+    outputs = model.halt(pooled) if source == "gate_logits" else model.predict(pooled)
+    assert outputs is not None
+    return outputs.argmax(-1) if source == "predictions" else outputs
+
+
 @torch.inference_mode()
 def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[Request], batch_size: int) -> None:
     """The usual way: a batch runs until its last row exits, those that are done with it; then comes the next batch."""
@@ -188,11 +197,7 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
         done = np.zeros(len(rows), dtype=bool)
         for state in model.unroll(embedded):
             pooled = model.pooled(state, lengths - 1)
-            read = {"logits": model.predict, "predictions": model.predict, "gate_logits": model.halt}
-            compute = read.get(exit_state.source or "")
-            now = pooled if compute is None else compute(pooled)
-            assert now is not None
-            now = now.argmax(-1) if exit_state.source == "predictions" else now
-            done |= exit_state.stops(state.loop.numpy(), now.numpy())
+            now = {source: _said(model, source, pooled).numpy() for source in exit_state.sources()}
+            done |= exit_state.stops(state.loop.numpy(), now)
             if done.all():
                 break

@@ -11,7 +11,7 @@ from loopscope.errors import UserError, reason
 
 _OPTIONS = ("readout", "first", "second")
 """Where readouts are named: by their option, or as one of two to be compared."""
-_FITTED = "gate:"
+_FITTED = ("gate:", "stopper:")
 
 
 def import_readouts(options: argparse.Namespace) -> None:

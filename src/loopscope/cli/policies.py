@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
-    from loopscope.exits import ExitPolicy, FittedGate
+    from loopscope.exits import ExitPolicy
+    from loopscope.exits.fitted import Fitted
     from loopscope.trajectory import Trajectory
 
 POLICIES = "a policy of one of the runs, which the hash in it tells (repeatable)"
@@ -40,15 +41,15 @@ def policies_by_model(
     return [[policy for policy in loaded if None in (policy.model, model) or policy.model == model] for model in models]
 
 
-def load_gates(folders: Sequence[Path], calibration: "Trajectory") -> dict[str, "FittedGate"]:
-    """Fitted gates by the names of their folders; their thresholds are chosen on `calibration`."""
-    from loopscope.exits import FittedGate
+def load_gates(folders: Sequence[Path], calibration: "Trajectory") -> dict[str, "Fitted"]:
+    """Fitted gates and stoppers by the names of their folders; their thresholds are chosen on `calibration`."""
+    from loopscope.exits.fitted import load_fitted
 
-    gates: dict[str, FittedGate] = {}
+    gates: dict[str, Fitted] = {}
     for folder in folders:
         name = folder.absolute().name
         if name in gates:
             raise UserError(f"Two of the gates are named '{name}'; give their folders different names.")
-        gates[name] = FittedGate.load(folder)
+        gates[name] = load_fitted(folder)
         gates[name].check_calibration(calibration.split)
     return gates

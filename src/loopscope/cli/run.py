@@ -122,8 +122,8 @@ def _output(path: Path | None) -> Iterator[TextIO]:
 
 
 def _policy(options: argparse.Namespace) -> "ExitPolicy":
-    from loopscope.exits import ExitPolicy, FittedGate, attach
-    from loopscope.exits.signals import FITTED
+    from loopscope.exits import ExitPolicy, attach
+    from loopscope.exits.fitted import load_fitted
     from loopscope.exits.sweep import choose
     from loopscope.trajectory import Trajectory
 
@@ -131,8 +131,8 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
         return load_policy(options.policy, options.any_model)
     readout, gate = options.readout, None
     if options.gate is not None:
-        gate = FittedGate.load(options.gate)
-        readout = FITTED + options.gate.absolute().name
+        gate = load_fitted(options.gate)
+        readout = gate.prefix + options.gate.absolute().name
     if options.threshold is not None or readout == "oracle":
         return ExitPolicy(readout, options.threshold, gate)
     recording = options.run / "recordings" / "validation"
@@ -144,7 +144,7 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
     validation = Trajectory.load(recording)
     if gate is not None:
         gate.check_calibration(validation.split)
-        validation = attach(validation, {readout.removeprefix(FITTED): gate})
+        validation = attach(validation, {options.gate.absolute().name: gate})
     return replace(choose(readout, validation), gate=gate)
 
 

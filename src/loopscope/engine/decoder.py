@@ -24,7 +24,7 @@ from torch import Tensor
 
 from loopscope.engine.logit_stats import (
     LOGIT_SIGNALS,
-    StreamedSignal,
+    StreamedSignals,
     check_answers,
     check_finite,
     check_logits,
@@ -58,8 +58,9 @@ class Decoder:
         self._prefilling: NDArray[np.bool_] = np.zeros(rows, dtype=bool)  # no token after the prompt yet
         self._active: Integers = np.empty(0, dtype=np.int64)  # the active rows, in the order of the exit state
         self._kind: type[LoopState] = LoopState
-        readout = exit_state.policy.readout
-        self._signal = StreamedSignal(readout) if readout in LOGIT_SIGNALS else None
+        streamed = [name for name in exit_state.signals if name in LOGIT_SIGNALS]
+        self._streamed = StreamedSignals(streamed) if streamed else None
+        self._sources = exit_state.sources(streamed)
         self.token_loops = 0
         """Tokens times loops that were run, those for the cache included."""
 
@@ -99,23 +100,22 @@ class Decoder:
         self._loops[rows] += 1
         state, place = self._run_loop(rows, self._loops[rows])
         pooled = _reordered(self._model.pooled(state, state.lengths - 1), place)
-        loops, source = self._loops[rows], self._exit_state.source
-        logits, now, values = None, None, None
-        if self._signal is not None:
+        loops, logits, now = self._loops[rows], None, {}
+        if self._streamed is not None or not {"logits", "predictions"}.isdisjoint(self._sources):
             logits = self._logits(rows, pooled)
-            values = self._signal.values(rows, loops, logits)
-        elif source in ("logits", "predictions"):
-            logits = self._logits(rows, pooled)
-            if source == "logits":
-                now = check_logits(logits.float().cpu().numpy())
+        computed = {} if self._streamed is None or logits is None else self._streamed.values(rows, loops, logits)
+        for source in self._sources:
+            if source == "logits" and logits is not None:
+                now[source] = check_logits(logits.float().cpu().numpy())
+            elif source == "predictions" and logits is not None:
+                now[source] = check_answers(likeliest_classes(logits).cpu().numpy())
             else:
-                now = check_answers(likeliest_classes(logits).cpu().numpy())
-        elif source is not None:
-            outputs = pooled if source == "hidden" else self._model.halt(pooled)
-            if outputs is None:
-                raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
-            now = check_finite(outputs.float().cpu().numpy(), "states" if source == "hidden" else "halt logits")
-        stops = self._exit_state.stops(loops, now, values)
+                outputs = pooled if source == "hidden" else self._model.halt(pooled)
+                if outputs is None:
+                    raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
+                what = "states" if source == "hidden" else "halt logits"
+                now[source] = check_finite(outputs.float().cpu().numpy(), what)
+        stops = self._exit_state.stops(loops, now, computed)
         self._exit_state.keep(~stops)
         leaving, exits = np.flatnonzero(stops), rows[stops]
         self._active = rows[~stops]

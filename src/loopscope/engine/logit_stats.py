@@ -7,7 +7,7 @@ so many numbers in double precision would not fit a processor's cache, nor, with
 Shapes: n rows, R rows that are followed, T loops, V vocabulary.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,30 +146,29 @@ def logit_signals(logits: Tensor, labels: Tensor) -> dict[str, Array]:
     return {name: _table(values, len(logits)) for name, values in columns.items()}
 
 
-class StreamedSignal:
-    """One of these signals, of rows that are followed loop by loop."""
+class StreamedSignals:
+    """Some of these signals, of rows that are followed loop by loop."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._without_value = 0 if name not in _LOOKING_BACK else 2 if name == "settling" else 1  # loops
-        self._previous: LogitStats | None = None  # [R, ...] the loop before, by row, if the signal looks back
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._looks_back = not _LOOKING_BACK.isdisjoint(names)
+        self._previous: LogitStats | None = None  # [R, ...] the loop before, by row, if a signal looks back
 
-    def values(self, rows: Integers, loops: Integers, logits: Tensor) -> NDArray[np.float64]:
-        """[n] the signal of these rows, which say logits [n, V] at this loop [n] of theirs."""
-        index, values = upload(rows, logits.device), []
-        kept = self._allocated(int(rows.max()) + 1, logits) if self._name in _LOOKING_BACK else None
+    def values(self, rows: Integers, loops: Integers, logits: Tensor) -> dict[str, NDArray[np.float64]]:
+        """[n] each signal of these rows, which say logits [n, V] at this loop [n] of theirs."""
+        index, parts = upload(rows, logits.device), []
+        kept = self._allocated(int(rows.max()) + 1, logits) if self._looks_back else None
         for part in _rows(logits):
             previous = None if kept is None else LogitStats(*(each.index_select(0, index[part]) for each in kept))
-            found, stats = logit_statistics((self._name,), logits[part], previous)
-            values.append(found[self._name])
-            if self._name == "settling":  # what the row said before was another token
+            found, stats = logit_statistics(self._names, logits[part], previous)
+            parts.append(torch.stack([found[name].to(stats.peak) for name in self._names]))
+            if "settling" in self._names:  # what the row said before was another token
                 first = torch.from_numpy(loops[part] == 1).to(logits.device)
                 stats = stats._replace(step=stats.step.masked_fill(first, torch.nan))
             for each, new in zip(kept or (), stats, strict=False):
                 each.index_copy_(0, index[part], new)
-        result = torch.cat(values).cpu().numpy().astype(np.float64)
-        check_finite(result[loops > self._without_value], "logits")
-        return result if kept is None else np.where(loops == 1, np.nan, result)
+        table = torch.cat(parts, dim=1).cpu().numpy().astype(np.float64)
+        return {name: _from_its_first(name, values, loops) for name, values in zip(self._names, table, strict=True)}
 
     def _allocated(self, rows: int, logits: Tensor) -> LogitStats:
         if self._previous is None:
@@ -181,6 +180,13 @@ class StreamedSignal:
                 *(torch.cat((each, each.new_zeros((more, *each.shape[1:])))) for each in self._previous)
             )
         return self._previous
+
+
+def _from_its_first(name: str, values: NDArray[np.float64], loops: Integers) -> NDArray[np.float64]:
+    """The same, NaN at loops that have no value yet."""
+    without = 0 if name not in _LOOKING_BACK else 2 if name == "settling" else 1
+    check_finite(values[loops > without], "logits")
+    return np.where(loops == 1, np.nan, values) if without else values
 
 
 def _zero_missing(logits: Tensor, precise: torch.dtype, missing: bool) -> Tensor:

@@ -171,7 +171,7 @@ class _RunningBatch:
             self._model.require("branches", "Questions with choices")
             if any(request.shared for request in new):
                 self._model.require("kv_cache", "Requests that share what they begin with")
-        compares = self._exit_state.source in ("logits", "predictions")
+        compares = not {"logits", "predictions"}.isdisjoint(self._exit_state.sources())
         choiceless = self._questions and compares and any(len(r.rows) < 2 for r in new)
         if not (mixed or sees or choiceless) and max(lengths) <= self._model.block_size and self._known(tokens):
             return None
@@ -211,8 +211,7 @@ class _RunningBatch:
         state = self._state = self._model.step(before)
         self._rows = np.arange(self.count)
         reading = _LoopOutputs(self._model, state, self._requests, self._mean)
-        source = self._exit_state.source
-        stops = self._exit_state.stops(loop, None if source is None else reading.of(source))
+        stops = self._exit_state.stops(loop, {source: reading.of(source) for source in self._exit_state.sources()})
         if not stops.any():
             return []
         leaving = np.flatnonzero(stops)

@@ -24,7 +24,7 @@ from scipy.stats import sem
 from loopscope.arguments import as_count, check_kind
 from loopscope.errors import UserError
 from loopscope.exits.calibration_exits import CalibrationExits
-from loopscope.exits.fitted_gate import FittedGate, attach, check_gates
+from loopscope.exits.fitted import Fitted, attach, by_readout, check_gates
 from loopscope.exits.guarantee import Evidence, Guarantee
 from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
 from loopscope.exits.policy import ExitPolicy
@@ -33,7 +33,6 @@ from loopscope.exits.refusals import NotProven, not_safe, set_aside, too_few
 from loopscope.exits.risk_control import conformal, count_leading, fixed_sequence, max_losses, min_units, p_values
 from loopscope.exits.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.exits.scope import scope_of
-from loopscope.exits.signals import FITTED
 from loopscope.exits.splits import check_same_model, check_split
 from loopscope.exits.sweep import Curve, crossings
 from loopscope.exits.thresholds import available_readouts, gap_grid
@@ -50,7 +49,7 @@ def calibrate(
     confidence: float = 0.95,
     *,
     grid: Trajectory | None = None,
-    gates: Mapping[str, FittedGate] | None = None,
+    gates: Mapping[str, Fitted] | None = None,
     seed: int = 0,
     **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
@@ -69,7 +68,7 @@ def conformal_risk_control(
     max_drop: float = 0.01,
     *,
     grid: Trajectory | None = None,
-    gates: Mapping[str, FittedGate] | None = None,
+    gates: Mapping[str, Fitted] | None = None,
     seed: int = 0,
     **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
@@ -85,7 +84,7 @@ def certify(
     recording: Trajectory,
     target: RiskTarget,
     grid: Trajectory | None = None,
-    gates: Mapping[str, FittedGate] | None = None,
+    gates: Mapping[str, Fitted] | None = None,
     seed: int = 0,
 ) -> ExitPolicy:
     """The policy that keeps the promise which is asked for, or `NotProven`."""
@@ -93,7 +92,7 @@ def certify(
     as_count(seed, "seed", 0)
     gates = {} if gates is None else gates
     check_gates(gates)
-    named = {FITTED + name: gate for name, gate in gates.items()}
+    named = by_readout(gates)
     _check(recording, grid, gates)
     counted = population(recording, target.unseen, target.distinct)
     if grid is None and unit_count(counted) < 2:
@@ -132,7 +131,7 @@ def _calibration_exits(policy: ExitPolicy, tested: Trajectory) -> CalibrationExi
     return CalibrationExits.of(depths, tested.num_loops, tested.sequences is not None)
 
 
-def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, FittedGate]) -> None:
+def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted]) -> None:
     check_split(recording, "calibration")
     if recording.num_loops == 1:
         raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")

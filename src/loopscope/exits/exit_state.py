@@ -6,16 +6,19 @@ decisions are those of a replay of the same values.
 Shapes: N active requests, T loops, V classes, D width.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
+from loopscope.exits.fitted_gate import FittedGate
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.readouts import Readout, State, find_readout, readout_kind
 from loopscope.exits.recorded_signals import class_counts
-from loopscope.exits.signals import FITTED
+from loopscope.exits.signals import FITTED, STOPPER
+from loopscope.exits.stopper import Stopper, readable
 
 Array = NDArray[Any]
 
@@ -28,7 +31,8 @@ class ExitState:
         if kind == "oracle":
             raise UserError("The oracle needs the labels, so it can be replayed but not run.")
         if policy.readout.startswith(FITTED) and policy.gate is None:
-            raise UserError(f"To run with '{policy.readout}' the policy must carry that gate; give it with --gate.")
+            what = "stopper" if policy.readout.startswith(STOPPER) else "gate"
+            raise UserError(f"To run with '{policy.readout}' the policy must carry that {what}; give it with --gate.")
         if kind == "depth" and int(policy.threshold or 0) > num_loops:
             raise UserError(f"A fixed depth of {policy.threshold} is beyond the model's {num_loops} loops.")
         if readout is not None and readout.reads is None:
@@ -37,14 +41,30 @@ class ExitState:
                 "it a step, and say what it reads of a model."
             )
         self.policy, self.num_loops = policy, num_loops
-        self.source = None if readout is None else "hidden" if policy.gate else readout.reads
-        """What the decision needs of every request and loop: logits, hidden, gate_logits, predictions, or nothing."""
-        self._rows = None if readout is None else RowStates(readout)
+        self._stopper: RowStates | None = None
+        followed: dict[str, Readout] = {} if readout is None else {policy.readout: readout}
+        if isinstance(policy.gate, Stopper):
+            policy.gate.check_depth(num_loops)
+            followed = {name: readable(name) for name in policy.gate.signals}
+            self._stopper = RowStates(policy.gate.readout())
+        self._signals = {name: RowStates(each) for name, each in followed.items()}
+        self._sources: dict[str, str] = {name: str(each.reads) for name, each in followed.items()}
+        if isinstance(policy.gate, FittedGate):
+            self._sources = {policy.readout: "hidden"}
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """The signals that the decision needs of every request and loop: the policy's own, or those of its stopper."""
+        return tuple(self._signals)
+
+    def sources(self, computed: Collection[str] = ()) -> tuple[str, ...]:
+        """What they are computed from: some of logits, hidden, gate_logits, predictions; without those that are."""
+        return tuple(dict.fromkeys(source for name, source in self._sources.items() if name not in computed))
 
     def admit(self, count: int) -> None:
         """So many more requests, after those that are there, begin with the next loop."""
-        if self._rows is not None:
-            self._rows.admit(count)
+        for rows in self._followed:
+            rows.admit(count)
 
     def keep(self, rows: Array) -> None:
         """Those where this mask is false are gone."""
@@ -52,23 +72,37 @@ class ExitState:
 
     def reorder(self, order: Array) -> None:
         """They stand in another order from now on, those that were just admitted included."""
-        if self._rows is not None:
-            self._rows.take(order)
+        for rows in self._followed:
+            rows.take(order)
+
+    @property
+    def _followed(self) -> list["RowStates"]:
+        return [*self._signals.values(), *([] if self._stopper is None else [self._stopper])]
 
     def stops(
-        self, loop: NDArray[np.int64], now: Array | None = None, values: NDArray[np.float64] | None = None
+        self,
+        loop: NDArray[np.int64],
+        now: Mapping[str, Array] | None = None,
+        computed: Mapping[str, NDArray[np.float64]] | None = None,
     ) -> NDArray[np.bool_]:
-        """[N] who exits after this loop [N] of theirs, in which they said `now` [N, ...].
+        """[N] who exits after this loop [N] of theirs, in which they said `now`: [N, ...] of each of the `sources`.
 
-        Where the policy's signal is computed elsewhere, `values` [N] of it are all that is needed.
+        Signals that are computed elsewhere, [N] each, are given by their names.
         """
         last = loop >= self.num_loops
-        if self._rows is None:
+        if not self._signals:
             return last | (loop >= int(self.policy.threshold or 0))
-        if values is None:
-            assert now is not None
-            values = self._rows.advance(self.policy.gate.halt_logits(now) if self.policy.gate else now)
-        return last | self.policy.decide(values)
+        values = {
+            name: self._advance(name, rows, now or {}) if name not in (computed or {}) else (computed or {})[name]
+            for name, rows in self._signals.items()
+        }
+        if self._stopper is None:
+            return last | self.policy.decide(values[self.policy.readout])
+        return last | self.policy.decide(self._stopper.advance(np.stack(list(values.values()), axis=1)))
+
+    def _advance(self, name: str, rows: "RowStates", now: Mapping[str, Array]) -> NDArray[np.float64]:
+        said = now[self._sources[name]]
+        return rows.advance(self.policy.gate.halt_logits(said) if isinstance(self.policy.gate, FittedGate) else said)
 
 
 class RowStates:

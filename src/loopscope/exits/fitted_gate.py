@@ -7,19 +7,19 @@ Shapes: N examples, T loops, D width, H hidden units.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from loopscope.arguments import as_array, as_path, check_kind, check_mapping
+from loopscope.arguments import as_array, as_path, check_mapping
 from loopscope.artifacts import atomic_folder, map_tensors, read_manifest, save_tensors, write_manifest
 from loopscope.errors import UserError
-from loopscope.exits.signals import FITTED, exit_cdf
-from loopscope.trajectory import Trajectory, check_trajectory
+from loopscope.exits.signals import FITTED_GATE, Signal, exit_cdf
+from loopscope.trajectory import Trajectory
 
 Array = NDArray[Any]
 
@@ -39,6 +39,8 @@ class FittedGate:
     weight_1: Array | None = None  # [H, D]
     bias_1: Array | None = None  # [H]
     provenance: Mapping[str, Any] = field(default_factory=dict)  # how it was fitted, and to which weights
+
+    prefix: ClassVar[str] = FITTED_GATE
 
     def __post_init__(self) -> None:
         """What is not finite would never exit, and what has another shape would be broadcast."""
@@ -94,16 +96,22 @@ class FittedGate:
             states *= ndtr(states)  # GELU
         return states @ self.weight.astype(np.float64) + self.bias
 
+    def values(self, trajectory: Trajectory) -> Signal:
+        """[N, T] its exit CDF on a recording."""
+        if trajectory.hidden is None:
+            raise UserError(
+                "A fitted gate reads hidden states, and this recording keeps none; record it with --hidden."
+            )
+        logits = np.empty(trajectory.hidden.shape[:2])
+        for start in range(0, len(logits), _CHUNK):
+            logits[start : start + _CHUNK] = self.halt_logits(trajectory.hidden[start : start + _CHUNK])
+        return exit_cdf(logits)
+
     def check(self, weights: str | None) -> None:
-        """Refuses another model than the one whose states it was fitted to (where both are known)."""
-        own = self.provenance.get("weights_sha256")
-        if own is not None and weights is not None and own != weights:
-            raise UserError("This gate was fitted to the states of another model; fit one to this model.")
+        check_host(self.provenance, weights, "gate")
 
     def check_calibration(self, split: str | None) -> None:
-        """Refuses to choose a threshold on the data that the gate was fitted to."""
-        if split is not None and split == self.provenance.get("split"):
-            raise UserError(f"This gate was fitted to the {split} split, so its threshold must be chosen on another.")
+        check_other_split(self.provenance, split, "gate")
 
     def save(self, folder: str | Path) -> None:
         with atomic_folder(as_path(folder, "folder"), GATE, [GATE_WEIGHTS]) as scratch:
@@ -123,25 +131,14 @@ class FittedGate:
         return cls(**{name: np.array(value) for name, value in tensors.items()}, provenance=provenance)
 
 
-def check_gates(gates: object) -> None:
-    check_mapping(gates, "gates")
-    for gate in gates.values():  # type: ignore[attr-defined]
-        check_kind(gate, FittedGate, "A gate", "a FittedGate")
+def check_host(provenance: Mapping[str, Any], weights: str | None, what: str) -> None:
+    """Refuses another model than the one to whose recording it was fitted (where both are known)."""
+    own = provenance.get("weights_sha256")
+    if own is not None and weights is not None and own != weights:
+        raise UserError(f"This {what} was fitted to the states of another model; fit one to this model.")
 
 
-def attach(trajectory: Trajectory, gates: Mapping[str, FittedGate]) -> Trajectory:
-    """The recording with the exit CDF of every gate as the signal `gate:NAME`."""
-    check_trajectory(trajectory, "What a gate is attached to")
-    check_gates(gates)
-    if not gates:
-        return trajectory
-    if trajectory.hidden is None:
-        raise UserError("A fitted gate reads hidden states, and this recording keeps none; record it with --hidden.")
-    signals = dict(trajectory.signals)
-    for name, gate in gates.items():
-        gate.check(trajectory.provenance.get("weights_sha256"))
-        logits = np.empty(trajectory.hidden.shape[:2])
-        for start in range(0, len(logits), _CHUNK):
-            logits[start : start + _CHUNK] = gate.halt_logits(trajectory.hidden[start : start + _CHUNK])
-        signals[FITTED + name] = exit_cdf(logits)
-    return replace(trajectory, signals=signals)
+def check_other_split(provenance: Mapping[str, Any], split: str | None, what: str) -> None:
+    """Refuses to choose a threshold on the data to which it was fitted."""
+    if split is not None and split == provenance.get("split"):
+        raise UserError(f"This {what} was fitted to the {split} split, so its threshold must be chosen on another.")

@@ -1,6 +1,6 @@
 """When does a request exit? A readout with its threshold is an exit policy: one object for replay and live running.
 
-Its file is JSON; the weights of a fitted gate lie beside it as safetensors, and the file holds their hash.
+Its file is JSON; the weights of a fitted gate or a stopper lie beside it as safetensors, and the file holds their hash.
 """
 
 import glob
@@ -19,12 +19,14 @@ from loopscope.artifacts import BESIDE, atomic_file, map_tensors, read_whole, re
 from loopscope.config import Settings, build, digest, plain, read_json, to_json
 from loopscope.errors import UserError
 from loopscope.exits.calibration_exits import CalibrationExits
-from loopscope.exits.fitted_gate import FittedGate, attach
+from loopscope.exits.fitted import Fitted, attach
+from loopscope.exits.fitted_gate import FittedGate
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.readouts import READOUTS, find_readout, readout_definition, readout_kind
 from loopscope.exits.recorded_signals import signal
 from loopscope.exits.scope import ANYTHING, Scope, scope_of
-from loopscope.exits.signals import FITTED
+from loopscope.exits.signals import own_name
+from loopscope.exits.stopper import Stopper, StopperContents
 from loopscope.trajectory import Trajectory, check_trajectory
 
 NEVER = float(np.finfo(np.float64).max)
@@ -36,17 +38,18 @@ _SMALL = 1 << 20
 
 
 class GateFile(Settings, frozen=True, kw_only=True):
-    """Where the weights of a policy's fitted gate are, and what they were fitted to."""
+    """Where the weights of a policy's fitted gate or stopper are, and what they were fitted to."""
 
     file: str
     sha256: str
     provenance: dict[str, Any]
+    stopper: StopperContents | None = None  # None: a gate
 
 
 class PolicyFile(Settings, frozen=True, kw_only=True):
     """What the file of a policy says."""
 
-    schema_version: Literal[5] = 5
+    schema_version: Literal[6] = 6
     readout: str
     threshold: float | None = None
     definition_sha256: str | None = None  # of a readout of the user's, as it was
@@ -62,15 +65,15 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Older files lack the exit counts, then a scope, and the oldest call a guarantee a promise.
+        """Older files know no stoppers, then no exit counts, then no scope; the oldest call a guarantee a promise.
 
         What sealed them is checked before.
         """
         values = read_json(dict[str, Any], path, "policy")
-        older = values.get("schema_version") in (1, 2, 3, 4)
+        older = values.get("schema_version") in (1, 2, 3, 4, 5)
         if older:
             sealed = values.get("digest") == digest({**values, "digest": ""})
-            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 5}
+            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 6}
         file = build(cls, values, str(path))
         if file.guarantee is not None and not (sealed if older else file.digest == file.seal()):
             raise UserError(
@@ -84,14 +87,14 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 class ExitPolicy:
     """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
 
-    With the readout `gate:NAME` it carries that fitted gate, unless it is only replayed on recordings that have its
-    signal. A calibrated one carries its promise, the hash of the weights for which it was made, and its scope: the kind
-    of decisions that it was calibrated on, to which it is held wherever it is used.
+    With the readout `gate:NAME` or `stopper:NAME` it carries that gate or stopper, unless it is only replayed on
+    recordings that have its signal. A calibrated one carries its promise, the hash of the weights for which it was
+    made, and its scope: the kind of decisions that it was calibrated on, to which it is held wherever it is used.
     """
 
     readout: str
     threshold: float | None = None
-    gate: FittedGate | None = None
+    gate: Fitted | None = None
     model: str | None = None
     guarantee: Guarantee | None = None
     scope: Scope = ANYTHING
@@ -102,7 +105,7 @@ class ExitPolicy:
         kind = readout_kind(self.readout)
         if self.threshold is not None:
             as_number(self.threshold, "A threshold")
-        check_kind(self.gate, (FittedGate, type(None)), "The gate of a policy", "a FittedGate")
+        check_kind(self.gate, (FittedGate, Stopper, type(None)), "The gate of a policy", "a FittedGate or a Stopper")
         check_kind(self.model, (str, type(None)), "The model of a policy", "the hash of its weights")
         check_kind(self.guarantee, (Guarantee, type(None)), "The guarantee of a policy", "one that calibration made")
         check_kind(
@@ -116,8 +119,11 @@ class ExitPolicy:
             raise UserError(f"The readout '{self.readout}' needs a threshold that is a number.")
         elif kind == "depth" and (self.threshold < 1 or not float(self.threshold).is_integer()):
             raise UserError(f"A fixed depth is a whole number from 1 on, got {self.threshold}.")
-        if self.gate is not None and not self.readout.startswith(FITTED):
-            raise UserError(f"The readout '{self.readout}' takes no fitted gate; its name would begin with '{FITTED}'.")
+        if self.gate is not None and not self.readout.startswith(self.gate.prefix):
+            what = "stopper" if isinstance(self.gate, Stopper) else "fitted gate"
+            raise UserError(
+                f"The readout '{self.readout}' takes no {what}; its name would begin with '{self.gate.prefix}'."
+            )
 
     def __str__(self) -> str:
         if self.threshold is None:
@@ -168,7 +174,7 @@ class ExitPolicy:
             weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
             if not weights.is_file() or sha256(weights) != file.gate.sha256:
                 raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
-            gate = FittedGate.of_tensors(map_tensors(weights), file.gate.provenance)
+            gate = _gate_of(file.gate, map_tensors(weights))
         return cls(
             readout=file.readout,
             threshold=file.threshold,
@@ -189,6 +195,8 @@ class ExitPolicy:
         self.scope.check(here)
         if self.gate is not None:
             self.gate.check(weights)
+        if isinstance(self.gate, Stopper):
+            self.gate.check_depth(num_loops)
         if self.model is not None and weights is not None and self.model != weights:
             raise UserError(
                 f"This policy was calibrated for another model (weights {self.model[:12]}, here {weights[:12]}), and "
@@ -243,7 +251,7 @@ class ExitPolicy:
     def values(self, trajectory: Trajectory) -> NDArray[np.float64]:
         """[N, T] the policy's signal on a recording."""
         if self.gate is not None:
-            trajectory = attach(trajectory, {self.readout.removeprefix(FITTED): self.gate})
+            trajectory = attach(trajectory, {own_name(self.readout): self.gate})
         return signal(self.readout, trajectory)
 
     def decide(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -252,14 +260,21 @@ class ExitPolicy:
         return values >= self.threshold if readout_kind(self.readout) == "above" else values <= self.threshold
 
 
-def _save_gate(gate: FittedGate, path: Path) -> GateFile:
+def _gate_of(file: GateFile, tensors: dict[str, NDArray[Any]]) -> Fitted:
+    if file.stopper is None:
+        return FittedGate.of_tensors(tensors, file.provenance)
+    return Stopper.of_tensors(file.stopper, tensors, file.provenance)
+
+
+def _save_gate(gate: Fitted, path: Path) -> GateFile:
     """Writes the weights of the gate beside the policy at `path`; by their name, an earlier one keeps its own."""
     stem = f"{path.name.removesuffix('.json')}.gate"
     data = safetensors.numpy.save({name: np.asarray(values) for name, values in gate.tensors.items()})
     found = hashlib.sha256(data).hexdigest()
     weights = path.with_name(f"{stem}-{found[:8]}.safetensors")
     write_bytes(weights, data)
-    return GateFile(file=weights.name, sha256=found, provenance=plain(dict(gate.provenance)))
+    contents = gate.contents if isinstance(gate, Stopper) else None
+    return GateFile(file=weights.name, sha256=found, provenance=plain(dict(gate.provenance)), stopper=contents)
 
 
 def _remove_gates(path: Path) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from loopscope.arguments import check_kind
 from loopscope.config import digest
 from loopscope.errors import UserError, reason
-from loopscope.exits.signals import CONVERGENCE, FITTED, SIGNALS, Array, Source
+from loopscope.exits.signals import CONVERGENCE, FITTED_GATE, SIGNALS, STOPPER, Array, Source
 from loopscope.exits.steps import hidden_acceleration, one_loop, patience, running_cdf, settling, two_loops
 
 State = tuple[Array, ...] | None
@@ -176,6 +176,14 @@ _STEPS: dict[str, tuple[Source, Step]] = {
 _KNOWN = {name: Readout(name, exits, *_STEPS[name]) for name, exits in READOUTS.items() if exits in ("above", "below")}
 
 
+def _without_its_stopper(now: Array) -> Array:
+    raise UserError("A stopper is run by a policy that carries it; give it with --gate.")
+
+
+_STOPPER = Readout("stopper", "above", "hidden", _without_its_stopper)
+"""Of what kind learned stoppers are; each has a step of its own, in `exits.stopper`."""
+
+
 def readout(name: str, *, exits: Literal["above", "below"], reads: Source) -> Callable[[Step], Readout]:
     """A decorator: the function below it is the step of a readout, which is known from then on."""
     return lambda step: register_readout(Readout(name, exits, reads, step))
@@ -198,7 +206,9 @@ def register_readout(new: Readout) -> Readout:
 def find_readout(name: str) -> Readout | None:
     """The definition behind a name, if it is known or an installed package offers it; `gate` for a fitted gate."""
     check_kind(name, str, "A readout", "the name of one, such as 'margin'")
-    name = "gate" if name.startswith(FITTED) else name
+    if name.startswith(STOPPER):
+        return _STOPPER
+    name = "gate" if name.startswith(FITTED_GATE) else name
     if name not in READOUTS:
         for offered in entry_points(group=GROUP, name=name):
             found = register_readout(offered.load())
@@ -213,8 +223,8 @@ def readout_kind(name: str) -> ReadoutKind:
         return found.exits
     if name not in READOUTS:
         raise UserError(
-            f"There is no readout '{name}'; choose one of {', '.join(READOUTS)}, {FITTED}NAME, or import the module "
-            "that defines it."
+            f"There is no readout '{name}'; choose one of {', '.join(READOUTS)}, {FITTED_GATE}NAME, {STOPPER}NAME, or "
+            "import the module that defines it."
         )
     return READOUTS[name]
 

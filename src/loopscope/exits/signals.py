@@ -21,8 +21,9 @@ Source = Literal["logits", "hidden", "gate_logits", "predictions"]
 """What a signal can be computed from."""
 
 CONVERGENCE = ("kl", "logit_change", "hidden_change", "hidden_cosine")
-FITTED = "gate:"
-"""How the signal and the readout of a fitted gate begin; the rest is the gate's name."""
+FITTED_GATE, STOPPER = "gate:", "stopper:"
+"""How the signal and the readout of a fitted gate, or of a learned stopper, begin; the rest is its own name."""
+FITTED = (FITTED_GATE, STOPPER)
 BELOW_ONE = np.nextafter(1.0, 0.0)
 _CHUNK = 1 << 17
 """Numbers that are worked on at a time, so that they stay in the cache."""
@@ -30,7 +31,12 @@ _CHUNK = 1 << 17
 
 def is_gate(name: str) -> bool:
     """Whether this is an exit CDF: of the model's own gate, or of a fitted one."""
-    return name == "gate" or name.startswith(FITTED)
+    return name == "gate" or name.startswith(FITTED_GATE)
+
+
+def own_name(readout: str) -> str:
+    """Of a fitted gate or a stopper: its name without `gate:` or `stopper:`."""
+    return readout.partition(":")[2]
 
 
 def entropy(logits: Array, log_p: Signal | None = None) -> Signal:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from loopscope.errors import UserError
 from loopscope.exits.readouts import READOUTS, ReadoutKind, find_readout, readout_kind
 from loopscope.exits.recorded_signals import has_signal, signal
-from loopscope.exits.signals import FITTED, SIGNALS, is_gate
+from loopscope.exits.signals import FITTED, SIGNALS, STOPPER, is_gate
 from loopscope.trajectory import Trajectory
 
 Curve = NDArray[np.float64]
@@ -47,7 +47,8 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
     if kind in ("oracle", "depth"):
         return grid(readout, calibration)
     values = signal(readout, calibration)
-    values = values[:, :-1] if is_gate(readout) and values.shape[1] > 1 else values
+    ends_at_one = is_gate(readout) or readout.startswith(STOPPER)
+    values = values[:, :-1] if ends_at_one and values.shape[1] > 1 else values
     values = _known(readout, values)
     never = np.inf if kind == "above" else -np.inf
     if readout not in SIGNALS and is_whole(values):
@@ -76,14 +77,21 @@ def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
         return np.arange(1.0, proposing.num_loops)
     values = eagerness(readout, proposing)
     values = np.unique(values[~np.isnan(values)])
-    scale = np.maximum(np.abs(values), np.finfo(np.float64).tiny)
-    wide = np.flatnonzero(np.diff(values) > _GAP * scale[1:])
-    middles = (values[wide] + values[wide + 1]) / 2
-    all_of_them = values[:1] - (0.5 if is_whole(values) else 1e-3 * scale[:1])
-    thresholds = np.concatenate((all_of_them, middles))
+    all_of_them = values[:1] - (0.5 if is_whole(values) else 1e-3 * _scale(values[:1]))
+    thresholds = np.concatenate((all_of_them, gap_middles(values)))
     if len(thresholds) > points:
         thresholds = thresholds[np.linspace(0, len(thresholds) - 1, points).round().astype(int)]
     return thresholds if kind == "above" else -thresholds
+
+
+def gap_middles(values: Curve) -> Curve:
+    """The middle of every gap between these values, in rising order and each once, that is wider than rounding."""
+    wide = np.flatnonzero(np.diff(values) > _GAP * _scale(values[1:]))
+    return np.asarray((values[wide] + values[wide + 1]) / 2)
+
+
+def _scale(values: Curve) -> Curve:
+    return np.maximum(np.abs(values), np.finfo(np.float64).tiny)
 
 
 def in_a_gap(threshold: float, values: Curve, side: Literal["left", "right"]) -> float:

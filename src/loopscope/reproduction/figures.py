@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.exits.readouts import POST_HOC
-from loopscope.exits.signals import FITTED
+from loopscope.exits.signals import FITTED_GATE
 from loopscope.report.charts import Line, Specification, difficulty_chart, frontiers, in_rows
 from loopscope.report.figures import (
     SIGNAL_TITLES,
@@ -77,7 +77,7 @@ def _benchmarks(
     for each in every:
         title = f"{each.benchmark.model}, {each.benchmark.title}" if named else each.benchmark.title
         lines = readout_lines(each.result, ("fixed", "gate") if fitted else _READOUTS)
-        lines += [Line.of(gate, f"fitted {gate.readout.removeprefix(FITTED)}") for gate in each.fitted if fitted]
+        lines += [Line.of(gate, f"fitted {gate.readout.removeprefix(FITTED_GATE)}") for gate in each.fitted if fitted]
         panels.append(frontier_panel(title, lines, each.result))
     return frontiers(panels, per_row, scaled_alone=True)
 
@@ -165,11 +165,11 @@ def _posthoc(
             if host is None:
                 continue
             model = host.first
-            fitted = [frontier for frontier in model.frontiers if frontier.readout.startswith(FITTED)]
-            fitted = [each for each in fitted if each.readout.removeprefix(FITTED).split("-")[0] in shown]
+            fitted = [frontier for frontier in model.frontiers if frontier.readout.startswith(FITTED_GATE)]
+            fitted = [each for each in fitted if each.readout.removeprefix(FITTED_GATE).split("-")[0] in shown]
             if fitted:
                 lines = readout_lines(model, ("fixed", "gate", *_HEURISTICS, "oracle"))
-                lines += [Line.of(each, f"fitted {each.readout.removeprefix(FITTED)}") for each in fitted]
+                lines += [Line.of(each, f"fitted {each.readout.removeprefix(FITTED_GATE)}") for each in fitted]
                 which = f"; {GATES[shown[0]]} fitted" if len(shown) == 1 else ""
                 panels.append(frontier_panel(host.words + which, lines, model))
     return frontiers(panels)

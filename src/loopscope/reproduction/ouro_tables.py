@@ -10,7 +10,7 @@ from loopscope.analysis import Interval
 from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
 from loopscope.analysis.timings import QuestionBench, QuestionTiming
 from loopscope.exits.readouts import POST_HOC
-from loopscope.exits.signals import FITTED
+from loopscope.exits.signals import FITTED, FITTED_GATE
 from loopscope.questions import BENCHMARKS
 from loopscope.report.tables import Table
 from loopscope.reproduction.published import Claim, PublishedPoint, published
@@ -42,7 +42,7 @@ class BenchmarkModel(NamedTuple):
 
     @property
     def fitted(self) -> list[FrontierResult]:
-        return [frontier for frontier in self.result.frontiers if frontier.readout.startswith(FITTED)]
+        return [frontier for frontier in self.result.frontiers if frontier.readout.startswith(FITTED_GATE)]
 
     @property
     def reasons(self) -> bool:
@@ -141,8 +141,8 @@ def ouro_readouts(results: Results) -> Table | None:
         rows += [[model, name, *(cells[name].get(title, "") for title in titles)] for name in order]
     note = (
         "Test accuracy at average loops. Static depth: every question at the same loop. All others at the threshold "
-        f"that validation chose; {FITTED}KIND-OBJECTIVE are gates fitted to the frozen trajectory on the benchmark's "
-        "train split. The oracle exits at the first correct loop."
+        f"that validation chose; {FITTED_GATE}KIND-OBJECTIVE are gates fitted to the frozen trajectory on the "
+        "benchmark's train split. The oracle exits at the first correct loop."
     )
     return Table("Every readout on every benchmark", note, ["model", "readout", *titles], rows)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from loopscope.analysis import ENOUGH, Interval, OverSeeds, over_seeds
 from loopscope.analysis.schema import Results
-from loopscope.exits.signals import FITTED
+from loopscope.exits.signals import FITTED_GATE
 from loopscope.report.tables import Table, share
 from loopscope.reproduction.published import PublishedValue, TrainedWith, published
 from loopscope.reproduction.variants import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
@@ -90,7 +90,7 @@ def posthoc_summary(results: Results) -> Table | None:
     mano = TaskVariants(results, "mano")
     rows = []
     for group in mano.groups:
-        fitted = [name for name in group.group.depth_at if name.startswith(FITTED)]
+        fitted = [name for name in group.group.depth_at if name.startswith(FITTED_GATE)]
         if fitted:
             for readout in ("fixed", "gate", "margin", *fitted):
                 if readout in group.group.depth_at:
@@ -101,7 +101,7 @@ def posthoc_summary(results: Results) -> Table | None:
     if not rows:
         return None
     columns = ["trajectory", "readout", *_depth_columns(results), "selected: accuracy", "loops"]
-    note = f"Gates fitted to frozen trajectories ({FITTED}kind-objective) beside its own gate and margin. " + _OURS
+    note = f"Gates fitted to frozen trajectories ({FITTED_GATE}kind-objective) beside its own gate and margin. " + _OURS
     return Table("Post-hoc gates: depth to accuracy", note, columns, rows)
 
 
