@@ -75,18 +75,23 @@ def load_model(
         raise UserError(f"There is no precision '{dtype}'; choose one of {', '.join(DTYPES)}.")
     device = check_device(device)
     path = find_checkpoint(source, revision)
+    model = model_without_weights(path)
+    check_hashes(path)
+    _fill(model, path, device, None if dtype is None else DTYPES[dtype])
+    model.eval().requires_grad_(False)
+    model.identify_by(partial(weights_sha256, path.resolve()))
+    return model
+
+
+def model_without_weights(path: Path) -> LoopedModel:
+    """The model of a checkpoint as its configuration describes it, on the meta device."""
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} is not a checkpoint: it has no {CONFIG}.")
     kind = read_json(ModelType, path / CONFIG, "model configuration").model_type
     if kind not in _BUILDERS:
         raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {', '.join(_BUILDERS)}.")
     with torch.device("meta"):
-        model = _BUILDERS[kind](path)
-    check_hashes(path)
-    _fill(model, path, device, None if dtype is None else DTYPES[dtype])
-    model.eval().requires_grad_(False)
-    model.identify_by(partial(weights_sha256, path.resolve()))
-    return model
+        return _BUILDERS[kind](path)
 
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:

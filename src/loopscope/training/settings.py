@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from loopscope.config import (
     Count,
@@ -46,10 +47,14 @@ class Training(Settings, frozen=True, kw_only=True):
     checkpoint_every: Count = 1_000
     validate_every: Count = 1_000
     validation_sample: Count = 2_000  # examples of the validation split that are looked at during training
+    accumulate: Count | UnsetType = UNSET  # parts in which a batch goes through, one after the other (default: 1)
+    checkpointing: bool | UnsetType = UNSET  # loops are run again for their gradients, in place of kept (default: no)
 
     def __post_init__(self) -> None:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError("min_learning_rate is above learning_rate")
+        if (self.accumulate or 1) > self.batch_size:
+            raise ValueError("accumulate is more than batch_size: a part has a row at least")
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
