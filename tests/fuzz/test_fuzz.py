@@ -14,6 +14,7 @@ import loopscope.trajectory
 from loopscope.errors import UserError
 from loopscope.exits import readouts
 from loopscope.exits.policy import PolicyFile
+from loopscope.writing import BESIDE
 
 from .arguments import GOOD, LAST, SLOW, verbs
 from .kinds import KINDS
@@ -154,7 +155,7 @@ def test_a_hang_is_ended_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "TooLongError" in attempted(tmp_path, hang)
 
 
-@pytest.mark.parametrize("prefix", loopscope.artifacts.BESIDE)
+@pytest.mark.parametrize("prefix", BESIDE)
 def test_what_is_left_behind_or_changed_is_told(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()

@@ -16,7 +16,6 @@ import torch
 from conftest import TINY, tiny_language_run, tiny_settings
 
 import loopscope as ls
-from loopscope.artifacts import is_scratch
 from loopscope.cli import main
 from loopscope.config import plain
 from loopscope.models import read_checkpoint_config
@@ -27,6 +26,7 @@ from loopscope.training.custom_objectives import load_objective, with_source
 from loopscope.training.gate_fitting import gate_settings
 from loopscope.training.loop import train_run
 from loopscope.training.settings import read_run_settings
+from loopscope.writing import is_scratch
 
 CPU = torch.device("cpu")
 NOISY = """

@@ -10,10 +10,10 @@ from conftest import GATED, tiny_settings
 from safetensors.torch import load_file
 
 import loopscope as ls
-from loopscope.artifacts import only_writer
 from loopscope.training import Training, check_memory, describe_data, estimate_time, initial_model, read_settings, train
 from loopscope.training.optimizers import Optimizers, schedule
 from loopscope.training.task_run import training_batches
+from loopscope.writing import only_writer
 
 CPU = torch.device("cpu")
 
