@@ -193,6 +193,7 @@ WRONG: dict[str, Call] = {
     "request: texts": lambda: ls.Request(0, "ab"),  # type: ignore[arg-type]
     "request: scored floats": lambda: ls.Request(0, [[1, 2], [1, 3]], [1.0, 1.0]),  # type: ignore[list-item]
     "request: scored text": lambda: ls.Request(0, [[1, 2], [1, 3]], "11"),  # type: ignore[list-item, arg-type]
+    "request: scored bytes": lambda: ls.Request(0, [[1, 2], [1, 3]], b"\1\1"),
     "request: norms text": lambda: ls.Request(0, [[1, 2], [1, 3]], [1, 1], "ab"),  # type: ignore[list-item, arg-type]
     "request: norms NaN": lambda: ls.choices(0, np.array([1]), [np.array([2]), np.array([3])], [NAN, 1.0]),
     "request: norms infinite": lambda: ls.choices(0, np.array([1]), [np.array([2]), np.array([3])], [INF, 1.0]),
@@ -218,6 +219,7 @@ WRONG: dict[str, Call] = {
     "generate: stop": lambda: written(stop=3),
     "generate: stop 0-d": lambda: written(stop=np.array(3)),
     "generate: stop texts": lambda: written(stop="ab"),
+    "generate: stop bytes": lambda: written(stop=b"\3"),
     "generate: cache": lambda: written(cache=3),
     "generate: sampling": lambda: written(sampling={"temperature": 1.0}),
     "generate: policy": lambda: written(policy="margin"),
