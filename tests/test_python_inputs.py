@@ -15,7 +15,9 @@ from loopscope.analysis import as_targets
 from loopscope.engine import Sampling
 from loopscope.exits.calibration import certify
 from loopscope.models import LoopedModel
+from loopscope.models.tokenizer import load_tokenizer
 from loopscope.recording import Keep
+from loopscope.training import train
 from loopscope.training.settings import read_settings
 
 ROWS, LOOPS = 40, 4
@@ -259,6 +261,22 @@ WRONG: dict[str, Call] = {
     "targets: several of another kind": lambda: as_targets(np.array([0.5, 2.0])),  # type: ignore[arg-type]
     "report: policies": lambda: ls.report({"a": (VALIDATION, TEST)}, "out", policies={"a": 3}),  # type: ignore[operator]
     "report: out": lambda: ls.report({"a": (VALIDATION, TEST)}, 3),  # type: ignore[operator]
+    # names that the system cannot have
+    **{
+        f"a name that is too long: {what}": lambda call=call, name=name: call(name)  # type: ignore[misc]
+        for name in ("A" * 300, "a/" * 3_000 + "a")
+        for what, call in {
+            f"{len(name)}, recording": ls.Trajectory.load,
+            f"{len(name)}, saved recording": VALIDATION.save,
+            f"{len(name)}, gate": ls.FittedGate.load,
+            f"{len(name)}, policy": ls.ExitPolicy.load,
+            f"{len(name)}, saved policy": ls.ExitPolicy("margin", 0.5).save,
+            f"{len(name)}, model": ls.load_model,
+            f"{len(name)}, tokenizer": load_tokenizer,
+            f"{len(name)}, run": lambda name: train("demo", name),
+            f"{len(name)}, report": lambda name: ls.report({"a": (VALIDATION, TEST)}, name),  # type: ignore[operator]
+        }.items()
+    },
 }
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from loopscope.config import digest, read_json
 from loopscope.errors import UserError
-from loopscope.reading import is_plain_name
+from loopscope.reading import is_folder, is_plain_name
 from loopscope.writing import atomic_folder, remove_leftovers, write_json
 
 MANIFEST = "manifest.json"
@@ -123,9 +123,9 @@ def write_manifest(
 
 def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
     """The manifest of `folder`, after its files were checked against it."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         remove_leftovers(folder)  # a writer may have been killed while it put another in its place
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"There is no folder {folder}; give the folder of a {kind}.")
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} is not a {kind}: it has no {MANIFEST}.")

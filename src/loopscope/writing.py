@@ -16,6 +16,7 @@ from pathlib import Path
 
 from loopscope.config import to_json
 from loopscope.errors import UserError
+from loopscope.reading import is_there
 
 LOCK, SCRATCH, REPLACED = BESIDE = (".lock-", ".partial-", ".replaced-")
 """What is called so, and then like its target, is beside it while it is written: the lock of its writer, what there is
@@ -40,7 +41,7 @@ def write_json(path: Path, value: object) -> None:
 def atomic_file(path: Path, wait: bool = False) -> Iterator[Path]:
     """Yields a file to write to; it replaces `path` at the end, unless an exception came."""
     path = _named(path)
-    if path.exists() and not path.is_file():
+    if is_there(path) and not path.is_file():
         raise UserError(f"{path} is not a file that could be replaced; choose another place.")
     with room_for(path), locked(path, wait):
         scratch = path.with_name(SCRATCH + path.name)
@@ -80,9 +81,9 @@ def atomic_folder(path: Path, check: Callable[[Path], None]) -> Iterator[Path]:
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """Makes `folder` if need be and keeps every other process from writing into it."""
-    if folder.exists() and not folder.is_dir():
+    if is_there(folder) and not folder.is_dir():
         raise UserError(f"{folder} is a file; give a folder.")
-    new = not folder.exists()
+    new = not is_there(folder)
     try:
         with _held(folder / LOCK, folder):
             yield

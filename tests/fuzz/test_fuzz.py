@@ -18,7 +18,8 @@ from loopscope.writing import BESIDE
 
 from .arguments import GOOD, LAST, SLOW, verbs
 from .kinds import KINDS
-from .runner import Case, Fuzzer, Kind, Report, schedule, working_folder
+from .runner import Case, Fuzzer, Kind, MisledError, Report, schedule, working_folder
+from .settings import check_holds
 from .world import World
 
 
@@ -133,6 +134,13 @@ def test_it_finds_an_exception_that_is_no_sentence(world: World, monkeypatch: py
 
     monkeypatch.setattr(loopscope.trajectory, "_check_logits", check)
     assert found_within(world, 300, "python", "AssertionError")
+
+
+def test_a_whole_number_may_become_the_nearest_float() -> None:
+    check_holds({"rate": float(2**63)}, {"rate": 2**63 - 1})
+    for built, value in ((float(2**62), 2**63 - 1), (2**63, 2**63 - 1), (0.5, 0.25)):
+        with pytest.raises(MisledError, match="rate is not what the file says"):
+            check_holds({"rate": built}, {"rate": value})
 
 
 def attempted(tmp_path: Path, attempt: Any) -> str:
