@@ -252,6 +252,7 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
         ("model.block_size=11", "model.block_size=7", "leaves no room"),
         ('gate = ["linear"]\nprior = [0.3]', 'gate = ["none"]\nprior = [0.3]', "lists the run"),
         ('settings = "demo-parity"', 'settings = "nowhere"', "neither a preset"),
+        ('settings = "demo-parity"', f'settings = "{"A" * 300}"', "neither a preset"),
         ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
         ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "names 2 runs"),
         ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),

@@ -62,6 +62,7 @@ from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED, own_name
 from loopscope.exits.sweep import Grid
 from loopscope.exits.thresholds import available_readouts
+from loopscope.reading import is_folder
 from loopscope.trajectory import Trajectory
 
 
@@ -92,8 +93,8 @@ class ModelRecordings:
 
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
     """The recordings in `run/recordings` (or in `run` itself): `validation` and `test`."""
-    folder = run / "recordings" if (run / "recordings").is_dir() else run
-    if not folder.is_dir():
+    folder = run / "recordings" if is_folder(run / "recordings") else run
+    if not is_folder(folder):
         raise UserError(f"There is no folder {run}; give a run whose validation and test splits are recorded.")
     for split in ("validation", "test"):
         if not (folder / split).is_dir():

@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.artifacts import atomic_file, write_json
 from loopscope.config import Positions, Vocabulary, build, digest, read_json
 from loopscope.errors import UserError
 from loopscope.models.contract import LoopedModel
@@ -30,6 +29,7 @@ from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.run_hashes import check_hashes, known_sha256
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings
 from loopscope.reading import is_plain_name
+from loopscope.writing import atomic_file, write_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -13,8 +13,8 @@ import altair as alt
 import vl_convert
 
 from loopscope.analysis.schema import Binned, FrontierResult
-from loopscope.artifacts import write_bytes
 from loopscope.bench.guarantees import GuaranteeBench
+from loopscope.writing import write_bytes
 
 Chart = alt.Chart | alt.LayerChart
 Specification = dict[str, Any]

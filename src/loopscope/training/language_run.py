@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loopscope.artifacts import sha256, write_json
+from loopscope.artifacts import sha256
 from loopscope.config import (
     Count,
     Epsilon,
@@ -45,6 +45,7 @@ from loopscope.training.loop import BatchLosses, TrainingRun, epoch_rows
 from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import Training, overridden
 from loopscope.training.tokenizer import SMALLEST, TOKENIZER_CONFIG, train_tokenizer
+from loopscope.writing import write_json
 
 _VALIDATED = 16
 """Windows that are validated at a time."""

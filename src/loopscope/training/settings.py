@@ -24,7 +24,7 @@ from loopscope.errors import UserError
 from loopscope.models import TransformerSettings, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, ModelType
 from loopscope.objectives import GATED, Objective
-from loopscope.reading import is_there
+from loopscope.reading import is_file, is_folder
 from loopscope.tasks import Mano, Parity
 
 
@@ -115,7 +115,7 @@ def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 
 def read_run_settings(run: Path) -> RunSettings:
     """The settings of the run in a folder."""
-    if not run.is_dir():
+    if not is_folder(run):
         raise UserError(f"There is no folder {run}; give the folder of a finished run.")
     kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
     if kind != "loopscope":
@@ -138,6 +138,6 @@ def read_run_settings(run: Path) -> RunSettings:
 def _tables(source: str) -> dict[str, Any]:
     if source in presets():
         return read_toml(Path(str(files("loopscope") / "presets" / f"{source}.toml")))
-    if not is_there(Path(source)) or not Path(source).is_file():
+    if not is_file(Path(source)):
         raise UserError(f"'{source}' is neither a preset ({', '.join(presets())}) nor a TOML file.")
     return read_toml(Path(source))
