@@ -12,7 +12,6 @@ from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.signals import STOPPER
 from loopscope.exits.stopper import KINDS
 
-
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
 
@@ -91,10 +90,10 @@ def gaps(results: Results) -> Table:
         f"Average loops {sought}, with 95 % bootstrap intervals over test examples; at a lower accuracy (@) where that "
         "is out of reach, with the shares of resamples in which the first and the second of the two reach it. Readout "
         "gap: the model's own gate minus its best readout. Trajectory gap: its best readout minus the reference's. "
-        "Room left: its best readout minus the cheapest rule that knows the labels. Reachable room: the part of it that "
-        "the better of two rules reaches which were learned from validation data on all signals together; more data "
-        "may reach more. A part is blamed where the interval lies above zero, or where it alone misses the target. No "
-        "verdict: the model is not above chance, or has one loop."
+        "Room left: its best readout minus the cheapest rule that knows the labels. Reachable room, a part of it: its "
+        "best readout minus the better of two rules that were learned from validation data on all signals together "
+        "(from more data one might learn more). A part is blamed where the interval lies above zero, or where it alone "
+        "misses the target. No verdict: the model is not above chance, or has one loop."
     )
     columns = ["model", "blamed", "readout gap", "trajectory gap", "room left", "reachable room"]
     return Table("Diagnosis", note, columns, rows)
@@ -103,28 +102,27 @@ def gaps(results: Results) -> Table:
 def learned_stoppers(results: Results) -> Table | None:
     """What rules on all signals together gain over the best single readout, and what only the labels know."""
     target, models = results.targets[0], {model.name: model for model in results.models}
+    learned = [f"{STOPPER}{kind}" for kind in KINDS]
     rows = []
     for group in results.groups:
         members = [models[name] for name in group.names]
-        learned = [f"{STOPPER}{kind}" for kind in KINDS]
         if without_depths(members) or not any(name in group.depth_at for name in learned):
             continue
-        lower = read_lower(members, target)
         best = [model.diagnosis.best_readout for model in members]
         single = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
-        known = [group.depth_at[name][target.key] if name in group.depth_at else "none" for name in learned]
-        room, reachable = (
-            [model.diagnosis.gaps[name] for model in members] for name in ("room left", "reachable room")
-        )
+        depths = [over_seeds([_depth_of(model, name, target.key) for model in members]) for name in learned]
+        lower = read_lower(members, target)
+        room = [model.diagnosis.room_left for model in members]
+        reachable = [model.diagnosis.reachable_room for model in members]
         signs = [gap.sign for gap in reachable if gap is not None]
+        each = "; ".join(_gap(gap, "N/A", False, gap.target if gap else 0.0) for gap in reachable)
         rows.append(
             [
                 group.label if len(members) > 1 else members[0].label,
                 f"{over_seeds(single)}{lower}, {'/'.join(dict.fromkeys(best))}",
-                *(f"{depth}{lower}" for depth in known),
+                *(f"{depth}{lower}" for depth in depths),
                 gap_over_seeds(room) or "N/A",
-                gap_over_seeds(reachable) or "N/A",
-                "; ".join(_gap(gap, "N/A", False, gap.accuracy if gap else 0.0) for gap in reachable),
+                f"{gap_over_seeds(reachable) or 'N/A'}: {each}" if len(members) > 1 else each,
                 f"{signs.count(1)}, {signs.count(-1)}",
                 str(over_seeds([_only_labels(*both) for both in zip(room, reachable, strict=True)])),
             ]
@@ -133,16 +131,15 @@ def learned_stoppers(results: Results) -> Table | None:
         return None
     note = (
         f"{target.label} of the single readout that validation data choose, and of two rules learned from validation "
-        f"data on all signals together: {STOPPER}induction (optimal stopping by backward induction) and "
-        f"{STOPPER}classifier (is nothing lost by exiting here?). Reachable room: the single readout minus the better "
-        "of the two, which validation data choose, on the same test examples; over seeds, for every seed with its 95 % "
-        "bootstrap interval, and in how many seeds the learned rule is better or worse (interval without zero). It is "
-        "a lower bound: what was learned from this much data. Room left: the single readout minus the cheapest rule "
-        "that knows the labels; what is reachable and what only the labels know add up to it. Mean ± sample standard "
-        "deviation over seeds (how many)."
+        "data on all signals together: optimal stopping by backward induction, and a classifier that says whether "
+        "exiting here loses nothing. Room left: the single readout minus the cheapest rule that knows the labels. "
+        "Reachable room, a part of it: the single readout minus the learned rule that validation data choose, on the "
+        "same test examples, of every seed with its 95 % bootstrap interval; in how many seeds the learned rule is "
+        "better or worse (interval without zero). It is a lower bound: what was learned from this much data. The rest "
+        "only the labels know. Over several seeds: mean ± sample standard deviation (how many)."
     )
-    columns = ["model", "best single readout", *(f"{STOPPER}{kind}" for kind in KINDS), "room left", "reachable room"]
-    return Table("Learned stoppers", note, [*columns, "of each seed", "seeds better, worse", "only labels know"], rows)
+    columns = ["model", "best single readout", *KINDS, "room left", "reachable room", "seeds better, worse"]
+    return Table("Learned stoppers", note, [*columns, "only labels know"], rows)
 
 
 def _only_labels(room: Gap | None, reachable: Gap | None) -> float | None:

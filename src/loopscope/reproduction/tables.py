@@ -150,8 +150,8 @@ def decoupled_gate(results: Results) -> Table | None:
             continue
         same = task.at(decoupled.gate, decoupled.prior, decoupled.beta or 0.0)
         fixed = task.fixed(decoupled.prior)
-        rules = [(decoupled, "its own gate", _own_gate)]
-        rules += [(group, "its own gate", _own_gate) for group in ([same] if same in (None, joint) else [same, joint])]
+        gated = [decoupled, joint] if same is joint else [decoupled, same, joint]
+        rules: list[tuple[TrainedVariant | None, str, _Among]] = [(group, "its own gate", _own_gate) for group in gated]
         rules += [(fixed, "best single readout", _single), (fixed, "best fitted gate", _fitted)]
         for group, words, among in rules:
             if group is not None and any(map(among, group.models)):

@@ -165,7 +165,7 @@ function pointRows({ model, curve, shape, colour, dash, index, fill = colour }) 
       fill,
       shape,
       dash,
-      size: curve.readout === "oracle" ? 130 : alone || certified ? 70 : 20,
+      size: curve.readout === "oracle" ? 130 : alone || certified ? 70 : isLearned(curve.readout) ? 45 : 20,
       tip: {
         model: model.label,
         readout: curve.readout + (certified ? " (calibrated)" : ""),
