@@ -1,6 +1,6 @@
 """Generation: is every token what a plain run says, whatever the cache, the policy and the batch?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +14,9 @@ from tiny_language import MODELS, VOCABULARY, write_ouro
 import loopscope as ls
 from loopscope.engine import Completion, GenerationStats, Prompt, Sampling, generate, stream
 from loopscope.engine.decoder import CACHE_MODES, CacheMode
+from loopscope.exits.stopper import KINDS, StopperKind
 from loopscope.models import LoopedModel
+from loopscope.trajectory import concatenate
 
 POLICIES = [
     ls.ExitPolicy("gate", 0.6),
@@ -95,6 +97,33 @@ def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(name: str, policy
         loops = replayed.exit_loops(recorded)
         assert loops.tolist() == text.loops
         assert recorded.predicted[np.arange(65), loops - 1].tolist() == text.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopper_writes_as_it_is_replayed(kind: StopperKind) -> None:
+    """Its signals over the vocabulary come from the device, the others from states, answers and the gate."""
+    model = MODELS["ouro"]()
+
+    def said(prompt: Prompt, tokens: Sequence[int]) -> ls.Trajectory:
+        out = model.loops(torch.from_numpy(np.concatenate((prompt.tokens, tokens)))[None])
+        there = slice(len(prompt.tokens) - 1, -1)
+        assert out.gate_logits is not None
+        return ls.Trajectory(
+            logits=out.logits[:, 0, there].transpose(0, 1).numpy(),
+            gate_logits=out.gate_logits[:, 0, there].T.numpy(),
+            hidden=out.hidden[:, 0, there].transpose(0, 1).numpy(),
+            labels=np.asarray(tokens),
+        )
+
+    full = generate(model, prompts(3), max_new_tokens=65)
+    recording = concatenate([said(*each) for each in zip(prompts(3), (text.tokens for text in full), strict=True)])
+    stopper = ls.fit_stopper(recording, kind=kind, gain="agreement")
+    policy = ls.ExitPolicy("stopper:mine", 0.3, stopper)
+    exits = []
+    for prompt, text in zip(prompts(3), generate(model, prompts(3), policy, max_new_tokens=65), strict=True):
+        assert policy.exit_loops(said(prompt, text.tokens)).tolist() == text.loops
+        exits += text.loops
+    assert len(set(exits)) > 1
 
 
 def test_what_the_caches_take(model: LoopedModel) -> None:

@@ -42,11 +42,17 @@ def policy_of(readout: str, recorded: ls.Trajectory) -> ls.ExitPolicy:
     return ls.ExitPolicy(readout, float(middle[widest : widest + 2].mean()))
 
 
-@pytest.mark.parametrize("readout", SIGNALS)
+@pytest.mark.parametrize("readout", [*SIGNALS, "stopper:induction", "stopper:classifier"])
 def test_every_request_exits_where_the_replay_says(
     readout: str, model: LoopedModel, requests: list[Request], recorded: ls.Trajectory
 ) -> None:
-    policy = policy_of(readout, recorded)
+    if readout.startswith("stopper:"):
+        kind = readout.removeprefix("stopper:")
+        stopper = ls.fit_stopper(replace(recorded, split="validation"), kind=kind)
+        recorded = ls.attach(recorded, {kind: stopper})
+        policy = replace(policy_of(readout, recorded), gate=stopper)
+    else:
+        policy = policy_of(readout, recorded)
     assert len(set(policy.exit_loops(recorded))) > 1
     orders = [np.arange(len(requests)), np.random.default_rng(0).permutation(len(requests))]
     for batch_size, order in ((1, orders[0]), (7, orders[1]), (64, orders[1]), (1000, orders[0])):

@@ -62,6 +62,7 @@ GOOD: dict[str, Words] = {
     ],
     "selfcheck": lambda w, c: ["selfcheck", w.checkpoint, "--only", "replay", "--rounds", "1"],
     "gate fit": lambda w, c: ["gate", "fit", w.recordings["plain"], "--out", c.out, "--steps", "2"],
+    "gate fit --kind": lambda w, c: ["gate", "fit", w.recordings["plain"], "--kind", "induction", "--out", c.out],
     "gate write": lambda w, c: ["gate", "write", w.own_gate, w.run, "--out", c.out],
     "study plan": lambda w, c: ["study", "plan", w.study, "--out", c.out, "--json"],
     "study status": lambda w, c: ["study", "status", w.study, "--out", c.out],
@@ -100,7 +101,20 @@ _SIZES = (
 """A large one is long work, which is right; one beyond all bounds is refused."""
 _TIMES = ("steps", "calibrations", "streams", "rounds", "threads")
 """So often, however often it is."""
-_READOUTS = ("margin", "gate", "entropy", "oracle", "fixed", "auto", "gate:linear", "none", "os:path", "no.such:x", ":")
+_READOUTS = (
+    "margin",
+    "gate",
+    "entropy",
+    "oracle",
+    "fixed",
+    "auto",
+    "gate:linear",
+    "stopper:induction",
+    "none",
+    "os:path",
+    "no.such:x",
+    ":",
+)
 
 
 @cache

@@ -7,12 +7,14 @@ affair (`TypeError`, `AttributeError`), and not tried, but for a monitor, whose 
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from conftest import random_trajectory
 
 import loopscope as ls
 from loopscope.models import load_model
@@ -33,6 +35,8 @@ def _calls(world: World) -> dict[str, Call]:
     model, language = load_model(world.run), load_model(world.checkpoint)
     promised, average = (ls.ExitPolicy.load(world.policies[name]) for name in ("margin", "average"))
     gated = ls.ExitPolicy.load(world.policies["gate-linear"])
+    stopped = random_trajectory(7, rows=150, split="train")
+    stopper = ls.Stopper.load(world.gates["induction"])
     policy, tokens = ls.ExitPolicy("margin", 0.5), np.array([[1, 2, 3], [2, 1, 0]])
     requests = [ls.Request(0, (tokens[0],)), ls.Request(1, (tokens[1],))]
     made: dict[str, Call] = {
@@ -53,6 +57,12 @@ def _calls(world: World) -> dict[str, Call]:
         "ExitPolicy.save with a gate": (_saved, {"made": gated, "target": "policy.json"}),
         "Monitor.save": (_saved, {"made": ls.Monitor(promised), "target": "monitor.json"}),
         "Monitor.load": (ls.Monitor.load, {"path": str(world.monitor), "policy": promised}),
+        "fit_stopper": (
+            ls.fit_stopper,
+            {"recording": stopped, "kind": "induction", "gain": "correct", "trees": 32, "leaf": 10, "seed": 0},
+        ),
+        "Stopper": (_stopper, {"stopper": stopper, **stopper.tensors, "recording": stopped}),
+        "Stopper.save": (_saved, {"made": stopper, "target": "new"}),
         "attach": (ls.attach, {"trajectory": plain, "gates": {"linear": gate}}),
         "calibrate": (
             ls.calibrate,
@@ -187,6 +197,10 @@ def _exit_loops(readout: Any, threshold: Any, trajectory: ls.Trajectory) -> Any:
 
 def _gate(weight: Any, bias: Any, pooled: Any) -> Any:
     return ls.FittedGate(weight, bias).halt_logits(pooled)
+
+
+def _stopper(stopper: Any, recording: Any, **tensors: Any) -> Any:
+    return replace(stopper, **tensors).values(recording)
 
 
 def _watch(policy: Any, alpha: Any, seed: Any, exit_loops: Any, losses: Any) -> Any:

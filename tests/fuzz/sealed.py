@@ -17,6 +17,7 @@ import torch
 
 import loopscope as ls
 from loopscope.config import digest, plain
+from loopscope.exits.fitted import load_fitted
 from loopscope.models import load_model
 from loopscope.models.checkpoint import read_checkpoint_config
 from loopscope.studies import make_plan
@@ -80,8 +81,8 @@ def recording(world: World, case: Case) -> str:
 
 
 def load_gate(path: Path) -> Any:
-    gate = ls.FittedGate.load(path)
-    return {name: held(value) for name, value in gate.tensors.items()}, plain(dict(gate.provenance))
+    gate = load_fitted(path)
+    return repr(gate), {name: held(value) for name, value in gate.tensors.items()}, plain(dict(gate.provenance))
 
 
 def gate(world: World, case: Case) -> str:

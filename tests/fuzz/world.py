@@ -13,6 +13,7 @@ from conftest import GATED, GOLDEN, TINY_OURO, random_trajectory, tiny_settings,
 from tiny_language import ouro_config, tiny_ouro
 
 import loopscope as ls
+from loopscope.exits.fitted import load_fitted
 from loopscope.exits.readouts import Readout, register_readout
 from loopscope.models.checkpoint import save_model
 from loopscope.progress import ProgressCallback, silent
@@ -182,9 +183,11 @@ class World:
             "other": ls.FittedGate(-vector, np.array(0.25), provenance=provenance),
             "mlp": ls.FittedGate(vector[:3], np.array(0.5), matrix, vector[3:], provenance),
         }
-        for name, gate in made.items():
+        learned = random_trajectory(6, rows=300, split="train", provenance={"weights_sha256": "a" * 64})
+        stoppers = {kind: ls.fit_stopper(learned, kind=kind, trees=32) for kind in ("induction", "classifier")}
+        for name, gate in (made | stoppers).items():
             gate.save(self.folder / "gates" / name)
-        return {name: self.folder / "gates" / name for name in made}
+        return {name: self.folder / "gates" / name for name in made | stoppers}
 
     @cached_property
     def own_gate(self) -> Path:
@@ -204,13 +207,15 @@ class World:
         folder.mkdir()
         register_readout(Readout("fuzzed", "above", "logits", own_step))
         big = random_trajectory(5, rows=300, split="validation", provenance={"weights_sha256": "a" * 64})
-        gates = {name: ls.FittedGate.load(path) for name, path in self.gates.items()}
+        gates = {name: load_fitted(path) for name, path in self.gates.items()}
         for name, kind in ls.READOUTS.items():
             if kind in ("above", "below"):
                 policy = ls.calibrate(big, 0.5, 0.6, readout=name)
                 policy.save(folder / f"{name}.json")
         for name in ("linear", "mlp"):
             ls.calibrate(big, 0.5, 0.6, readout=f"gate:{name}", gates=gates).save(folder / f"gate-{name}.json")
+        for name in ("induction", "classifier"):
+            ls.calibrate(big, 0.5, 0.6, readout=f"stopper:{name}", gates=gates).save(folder / f"stopper-{name}.json")
         ls.conformal_risk_control(big, 0.5, readout="margin").save(folder / "average.json")
         ls.ExitPolicy("margin", 0.5).save(folder / "by-hand.json")
         ls.ExitPolicy("fixed", 2).save(folder / "fixed.json")

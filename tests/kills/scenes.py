@@ -345,6 +345,13 @@ SCENES = (
         refuses=True,
     ),
     Scene(
+        "gate fit, a stopper",
+        lambda inputs, out: ["gate", "fit", _recording(inputs, "train"), "--kind", "induction", "--out", out],
+        read=ls.Stopper.load,
+        refuses=True,
+        neighbours=True,
+    ),
+    Scene(
         "gate fit",
         lambda inputs, out: ["gate", "fit", _recording(inputs, "train"), "--steps", 20, "--out", out],
         read=ls.FittedGate.load,

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy, calibrate, conformal_risk_control, signal
+from loopscope.exits import ExitPolicy, attach, calibrate, conformal_risk_control, fit_stopper, signal
 from loopscope.exits.losses import losses, lost_at, risk_groups
 from loopscope.exits.refusals import NotProven
+from loopscope.exits.stopper import StopperKind
 from loopscope.exits.sweep import crossings, totals
 from loopscope.exits.thresholds import available_readouts, gap_grid
 from loopscope.progress import ProgressCallback, silent
@@ -30,6 +31,7 @@ MAX_DROP, CONFIDENCE = 0.01, 0.95
 SIZES = (500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
 LOOPS = 6
 _UNIVERSE = 40_000
+_FITTED_TO = 2_000
 _SEQUENCE = 20
 _POINTS = 10_000
 _PRICED = ("calm", "overthinking", "not monotone")
@@ -117,6 +119,8 @@ def populations(seed: int = 0) -> list[Population]:
         Population("eight readouts", _many(rng), {"readout": "auto"}),
         Population("five difficulties", _levels(rng), {"readout": "margin", "per_difficulty": True}),
         Population("sequences", _sequences(rng), {"readout": "margin"}),
+        Population("learned stopper", _learned(rng), {"readout": "stopper:induction"}),
+        Population("learned classifier", _learned(rng, "classifier"), {"readout": "stopper:classifier"}),
     ]
 
 
@@ -169,6 +173,12 @@ def _many(rng: np.random.Generator) -> Trajectory:
         signals[name] = 1 / (1 + np.exp(-seen)) if name == "gate" else -seen if below else seen
     signals["patience"] = np.full(confidence.shape, np.nan)  # whether they are right is not what they answer
     return _recorded(signals, right)
+
+
+def _learned(rng: np.random.Generator, kind: StopperKind = "induction") -> Trajectory:
+    """The eight readouts, and a stopper that was fitted to others of their kind."""
+    stopper = fit_stopper(_many(rng).take(np.arange(_FITTED_TO)), kind=kind)
+    return attach(_many(rng), {kind: stopper})
 
 
 def _levels(rng: np.random.Generator) -> Trajectory:

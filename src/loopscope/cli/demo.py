@@ -1,4 +1,4 @@
-"""Train, record, diagnose and report four small models.
+"""Train, record, diagnose and report five small models.
 
 loopscope demo --out runs/demo
 loopscope demo --out runs/quick --set training.steps=300

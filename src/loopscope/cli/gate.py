@@ -1,6 +1,7 @@
-"""Fit an exit gate to a frozen trajectory, or put it into a checkpoint.
+"""Fit an exit gate or a stopper to a frozen trajectory, or put a gate into a checkpoint.
 
 loopscope gate fit runs/mine/recordings/train --out gates/linear
+loopscope gate fit runs/mine/recordings/train --kind induction --out gates/induction
 loopscope gate write gates/linear Ouro-1.4B --out Ouro-1.4B-refitted
 """
 
@@ -10,6 +11,9 @@ from typing import Any
 
 from loopscope.cli.options import add_group, add_shared, add_verb, check_new, count, values
 from loopscope.cli.output import print_json, print_note, print_text
+from loopscope.errors import UserError
+
+_GATES, _STOPPERS = ("linear", "mlp"), ("induction", "classifier")
 
 
 def define(subparsers: Any) -> None:
@@ -19,27 +23,37 @@ def define(subparsers: Any) -> None:
 
 
 def _define_fit(kinds: Any) -> None:
-    text = """Fit a gate to a recording of the train split.
+    text = """Fit a gate or a stopper to a recording of the train split.
 
 loopscope record task runs/mine --split train --hidden --examples 20000
 loopscope gate fit runs/mine/recordings/train --out gates/linear
 loopscope gate fit runs/mine/recordings/train --kind mlp --objective utility --out gates/mlp-utility
+loopscope gate fit runs/mine/recordings/train --kind induction --out gates/induction
 loopscope evaluate VALIDATION TEST --gate gates/linear            (both recorded with --hidden)
+loopscope calibrate VALIDATION --gate gates/induction --readout stopper:induction --out policy.json
 loopscope run runs/mine examples.txt --gate gates/linear
 
 ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility: whether
 another loop lowers the cross-entropy by more than 0.005. Prior and beta are the model's own unless they are given.
+
+linear and mlp read states, so the recording keeps them (--hidden). A stopper reads all recorded signals of a loop and
+of the one before: induction, by backward induction, how much going on is worth; classifier, whether exiting loses.
 """
     parser = add_verb(kinds, "fit", text, _fit)
-    parser.add_argument("recording", type=Path, help="a recording with hidden states, not of the test split")
+    parser.add_argument("recording", type=Path, help="a recording, not of the test split")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the gate's folder")
-    parser.add_argument("--kind", choices=("linear", "mlp"), default="linear", help="default: linear")
-    parser.add_argument("--objective", choices=("ponder", "utility"), default="ponder", help="default: ponder")
-    parser.add_argument("--pairing", choices=("next", "ouro"), default="next", help="of utility: see docs/gates.md")
+    parser.add_argument("--kind", choices=(*_GATES, *_STOPPERS), default="linear", help="default: linear")
+    parser.add_argument("--objective", choices=("ponder", "utility"), help="of a gate (default: ponder)")
+    parser.add_argument("--pairing", choices=("next", "ouro"), help="of utility: see docs/gates.md (default: next)")
     parser.add_argument("--prior", choices=("uniform", "geometric"), help="of ponder (default: the model's)")
     parser.add_argument("--lambda", type=float, dest="geometric_lambda", metavar="X", help="of a geometric prior")
     parser.add_argument("--beta", type=float, metavar="X", help="of ponder (default: the model's, or 0.1)")
-    parser.add_argument("--steps", type=count, metavar="N", help="default: 2000")
+    parser.add_argument("--steps", type=count, metavar="N", help="of a gate (default: 2000)")
+    parser.add_argument(
+        "--gain",
+        choices=("correct", "agreement"),
+        help="of a stopper: being right (default), or answering as full depth does, which needs no labels",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     add_shared(parser, "--json")
 
@@ -63,8 +77,25 @@ def _fit(options: argparse.Namespace) -> None:
     from loopscope.training.gate_fitting import fit_gate, gate_settings
     from loopscope.trajectory import Trajectory
 
+    of_gates, of_stoppers = ("objective", "pairing", "prior", "geometric_lambda", "beta", "steps"), ("gain",)
+    theirs, others = (of_stoppers, of_gates) if options.kind in _STOPPERS else (of_gates, of_stoppers)
+    if wrong := [name for name in others if getattr(options, name) is not None]:
+        flag = "--lambda" if wrong[0] == "geometric_lambda" else f"--{wrong[0]}"
+        raise UserError(f"{flag} is not for --kind {options.kind}; leave it out.")
     recording = Trajectory.load(options.recording)
-    names = ("kind", "objective", "pairing", "prior", "geometric_lambda", "beta", "steps", "seed")
+    names = ("kind", "seed", *theirs)
+    if options.kind in _STOPPERS:
+        from loopscope.exits import fit_stopper
+
+        stopper = fit_stopper(recording, **values(options, *names))
+        stopper.save(options.out)
+        if options.json:
+            print_json({"gate": str(options.out), "settings": stopper.provenance["stopper"]})
+        else:
+            read = ", ".join(stopper.signals)
+            print_text(f"{options.out}: a stopper ({stopper.kind}), fitted to {recording.num_examples:,} examples.")
+            print_text(f"It reads {read}.")
+        return
     settings = gate_settings(recording, values(options, *names))
     with track("fitting") as advance:
         gate = fit_gate(recording, settings, advance)

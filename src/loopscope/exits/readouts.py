@@ -180,7 +180,7 @@ def _without_its_stopper(now: Array) -> Array:
     raise UserError("A stopper is run by a policy that carries it; give it with --gate.")
 
 
-_STOPPER = Readout("stopper", "above", "hidden", _without_its_stopper)
+_STOPPER = Readout("stopper", "below", "hidden", _without_its_stopper)
 """Of what kind learned stoppers are; each has a step of its own, in `exits.stopper`."""
 
 

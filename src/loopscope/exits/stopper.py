@@ -4,9 +4,9 @@ Two kinds, both forests that read the signals of a loop and of the one before:
 
 - `induction`, optimal stopping by backward induction. At every loop and for every price of a loop: what does going on
   gain, on average over examples that look like this one, if one goes on optimally? The highest price at which it still
-  pays is the index of an example at a loop, and it exits where that is below the price that is asked: one number, so
-  that one threshold is one price. Its signal is 1 - index.
-- `classifier`: the probability that exiting here loses nothing against full depth.
+  pays is the example's signal at a loop, and it exits where that is below the price that is asked: one number, so that
+  a threshold is a price.
+- `classifier`: the probability that exiting here loses against full depth.
 
 Replay and live running evaluate the forests by the same lines of NumPy. `exits.stopper_fitting` fits them.
 
@@ -127,10 +127,10 @@ class Stopper:
             )
 
     def values(self, trajectory: Trajectory) -> Signal:
-        """[N, T] its signal on a recording; at full depth 1, where nothing is left to gain."""
+        """[N, T] its signal on a recording; at full depth 0, where nothing is left to gain."""
         self.check_depth(trajectory.num_loops)
         bins = self.bins(read_signals(self.signals, trajectory))
-        result = np.ones((trajectory.num_examples, self.num_loops))
+        result = np.zeros((trajectory.num_examples, self.num_loops))
         before = np.zeros_like(bins[:, 0])
         for loop in range(self.num_loops - 1):
             result[:, loop] = self._scores(loop, bins[:, loop], before)
@@ -142,7 +142,7 @@ class Stopper:
         if state is None:
             state = (np.zeros(len(now), dtype=np.int64), np.zeros(now.shape, dtype=np.int32))
         loops, before = state
-        scores, bins = np.ones(len(now)), np.zeros(now.shape, dtype=np.int32)
+        scores, bins = np.zeros(len(now)), np.zeros(now.shape, dtype=np.int32)
         for loop in np.unique(loops[loops < self.num_loops - 1]).tolist():
             rows = loops == loop
             bins[rows] = bins_of(now[rows], self.edges[loop])
@@ -151,7 +151,7 @@ class Stopper:
 
     def readout(self) -> Readout:
         """Its step, for whoever follows rows: it reads [N, F], the signals that it names."""
-        return Readout("stopper", "above", "hidden", self.step)
+        return Readout("stopper", "below", "hidden", self.step)
 
     def bins(self, signals: Signal) -> NDArray[np.int32]:
         """[N, T-1, F] from signals [N, T, F]."""
@@ -164,7 +164,7 @@ class Stopper:
         for start in range(0, len(now), _CHUNK):
             rows = slice(start, start + _CHUNK)
             found = self._forest(loop, np.concatenate((now[rows], before[rows]), axis=1))
-            scores[rows] = found[:, 0] if self.kind == "classifier" else 1.0 - price_index(found, self.prices)
+            scores[rows] = found[:, 0] if self.kind == "classifier" else price_index(found, self.prices)
         return scores
 
     def _forest(self, loop: int, features: Array) -> Signal:

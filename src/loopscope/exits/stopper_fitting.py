@@ -118,7 +118,7 @@ class _Fitting:
 
     def run(self, provenance: dict[str, Any]) -> FittedStopper:
         loops = self._right.shape[1]
-        out_of_bag = np.ones(self._right.shape)
+        out_of_bag = np.zeros(self._right.shape)
         prices = PRICES if self._settings.kind == "induction" else PRICES[:0]
         later = np.repeat(
             self._right[:, -1:], max(len(prices), 1), axis=1
@@ -127,11 +127,11 @@ class _Fitting:
             now = self._right[:, loop, None]
             if self._settings.kind == "induction":
                 gains = self._forest(loop, later - prices - now)
-                out_of_bag[:, loop] = 1.0 - price_index(gains, prices)
+                out_of_bag[:, loop] = price_index(gains, prices)
                 goes_on = np.minimum.accumulate(gains, axis=1) > 0
                 later = np.where(goes_on, later - prices, now)
             else:
-                out_of_bag[:, loop] = self._forest(loop, 1.0 - np.maximum(later - now, 0.0))[:, 0]
+                out_of_bag[:, loop] = self._forest(loop, np.maximum(later - now, 0.0))[:, 0]
         parts = _joined(self._forests[::-1])
         stopper = Stopper(self._settings.kind, self._names, self._edges, *parts, prices, provenance)
         return FittedStopper(stopper, out_of_bag)

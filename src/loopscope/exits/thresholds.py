@@ -47,8 +47,8 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
     if kind in ("oracle", "depth"):
         return grid(readout, calibration)
     values = signal(readout, calibration)
-    ends_at_one = is_gate(readout) or readout.startswith(STOPPER)
-    values = values[:, :-1] if ends_at_one and values.shape[1] > 1 else values
+    ends_alike = is_gate(readout) or readout.startswith(STOPPER)  # every example says the same at loop T
+    values = values[:, :-1] if ends_alike and values.shape[1] > 1 else values
     values = _known(readout, values)
     never = np.inf if kind == "above" else -np.inf
     if readout not in SIGNALS and is_whole(values):
