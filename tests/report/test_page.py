@@ -111,12 +111,15 @@ def test_learned_stoppers_are_told_from_single_signals(
         gap = report[1].models[1].diagnosis.reachable_room
         assert gap is not None
         assert f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]" in tab.locator(".card").nth(1).inner_text()
+        tab.select_option("#colour-by", "readout")
         place = tab.locator("#frontier-chart")
         with tab.expect_download() as download:
             place.locator("xpath=following-sibling::*[1]").get_by_role("button", name="SVG").click()
         saved = Path(download.value.path()).read_text()
-        assert 'fill="transparent" stroke="#DC267F"' in saved  # hollow
-        assert 'fill="transparent" stroke="#D55E00"' not in saved
+        induction, gate = "#DC267F", "#D55E00"
+        assert f'stroke="{induction}"' in saved
+        assert f'fill="{induction}"' not in saved  # hollow, in the chart and in its key
+        assert f'fill="{gate}"' in saved
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
