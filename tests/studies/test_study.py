@@ -85,7 +85,8 @@ def test_it_makes_results_and_products(finished: Path, capsys: pytest.CaptureFix
     assert len(names) == 6
     assert [model["is_reference"] for model in results["models"]] == [True, True, False, False, False, False]
     readouts = [frontier["readout"] for frontier in results["models"][0]["frontiers"]]
-    assert readouts[-2:] == ["gate:linear-ponder", "gate:linear-utility"]
+    fitted = ["gate:linear-ponder", "gate:linear-utility", "stopper:classifier", "stopper:induction"]
+    assert readouts[-4:] == fitted
     assert results["models"][0]["extrapolation"]["forced_accuracy_by_difficulty"]["levels"] == [3, 4]
     assert results["groups"][0]["names"] == names[:2]
     made = {path.stem for path in report.glob("*.png")}
