@@ -35,6 +35,7 @@ from loopscope.analysis import (
 )
 from loopscope.analysis.benchmarks import benchmark_result
 from loopscope.analysis.bootstrap import Curves, resampled_curves
+from loopscope.analysis.diagnosis import without_verdict
 from loopscope.analysis.labels import model_label, recorded_run
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import (
@@ -147,7 +148,7 @@ def analyse_model(
     levels = [target_level(target, source.validation, test) for target in sought]
     own = {own_name(policy.readout): policy.gate for policy in source.policies if policy.gate is not None}
     gates = {**own, **source.gates}
-    subject = source.subject
+    subject = source.measure if without_verdict(source.validation, test, levels[0]) else source.subject
     validation, evaluation = (attach(recording, gates) for recording in (subject.validation, subject.test))
     against = None if reference is None else subject if reference is source else reference.measure
     provenance = dict(test.provenance)
