@@ -31,7 +31,7 @@ $(RAY): $(DEV)
 
 install: $(DEV)  ## create .venv and install everything for development into it
 
-demo: $(DEMO)  ## train, record, diagnose and report four small looped Transformers
+demo: $(DEMO)  ## train, record, diagnose and report five small looped Transformers
 	$(BIN)/loopscope demo --out runs/demo
 
 test: $(DEV)  ## the quick tests
