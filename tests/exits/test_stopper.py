@@ -181,6 +181,8 @@ def test_what_is_refused() -> None:
         {"value": lambda each: each[:, :1]},
         {"edges": lambda each: each[:1]},
         {"prices": lambda each: each[::-1]},
+        {"below": lambda each: each[:0]},
+        {"roots": lambda each: each[:, :0]},
     ],
 )
 def test_a_forest_that_does_not_fit_together_is_refused(change: dict) -> None:  # type: ignore[type-arg]
@@ -188,6 +190,13 @@ def test_a_forest_that_does_not_fit_together_is_refused(change: dict) -> None:  
     ((name, spoil),) = change.items()
     with pytest.raises(ls.UserError, match="do not fit together"):
         replace(stopper, **{name: spoil(stopper.tensors[name])})
+
+
+def test_whole_numbers_of_any_type() -> None:
+    recording = random_trajectory(1, rows=300, loops=4)
+    stopper = ls.fit_stopper(recording)
+    other = replace(stopper, below=stopper.below.astype(np.uint64), roots=stopper.roots.astype(np.int16))
+    assert np.array_equal(other.values(recording), stopper.values(recording))
 
 
 def test_prices_rise_from_nothing() -> None:

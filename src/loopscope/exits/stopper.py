@@ -74,29 +74,34 @@ class Stopper:
             array = as_array(getattr(self, name), f"{name} of a stopper")
             if array.ndim != axes or array.dtype.kind not in "iuf" or np.isnan(array).any():
                 raise UserError(f"{name} of a stopper must be numbers with {axes} axes.")
-            object.__setattr__(self, name, array)
+            object.__setattr__(self, name, array.astype(np.int64) if array.dtype.kind == "u" else array)
+        if not self._fits_together():
+            raise UserError("These are not the tensors of a stopper: its trees do not fit together; fit it again.")
+
+    def _fits_together(self) -> bool:
         nodes, loops = len(self.feature), len(self.roots)
+        if {len(each) for each in (self.threshold, self.below, self.above, self.value)} != {nodes} or 0 in (
+            *self.roots.shape,
+            nodes,
+            len(self.signals),
+        ):
+            return False
         at = np.arange(nodes)
         leaf = self.below == at
-        sound = (
-            nodes > 0
-            and loops > 0
-            and self.roots.shape[1] > 0
-            and len({len(each) for each in (self.feature, self.threshold, self.below, self.above, self.value)}) == 1
-            and self.edges.shape[:2] == (loops, len(self.signals))
+        return bool(
+            self.edges.shape[:2] == (loops, len(self.signals))
             and self.value.shape[1] == (len(self.prices) if self.kind == "induction" else 1)
             and (self.kind == "classifier") == (len(self.prices) == 0)
-            and all(each.dtype.kind in "iu" for each in (self.roots, self.feature, self.below, self.above))
+            and all(each.dtype.kind == "i" for each in (self.roots, self.feature, self.below, self.above))
             and 0 <= self.roots.min() <= self.roots.max() < nodes
             and 0 <= self.feature.min() <= self.feature.max() < 2 * len(self.signals)
-            and bool((leaf | ((self.below > at) & (self.above > at))).all())  # downwards only, so that it ends
-            and bool((self.above[leaf] == at[leaf]).all())
+            and (leaf | ((self.below > at) & (self.above > at))).all()  # downwards only, so that it ends
+            and (self.above[leaf] == at[leaf]).all()
             and max(self.below.max(), self.above.max()) < nodes
-            and bool((np.diff(self.prices) > 0).all() and (self.prices[:1] == 0).all())
-            and bool(np.isfinite(self.value).all())
+            and (np.diff(self.prices) > 0).all()
+            and (self.prices[:1] == 0).all()
+            and np.isfinite(self.value).all()
         )
-        if not sound:
-            raise UserError("These are not the tensors of a stopper: its trees do not fit together; fit it again.")
 
     @property
     def num_loops(self) -> int:
