@@ -82,6 +82,15 @@ class LoopState:
 
 
 @dataclass(frozen=True)
+class InjectedState(LoopState):
+    """Of a model whose every loop reads again what the prelude made of the tokens."""
+
+    embedded: Tensor  # [S, D]
+
+    tokenwise: ClassVar[tuple[str, ...]] = ("hidden", "embedded")
+
+
+@dataclass(frozen=True)
 class Loops:
     """What a model says at every loop: at every token, or (without the M) at one position a row."""
 
@@ -98,8 +107,11 @@ class LoopedModel(nn.Module):
     block_size: int
     """The longest row that the model takes."""
     vocab_size: int
-    head_attends: ClassVar[bool] = False
+    head_attends: bool = False
     """Whether `head_input` looks at other tokens, too, so that it must be asked of all of them."""
+    embed_cost: float = 0.0
+    head_cost: float = 0.0
+    """What `embed` and `head_input` take, in loops: layers of the prelude and of the coda by those of the core."""
     tied: Mapping[str, str] = MappingProxyType({})
     """Tensors that are another one: a checkpoint may leave them out."""
     causal: ClassVar[bool] = True
@@ -109,7 +121,7 @@ class LoopedModel(nn.Module):
     that attends."""
     branches: ClassVar[bool] = False
     """Whether the branches of a row (`layout.branches`) see its trunk and themselves, and not each other."""
-    unneeded: ClassVar[tuple[str, ...]] = ()
+    unneeded: Sequence[str] = ()
     """Tensors that a checkpoint may have and that follow from others."""
 
     _identity: tuple[list[Any], str | Callable[[], str]] | None = None
@@ -217,6 +229,10 @@ class LoopedModel(nn.Module):
                 f"{what} cannot be run with this model: {type(self).__name__} declares {_LACKING[capability]}; "
                 "docs/your-model.md says how a model gets there."
             )
+
+    def cost(self, loops: float, reads: float = 1) -> float:
+        """What so many loops of a token take with all that stands around them, in loops; the head reads so often."""
+        return self.embed_cost + loops + self.head_cost * reads
 
     def check_length(self, length: int) -> None:
         """Refuses rows that are too long for the model."""
