@@ -5,12 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from benchmark_slices import byte_pairs
 from torch import Tensor
 
 from loopscope.models import LoopedModel, LoopedTransformer, LoopState, TransformerSettings
 from loopscope.models.checkpoint import save_model
+from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import TransformerLayer
 
@@ -106,6 +108,28 @@ def hugging_face(model: LoopedModel, depth: int) -> Any:
     return HFLM(pretrained=Wrapped(), tokenizer=byte_pairs(), backend="causal", max_length=model.block_size)
 
 
+def looped_llama_config(**changes: Any) -> dict[str, Any]:
+    """A small looped Llama: one layer once, one looped, one at every exit; with all that may be added."""
+    how = {"source": "llama", "prelude": 1, "core": 1, "loops": 3, "damping": 0.5, "injection": True, "gate": "linear"}
+    values = {**ouro_config(), "model_type": "looped_llama", "num_hidden_layers": 3, "num_key_value_heads": 2}
+    del values["total_ut_steps"]
+    return {**values, "looping": how | changes.pop("looping", {}), **changes}
+
+
+def tiny_looped_llama(**changes: Any) -> LoopedLlama:
+    """Of random weights, those of the injection and of the gate included."""
+
+    def make() -> LoopedLlama:
+        model = LoopedLlama(msgspec.convert(looped_llama_config(**changes), LoopedLlamaConfig))
+        for part in (model.model.injection, model.model.early_exit_gate):
+            if part is not None:
+                part.reset_parameters()
+        return model
+
+    model: LoopedLlama = seeded(make)
+    return model
+
+
 class WithCoda(LoopedTransformer):
     """A model whose head attends: one more layer stands before it, outside the loops."""
 
@@ -135,5 +159,9 @@ MODELS: dict[str, Callable[[], LoopedModel]] = {
     "transformer": _transformer,
     "learned positions": lambda: _transformer(positions="learned"),
     "coda": lambda: _transformer(WithCoda),
+    "looped llama": tiny_looped_llama,
+    "looped qwen": lambda: tiny_looped_llama(
+        head_dim=16, num_hidden_layers=2, looping={"source": "qwen3", "injection": False, "damping": 1.0}
+    ),
 }
 """One of every kind that can differ in what attention does."""

@@ -230,9 +230,11 @@ class LoopedModel(nn.Module):
                 "docs/your-model.md says how a model gets there."
             )
 
-    def cost(self, loops: float, reads: float = 1) -> float:
-        """What so many loops of a token take with all that stands around them, in loops; the head reads so often."""
-        return self.embed_cost + loops + self.head_cost * reads
+    def ideal_speedup(self, loops: float) -> float:
+        """How much faster than full depth a token is after so many loops, if it takes what its layers take: those
+        before the loops once, those of the head once, at the exit."""
+        overhead = self.embed_cost + self.head_cost
+        return (self.num_loops + overhead) / (loops + overhead)
 
     def check_length(self, length: int) -> None:
         """Refuses rows that are too long for the model."""
