@@ -6,7 +6,7 @@ and writes a checkpoint of `looped_llama.py`. Nothing is trained here.
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +14,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from loopscope.arguments import as_count, as_number, as_path, check_flag
+from loopscope.arguments import as_count, as_number, as_path, check_flag, check_kind
 from loopscope.artifacts import atomic_folder, remove_leftovers, write_json
 from loopscope.config import build, plain, read_json
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import CONFIG, ModelType, check_layers, fill, first_not_finite, save_model
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.looped_llama import SOURCES, LoopedLlama, LoopedLlamaConfig, Looping
+from loopscope.reading import is_there
 
 _COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
@@ -39,7 +40,7 @@ _OF_GGUF = (*LoopedLlamaConfig.__struct_fields__, "dtype", "bos_token_id", "eos_
 class LoopedCheckpoint(msgspec.Struct, frozen=True):
     """What was made."""
 
-    folder: Path
+    folder: str
     looping: Looping
     coda: int  # layers that run at every exit
     original_layers: int
@@ -81,6 +82,7 @@ def loop(
         raise UserError(f"damping must be above 0 and at most 1 (the plain update), got {damping:g}.")
     if gate not in ("none", "linear"):
         raise UserError(f"There is no gate '{gate}' for a looped decoder; choose none or linear.")
+    check_kind(drop, Iterable, "drop", "a list of layers")
     dropped = sorted({as_count(number, "a dropped layer", 0) for number in drop})
     if target.exists():
         remove_leftovers(target)
@@ -124,10 +126,12 @@ def loop(
 
 
 def _read(path: Path, source: str | Path) -> _Original:
-    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / CONFIG).is_file() else []
+    files: list[Path] = []
+    if is_there(path) and path.is_dir() and not (path / CONFIG).is_file():
+        files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         raise UserError(f"{path} holds {len(files)} GGUF files; name the one to loop.")
-    if files or (path.suffix == ".gguf" and path.is_file()):
+    if files or (path.suffix == ".gguf" and is_there(path) and path.is_file()):
         return _read_gguf(files[0] if files else path)
     folder = find_checkpoint(source)
     if not (folder / CONFIG).is_file():
@@ -227,7 +231,7 @@ def _described(folder: Path, model: LoopedLlama, original: Mapping[str, Tensor],
     run = looping.prelude + looping.loops * looping.core + config.coda
     added = sum(part.numel() for part in model.model.injection.parameters()) if model.model.injection else 0
     return LoopedCheckpoint(
-        folder=folder,
+        folder=str(folder),
         looping=looping,
         coda=config.coda,
         original_layers=layers,
