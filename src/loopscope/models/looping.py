@@ -75,16 +75,15 @@ def loop(
     loops, and the rest at every exit; with all layers and no damping, loop 1 is the original model.
     """
     target = as_path(out, "out")
-    for name, value, least in (("prelude", prelude, 0), ("core", core, 1), ("loops", loops, 1)):
-        as_count(value, name, least)
+    prelude, core, loops = as_count(prelude, "prelude", 0), as_count(core, "core"), as_count(loops, "loops")
     check_flag(injection, "injection")
-    if not 0 < as_number(damping, "damping") <= 1:
+    if not 0 < (damping := as_number(damping, "damping")) <= 1:
         raise UserError(f"damping must be above 0 and at most 1 (the plain update), got {damping:g}.")
-    if gate not in ("none", "linear"):
+    if not isinstance(gate, str) or gate not in ("none", "linear"):
         raise UserError(f"There is no gate '{gate}' for a looped decoder; choose none or linear.")
     check_kind(drop, Iterable, "drop", "a list of layers")
     dropped = sorted({as_count(number, "a dropped layer", 0) for number in drop})
-    if target.exists():
+    if is_there(target):
         remove_leftovers(target)
         raise UserError(f"{target} is there already; choose another place, or remove it.")
     config, layers, tensors, copy_beside = _read(as_path(source, "A checkpoint's folder or name"), source)
