@@ -15,7 +15,9 @@ from loopscope.analysis import as_targets
 from loopscope.engine import Sampling
 from loopscope.exits.calibration import certify
 from loopscope.models import LoopedModel
+from loopscope.models.tokenizer import load_tokenizer
 from loopscope.recording import Keep
+from loopscope.training import train
 from loopscope.training.settings import read_settings
 
 ROWS, LOOPS = 40, 4
@@ -193,6 +195,7 @@ WRONG: dict[str, Call] = {
     "request: texts": lambda: ls.Request(0, "ab"),  # type: ignore[arg-type]
     "request: scored floats": lambda: ls.Request(0, [[1, 2], [1, 3]], [1.0, 1.0]),  # type: ignore[list-item]
     "request: scored text": lambda: ls.Request(0, [[1, 2], [1, 3]], "11"),  # type: ignore[list-item, arg-type]
+    "request: scored bytes": lambda: ls.Request(0, [[1, 2], [1, 3]], b"\1\1"),
     "request: norms text": lambda: ls.Request(0, [[1, 2], [1, 3]], [1, 1], "ab"),  # type: ignore[list-item, arg-type]
     "request: norms NaN": lambda: ls.choices(0, np.array([1]), [np.array([2]), np.array([3])], [NAN, 1.0]),
     "request: norms infinite": lambda: ls.choices(0, np.array([1]), [np.array([2]), np.array([3])], [INF, 1.0]),
@@ -218,6 +221,7 @@ WRONG: dict[str, Call] = {
     "generate: stop": lambda: written(stop=3),
     "generate: stop 0-d": lambda: written(stop=np.array(3)),
     "generate: stop texts": lambda: written(stop="ab"),
+    "generate: stop bytes": lambda: written(stop=b"\3"),
     "generate: cache": lambda: written(cache=3),
     "generate: sampling": lambda: written(sampling={"temperature": 1.0}),
     "generate: policy": lambda: written(policy="margin"),
@@ -257,6 +261,22 @@ WRONG: dict[str, Call] = {
     "targets: several of another kind": lambda: as_targets(np.array([0.5, 2.0])),  # type: ignore[arg-type]
     "report: policies": lambda: ls.report({"a": (VALIDATION, TEST)}, "out", policies={"a": 3}),  # type: ignore[operator]
     "report: out": lambda: ls.report({"a": (VALIDATION, TEST)}, 3),  # type: ignore[operator]
+    # names that the system cannot have
+    **{
+        f"a name that is too long: {what}": lambda call=call, name=name: call(name)  # type: ignore[misc]
+        for name in ("A" * 300, "a/" * 3_000 + "a")
+        for what, call in {
+            f"{len(name)}, recording": ls.Trajectory.load,
+            f"{len(name)}, saved recording": VALIDATION.save,
+            f"{len(name)}, gate": ls.FittedGate.load,
+            f"{len(name)}, policy": ls.ExitPolicy.load,
+            f"{len(name)}, saved policy": ls.ExitPolicy("margin", 0.5).save,
+            f"{len(name)}, model": ls.load_model,
+            f"{len(name)}, tokenizer": load_tokenizer,
+            f"{len(name)}, run": lambda name: train("demo", name),
+            f"{len(name)}, report": lambda name: ls.report({"a": (VALIDATION, TEST)}, name),  # type: ignore[operator]
+        }.items()
+    },
 }
 
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 import loopscope as ls
-from loopscope.artifacts import write_json
 from loopscope.bench.measure import interleaved, spread
 from loopscope.engine.generation import GenerationStats, Prompt, stream
 from loopscope.models.checkpoint import DTYPES, save_model
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.progress import track
+from loopscope.writing import write_json
 
 CONFIG = {
     "architectures": ["OuroForCausalLM"],

@@ -5,7 +5,7 @@ Each check gives back the value, or says in one sentence what was expected.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,10 +82,17 @@ def as_path(value: Any, name: str) -> Path:
 
 
 def check_kind(value: T, kind: type | tuple[type, ...], name: str, what: str) -> T:
-    """The value, if it is a `kind`, of which `what` is the name; an array without axes is nobody's iterable."""
-    if not isinstance(value, kind) or (isinstance(value, np.ndarray) and not value.ndim):
+    """The value, if it is a `kind`, of which `what` is the name."""
+    if not isinstance(value, kind):
         raise UserError(f"{name} must be {what}, got {_short(value)}.")
     return value
+
+
+def check_list(values: T, name: str, what: str = "a list") -> T:
+    """The values, if one can go through them; a text and an array without axes are no list."""
+    if isinstance(values, str | bytes) or (isinstance(values, np.ndarray) and not values.ndim):
+        raise UserError(f"{name} must be {what}, got {_short(values)}.")
+    return check_kind(values, Iterable, name, what)
 
 
 def check_flag(value: Any, name: str) -> None:

@@ -5,6 +5,7 @@ end, nesting without end, and bytes that are no text are refused before anything
 """
 
 import re
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -40,9 +41,21 @@ def read_text(path: Path, what: str, largest: int | None = _SMALL) -> str:
 
 def is_there(path: Path) -> bool:
     """Whether there is something; nothing is by a name that the system cannot have."""
+    return _answered(path.exists)
+
+
+def is_file(path: Path) -> bool:
+    return _answered(path.is_file)
+
+
+def is_folder(path: Path) -> bool:
+    return _answered(path.is_dir)
+
+
+def _answered(question: Callable[[], bool]) -> bool:
     try:
-        return path.exists()
-    except OSError:
+        return question()
+    except OSError:  # a name that is too long, for instance
         return False
 
 

@@ -22,17 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.arguments import as_array, as_integers, as_path, check_kind, check_mapping
-from loopscope.artifacts import (
-    atomic_folder,
-    map_tensors,
-    read_manifest,
-    read_whole,
-    save_tensors,
-    write_json,
-    write_manifest,
-)
+from loopscope.artifacts import artifact_folder, map_tensors, read_manifest, read_whole, save_tensors, write_manifest
 from loopscope.config import Settings, build, plain
 from loopscope.errors import UserError
+from loopscope.writing import write_json
 
 RECORDING = "recording"
 RECORDING_SCHEMA = 1
@@ -245,7 +238,7 @@ class Trajectory:
 
     def save(self, folder: str | Path) -> None:
         """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
-        with atomic_folder(as_path(folder, "folder"), RECORDING, RECORDING_FILES) as scratch:
+        with artifact_folder(as_path(folder, "folder"), RECORDING, RECORDING_FILES) as scratch:
             arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
             arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
             save_tensors(scratch / TRAJECTORY, arrays)

@@ -246,7 +246,7 @@ def _saved(made: Any, target: Any) -> None:
 def _kept(made: Any) -> Any:
     if isinstance(made, ls.Trajectory):
         return made.sha256
-    if isinstance(made, ls.FittedGate):
+    if isinstance(made, ls.FittedGate | ls.Stopper):
         return {name: np.asarray(value).tolist() for name, value in made.tensors.items()}, dict(made.provenance)
     if isinstance(made, ls.Monitor):
         return made.result

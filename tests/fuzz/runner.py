@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from loopscope.artifacts import is_scratch
 from loopscope.cli import main
 from loopscope.errors import UserError
+from loopscope.writing import is_scratch
 
 from .mutations import Rng, spoil
 from .world import World

@@ -42,8 +42,13 @@ def check_holds(built: Mapping[Any, Any], said: Mapping[Any, Any]) -> None:
             check_holds(built[key], {"name": value})
         elif isinstance(value, list) and isinstance(built[key], list | tuple) and len(value) == len(built[key]):
             check_holds(dict(enumerate(built[key])), dict(enumerate(value)))
-        elif plain(value) != built[key]:
+        elif plain(value) != built[key] and not _rounds_to(value, built[key]):
             raise MisledError(f"{key} is not what the file says")
+
+
+def _rounds_to(value: Any, built: Any) -> bool:
+    """Whether a whole number of a file became the nearest floating-point number."""
+    return isinstance(value, int) and isinstance(built, float) and float(value) == built
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -14,10 +14,12 @@ import loopscope.trajectory
 from loopscope.errors import UserError
 from loopscope.exits import readouts
 from loopscope.exits.policy import PolicyFile
+from loopscope.writing import BESIDE
 
 from .arguments import GOOD, LAST, SLOW, verbs
 from .kinds import KINDS
-from .runner import Case, Fuzzer, Kind, Report, schedule, working_folder
+from .runner import Case, Fuzzer, Kind, MisledError, Report, schedule, working_folder
+from .settings import check_holds
 from .world import World
 
 
@@ -134,6 +136,13 @@ def test_it_finds_an_exception_that_is_no_sentence(world: World, monkeypatch: py
     assert found_within(world, 300, "python", "AssertionError")
 
 
+def test_a_whole_number_may_become_the_nearest_float() -> None:
+    check_holds({"rate": float(2**63)}, {"rate": 2**63 - 1})
+    for built, value in ((float(2**62), 2**63 - 1), (2**63, 2**63 - 1), (0.5, 0.25)):
+        with pytest.raises(MisledError, match="rate is not what the file says"):
+            check_holds({"rate": built}, {"rate": value})
+
+
 def attempted(tmp_path: Path, attempt: Any) -> str:
     """What is said of an input that behaves like this."""
     (tmp_path / "world").mkdir()
@@ -154,7 +163,7 @@ def test_a_hang_is_ended_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "TooLongError" in attempted(tmp_path, hang)
 
 
-@pytest.mark.parametrize("prefix", loopscope.artifacts.BESIDE)
+@pytest.mark.parametrize("prefix", BESIDE)
 def test_what_is_left_behind_or_changed_is_told(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()

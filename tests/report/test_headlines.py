@@ -3,16 +3,19 @@
 import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from simulated import pair
 
 import loopscope as ls
-import loopscope.report.tables  # the room is imported, and ls.report can be called all the same
+from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.cli import main
 from loopscope.config import read_json
+from loopscope.report import tables  # the room is imported, and ls.report can be called all the same
 
 MODELS = {
     "demo": pair(right=0.99, late_gate=True),
@@ -62,7 +65,7 @@ def test_verdicts_are_those_of_the_truth(page: Path) -> None:
         assert "cannot tell" in shown[name]
     for name in SILENT:
         assert f"{name} no verdict" in shown[name]
-        assert shown[name].count("no verdict") == 7  # the chip, three depths and the three gaps
+        assert shown[name].count("no verdict") == 8  # the chip, three depths and the four gaps
     assert "fixed depth are read at 59%, the highest whole percent that test data reach at that loop" in shown["small"]
     for name, text in shown.items():
         harm = re.search(r"Loop 2 is [\d.]+ points better than full depth on validation data: depth harms it.", text)
@@ -78,6 +81,7 @@ def test_results_say_which_accuracy_a_relative_target_was(page: Path) -> None:
         loop = 2 if model.name == "forgets" else validation.num_loops
         assert (level.loop, level.accuracy) == (loop, pytest.approx(validation.correct[:, loop - 1].mean() - 0.01))
         slow = {"patience", "settling"} if model.name == "forgets" else set()  # they look back on loops, and miss it
+        slow |= {"stopper:classifier"} if model.name == "forgets" else set()  # full depth is its measure
         depths = [
             frontier.depth_at["full-1"] for frontier in model.frontiers if frontier.readout not in {"oracle", *slow}
         ]
@@ -123,6 +127,55 @@ def test_the_comparison_with_the_paper_alone_has_its_grid() -> None:
     assert not noted & {"posthoc_summary", "ouro_refitted", "main_signals", "headline", "depths"}
 
 
+def test_room_left_splits_into_what_was_reached_and_what_only_the_labels_know(page: Path) -> None:
+    shown, results = cards(page), read_json(Results, page.parent / "results.json", "results")
+    table = tables.learned_stoppers(results)
+    assert table is not None
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert set(rows) == set(MODELS) - set(SILENT)
+    for model in results.models:
+        diagnosis = model.diagnosis
+        assert diagnosis.room_sentence in shown[model.name]
+        if model.name in SILENT:
+            continue
+        room, reachable, row = diagnosis.room_left, diagnosis.reachable_room, rows[model.name]
+        assert room is not None
+        assert reachable is not None
+        cell = f"{reachable.value:+.2f} [{reachable.low:+.2f}, {reachable.high:+.2f}]"
+        assert f"reachable room {cell}" in shown[model.name]
+        assert row["reachable room"].startswith(cell)
+        assert row["room left"].startswith(f"{room.value:.2f}")
+        assert row["only labels know"] == f"{room.value - reachable.value:.2f}"  # all of them are at one accuracy
+        assert row["seeds better, worse"] == f"{int(reachable.sign > 0)}, {int(reachable.sign < 0)}"
+        for kind in ("induction", "classifier"):
+            frontier = model.frontier(f"stopper:{kind}")
+            assert frontier is not None
+            depth = frontier.depth_at["full-1"]
+            assert row[kind].startswith("N/A" if depth is None else f"{depth:.2f}")
+
+
+def test_seeds_of_a_learned_stopper_are_counted_together() -> None:
+    sources = []
+    for seed in (0, 1):
+        parts = {"task": {"name": "mano"}, "model": {"gate": "none"}, "training": {"seed": seed}}
+        run = {**parts, "objective": {"name": "fixed_prior", "prior": "uniform", "geometric_lambda": 0.3, "beta": 0.1}}
+        both = pair(right=0.9, rows=300, seed=seed)
+        both = tuple(replace(each, provenance={"run": run}, gate_logits=None) for each in both)
+        sources.append(ModelRecordings(f"seed-{seed}", *both))
+    results = analyse_models(sources, None, [0.7])[0]
+    table = tables.learned_stoppers(results)
+    assert table is not None
+    (row,) = table.rows
+    cells = dict(zip(table.columns, row, strict=True))
+    gaps = [model.diagnosis.reachable_room for model in results.models]
+    values = [gap.value for gap in gaps if gap is not None]
+    assert len(values) == 2
+    mean = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} (2 of 2)"
+    assert cells["reachable room"].startswith(f"{mean}: {values[0]:+.2f} [")
+    assert f"; {values[1]:+.2f} [" in cells["reachable room"]
+    assert "(2 of 2)" in cells["induction"]
+
+
 def test_a_report_needs_a_model_and_policies_of_its_models(tmp_path: Path) -> None:
     with pytest.raises(ls.UserError, match="at least one model"):
         ls.report({}, tmp_path)
@@ -138,3 +191,7 @@ def test_many_models_are_a_table_with_their_gaps(tmp_path: Path) -> None:
         gap = model.diagnosis.readout_gap
         assert gap is not None
         assert f"<td>{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]" in table
+    header = re.findall(r"<th[^>]*>([^<]*)</th>", table)
+    rows = [re.findall(r"<td.*?</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", table)]
+    assert header[-1] == "reachable room"
+    assert [(len(row), row[-1]) for row in rows] == [(len(header), "<td>nothing learned</td>")] * 9  # of 60 examples

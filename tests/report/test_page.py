@@ -21,6 +21,7 @@ from loopscope.analysis import interval, resampled_curves
 from loopscope.analysis.model_analysis import ModelRecordings
 from loopscope.analysis.outcomes import OUTCOMES
 from loopscope.analysis.schema import Results
+from loopscope.analysis.stoppers import with_stoppers
 from loopscope.exits.policy import accuracy_and_loops
 from loopscope.exits.thresholds import available_readouts
 from loopscope.reproduction.products import PRODUCTS
@@ -60,15 +61,13 @@ def choose(tab: Page, model: int, readout: str) -> None:
 def test_the_slider_gives_the_depths_that_python_computes(tab: Page) -> None:
     for box in tab.locator("#legend-readouts input").all():
         box.check()
+    learned = {each.name: with_stoppers(each.validation, each.test) for each in two()}
     frontiers = {
-        (each.name, name): ls.sweep(name, each.validation, each.test)
-        for each in two()
-        for name in available_readouts(each.validation, each.test)
+        (model, name): ls.sweep(name, *both) for model, both in learned.items() for name in available_readouts(*both)
     }
     resampled = {
-        (each.name, name): resampled_curves(name, frontiers[each.name, name].thresholds, each.test)
-        for each in two()
-        for name in available_readouts(each.validation, each.test)
+        (model, name): resampled_curves(name, each.thresholds, learned[model][1])
+        for (model, name), each in frontiers.items()
     }
     for percent in (40, 60, 72.5, 90, 100):
         slide(tab, "#target", round(2 * percent) - 1)
@@ -97,6 +96,31 @@ def test_the_legend_switches_lines(tab: Page) -> None:
     tab.get_by_role("button", name="All", exact=True).click()
     assert {row[0] for row in cells(tab, "#depth-table")} == {"a", "b"}
     tab.select_option("#colour-by", "readout")
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_learned_stoppers_are_told_from_single_signals(
+    report: tuple[Path, Results], browser: Browser, width: int
+) -> None:
+    with opened(browser, report[0], width=width, color_scheme="dark") as tab:
+        for name, mark in (("stopper:induction", "◇"), ("stopper:classifier", "□"), ("gate", "◆")):
+            label = tab.locator(f"#legend-readouts label[data-readout='{name}']")
+            assert label.locator(".swatch").inner_text() == mark
+            label.locator("input").check()
+        assert tab.locator("#gap-reachable svg").count() == 1
+        gap = report[1].models[1].diagnosis.reachable_room
+        assert gap is not None
+        assert f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]" in tab.locator(".card").nth(1).inner_text()
+        tab.select_option("#colour-by", "readout")
+        place = tab.locator("#frontier-chart")
+        with tab.expect_download() as download:
+            place.locator("xpath=following-sibling::*[1]").get_by_role("button", name="SVG").click()
+        saved = Path(download.value.path()).read_text()
+        induction, gate = "#DC267F", "#D55E00"
+        assert f'stroke="{induction}"' in saved
+        assert f'fill="{induction}"' not in saved  # hollow, in the chart and in its key
+        assert f'fill="{gate}"' in saved
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_zooming_changes_the_chart_and_comes_back(tab: Page) -> None:

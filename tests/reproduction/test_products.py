@@ -1,11 +1,14 @@
 """Products: made where their models are there, with the paper's numbers beside, and all of them in the docs."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from conftest import random_trajectory
 
 import loopscope as ls
+from loopscope.analysis import over_seeds
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.report.products import OVERVIEW
@@ -16,10 +19,9 @@ from loopscope.reproduction.variants import TaskVariants
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def settings(gate: str, prior: object, beta: float, seed: int, task: str) -> dict[str, object]:
+def settings(gate: str, prior: object, beta: float, seed: int, task: str, name: str) -> dict[str, object]:
     geometric = {"prior": "geometric", "geometric_lambda": prior}
     objective = {"prior": "uniform", "geometric_lambda": 0.3} if prior == "uniform" else geometric
-    name = "fixed_prior" if gate == "none" else "learned_gate"
     return {
         "task": {"name": task},
         "model": {"gate": gate},
@@ -29,16 +31,24 @@ def settings(gate: str, prior: object, beta: float, seed: int, task: str) -> dic
 
 
 def source(
-    gate: str, prior: object, beta: float = 0.1, seed: int = 0, task: str = "mano", **changes: object
+    gate: str,
+    prior: object,
+    beta: float = 0.1,
+    seed: int = 0,
+    task: str = "mano",
+    objective: str = "",
+    **changes: object,
 ) -> ModelRecordings:
-    provenance = {"run": settings(gate, prior, beta, seed, task)}
+    objective = objective or ("fixed_prior" if gate == "none" else "learned_gate")
+    provenance = {"run": settings(gate, prior, beta, seed, task, objective)}
     number = 100 * seed + int(1000 * beta) + len(gate) + len(str(prior))
-    more = {"gate_logits": None} if gate == "none" else {}
+    more: dict[str, object] = {"rows": 60} | ({"gate_logits": None} if gate == "none" else {})
     validation, test = (
-        random_trajectory(seed=number + k, split=split, provenance=provenance, rows=60, **{**more, **changes})
+        random_trajectory(seed=number + k, split=split, provenance=provenance, **{**more, **changes})
         for k, split in ((0, "validation"), (5000, "test"))
     )
-    return ModelRecordings(f"{task}-{gate}-{prior}-{beta}-{seed}", validation, test, test if gate == "none" else None)
+    name = f"{task}-{objective}-{gate}-{prior}-{beta}-{seed}"
+    return ModelRecordings(name, validation, test, test if gate == "none" else None)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +60,8 @@ def results() -> Results:
         for prior in ("uniform", 0.3)
         for seed in (0, 1)
     ]
-    sources += [source("linear", "uniform", beta=0.5), source("none", 0.7)]
+    sources += [source("linear", "uniform", beta=0.5), source("none", 0.7, rows=120)]  # enough for a stopper
+    sources.append(source("mlp", 0.3, objective="decoupled_gate"))
     return analyse_models(sources, None, [0.5, 0.9])[0]
 
 
@@ -92,6 +103,56 @@ def test_the_best_beta_is_validation_s_choice_on_the_seeds_that_all_have() -> No
     assert chosen.best("mlp", 0.3) is None
 
 
+def test_a_decoupled_gate_stands_beside_the_joint_one_the_fitted_one_and_the_fixed_prior() -> None:
+    def recorded(gate: str, task: str, seed: int, objective: str, beta: float = 0.1, **more: Any) -> ModelRecordings:
+        """Right from loop 2 on, but for one example in ten."""
+        made = []
+        for split in ("validation", "test"):
+            labels = np.random.default_rng([seed, len(split)]).integers(0, 5, 60)
+            answers = np.where(np.arange(4) > 0, labels[:, None], labels[:, None] + 1)
+            answers[:6] = labels[:6, None] + 1
+            provenance = {"run": settings(gate, 0.3, beta, seed, task, objective)}
+            made.append(ls.Trajectory(labels=labels, predictions=answers, split=split, provenance=provenance, **more))
+        return ModelRecordings(f"{task}-{objective}-{gate}-{beta}-{seed}", *made)
+
+    def opens(loop: int) -> dict[str, Any]:
+        """At loop 1 or at this one, whatever the threshold; its CDF stays what it is in between."""
+        return {"gate_logits": np.tile([-9.0, *(9.0 if each >= loop else -1e3 for each in (2, 3, 4))], (60, 1))}
+
+    fitted = {f"gate:{kind}": np.tile([0.0, *after], (60, 1)) for kind, after in (("a", [0, 1, 1]), ("b", [0, 0, 1]))}
+    sources = []
+    for task, seed in (("mano", 0), ("mano", 1), ("parity", 0)):
+        sources.append(recorded("linear", task, seed, "decoupled_gate", **opens(2)))
+        sources.append(recorded("linear", task, seed, "learned_gate", **opens(3 + seed)))
+        sources.append(recorded("none", task, seed, "fixed_prior", signals=fitted))
+    sources.append(recorded("linear", "mano", 0, "learned_gate", beta=0.5, **opens(2)))
+    sources.append(recorded("mlp", "mano", 0, "decoupled_gate", **opens(2)))  # no joint gate of its kind: no row
+    results = analyse_models(sources, None, [0.85, 0.99])[0]
+    (made,) = PRODUCTS.make(results, ["decoupled_gate"])
+    assert made.table is not None
+    own, gate, fixed = "its own gate", "linear gate, geometric 0.3, β", "fixed prior, geometric 0.3"
+    assert made.table.rows == [
+        ["mano", f"decoupled {gate} 0.1 (2 seeds)", own, "2.00 ± 0.00 (2 of 2)", "N/A", ""],
+        ["mano", f"{gate} 0.1 (2 seeds)", own, "3.50 ± 0.71 (2 of 2)", "N/A", "1.50 ± 0.71 (2 of 2)"],
+        ["mano", f"{gate} 0.5 (1 seed)", own, "2.00", "N/A", "0.00"],
+        ["mano", f"{fixed} (2 seeds)", "best single readout", "2.00 ± 0.00 (2 of 2)", "N/A", "0.00 ± 0.00 (2 of 2)"],
+        ["mano", f"{fixed} (2 seeds)", "best fitted gate", "3.00 ± 0.00 (2 of 2)", "N/A", "1.00 ± 0.00 (2 of 2)"],
+        ["parity", f"decoupled {gate} 0.1 (1 seed)", own, "2.00", "N/A", ""],
+        ["parity", f"{gate} 0.1 (1 seed)", own, "3.00", "N/A", "1.00"],
+        ["parity", f"{fixed} (1 seed)", "best single readout", "2.00", "N/A", "0.00"],
+        ["parity", f"{fixed} (1 seed)", "best fitted gate", "3.00", "N/A", "1.00"],
+    ]
+
+
+def test_the_best_single_readout_of_a_remedy_s_table_is_the_diagnosis_s(results: Results) -> None:
+    (made,) = PRODUCTS.make(results, ["decoupled_gate"])
+    assert made.table is not None
+    (row,) = [row for row in made.table.rows if row[0] == "mano" and row[2] == "best single readout"]
+    models = [model for model in results.models if model.name.startswith("mano-fixed_prior-none-0.3")]
+    frontiers = [model.frontier(model.diagnosis.best_readout) for model in models]
+    assert row[3] == str(over_seeds([each.depth_at["0.5"] for each in frontiers if each is not None]))
+
+
 def test_one_model_gives_what_it_can() -> None:
     alone = analyse_models([source("linear", 0.3)], None, [0.9])[0]
     names = [product.name for product in PRODUCTS.make(alone, ["paper"])]
@@ -100,7 +161,7 @@ def test_one_model_gives_what_it_can() -> None:
 
 
 def test_names_are_checked() -> None:
-    assert PRODUCTS.names(["overview", "teaser", "headline"]) == [*OVERVIEW.recipes, "teaser"]
+    assert PRODUCTS.names(["overview", "teaser", "headline"]) == [*OVERVIEW.recipes, "decoupled_gate", "teaser"]
     with pytest.raises(ls.UserError, match="no product 'tizer'"):
         PRODUCTS.names(["tizer"])
 

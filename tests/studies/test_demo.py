@@ -15,7 +15,7 @@ from loopscope.cli import main
 from loopscope.studies import make_plan
 
 REFERENCE = "fixed-geometric"
-MODELS = [REFERENCE, "fixed-uniform", "linear-gate", "mlp-gate"]
+MODELS = [REFERENCE, "fixed-uniform", "linear-gate", "mlp-gate", "decoupled-gate"]
 
 
 def words(folder: Path) -> list[str]:

@@ -85,7 +85,8 @@ def test_it_makes_results_and_products(finished: Path, capsys: pytest.CaptureFix
     assert len(names) == 6
     assert [model["is_reference"] for model in results["models"]] == [True, True, False, False, False, False]
     readouts = [frontier["readout"] for frontier in results["models"][0]["frontiers"]]
-    assert readouts[-2:] == ["gate:linear-ponder", "gate:linear-utility"]
+    fitted = ["gate:linear-ponder", "gate:linear-utility", "stopper:classifier", "stopper:induction"]
+    assert readouts[-4:] == fitted
     assert results["models"][0]["extrapolation"]["forced_accuracy_by_difficulty"]["levels"] == [3, 4]
     assert results["groups"][0]["names"] == names[:2]
     made = {path.stem for path in report.glob("*.png")}
@@ -252,6 +253,7 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
         ("model.block_size=11", "model.block_size=7", "leaves no room"),
         ('gate = ["linear"]\nprior = [0.3]', 'gate = ["none"]\nprior = [0.3]', "lists the run"),
         ('settings = "demo-parity"', 'settings = "nowhere"', "neither a preset"),
+        ('settings = "demo-parity"', f'settings = "{"A" * 300}"', "neither a preset"),
         ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
         ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "names 2 runs"),
         ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),

@@ -4,19 +4,17 @@ import hashlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, tiny_language_run, tiny_settings
+from killed_run import kill_after_first_checkpoint, train_words
 
 import loopscope as ls
-from loopscope.artifacts import is_scratch
 from loopscope.cli import main
 from loopscope.config import plain
 from loopscope.models import read_checkpoint_config
@@ -27,6 +25,7 @@ from loopscope.training.custom_objectives import load_objective, with_source
 from loopscope.training.gate_fitting import gate_settings
 from loopscope.training.loop import train_run
 from loopscope.training.settings import read_run_settings
+from loopscope.writing import is_scratch
 
 CPU = torch.device("cpu")
 NOISY = """
@@ -92,27 +91,16 @@ def test_killed_and_resumed_it_ends_bit_identical(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     longer = ["training.steps=200", "training.checkpoint_every=7", "model.gate=linear"]
-    changes = settings(*longer, f"objective={write()}:noisy", "objective.options.noise=0.7")
+    changes = [*TINY, *longer, f"objective={write()}:noisy", "objective.options.noise=0.7"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-
-    def words(folder: Path) -> list[str]:
-        return ["train", "demo", "--out", str(folder), "--threads", "1", *changes]
-
-    command = [sys.executable, "-m", "loopscope.cli", *words(cut)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (cut / "state.safetensors").exists():
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not (cut / "model.safetensors").exists()
+    kill_after_first_checkpoint(cut, changes)
     before = contents(cut)
     write(NOISY.replace("return 0.5", "return 0.6"))  # a helper, not the function itself
-    assert main(words(cut)) == 2
+    assert main(train_words(cut, changes)) == 2
     assert "had another source text; choose another --out, or put the old text back." in capsys.readouterr().err
     assert contents(cut) == before
     write()
-    assert main(words(cut)) == main(words(whole)) == 0
+    assert main(train_words(cut, changes)) == main(train_words(whole, changes)) == 0
     assert contents(cut) == contents(whole)
 
 

@@ -1,14 +1,11 @@
 """Decoupled gates: does the gate leave the trajectory alone, to the bit, and learn what a joint one would there?"""
 
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, tiny_language_run, tiny_settings
+from killed_run import kill_after_first_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -126,15 +123,7 @@ def test_it_has_a_name_of_its_own_and_a_fitted_gate_takes_over_its_beta() -> Non
 def test_killed_and_resumed_it_ends_bit_identical(tmp_path: Path) -> None:
     changes = [*TINY, "training.steps=100", "training.checkpoint_every=7", *DECOUPLED]
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    command = [sys.executable, "-m", "loopscope.cli", "train", "demo", "--out", str(cut), "--threads", "1"]
-    command += [word for change in changes for word in ("--set", change)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (cut / "state.safetensors").exists():
-        assert process.poll() is None, "the run ended before it could be killed"
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not (cut / "model.safetensors").exists()
+    kill_after_first_checkpoint(cut, changes)
     assert train("demo", cut, overrides=changes).resumed_from > 0
     train("demo", whole, overrides=changes)
     ours, theirs = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (cut, whole))

@@ -1,6 +1,7 @@
 """Training: does it learn, does everything follow from settings and seed, is nobody's folder overwritten?"""
 
 import json
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,14 @@ import pytest
 import torch
 from conftest import GATED, tiny_settings
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 import loopscope as ls
-from loopscope.artifacts import only_writer
 from loopscope.training import Training, check_memory, describe_data, estimate_time, initial_model, read_settings, train
+from loopscope.training.estimate import matmul_rate
 from loopscope.training.optimizers import Optimizers, schedule
 from loopscope.training.task_run import training_batches
+from loopscope.writing import only_writer
 
 CPU = torch.device("cpu")
 
@@ -182,6 +185,21 @@ def test_a_run_too_big_for_the_machine_says_so() -> None:
             check_memory(read_settings("paper", [override, "model.layers=40"]), CPU)
     check_memory(tiny_settings(), CPU)
     estimate_time(tiny_settings(), CPU).check()
+
+
+def test_where_a_product_takes_long_the_rate_is_that_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has no float16 of its own, for instance; here the clock is fast."""
+
+    def computed() -> int:
+        with FlopCounterMode(display=False) as counter:
+            matmul_rate(64, CPU)
+        return counter.get_total_flops()
+
+    large = 2 * 1024 * 64 * 256
+    assert computed() > 6 * large
+    seconds = count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(seconds)))
+    assert computed() < large
 
 
 def test_a_run_killed_before_its_settings_were_written_begins_again(tmp_path: Path) -> None:

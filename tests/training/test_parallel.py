@@ -19,10 +19,10 @@ import torch
 from conftest import GATED, TINY, tiny_language_run, tiny_settings
 
 import loopscope as ls
-from loopscope.artifacts import only_writer
 from loopscope.training import RunSettings, check_memory, read_settings, train
 from loopscope.training.loop import train_run
 from loopscope.training.parallel import Workers, join_workers
+from loopscope.writing import only_writer
 
 CPU = torch.device("cpu")
 PACKAGE = Path(ls.__file__).parent

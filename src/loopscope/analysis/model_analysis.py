@@ -35,6 +35,7 @@ from loopscope.analysis import (
 )
 from loopscope.analysis.benchmarks import benchmark_result
 from loopscope.analysis.bootstrap import Curves, resampled_curves
+from loopscope.analysis.diagnosis import without_verdict
 from loopscope.analysis.labels import model_label, recorded_run
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import (
@@ -62,6 +63,7 @@ from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED, own_name
 from loopscope.exits.sweep import Grid
 from loopscope.exits.thresholds import available_readouts
+from loopscope.reading import is_folder
 from loopscope.trajectory import Trajectory
 
 
@@ -92,8 +94,8 @@ class ModelRecordings:
 
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
     """The recordings in `run/recordings` (or in `run` itself): `validation` and `test`."""
-    folder = run / "recordings" if (run / "recordings").is_dir() else run
-    if not folder.is_dir():
+    folder = run / "recordings" if is_folder(run / "recordings") else run
+    if not is_folder(folder):
         raise UserError(f"There is no folder {run}; give a run whose validation and test splits are recorded.")
     for split in ("validation", "test"):
         if not (folder / split).is_dir():
@@ -146,7 +148,7 @@ def analyse_model(
     levels = [target_level(target, source.validation, test) for target in sought]
     own = {own_name(policy.readout): policy.gate for policy in source.policies if policy.gate is not None}
     gates = {**own, **source.gates}
-    subject = source.subject
+    subject = source.measure if without_verdict(source.validation, test, levels[0]) else source.subject
     validation, evaluation = (attach(recording, gates) for recording in (subject.validation, subject.test))
     against = None if reference is None else subject if reference is source else reference.measure
     provenance = dict(test.provenance)

@@ -7,14 +7,14 @@ Shapes: N examples, T loops, V classes.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 import numpy as np
 from scipy.stats import binom
 
-from loopscope.arguments import as_number, check_kind
+from loopscope.arguments import as_number, check_list
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
 
@@ -77,9 +77,7 @@ def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
         targets = [targets]
     if targets is None:
         targets = []
-    if isinstance(targets, str | bytes):
-        raise UserError("targets must be several numbers, such as [0.9, 0.95], got a text.")
-    given = list(check_kind(targets, Iterable, "targets", "several numbers, such as [0.9, 0.95]"))
+    given = list(check_list(targets, "targets", "several numbers, such as [0.9, 0.95]"))
     return [as_target(each) for each in given or (None,)]
 
 

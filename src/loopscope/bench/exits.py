@@ -177,7 +177,7 @@ def bench_exits(
     )
 
 
-def _said(model: LoopedModel, source: str, pooled: Tensor) -> Tensor:
+def _output(model: LoopedModel, source: str, pooled: Tensor) -> Tensor:
     if source == "hidden":
         return pooled
     outputs = model.halt(pooled) if source == "gate_logits" else model.predict(pooled)
@@ -197,7 +197,7 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
         done = np.zeros(len(rows), dtype=bool)
         for state in model.unroll(embedded):
             pooled = model.pooled(state, lengths - 1)
-            now = {source: _said(model, source, pooled).numpy() for source in exit_state.sources()}
+            now = {source: _output(model, source, pooled).numpy() for source in exit_state.sources()}
             done |= exit_state.stops(state.loop.numpy(), now)
             if done.all():
                 break

@@ -5,7 +5,7 @@ Recording and engine rely on every line of `check_model`; the first that does no
 Shapes: B rows, S states of all rows, D width, V classes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arguments import as_number, as_token_row, check_kind
+from loopscope.arguments import as_number, as_token_row, check_kind, check_list
 from loopscope.checks.check import Check
 from loopscope.engine import Prompt, Request, choices, in_order, run, stream
 from loopscope.engine.request_batch import require_vocabulary
@@ -43,7 +43,8 @@ def contract_checks(
 ) -> Iterator[Check]:
     """One by one, as they are made."""
     check_kind(model, LoopedModel, "The model", "a LoopedModel")
-    check_kind(rows, (Iterable, type(None)), "rows", "a list of rows of tokens")
+    if rows is not None:
+        check_list(rows, "rows", "a list of rows of tokens")
     if tolerance is not None:
         as_number(tolerance, "tolerance")
     for name in ("num_loops", "block_size", "vocab_size"):

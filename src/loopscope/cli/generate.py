@@ -202,7 +202,7 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    from loopscope.artifacts import locked, room_for
+    from loopscope.writing import locked, room_for
 
     with room_for(path), locked(path), path.open("a", encoding="utf-8") as out:
         check_new(path)

@@ -170,7 +170,7 @@ def target_accuracies(values: Sequence[float]) -> list[float]:
 def check_new(out: Path | None) -> None:
     """Refuses to write over what is there; in an empty file nothing is."""
     if out is not None and out.exists() and not (out.is_file() and not out.stat().st_size):
-        from loopscope.artifacts import remove_leftovers
+        from loopscope.writing import remove_leftovers
 
         remove_leftovers(out)
         raise UserError(f"{out} is there already; choose another --out, or remove it.")

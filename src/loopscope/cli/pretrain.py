@@ -1,10 +1,14 @@
-"""Train an Ouro on a text, with its tokenizer.
+"""Train an Ouro on a text, with its tokenizer; or train a checkpoint further.
 
 loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt --validation validation.txt --out small-ouro
 loopscope pretrain my.toml --text a.jsonl b.txt --validation c.txt --out mine --set training.steps=100
+loopscope pretrain heal.toml --start looped --text train.txt --validation validation.txt --out healed
+loopscope pretrain heal.toml --start a --teacher a --set targets=teacher --text t.txt --validation v.txt --out b
 
 A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} a line. The folder is a
 checkpoint in Ouro's layout, with a byte-level BPE tokenizer that is trained on the text first.
+With --start the folder is a checkpoint of the same kind as the start, whose tokenizer it keeps; docs/training.md says
+what the TOML file may hold then.
 A killed or interrupted run continues with the same command and ends bit-identical.
 """
 
@@ -17,6 +21,7 @@ from loopscope.cli.devices import device_of
 from loopscope.cli.options import COMPUTE, add_shared, add_verb
 from loopscope.cli.output import print_note, print_trained
 from loopscope.cli.workers import with_workers
+from loopscope.errors import UserError
 
 if TYPE_CHECKING:
     from loopscope.training.parallel import Workers
@@ -28,6 +33,10 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="what is trained on")
     parser.add_argument("--validation", type=Path, nargs="+", required=True, metavar="FILE", help="other documents")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder, a checkpoint")
+    parser.add_argument(
+        "--start", type=Path, metavar="CHECKPOINT", help="train this one further, in place of a new one"
+    )
+    parser.add_argument("--teacher", type=Path, metavar="CHECKPOINT", help="with targets = 'teacher': whom to follow")
     add_shared(parser, "--set", "--force", *COMPUTE)
 
 
@@ -37,18 +46,29 @@ def execute(options: argparse.Namespace) -> None:
 
 def _pretrain(options: argparse.Namespace, workers: "Workers") -> None:
     from loopscope.progress import clock, silent, track
+    from loopscope.training.continued_run import ContinuedRun, read_continue_settings
     from loopscope.training.estimate import time_for
-    from loopscope.training.language_run import LanguageRun, read_pretrain_settings
+    from loopscope.training.language_run import LanguageRun, TextRun, read_pretrain_settings
     from loopscope.training.loop import train_run
     from loopscope.training.run_folder import steps_done
 
+    if options.teacher is not None and options.start is None:
+        raise UserError("--teacher is for a checkpoint that is trained further; give it with --start.")
+    texts = tuple(options.text), tuple(options.validation)
     with workers.together():
-        settings = read_pretrain_settings(options.settings, options.set)
+        run: TextRun
         device = device_of(options)
-        run = LanguageRun(settings, tuple(options.text), tuple(options.validation), options.out)
-        left = settings.training.steps - steps_done(options.out)
+        if options.start is not None:
+            further = read_continue_settings(options.settings, options.set)
+            run = ContinuedRun(further, *texts, options.out, options.start, options.teacher)
+            flops, width = run.flops, run.width
+        else:
+            settings = read_pretrain_settings(options.settings, options.set)
+            run = LanguageRun(settings, *texts, options.out)
+            flops, width = settings.flops, settings.model.hidden_size
+        left = run.settings.training.steps - steps_done(options.out)
         if workers.is_main and left and not options.force:
-            expected = time_for(settings.flops * left, settings.model.hidden_size, device, workers)
+            expected = time_for(flops * left, width, device, workers)
             expected.check()
             print_note(f"{left:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
     with track("training") if workers.is_main else nullcontext(silent) as advance:

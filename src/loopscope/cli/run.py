@@ -115,7 +115,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    from loopscope.artifacts import atomic_file
+    from loopscope.writing import atomic_file
 
     with atomic_file(path) as scratch, scratch.open("w", encoding="utf-8") as out:
         yield out

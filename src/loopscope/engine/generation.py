@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arguments import as_count, as_number, as_token_row, check_kind
+from loopscope.arguments import as_count, as_number, as_token_row, check_kind, check_list
 from loopscope.config import NonNegative, Settings
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
 from loopscope.engine.logit_stats import NO_ANSWER, check_answers, likeliest_classes
@@ -111,12 +111,11 @@ def stream(
     check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
     check_kind(policy, (ExitPolicy, type(None)), "The policy", "an ExitPolicy")
     check_kind(sampling, (Sampling, type(None)), "sampling", "a Sampling")
-    check_kind(prompts, Iterable, "prompts", "a list of prompts")
+    check_list(prompts, "prompts", "a list of prompts")
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         as_count(value, name)
     batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
-    for token in check_kind(stop, Collection, "stop", "a collection of tokens"):
-        as_count(token, "A token that ends a text", 0)
+    stop = {as_count(token, "A token that ends a text", 0) for token in check_list(stop, "stop", "a list of tokens")}
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     model.require_evaluation()
@@ -167,7 +166,7 @@ def generate(
     model: LoopedModel, prompts: Iterable[Prompt], policy: ExitPolicy | None = None, **options: Any
 ) -> list[Completion]:
     """All continuations, in the order of the prompts; the options are those of `stream`."""
-    given = list(check_kind(prompts, Iterable, "prompts", "a list of prompts"))
+    given = list(check_list(prompts, "prompts", "a list of prompts"))
     for prompt in given:
         check_kind(prompt, Prompt, "What is continued", "a Prompt")
     numbered = [Prompt(number, prompt.tokens, prompt.forced) for number, prompt in enumerate(given)]

@@ -1,6 +1,6 @@
 """What is asked of the engine? A request: one row of tokens, or a question whose choices all continue one context."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.arguments import as_array, as_count, as_token_row, check_flag
+from loopscope.arguments import as_array, as_count, as_token_row, check_flag, check_list
 from loopscope.errors import UserError
 from loopscope.exits.scope import Score
 from loopscope.tasks import Examples
@@ -52,12 +52,12 @@ class Request:
     trunk: int = field(init=False)  # how many tokens all rows begin with, before what is scored
 
     def __post_init__(self) -> None:
-        rows = [as_token_row(row, "A row of a request") for row in _several(self.rows, "rows")]
+        rows = [as_token_row(row, "A row of a request") for row in check_list(self.rows, "The rows of a request")]
         if not rows:
             raise UserError("A request needs at least one row, and a row at least one token.")
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "trunk", len(rows[0]))
-        scored = tuple(as_count(count, "scored") for count in _several(self.scored, "scored"))
+        scored = tuple(as_count(count, "scored") for count in check_list(self.scored, "scored"))
         object.__setattr__(self, "scored", scored)
         object.__setattr__(self, "shared", as_count(self.shared, "shared", 0))
         check_flag(self.whole, "whole")
@@ -139,15 +139,6 @@ class Request:
 Requests = Sequence[Request] | NDArray[np.object_]
 
 
-def _several(values: Any, name: str) -> Any:
-    """What can be gone through, and is no text."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise UserError(f"{name} of a request must be a list.")
-    if isinstance(values, np.ndarray) and not values.ndim:
-        raise UserError(f"{name} of a request must be a list.")
-    return values
-
-
 def choices(
     key: Any,
     context: Tokens,
@@ -159,7 +150,7 @@ def choices(
 ) -> Request:
     """A question: which of these continues the context?"""
     before = as_token_row(context, "The context of a question")
-    after = [as_token_row(each, "A choice of a question") for each in _several(continuations, "continuations")]
+    after = [as_token_row(each, "A choice of a question") for each in check_list(continuations, "continuations")]
     rows = [np.concatenate((before, each)) for each in after]
     return Request(key, rows, [len(each) for each in after], norms, shared, whole, score)
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arguments import as_count, check_kind
+from loopscope.arguments import as_count, check_kind, check_list
 from loopscope.engine.logit_stats import check_finite, check_logits, not_finite
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import (
@@ -74,7 +74,7 @@ def run(
     """
     check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
     check_kind(policy, ExitPolicy, "The policy", "an ExitPolicy")
-    check_kind(requests, Iterable, "requests", "a list of requests")
+    check_list(requests, "requests", "a list of requests")
     as_count(batch_size, "batch_size")
     for name, value in (("num_loops", num_loops), ("batch_tokens", batch_tokens)):
         if value is not None:

@@ -101,8 +101,10 @@ class ExitState:
         return last | self.policy.decide(self._stopper.advance(np.stack(list(values.values()), axis=1)))
 
     def _advance(self, name: str, rows: "RowStates", now: Mapping[str, Array]) -> NDArray[np.float64]:
-        said = now[self._sources[name]]
-        return rows.advance(self.policy.gate.halt_logits(said) if isinstance(self.policy.gate, FittedGate) else said)
+        output = now[self._sources[name]]
+        return rows.advance(
+            self.policy.gate.halt_logits(output) if isinstance(self.policy.gate, FittedGate) else output
+        )
 
 
 class RowStates:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from loopscope.arguments import as_array, as_path, check_mapping
-from loopscope.artifacts import atomic_folder, map_tensors, read_manifest, save_tensors, write_manifest
+from loopscope.artifacts import artifact_folder, map_tensors, read_manifest, save_tensors, write_manifest
 from loopscope.errors import UserError
 from loopscope.exits.signals import FITTED_GATE, Signal, exit_cdf
 from loopscope.trajectory import Trajectory
@@ -114,7 +114,7 @@ class FittedGate:
         check_other_split(self.provenance, split, "gate")
 
     def save(self, folder: str | Path) -> None:
-        with atomic_folder(as_path(folder, "folder"), GATE, [GATE_WEIGHTS]) as scratch:
+        with artifact_folder(as_path(folder, "folder"), GATE, [GATE_WEIGHTS]) as scratch:
             save_tensors(scratch / GATE_WEIGHTS, {name: np.asarray(value) for name, value in self.tensors.items()})
             write_manifest(scratch, GATE, GATE_SCHEMA, {"kind": self.kind, "width": self.width}, self.provenance)
 

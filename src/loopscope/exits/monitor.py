@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loopscope.arguments import as_array, as_count, as_number, as_path, check_kind
-from loopscope.artifacts import write_json
 from loopscope.config import Count, Seed, Settings, Tally, digest, read_json
 from loopscope.errors import UserError
 from loopscope.exits.betting import MEAN_BETS, RANK_BETS, MeanBets, RankBets, Wealth, start
@@ -31,6 +30,7 @@ from loopscope.exits.losses import lost_at, population, risk_groups
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.splits import check_held_out
 from loopscope.trajectory import Trajectory
+from loopscope.writing import write_json
 
 Values = NDArray[np.float64]
 

@@ -15,7 +15,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from loopscope.arguments import as_number, as_path, check_kind
-from loopscope.artifacts import BESIDE, atomic_file, map_tensors, read_whole, remove_leftovers, sha256, write_bytes
+from loopscope.artifacts import map_tensors, read_whole, sha256
 from loopscope.config import Settings, build, digest, plain, read_json, to_json
 from loopscope.errors import UserError
 from loopscope.exits.calibration_exits import CalibrationExits
@@ -28,6 +28,7 @@ from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import own_name
 from loopscope.exits.stopper import Stopper, StopperContents
 from loopscope.trajectory import Trajectory, check_trajectory
+from loopscope.writing import BESIDE, atomic_file, remove_leftovers, write_bytes
 
 NEVER = float(np.finfo(np.float64).max)
 """A threshold (or, where low means exit, minus this) that no signal meets: full depth, in a file, too."""

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.arguments import as_array, as_path, check_kind, check_mapping
-from loopscope.artifacts import atomic_folder, map_tensors, read_manifest, save_tensors, write_manifest
+from loopscope.artifacts import artifact_folder, map_tensors, read_manifest, save_tensors, write_manifest
 from loopscope.config import Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits.fitted_gate import GATE, GATE_SCHEMA, GATE_WEIGHTS, check_host, check_other_split
@@ -179,7 +179,7 @@ class Stopper:
             node = after
 
     def save(self, folder: str | Path) -> None:
-        with atomic_folder(as_path(folder, "folder"), GATE, [GATE_WEIGHTS]) as scratch:
+        with artifact_folder(as_path(folder, "folder"), GATE, [GATE_WEIGHTS]) as scratch:
             save_tensors(scratch / GATE_WEIGHTS, {name: np.asarray(value) for name, value in self.tensors.items()})
             write_manifest(scratch, GATE, GATE_SCHEMA, plain(self.contents), self.provenance)
 

@@ -142,15 +142,15 @@ class _Fitting:
         if loop == 0:
             features[:, 1] = 0
         features = features.reshape(len(features), -1)
-        wanted = targets if targets.shape[1] > 1 else targets[:, 0]
-        forest = self._grown(loop, features, wanted)
+        fitted_to = targets if targets.shape[1] > 1 else targets[:, 0]
+        forest = self._grown(loop, features, fitted_to)
         self._forests.append(_Trees.of(forest))
         if self._fold is None:
             return np.asarray(forest.oob_prediction_).reshape(targets.shape)
         found = np.empty(targets.shape)
         for fold in range(_FOLDS):
             left_out = self._fold == fold
-            others = self._grown(loop, features[~left_out], wanted[~left_out])
+            others = self._grown(loop, features[~left_out], fitted_to[~left_out])
             found[left_out] = others.predict(features[left_out]).reshape(-1, targets.shape[1])
         return found
 
@@ -219,12 +219,12 @@ def _joined(forests: list[_Trees]) -> _Trees:
 def _edges(signals: Signal) -> Signal:
     """[F, E] of the bins of each signal [N, F] of a loop: about as many examples in each, and no example on an edge."""
     result = np.full((signals.shape[1], _EDGES), np.inf)
-    wanted = np.linspace(0, len(signals), _EDGES + 2)[1:-1]
+    ranks = np.linspace(0, len(signals), _EDGES + 2)[1:-1]
     for row, values in zip(result, signals.T, strict=True):
         rising = np.sort(values[~np.isnan(values)])
         middles = gap_middles(np.unique(rising))
         if len(middles) > _EDGES:
             below = np.searchsorted(rising, middles)
-            middles = middles[np.unique(np.searchsorted(below, wanted).clip(max=len(middles) - 1))]
+            middles = middles[np.unique(np.searchsorted(below, ranks).clip(max=len(middles) - 1))]
         row[: len(middles)] = middles
     return result

@@ -20,6 +20,7 @@ from loopscope.questions.lm_eval_tasks import (
     templates_compiled_once,
     write_task_definition,
 )
+from loopscope.reading import is_file
 
 if TYPE_CHECKING:
     from loopscope.harness.lm_eval_model import LoopScopeLM
@@ -119,14 +120,14 @@ def _prepared(names: Sequence[str], data: Path | None) -> Iterator[_Prepared]:
             loaded = [_local(name, data, Path(folder), manager) for name in names]
         else:
             home = Path(tasks.__file__).parent
-            ours = all(name in known or Path(name).is_file() for name in names)
+            ours = all(name in known or is_file(Path(name)) for name in names)
             where = sorted({home / known[name].definitions for name in names if name in known})
             manager = TaskManager(include_defaults=not ours, include_path=list(where))  # all of them take half a minute
             loaded = []
             for name in names:
-                if name not in manager.task_index and not Path(name).is_file():
+                if name not in manager.task_index and not is_file(Path(name)):
                     raise UserError(f"lm_eval has no task '{name}'; `lm_eval ls tasks` lists them.")
-                with _defining(Path(name)) if Path(name).is_file() else reading_benchmark(f"The task '{name}'", None):
+                with _defining(Path(name)) if is_file(Path(name)) else reading_benchmark(f"The task '{name}'", None):
                     loaded += list(_top(manager.load([name])))
         yield _Prepared(loaded, manager)
 

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.artifacts import atomic_file, write_json
 from loopscope.config import Positions, Vocabulary, build, digest, read_json
 from loopscope.errors import UserError
 from loopscope.models.contract import LoopedModel
@@ -32,6 +31,7 @@ from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.run_hashes import check_hashes, known_sha256
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings
 from loopscope.reading import is_plain_name
+from loopscope.writing import atomic_file, write_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -77,6 +77,16 @@ def load_model(
         raise UserError(f"There is no precision '{dtype}'; choose one of {', '.join(DTYPES)}.")
     device = check_device(device)
     path = find_checkpoint(source, revision)
+    model = model_without_weights(path)
+    check_hashes(path)
+    fill(model, path, device, None if dtype is None else DTYPES[dtype])
+    model.eval().requires_grad_(False)
+    model.identify_by(partial(weights_sha256, path.resolve()))
+    return model
+
+
+def model_without_weights(path: Path) -> LoopedModel:
+    """The model of a checkpoint as its configuration describes it, on the meta device."""
     if not (path / CONFIG).is_file():
         raise UserError(f"{path} is not a checkpoint: it has no {CONFIG}.")
     kind = read_json(ModelType, path / CONFIG, "model configuration").model_type
@@ -84,12 +94,7 @@ def load_model(
         loops = "; loop it first (`loopscope loop`)" if kind in SOURCES else ""
         raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {', '.join(_BUILDERS)}{loops}.")
     with torch.device("meta"):
-        model = _BUILDERS[kind](path)
-    check_hashes(path)
-    fill(model, path, device, None if dtype is None else DTYPES[dtype])
-    model.eval().requires_grad_(False)
-    model.identify_by(partial(weights_sha256, path.resolve()))
-    return model
+        return _BUILDERS[kind](path)
 
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:

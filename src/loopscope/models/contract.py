@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from loopscope.errors import UserError
 from loopscope.models.device import upload
@@ -121,6 +122,8 @@ class LoopedModel(nn.Module):
     that attends."""
     branches: ClassVar[bool] = False
     """Whether the branches of a row (`layout.branches`) see its trunk and themselves, and not each other."""
+    gradient_checkpointing: bool = False
+    """Whether a loop is run again where its gradients are needed, so that nothing of its inside is kept till then."""
     unneeded: Sequence[str] = ()
     """Tensors that a checkpoint may have and that follow from others."""
 
@@ -252,8 +255,14 @@ class LoopedModel(nn.Module):
     ) -> Iterator[LoopState]:
         """The state after each loop (default: all of the model's); `cache(loop)` is what its rows come after there."""
         for loop in range(1, 1 + (self.num_loops if num_loops is None else num_loops)):
-            state = self.step(state if cache is None else state.with_cache(cache(loop)))
+            state = self._stepped(state if cache is None else state.with_cache(cache(loop)))
             yield state
+
+    def _stepped(self, state: LoopState) -> LoopState:
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return self.step(state)
+        stepped: LoopState = checkpoint(self.step, state, use_reentrant=False, preserve_rng_state=False)
+        return stepped
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`pooled` and `head_input`, which are one tensor unless the head attends."""
@@ -275,7 +284,7 @@ class LoopedModel(nn.Module):
         for state in self.unroll(state, num_loops - free - 1):  # noqa: B007, B020
             pass
         last = None if positions is None else self.last_pooled(state, positions)
-        return self.read(self.step(state), positions) if last is None else (last, last)
+        return self.read(self._stepped(state), positions) if last is None else (last, last)
 
     def loops(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loopscope.arguments import as_path
 from loopscope.errors import UserError
-from loopscope.reading import is_there
+from loopscope.reading import is_folder
 
 _DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -17,7 +17,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
     """The folder itself, or that into which the Hub's files were fetched."""
     path = as_path(source, "A checkpoint's folder or name")
-    if is_there(path) and path.is_dir():
+    if is_folder(path):
         return path
     name, _, pinned = str(source).partition("@")
     if not _NAME.fullmatch(name) or str(source).startswith("."):

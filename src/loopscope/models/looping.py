@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from loopscope.arguments import as_count, as_number, as_path, check_flag, check_kind
-from loopscope.artifacts import atomic_folder, remove_leftovers, write_json
+from loopscope.artifacts import artifact_folder
 from loopscope.config import build, plain, read_json
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import CONFIG, ModelType, check_layers, fill, first_not_finite, save_model
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.looped_llama import SOURCES, LoopedLlama, LoopedLlamaConfig, Looping
-from loopscope.reading import is_there
+from loopscope.reading import is_file, is_folder, is_there
+from loopscope.writing import remove_leftovers, write_json
 
 _COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
@@ -117,7 +118,7 @@ def loop(
         for name, tensor in model.state_dict().items()
         if name not in model.tied
     }
-    with atomic_folder(target, "checkpoint") as scratch:
+    with artifact_folder(target, "checkpoint") as scratch:
         write_json(scratch / CONFIG, written)
         save_model(looped, scratch)
         copy_beside(scratch)
@@ -126,11 +127,11 @@ def loop(
 
 def _read(path: Path, source: str | Path) -> _Original:
     files: list[Path] = []
-    if is_there(path) and path.is_dir() and not (path / CONFIG).is_file():
+    if is_folder(path) and not (path / CONFIG).is_file():
         files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         raise UserError(f"{path} holds {len(files)} GGUF files; name the one to loop.")
-    if files or (path.suffix == ".gguf" and is_there(path) and path.is_file()):
+    if files or (path.suffix == ".gguf" and is_file(path)):
         return _read_gguf(files[0] if files else path)
     folder = find_checkpoint(source)
     if not (folder / CONFIG).is_file():

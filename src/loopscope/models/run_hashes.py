@@ -11,9 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from loopscope.artifacts import sha256, write_json
+from loopscope.artifacts import sha256
 from loopscope.config import digest, read_json
 from loopscope.errors import UserError
+from loopscope.writing import write_json
 
 HASHES = "hashes.json"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from loopscope.errors import UserError
 from loopscope.models.chat_template import render_chat
+from loopscope.reading import is_folder
 
 FILE = "tokenizer.json"
 ENDS_OF_TURN = ("<|im_end|>", "<|end_turn|>")
@@ -22,7 +23,7 @@ def load_tokenizer(source: str | Path) -> Any:
         from transformers import PreTrainedTokenizerFast
     except ImportError:
         raise UserError("Text needs transformers; install it with: pip install 'loopscope[lm]'.") from None
-    if Path(source).is_dir() and not (Path(source) / FILE).is_file():
+    if is_folder(Path(source)) and not (Path(source) / FILE).is_file():
         raise UserError(f"{source} has no {FILE}; put the model's tokenizer files there.")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(source))

@@ -20,19 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.arguments import as_count, as_path
-from loopscope.artifacts import (
-    SCRATCH,
-    discard,
-    is_scratch,
-    map_tensors,
-    only_writer,
-    remove_leftovers,
-    remove_scratch,
-    room_for,
-    save_tensors,
-    sha256,
-    write_json,
-)
+from loopscope.artifacts import map_tensors, save_tensors, sha256
 from loopscope.config import digest, read_json
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.errors import UserError
@@ -62,6 +50,16 @@ from loopscope.recording.choice_scoring import (
 )
 from loopscope.recording.tasks import Keep, existing_recording
 from loopscope.trajectory import Trajectory
+from loopscope.writing import (
+    SCRATCH,
+    discard,
+    is_scratch,
+    only_writer,
+    remove_leftovers,
+    remove_scratch,
+    room_for,
+    write_json,
+)
 
 _EVERY = 10.0
 """Seconds of work that may be lost."""

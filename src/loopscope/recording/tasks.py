@@ -16,15 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from loopscope.arguments import as_array, check_kind
-from loopscope.artifacts import (
-    MANIFEST,
-    Manifest,
-    atomic_folder,
-    check_replaceable,
-    create_tensors,
-    remove_leftovers,
-    write_json,
-)
+from loopscope.artifacts import MANIFEST, Manifest, artifact_folder, check_replaceable, create_tensors
 from loopscope.config import plain, read_json
 from loopscope.engine.logit_stats import check_finite, check_logits
 from loopscope.errors import UserError
@@ -47,6 +39,7 @@ from loopscope.trajectory import (
     Trajectory,
     seal,
 )
+from loopscope.writing import remove_leftovers, write_json
 
 BATCH = 1024
 
@@ -99,7 +92,7 @@ def record_task(
         return found
     provenance |= keep.provenance
     shape = (len(examples), model.num_loops)
-    with atomic_folder(out, RECORDING, RECORDING_FILES) as scratch:
+    with artifact_folder(out, RECORDING, RECORDING_FILES) as scratch:
         layout = _layout(shape, keep, settings.task.vocab_size, settings.model.gate != "none")
         if settings.task.train_examples:  # what was drawn online nobody knows any more
             layout["seen"] = (shape[:1], np.bool_)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.artifacts import atomic_folder, create_tensors, sha256
+from loopscope.artifacts import artifact_folder, create_tensors, sha256
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.engine.logit_stats import LOGIT_SIGNALS, check_finite, logit_signals
 from loopscope.errors import UserError
@@ -86,7 +86,7 @@ def record_text(
     if (found := existing_recording(out, split, provenance, keep)) is not None:
         return found
     provenance |= keep.provenance
-    with atomic_folder(out, RECORDING, RECORDING_FILES) as scratch:
+    with artifact_folder(out, RECORDING, RECORDING_FILES) as scratch:
         probe = model.loops(torch.zeros((1, 1), dtype=torch.int64, device=device), num_loops=1)
         layout: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(("labels", "sequences"), (shape[:1], np.int64))
         layout |= {"predictions": (shape, np.int64), "label_log_probs": (shape, np.float64)}

@@ -13,8 +13,8 @@ import altair as alt
 import vl_convert
 
 from loopscope.analysis.schema import Binned, FrontierResult
-from loopscope.artifacts import write_bytes
 from loopscope.bench.guarantees import GuaranteeBench
+from loopscope.writing import write_bytes
 
 Chart = alt.Chart | alt.LayerChart
 Specification = dict[str, Any]
@@ -34,6 +34,8 @@ _STYLES: dict[str, Style] = {
     "patience": ("#332288", "circle"),
     "settling": ("#AA4499", "square"),
     "hidden_acceleration": ("#997700", "cross"),
+    "stopper:induction": ("#DC267F", "diamond"),
+    "stopper:classifier": ("#785EF0", "square"),
     "oracle": ("#7F3C8D", "M0,.5L.6,.8L.5,.1L1,-.3L.3,-.4L0,-1L-.3,-.4L-1,-.3L-.5,.1L-.6,.8L0,.5Z"),  # a star
 }
 _COLOURS = ("#882255", "#EE99AA", "#332288", "#DDAA33", "#CC3311", "#AA4499", "#997700", "#663333")
@@ -54,6 +56,8 @@ DARK = {
     "#AA4499": "#D683C7",
     "#997700": "#C9A632",
     "#663333": "#B98383",
+    "#DC267F": "#FF6FAE",
+    "#785EF0": "#A594FF",
 }
 """What the darker colours become on a dark ground."""
 _POINTS = ("fixed", "oracle")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from loopscope.analysis.schema import Binned, ModelResult, Results
-from loopscope.exits.signals import CONVERGENCE
+from loopscope.exits.signals import CONVERGENCE, STOPPER
 from loopscope.report.charts import Binning, Line, Panel, Specification, difficulty_chart, frontiers, in_rows
 
 SIGNAL_TITLES = {
@@ -15,10 +15,11 @@ SIGNAL_TITLES = {
 
 
 def every_frontier(results: Results) -> Specification | None:
-    panels = [
-        frontier_panel(model.label, readout_lines(model, [each.readout for each in model.frontiers]), model)
-        for model in results.models
-    ]
+    """Without learned stoppers, which mostly lie on the best single readout; tables and the page have them."""
+    panels = []
+    for model in results.models:
+        names = [each.readout for each in model.frontiers if not each.readout.startswith(STOPPER)]
+        panels.append(frontier_panel(model.label, readout_lines(model, names), model))
     return frontiers(panels)
 
 

@@ -80,6 +80,7 @@ SIGNALS = "Bin means of the signals at every loop. Convergence signals compare a
 _OVERVIEW: dict[str, Recipe] = {
     "headline": TableOf(tables.headline),
     "diagnosis": TableOf(tables.gaps),
+    "stoppers": TableOf(tables.learned_stoppers),
     "certified": TableOf(tables.certified),
     "frontiers": Figure(figures.every_frontier, "Frontiers", CURVES),
     "forced_exits": Figure(

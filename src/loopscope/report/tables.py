@@ -9,6 +9,11 @@ from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.exits.guarantee import Guarantee
+from loopscope.exits.signals import STOPPER
+from loopscope.exits.stopper import KINDS
+
+UNLEARNED = "nothing learned"
+"""Where there were too few examples, or no signals, to learn a stopper from."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def read_lower(models: Sequence[ModelResult], target: Target) -> str:
 
 
 def gaps(results: Results) -> Table:
-    """The three gaps of every model."""
+    """The four gaps of every model."""
     models = results.models
     rows = []
     for model in models:
@@ -85,11 +90,73 @@ def gaps(results: Results) -> Table:
         f"Average loops {sought}, with 95 % bootstrap intervals over test examples; at a lower accuracy (@) where that "
         "is out of reach, with the shares of resamples in which the first and the second of the two reach it. Readout "
         "gap: the model's own gate minus its best readout. Trajectory gap: its best readout minus the reference's. "
-        "Room left: its best readout minus the cheapest rule that knows the labels. A part is blamed where the "
-        "interval lies above zero, or where it alone misses the target. No verdict: the model is not above chance, or "
-        "has one loop."
+        "Room left: its best readout minus the cheapest rule that knows the labels. Reachable room, a part of it: its "
+        "best readout minus the better of two rules that were learned from validation data on all signals together "
+        "(from more data one might learn more). A part is blamed where the interval lies above zero, or where it alone "
+        "misses the target. No verdict: the model is not above chance, or has one loop."
     )
-    return Table("Diagnosis", note, ["model", "blamed", "readout gap", "trajectory gap", "room left"], rows)
+    columns = ["model", "blamed", "readout gap", "trajectory gap", "room left", "reachable room"]
+    return Table("Diagnosis", note, columns, rows)
+
+
+def learned_stoppers(results: Results) -> Table | None:
+    """What rules on all signals together gain over the best single readout, and what only the labels know."""
+    target, models = results.targets[0], {model.name: model for model in results.models}
+    learned = [f"{STOPPER}{kind}" for kind in KINDS]
+    rows = []
+    for group in results.groups:
+        members = [models[name] for name in group.names]
+        if without_depths(members) or not any(name in group.depth_at for name in learned):
+            continue
+        best = [model.diagnosis.best_readout for model in members]
+        single = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
+        depths = [over_seeds([_depth_of(model, name, target.key) for model in members]) for name in learned]
+        lower = read_lower(members, target)
+        room = [model.diagnosis.room_left for model in members]
+        reachable = [model.diagnosis.reachable_room for model in members]
+        signs = [gap.sign for gap in reachable if gap is not None]
+        each = "; ".join(_gap(gap, "N/A", False, gap.target if gap else 0.0) for gap in reachable)
+        rows.append(
+            [
+                group.label if len(members) > 1 else members[0].label,
+                f"{over_seeds(single)}{lower}, {'/'.join(dict.fromkeys(best))}",
+                *(f"{depth}{lower}" for depth in depths),
+                gap_over_seeds(room) or "N/A",
+                f"{gap_over_seeds(reachable) or 'N/A'}: {each}" if len(members) > 1 else each,
+                f"{signs.count(1)}, {signs.count(-1)}",
+                str(over_seeds([_only_labels(*both) for both in zip(room, reachable, strict=True)])),
+            ]
+        )
+    if not rows:
+        return None
+    note = (
+        f"{target.label} of the single readout that validation data choose, and of two rules learned from validation "
+        "data on all signals together: optimal stopping by backward induction, and a classifier that says whether "
+        "exiting here loses nothing. Room left: the single readout minus the cheapest rule that knows the labels. "
+        "Reachable room, a part of it: the single readout minus the learned rule that validation data choose, on the "
+        "same test examples, of every seed with its 95 % bootstrap interval; in how many seeds the learned rule is "
+        "better or worse (interval without zero). It is a lower bound: what was learned from this much data. The rest "
+        "only the labels know. Over several seeds: mean ± sample standard deviation (how many)."
+    )
+    columns = ["model", "best single readout", *KINDS, "room left", "reachable room", "seeds better, worse"]
+    return Table("Learned stoppers", note, [*columns, "only labels know"], rows)
+
+
+def _only_labels(room: Gap | None, reachable: Gap | None) -> float | None:
+    """What is left of the room, where both are at the same accuracy."""
+    if room is None or reachable is None or room.accuracy != reachable.accuracy:
+        return None
+    return room.value - reachable.value
+
+
+def gap_over_seeds(gaps: Sequence[Gap | None]) -> str:
+    """Mean and deviation, and from which accuracy on where they are not all at the target; nothing without a gap."""
+    known = [gap for gap in gaps if gap is not None]
+    if not known:
+        return ""
+    lowest = min(gap.accuracy for gap in known)
+    below = f" (from @{percent_text(lowest)} on)" if any(gap.accuracy < gap.target for gap in known) else ""
+    return f"{over_seeds([None if gap is None else gap.value for gap in gaps])}{below}"
 
 
 def depths(results: Results) -> Table:
@@ -107,6 +174,7 @@ def depths(results: Results) -> Table:
         "reach an accuracy Y points below the model's own at full depth, which validation data fix (@: at a lower one, "
         "where test data do not reach it). "
         "Selected: the most accurate threshold on validation data (ties to fewer loops), as it does on test data. "
+        f"{STOPPER}NAME: rules learned from validation data on all signals together. "
         "Over several seeds: mean ± sample standard deviation of those that reach it (how many)."
     )
     columns = ["model", "readout", *(target.label for target in results.targets), "selected: accuracy", "loops"]
@@ -210,12 +278,19 @@ def _worst(check: GuaranteeCheck) -> str:
 
 
 def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
-    """Readout gap, trajectory gap, room left; with the shares of resamples that reach the target, where not all do."""
-    absent = ("no gate", "is the reference" if model.is_reference else "no reference", "nothing above chance")
-    if model.diagnosis.verdict == NO_VERDICT:
-        absent = (NO_VERDICT,) * 3
+    """The cells of all gaps; with the shares of resamples that reach the target, where not all do."""
+    nothing = "nothing above chance"
+    absent = {
+        "readout gap": "no gate",
+        "trajectory gap": "is the reference" if model.is_reference else "no reference",
+        "room left": nothing,
+        "reachable room": nothing if any(each.readout.startswith(STOPPER) for each in model.frontiers) else UNLEARNED,
+    }
+    silent = model.diagnosis.verdict == NO_VERDICT
     own = model.diagnosis.target.accuracy
-    return [_gap(gap, words, shares, own) for gap, words in zip(model.diagnosis.gaps.values(), absent, strict=True)]
+    return [
+        _gap(gap, NO_VERDICT if silent else absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()
+    ]
 
 
 def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:

@@ -8,7 +8,6 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.arguments import as_path, check_kind, check_mapping
-from loopscope.artifacts import only_writer, remove_scratch, write_bytes, write_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.splits import is_pair
@@ -18,6 +17,7 @@ from loopscope.report.page import render
 from loopscope.report.page.data import Marker
 from loopscope.report.products import OVERVIEW, Product
 from loopscope.trajectory import Trajectory
+from loopscope.writing import only_writer, remove_scratch, write_bytes, write_json
 
 _LIST = ("The policies of a model", "a list of exit policies")
 

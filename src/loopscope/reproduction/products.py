@@ -52,6 +52,7 @@ PAPER: dict[str, Recipe] = {
     ),
     "posthoc_summary": TableOf(tables.posthoc_summary),
     "posthoc_gaps": TableOf(tables.posthoc_gaps),
+    "decoupled_gate": TableOf(tables.decoupled_gate),
     "lambda_frontiers": Figure(
         figures.fixed_prior_frontiers,
         "Frontiers of fixed geometric priors",
@@ -218,9 +219,9 @@ PRODUCTS = Catalogue(
         **{name: _on_grid(recipe) if name in _BESIDE else recipe for name, recipe in (PAPER | OURO).items()},
     },
     {
-        **OVERVIEW.groups,
-        "paper": ("headline", "diagnosis", "certified", *PAPER, "paired", "depths", "forced"),
-        "ouro": (*OURO, "diagnosis", "certified", "paired"),
+        "overview": (*OVERVIEW.groups["overview"], "decoupled_gate"),
+        "paper": ("headline", "diagnosis", "stoppers", "certified", *PAPER, "paired", "depths", "forced"),
+        "ouro": (*OURO, "diagnosis", "stoppers", "certified", "paired"),
     },
     _counterpart,
 )

@@ -15,6 +15,8 @@ UNIFORM: VariantPrior = "uniform"
 GEOMETRIC: VariantPrior = 0.3
 """The geometric prior of the paper's main text."""
 _OF_THE_PAPER = ("fixed_prior", "learned_gate")
+DECOUPLED = ("decoupled_gate",)
+"""The objectives of variants."""
 
 
 def on_paper_grid(results: Results) -> Results:
@@ -57,8 +59,8 @@ class TrainedVariant:
         return [model.provenance["run"]["training"]["seed"] for model in self.models]
 
 
-def trained_variants(results: Results) -> list[TrainedVariant]:
-    """All groups of runs that LoopScope trained with an objective of the paper's."""
+def trained_variants(results: Results, objectives: Sequence[str] = _OF_THE_PAPER) -> list[TrainedVariant]:
+    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's."""
     models = {model.name: model for model in results.models}
     found = []
     for group in results.groups:
@@ -66,7 +68,7 @@ def trained_variants(results: Results) -> list[TrainedVariant]:
         if run is None:
             continue
         objective, gate = run["objective"], run["model"]["gate"]
-        if objective["name"] not in _OF_THE_PAPER:
+        if objective["name"] not in objectives:
             continue
         prior: VariantPrior = "uniform" if objective["prior"] == "uniform" else float(objective["geometric_lambda"])
         beta = None if gate == "none" else float(objective["beta"])
@@ -77,11 +79,11 @@ def trained_variants(results: Results) -> list[TrainedVariant]:
 
 
 class TaskVariants:
-    """The models of one task."""
+    """The models of one task that were trained with one of these objectives."""
 
-    def __init__(self, results: Results, task: str) -> None:
+    def __init__(self, results: Results, task: str, objectives: Sequence[str] = _OF_THE_PAPER) -> None:
         self.targets = results.targets
-        self.groups = [group for group in trained_variants(results) if group.task == task]
+        self.groups = [group for group in trained_variants(results, objectives) if group.task == task]
 
     @property
     def priors(self) -> list[VariantPrior]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from loopscope.analysis.timings import QuestionBench
-from loopscope.artifacts import atomic_folder, read_manifest, write_json, write_manifest
+from loopscope.artifacts import artifact_folder, read_manifest, write_manifest
 from loopscope.bench.questions import time_benchmark
 from loopscope.config import plain, read_json
 from loopscope.exits import ExitPolicy
@@ -22,6 +22,7 @@ from loopscope.recording import record_benchmark, share_recorded
 from loopscope.studies.external_sources import ExternalSource
 from loopscope.studies.steps import SMALL, Analyse, Recording, Step
 from loopscope.trajectory import Trajectory, concatenate
+from loopscope.writing import write_json
 
 _TIMING = "timing"
 
@@ -112,7 +113,7 @@ class Time(Step, frozen=True, kw_only=True):
             device=device,
             dtype=self.dtype,
         )
-        with atomic_folder(self.folder(store), _TIMING) as scratch:
+        with artifact_folder(self.folder(store), _TIMING) as scratch:
             write_json(scratch / "timing.json", bench)
             write_manifest(scratch, _TIMING, self.version, {}, {"made_of": plain(self.content)})
 

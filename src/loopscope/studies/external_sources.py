@@ -12,6 +12,7 @@ from loopscope.artifacts import sha256
 from loopscope.config import Settings, digest
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import CONFIG, weight_files
+from loopscope.reading import is_folder
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w.-]+)?")
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
@@ -33,14 +34,14 @@ class ExternalSource(Settings, frozen=True, kw_only=True):
 def external_checkpoint(model: str) -> ExternalSource:
     """The folder of a checkpoint, told by its files; or a checkpoint of the Hub."""
     folder = Path(model)
-    if folder.is_dir():
+    if is_folder(folder):
         if not (folder / CONFIG).is_file():
             raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}.")
         files = {folder / CONFIG, *weight_files(folder), *(file for kind in _TOKENIZER for file in folder.glob(kind))}
         if missing := sorted(file.name for file in files if not file.is_file()):
             raise UserError(f"The checkpoint in {folder} lacks the file {missing[0]}; fetch or make it again.")
         return ExternalSource(source=str(folder.resolve()), identity=_hashes(folder, files))
-    if not _HUB_ID.fullmatch(model) or Path(folder.parts[0]).is_dir():
+    if not _HUB_ID.fullmatch(model) or is_folder(Path(folder.parts[0])):
         raise UserError(f"There is no folder {model}; give that of a checkpoint, or an id such as ByteDance/Ouro-1.4B.")
     return ExternalSource(source=model, identity=model)
 

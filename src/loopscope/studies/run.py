@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from loopscope.artifacts import remove_scratch
 from loopscope.errors import UserError
 from loopscope.progress import ProgressCallback
 from loopscope.studies.checkpoint_steps import Time
@@ -17,6 +16,7 @@ from loopscope.studies.ray_executor import run_on_ray
 from loopscope.studies.step_runner import Failures, StudyProgress
 from loopscope.studies.steps import Step, Train, all_steps, to_be_done
 from loopscope.training.estimate import TimeEstimate, estimate_time
+from loopscope.writing import remove_scratch
 
 Executor = Literal["local", "ray"]
 

@@ -17,7 +17,7 @@ import torch
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, only_unseen
 from loopscope.analysis.schema import ModelResult
 from loopscope.analysis.threshold_details import ThresholdDetails
-from loopscope.artifacts import MANIFEST, atomic_folder, read_manifest, write_json, write_manifest
+from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
 from loopscope.config import Settings, digest, plain, read_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy, FittedGate
@@ -33,6 +33,7 @@ from loopscope.training.run_folder import logged_steps
 from loopscope.training.settings import RunSettings
 from loopscope.training.task_run import TaskRun
 from loopscope.trajectory import Trajectory
+from loopscope.writing import write_json
 
 SMALL = 50
 """Recording, fitting or analysing counts as much progress as this many steps of training."""
@@ -185,7 +186,7 @@ class Analyse(Step, frozen=True, kw_only=True):
             theirs, tested = (counted(step, Trajectory.load(step.folder(store))) for step in self.reference)
             against = ModelRecordings("reference", theirs, tested)
         analysed = analyse_model(source, against, self.targets)
-        with atomic_folder(self.folder(store), ANALYSIS) as scratch:
+        with artifact_folder(self.folder(store), ANALYSIS) as scratch:
             write_json(scratch / "model.json", analysed.result)
             write_json(scratch / "details.json", analysed.details)
             for number, policy in enumerate(policies, start=1):

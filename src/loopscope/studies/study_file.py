@@ -21,6 +21,7 @@ from loopscope.exits.risk_target import RiskTarget
 from loopscope.models.gates import GateKind
 from loopscope.objectives import BUILT_IN, Objective
 from loopscope.questions import BENCHMARKS
+from loopscope.reading import is_file
 from loopscope.training.custom_objectives import with_source
 from loopscope.training.settings import RunSettings, read_settings
 
@@ -160,7 +161,7 @@ def read_study(source: str) -> tuple[Study, Path]:
     folder = files("loopscope.studies") / "shipped"
     shipped = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
     path = Path(str(folder / f"{source}.toml")) if source in shipped else Path(source)
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"There is no study '{source}'; give a TOML file, or one of: {', '.join(shipped)}.")
     return build(Study, read_toml(path), source), path.parent
 
@@ -181,7 +182,7 @@ def runs_of(part: StudyPart, beside: Path, overrides: list[str]) -> list[StudyRu
     """Every run of a part, in the order of the file; overrides are for what the file's lists do not decide."""
     if decided := [text for text in overrides if text.strip().startswith(_LISTED)]:
         raise UserError(f"'--set {decided[0]}': in a study the lists of its runs decide this; change its file.")
-    source = str(beside / part.settings) if (beside / part.settings).is_file() else part.settings
+    source = str(beside / part.settings) if is_file(beside / part.settings) else part.settings
     made: list[StudyRun] = []
     for entry in part.runs:
         combinations = _combinations(entry)

@@ -15,6 +15,8 @@ from loopscope.training.settings import RunSettings
 
 _LONGEST_HOURS = 24.0
 _WIDEST = 1024
+_LONG = 0.02
+"""Seconds, for a product of a few rows."""
 """Beyond this width the rate no longer changes, only the time to measure it."""
 _EFFICIENCY = 0.5
 """The share of the measured matrix-product rate that a training step reaches."""
@@ -77,15 +79,18 @@ def time_for(flops: float, width: int, device: torch.device, workers: Workers = 
 def matmul_rate(width: int, device: torch.device, dtype: torch.dtype | None = None) -> float:
     """Floating-point operations a second in matrix products of this width, the best of a few.
 
-    In the precision of training there, unless it is asked for another.
+    In the precision of training there, unless it is asked for another. The products are small where even those take
+    long: a CPU that has no float16 of its own computes a large one for seconds.
     """
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     left, right = (torch.ones(size, dtype=dtype, device=device) for size in ((1024, width), (width, 4 * width)))
-    best = 0.0
-    synchronize(device)
-    for _ in range(6):
+
+    def seconds(rows: int) -> float:
         began = time.perf_counter()
-        product = left @ right
+        product = left[:rows] @ right
         product[0, 0].item()  # waits for the device
-        best = max(best, 2 * 1024 * width * 4 * width / (time.perf_counter() - began))
-    return best
+        return time.perf_counter() - began
+
+    synchronize(device)
+    rows = 16 if min(seconds(16), seconds(16)) > _LONG else len(left)
+    return 2 * rows * width * 4 * width / min(seconds(rows) for _ in range(6))

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from loopscope.arguments import check_kind
-from loopscope.artifacts import BESIDE, atomic_folder, remove_leftovers
+from loopscope.artifacts import artifact_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
@@ -31,6 +31,7 @@ from loopscope.objectives import GATED, Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
 from loopscope.trajectory import Trajectory, check_trajectory
+from loopscope.writing import BESIDE, remove_leftovers
 
 _SHARPNESS, _WORTH = 50.0, 0.005
 """Another loop is worth it from an improvement of about 0.005 nats on."""
@@ -144,7 +145,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         remove_leftovers(out)
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
     gate.check(weights_sha256(checkpoint))
-    with atomic_folder(out, "checkpoint") as scratch:
+    with artifact_folder(out, "checkpoint") as scratch:
         beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, *(f"{prefix}*" for prefix in BESIDE))
         shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):

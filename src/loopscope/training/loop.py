@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from loopscope.artifacts import sha256
 from loopscope.errors import UserError
-from loopscope.models import LoopedTransformer, Ouro
 from loopscope.models.checkpoint import CONFIG, WEIGHTS
 from loopscope.models.run_hashes import check_hashes
 from loopscope.objectives import LoopLosses, Objective, Unrolling
@@ -84,7 +83,21 @@ class TrainableSettings(Protocol):
     def num_loops(self) -> int: ...
 
 
+class TrainableModel(Protocol):
+    """What training asks of a `LoopedModel`, beyond its contract."""
+
+    @property
+    def block(self) -> nn.Module:
+        """What every loop applies; only its matrices are large."""
+
+    @property
+    def gate(self) -> nn.Module | None:
+        """What `halt` applies."""
+
+
 class Batch(Protocol):
+    def __len__(self) -> int: ...
+
     def take(self, rows: NDArray[np.int64], /) -> Self:
         """These rows alone: a worker's share."""
 
@@ -112,8 +125,8 @@ class TrainingRun(ABC):
         """Writes what the folder holds before the first step: `data.json` at least. The first worker alone does it."""
 
     @abstractmethod
-    def initial_model(self) -> LoopedTransformer | Ouro:
-        """The model before its first step; the run's seed decides its weights."""
+    def initial_model(self) -> Any:
+        """The `TrainableModel` before its first step; the run's seed decides its weights."""
 
     @abstractmethod
     def losses(self, model: Any) -> nn.Module:
@@ -122,6 +135,10 @@ class TrainingRun(ABC):
     @abstractmethod
     def batches(self) -> Callable[[int], Batch]:
         """The batch of every step."""
+
+    def finished(self, model: Any) -> Any:
+        """The model as its checkpoint has it."""
+        return model
 
     @abstractmethod
     def validate(self, model: Any, device: torch.device) -> dict[str, Any]:
@@ -233,6 +250,7 @@ def _train(
             run.prepare()
     with workers.together():
         model = run.initial_model().to(device)
+        model.gradient_checkpointing = bool(every.checkpointing)
         if gate_training == "none" and model.gate is not None:
             model.gate.requires_grad_(False)  # or DDP waits for its gradients
         optimizers = Optimizers(model, every, gate_apart=gate_training == "decoupled")
@@ -271,7 +289,7 @@ def _train(
         progress(done, every.steps, note)
     with workers.together():
         if workers.is_main:
-            finish(folder, model, written)
+            finish(folder, run.finished(model), written)
             (folder / STATE_FILE).unlink(missing_ok=True)
     return RunResult(folder, start, read_metrics(folder, every.steps))
 
@@ -290,7 +308,7 @@ def train_step(
     loss, losses, correct = _backward(answers, objective, batch, step, unrolling, settings, device)
     rate, norm = optimizers.step(step)
     loops = None if unrolling is None else unrolling.loops
-    return StepOutcome(loss.detach(), losses.detach().mean(1), correct.float().mean(1), norm, rate, loops)
+    return StepOutcome(loss, losses.mean(1), correct.float().mean(1), norm, rate, loops)
 
 
 def _backward(
@@ -303,11 +321,19 @@ def _backward(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
-    with _autocast(settings, device):
-        losses, correct, gate_logits, detached = answers(batch, device, unrolling)
-        loss = objective(LoopLosses(losses, gate_logits, step, detached))
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss, losses, correct
+    found = []
+    for rows in np.array_split(np.arange(len(batch)), min(settings.training.accumulate or 1, len(batch))):
+        with _autocast(settings, device):
+            part = batch if len(rows) == len(batch) else batch.take(rows)
+            losses, correct, gate_logits, detached = answers(part, device, unrolling)
+            loss = objective(LoopLosses(losses, gate_logits, step, detached))
+        share = len(rows) / len(batch)
+        (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
+        found.append((loss.detach() * share, losses.detach(), correct))
+    if len(found) == 1:
+        return found[0]
+    each = list(zip(*found, strict=True))
+    return torch.stack(each[0]).sum(), torch.cat(each[1], dim=1), torch.cat(each[2], dim=1)
 
 
 def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int64]]:

@@ -1,11 +1,11 @@
 """AdamW (with Muon for the block's matrices on request), its warmup-cosine schedule, and its state as tensors."""
 
 import math
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from loopscope.models import LoopedTransformer, Ouro
 from loopscope.training.muon import Muon
 from loopscope.training.settings import Training
 
@@ -13,8 +13,8 @@ from loopscope.training.settings import Training
 class Optimizers:
     """The optimizers of a run as one: they share the shape of the learning-rate schedule."""
 
-    def __init__(self, model: LoopedTransformer | Ouro, settings: Training, gate_apart: bool = False) -> None:
-        """With `gate_apart` the gate's gradients are clipped by themselves: they change no step of the others."""
+    def __init__(self, model: Any, settings: Training, gate_apart: bool = False) -> None:
+        """Of a `TrainableModel`; with `gate_apart` its gate's gradients are clipped alone, and change no other step."""
         self._settings = settings
         self._parameters = list(model.parameters())
         gate = set(model.gate.parameters()) if gate_apart and model.gate is not None else set()

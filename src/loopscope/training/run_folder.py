@@ -17,16 +17,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from loopscope.artifacts import (
-    atomic_file,
-    is_scratch,
-    only_writer,
-    remove_scratch,
-    room_for,
-    sha256,
-    write_bytes,
-    write_json,
-)
+from loopscope.artifacts import sha256
 from loopscope.config import differences, digest, read_json
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, read_checkpoint_config
@@ -34,6 +25,7 @@ from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType, first_not_fi
 from loopscope.models.contract import tensors_sha256
 from loopscope.models.run_hashes import write_hashes
 from loopscope.training.optimizers import Optimizers
+from loopscope.writing import atomic_file, is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
 
 STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"

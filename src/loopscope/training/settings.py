@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from loopscope.config import (
     Count,
@@ -23,7 +24,7 @@ from loopscope.errors import UserError
 from loopscope.models import TransformerSettings, read_checkpoint_config
 from loopscope.models.checkpoint import CONFIG, ModelType
 from loopscope.objectives import GATED, Objective
-from loopscope.reading import is_there
+from loopscope.reading import is_file, is_folder
 from loopscope.tasks import Mano, Parity
 
 
@@ -46,10 +47,14 @@ class Training(Settings, frozen=True, kw_only=True):
     checkpoint_every: Count = 1_000
     validate_every: Count = 1_000
     validation_sample: Count = 2_000  # examples of the validation split that are looked at during training
+    accumulate: Count | UnsetType = UNSET  # parts in which a batch goes through, one after the other (default: 1)
+    checkpointing: bool | UnsetType = UNSET  # loops are run again for their gradients, in place of kept (default: no)
 
     def __post_init__(self) -> None:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError("min_learning_rate is above learning_rate")
+        if (self.accumulate or 1) > self.batch_size:
+            raise ValueError("accumulate is more than batch_size: a part has a row at least")
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
@@ -110,7 +115,7 @@ def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 
 def read_run_settings(run: Path) -> RunSettings:
     """The settings of the run in a folder."""
-    if not run.is_dir():
+    if not is_folder(run):
         raise UserError(f"There is no folder {run}; give the folder of a finished run.")
     kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
     if kind != "loopscope":
@@ -133,6 +138,6 @@ def read_run_settings(run: Path) -> RunSettings:
 def _tables(source: str) -> dict[str, Any]:
     if source in presets():
         return read_toml(Path(str(files("loopscope") / "presets" / f"{source}.toml")))
-    if not is_there(Path(source)) or not Path(source).is_file():
+    if not is_file(Path(source)):
         raise UserError(f"'{source}' is neither a preset ({', '.join(presets())}) nor a TOML file.")
     return read_toml(Path(source))

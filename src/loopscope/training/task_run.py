@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.arguments import as_path, check_kind
-from loopscope.artifacts import write_json
 from loopscope.config import plain
 from loopscope.errors import UserError
 from loopscope.models import CheckpointConfig, LoopedTransformer
@@ -29,6 +28,7 @@ from loopscope.training.loop import BatchLosses, RunResult, TrainingRun, epoch_r
 from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import RunSettings, read_settings
+from loopscope.writing import write_json
 
 _SETS = "a list of texts such as 'training.seed=1'"
 

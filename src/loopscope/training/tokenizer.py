@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from loopscope.artifacts import write_bytes, write_json
 from loopscope.documents import END
 from loopscope.errors import UserError
 from loopscope.models.tokenizer import FILE
+from loopscope.writing import write_bytes, write_json
 
 SPECIAL = (END, "<|im_start|>", "<|im_end|>")
 """Tokens 0 to 2: the end of a document, and the marks around a turn of a chat."""

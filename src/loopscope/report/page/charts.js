@@ -103,7 +103,8 @@ function keyOf(key) {
   const own = (field) => ({ field, type: "nominal", scale: null });
   const encoding = {
     y: { field: "line", type: "nominal", sort: null, axis },
-    color: own("colour"),
+    stroke: own("colour"),
+    fill: own("fill"),
     shape: own("shape"),
   };
   return {
@@ -111,7 +112,7 @@ function keyOf(key) {
     width: 10,
     height: { step: 16 },
     view: { stroke: null },
-    mark: { type: "point", filled: true, size: 60, opacity: 1 },
+    mark: { type: "point", size: 60, opacity: 1 },
     encoding,
   };
 }

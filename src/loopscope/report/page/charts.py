@@ -35,7 +35,7 @@ def page_charts() -> dict[str, Specification]:
 
 
 def _gap() -> alt.LayerChart:
-    """A row a model, its seeds beside each other; all three charts have the same rows, with or without the gap."""
+    """A row a model, its seeds beside each other; all charts have the same rows, with or without the gap."""
     y = alt.Y("model:N", title=None, sort=None, axis=alt.Axis(labelLimit=230, ticks=False, domain=False, grid=True))
     rows = alt.Chart(alt.NamedData("every")).encode(y=y, yOffset=_SEEDS)
     zero = rows.mark_point(opacity=0).encode(x=alt.X("value:Q", title="average loops", axis=alt.Axis(tickCount=5)))

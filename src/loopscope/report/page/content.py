@@ -4,12 +4,12 @@ import json
 from collections import Counter
 from typing import NamedTuple
 
-from loopscope.analysis import Diagnosis, Gap, Target, over_seeds
+from loopscope.analysis import Diagnosis, Gap, Target
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.labels import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.targets import percent_text
-from loopscope.report.tables import gap_cells, guarantee_cell, headline, without_depths
+from loopscope.report.tables import gap_cells, gap_over_seeds, guarantee_cell, headline, without_depths
 
 
 class Card(NamedTuple):
@@ -87,7 +87,9 @@ def _run(place: int, model: ModelResult) -> RunCard:
         if each.guarantee is not None
     ]
     diagnosis = model.diagnosis
-    sentence = " ".join(filter(None, (diagnosis.sentence, diagnosis.target_sentence, _read_at(diagnosis))))
+    sentence = " ".join(
+        filter(None, (diagnosis.sentence, diagnosis.target_sentence, _read_at(diagnosis), diagnosis.room_sentence))
+    )
     summary = (seed_of(model), sentence, gaps, certified, model.refused)
     return RunCard(model.name, place, _weights(model), *summary)
 
@@ -113,14 +115,7 @@ def _over(models: list[ModelResult], first: dict[str, str]) -> dict[str, str]:
     cells = {}
     for name, absent in first.items():
         gaps = [model.diagnosis.gaps[name] for model in models]
-        known = [gap for gap in gaps if gap is not None]
-        if not known:
-            cells[name] = absent
-            continue
-        values = over_seeds([None if gap is None else gap.value for gap in gaps])
-        lowest = min(gap.accuracy for gap in known)
-        below = f" (from @{percent_text(lowest)} on)" if any(gap.accuracy < gap.target for gap in known) else ""
-        cells[name] = _uncounted(str(values), len(gaps)) + below
+        cells[name] = _uncounted(gap_over_seeds(gaps), len(gaps)) or absent
     return cells
 
 

@@ -2,6 +2,7 @@
 
 const lines = { models: new Set(), readouts: new Set() };
 const ALONE = ["fixed", "oracle"]; // between two fixed depths there is none, and the oracle is one point
+const isLearned = (readout) => readout.startsWith("stopper:"); // on all signals together: hollow marks
 const FIRST_MODELS = 6;
 const GLYPHS = {
   circle: "●",
@@ -13,6 +14,7 @@ const GLYPHS = {
   "triangle-left": "◀",
   cross: "✚",
 };
+const HOLLOW = { diamond: "◇", square: "□", circle: "○", "triangle-up": "△" };
 
 function startFrontiers() {
   const { models, groups } = head;
@@ -95,7 +97,7 @@ function swatch(kind, value) {
   const shape = kind === "readout" ? head.styles[value][1] : "square";
   const mark = make("span", {
     className: "swatch",
-    textContent: GLYPHS[shape] ?? (value === "oracle" ? "★" : "✕"),
+    textContent: (isLearned(String(value)) ? HOLLOW : GLYPHS)[shape] ?? (value === "oracle" ? "★" : "✕"),
     ariaHidden: "true",
   });
   mark.dataset[kind] = value;
@@ -125,7 +127,8 @@ function shownLines() {
           curve,
           shape,
           colour: byModel ? modelColour(place) : own,
-          dash: byModel ? DASHES[place % DASHES.length] : DASHES[0],
+          dash: byModel ? DASHES[place % DASHES.length] : DASHES[isLearned(curve.readout) ? 1 : 0],
+          fill: isLearned(curve.readout) ? "transparent" : undefined,
         };
       }),
   );
@@ -148,7 +151,7 @@ const averageText = (curve, place) =>
 const TICK = "M0,-1L0,1"; // a mark of D@X
 const PAPER = "M0,-1L.95,-.31L.59,.81L-.59,.81L-.95,-.31Z";
 
-function pointRows({ model, curve, shape, colour, dash, index }) {
+function pointRows({ model, curve, shape, colour, dash, index, fill = colour }) {
   const alone = ALONE.includes(curve.readout);
   return curve.accuracy.map((accuracy, place) => {
     const certified = curve.certified.some((mark) => mark.place === place);
@@ -159,10 +162,10 @@ function pointRows({ model, curve, shape, colour, dash, index }) {
       line: `${index} ${curve.readout}${apart ? place : ""}`,
       order: place,
       colour,
-      fill: colour,
+      fill,
       shape,
       dash,
-      size: curve.readout === "oracle" ? 130 : alone || certified ? 70 : 20,
+      size: curve.readout === "oracle" ? 130 : alone || certified ? 70 : isLearned(curve.readout) ? 45 : 20,
       tip: {
         model: model.label,
         readout: curve.readout + (certified ? " (calibrated)" : ""),
@@ -279,7 +282,12 @@ function updateFrontiers() {
     "frontiers",
     head.charts.frontiers,
     { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: [{ accuracy: target }] },
-    shown.map(({ model, curve, colour, shape }) => ({ line: `${model.label}, ${curve.readout}`, colour, shape })),
+    shown.map(({ model, curve, colour, shape, fill = colour }) => ({
+      line: `${model.label}, ${curve.readout}`,
+      colour,
+      shape,
+      fill,
+    })),
   );
 }
 

@@ -5,6 +5,7 @@ const ABSENT = {
   "readout gap": "No model has a gate of its own.",
   "trajectory gap": "There is no reference to compare with.",
   "room left": "Nothing is reached together.",
+  "reachable room": "No rule could be learned: too few examples, or no signals.",
 };
 
 function gapCharts() {

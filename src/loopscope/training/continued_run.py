@@ -1,0 +1,158 @@
+"""How is a language model trained further? From a checkpoint, on windows of a text, all of its weights or adapters.
+
+What a looped model that was made from an ordinary one needs: it has never seen its own second loop. What each loop says
+is held against the text, or against what a teacher says of it (distillation: KL at every loop), which for a looped
+Llama is the model that it was made from. The folder of the run is a checkpoint of the same kind as its start.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from loopscope.config import Count, Settings, build, plain, read_json, read_toml
+from loopscope.errors import UserError
+from loopscope.models import LoopedModel, load_model
+from loopscope.models.checkpoint import CONFIG, end_tokens, gate_tensors, model_without_weights, weights_sha256
+from loopscope.models.tokenizer import FILE as TOKENIZER
+from loopscope.objectives import GATED, Objective
+from loopscope.training.adapters import add_adapters, merge_adapters
+from loopscope.training.language_run import TextRun, TokenLosses
+from loopscope.training.loop import TrainingRun
+from loopscope.training.settings import Training, overridden
+
+_BESIDE = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
+"""What a checkpoint has beside its weights, and keeps."""
+
+
+class Adapters(Settings, frozen=True, kw_only=True):
+    """Low-rank adapters in place of all weights."""
+
+    rank: Count = 16
+    alpha: Count = 32
+
+
+class ContinueSettings(Settings, frozen=True, kw_only=True):
+    context: Count = 256  # tokens of a window
+    targets: Literal["text", "teacher"] = "text"  # what each loop is held against
+    teacher_loops: Count = 1  # at which the teacher is read: a looped Llama's loop 1 is what it was made from
+    objective: Objective = Objective()
+    adapters: Adapters | None = None  # None: all weights are trained
+    training: Training = Training()
+    loops: Count | None = None  # those of the model, which the start says
+
+    @property
+    def num_loops(self) -> int:
+        assert self.loops is not None, "a run fills it in"
+        return self.loops
+
+
+def read_continue_settings(source: Path, overrides: Sequence[str]) -> ContinueSettings:
+    return build(ContinueSettings, overridden(read_toml(source), overrides), str(source))
+
+
+@dataclass(frozen=True)
+class ContinuedRun(TextRun):
+    settings: ContinueSettings
+    start: Path
+    teacher: Path | None = None
+
+    def __post_init__(self) -> None:
+        found, given = self._empty, self.settings
+        if given.loops not in (None, found.num_loops):
+            raise UserError(f"loops is {given.loops}, and {self.start} has {found.num_loops}; leave it out.")
+        if given.context > found.block_size:
+            raise UserError(f"context is {given.context}, and {self.start} takes {found.block_size} tokens.")
+        object.__setattr__(self, "settings", msgspec.structs.replace(given, loops=found.num_loops))
+        if given.objective.name in GATED and not self.has_gate:
+            raise UserError(
+                f"The objective '{given.objective.name}' trains a gate, and {self.start} has none; loop it with --gate "
+                "linear, or choose another objective."
+            )
+        if (given.targets == "teacher") != (self.teacher is not None):
+            raise UserError("targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing.")
+
+    @property
+    def files(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*TrainingRun.files, *(name for name in _BESIDE if (self.start / name).is_file()))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        hashes = {"start_sha256": weights_sha256(self.start), "text_sha256": self.texts_sha256}
+        if self.teacher is not None:
+            hashes["teacher_sha256"] = weights_sha256(self.teacher)
+        found = read_json(dict[str, Any], self.start / CONFIG, "model configuration")
+        return {**found, "run": {**plain(self.settings), **hashes}}
+
+    @property
+    def has_gate(self) -> bool:
+        return bool(gate_tensors(self.start))
+
+    @property
+    def end_token(self) -> int:
+        found = end_tokens(self.start)
+        if not found:
+            raise UserError(f"{self.start} does not say with which token a text ends (eos_token_id in {CONFIG}).")
+        return min(found)
+
+    @property
+    def windows_at_once(self) -> int:
+        return max(1, self.settings.training.batch_size // (self.settings.training.accumulate or 1))
+
+    @property
+    def width(self) -> int:
+        return max(each.shape[-1] for each in self._empty.block.parameters())
+
+    @property
+    def flops(self) -> float:
+        """Multiply-adds x 2 of one training step, forward and backward, in block and head."""
+        loops = self.settings.objective.expected_loops(self.settings.num_loops)
+        block = sum(each.numel() for each in self._empty.block.parameters())
+        everything = sum(each.numel() for each in self._empty.parameters())
+        tokens = self.settings.context * self.settings.training.batch_size
+        again = 4 / 3 if self.settings.training.checkpointing else 1.0  # every loop is run once more
+        return 6.0 * again * tokens * (everything + (loops - 1) * block)
+
+    @cached_property
+    def _empty(self) -> Any:
+        return model_without_weights(self.start)
+
+    def prepare(self) -> None:
+        for name in self.files[len(TrainingRun.files) :]:
+            if not (self.folder / name).is_file():
+                shutil.copyfile(self.start / name, self.folder / name)
+        self.note_data()
+
+    def initial_model(self) -> LoopedModel:
+        model = load_model(self.start, dtype="float32").train().requires_grad_(True)
+        if self.settings.adapters is not None:
+            add_adapters(model, self.settings.adapters.rank, self.settings.adapters.alpha, self.settings.training.seed)
+        return model
+
+    def finished(self, model: Any) -> Any:
+        return merge_adapters(model) if self.settings.adapters is not None else model
+
+    def losses(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, LoopedModel)
+        return TokenLosses(model, self._teacher(next(model.parameters()).device))
+
+    def _teacher(self, device: torch.device) -> Callable[[Tensor], Tensor] | None:
+        if self.teacher is None:
+            return None
+        teacher, loops = load_model(self.teacher, device, dtype="float32"), self.settings.teacher_loops
+
+        @torch.no_grad()
+        def teacher_log_probs(tokens: Tensor) -> Tensor:
+            _, read = teacher.deepest(teacher.begin(tokens), loops)
+            return teacher.predict(read).float().log_softmax(-1)
+
+        return teacher_log_probs
