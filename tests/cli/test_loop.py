@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from benchmark_slices import byte_pairs
+from conftest import tiny_text
 from tiny_language import write_decoder
 
 import loopscope as ls
@@ -21,7 +22,7 @@ THREE = ("--prelude", 2, "--core", 2, "--loops", 3)
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loop") / "llama"
-    write_decoder(folder, tokenizer=byte_pairs())
+    write_decoder(folder, tokenizer=byte_pairs(), eos_token_id=0)
     return folder
 
 
@@ -70,6 +71,36 @@ def test_what_goes_wrong_is_explained(llama: Path, tmp_path: Path, capsys: pytes
             run("loop", llama, *THREE, *wrong, *out)
         assert ended.value.code == 2
     assert not (tmp_path / "out").exists()
+
+
+HEAL = """
+context = 16
+[objective]
+name = "decoupled_gate"
+[training]
+steps = 3
+batch_size = 4
+learning_rate = 1e-3
+checkpointing = true
+"""
+
+
+@torch.inference_mode()
+def test_it_is_trained_further(llama: Path, tmp_path: Path) -> None:
+    """Its injection and its gate learn with the rest, whether all is trained or adapters are."""
+    looped = tmp_path / "looped"
+    assert run("loop", llama, *THREE, "--injection", "--gate", "linear", "--out", looped) == 0
+    train, validation = tiny_text(tmp_path)
+    (tmp_path / "heal.toml").write_text(HEAL)
+    words = ("pretrain", tmp_path / "heal.toml", "--start", looped, "--text", train, "--validation", validation)
+    tokens = torch.arange(3, 43)[None]
+    for name, more in {"all": (), "adapters": ("--set", "adapters.rank=2")}.items():
+        with torch.inference_mode(False):
+            assert run(*words, "--out", tmp_path / name, *more) == 0
+        model: Any = ls.load_model(tmp_path / name)
+        assert model.model.injection.weight.any()
+        assert model.gate.weight.any()
+        assert not torch.equal(model.loops(tokens).logits, ls.load_model(looped).loops(tokens).logits)
 
 
 def write_gguf(file: Path, llama: Path) -> None:

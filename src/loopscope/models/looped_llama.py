@@ -107,6 +107,12 @@ class LoopedLlama(LoopedModel):
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
 
     @property
+    def block(self) -> nn.Module:
+        """What every loop applies."""
+        looping = self.config.looping
+        return nn.ModuleList(islice(self.model.layers, looping.prelude, looping.prelude + looping.core))
+
+    @property
     def gate(self) -> nn.Linear | None:
         """What `halt` applies."""
         return self.model.early_exit_gate
