@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from benchmark_slices import byte_pairs
 from torch import Tensor
 
 from loopscope.models import LoopedModel, LoopedTransformer, LoopState, TransformerSettings
 from loopscope.models.checkpoint import save_model
+from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import TransformerLayer
 
@@ -106,6 +109,33 @@ def hugging_face(model: LoopedModel, depth: int) -> Any:
     return HFLM(pretrained=Wrapped(), tokenizer=byte_pairs(), backend="causal", max_length=model.block_size)
 
 
+def looped_llama_config(**changes: Any) -> dict[str, Any]:
+    """A small looped Llama: one layer once, one looped, one at every exit; with all that may be added."""
+    how = {"source": "llama", "prelude": 1, "core": 1, "loops": 3, "damping": 0.9, "injection": True, "gate": "linear"}
+    values = {**ouro_config(), "model_type": "looped_llama", "num_hidden_layers": 3, "num_key_value_heads": 2}
+    del values["total_ut_steps"]
+    return {**values, "looping": how | changes.pop("looping", {}), **changes}
+
+
+def tiny_looped_llama(**changes: Any) -> LoopedLlama:
+    """Of random weights, those of the injection and of the gate included; its core is loud, so that loops differ."""
+
+    config = msgspec.convert(looped_llama_config(**changes), LoopedLlamaConfig)
+
+    def make() -> LoopedLlama:
+        model, looping = LoopedLlama(config), config.looping
+        for part in (model.model.injection, model.model.early_exit_gate):
+            if part is not None:
+                part.reset_parameters()
+        for layer in islice(model.model.layers, looping.prelude, looping.prelude + looping.core):
+            layer.mlp.down_proj.weight.data *= 20
+            layer.self_attn.o_proj.weight.data *= 20
+        return model
+
+    model: LoopedLlama = seeded(make)
+    return model
+
+
 class WithCoda(LoopedTransformer):
     """A model whose head attends: one more layer stands before it, outside the loops."""
 
@@ -135,5 +165,32 @@ MODELS: dict[str, Callable[[], LoopedModel]] = {
     "transformer": _transformer,
     "learned positions": lambda: _transformer(positions="learned"),
     "coda": lambda: _transformer(WithCoda),
+    "looped llama": tiny_looped_llama,
+    "looped qwen": lambda: tiny_looped_llama(
+        head_dim=16, num_hidden_layers=2, looping={"source": "qwen3", "injection": False, "damping": 1.0}
+    ),
 }
 """One of every kind that can differ in what attention does."""
+
+
+def write_decoder(folder: Path, kind: str = "llama", tokenizer: Any = None, **changes: Any) -> Any:
+    """transformers' own model of this type with random weights and opinions, saved in `folder` as the Hub has it."""
+    import transformers
+
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral"}[kind]
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    more = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 16}}.get(kind, {})
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        sizes |= {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **more, **ends, **changes})
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.1)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return model

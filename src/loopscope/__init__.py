@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         LoopedModel as LoopedModel,
         SimpleLoopedModel as SimpleLoopedModel,
         load_model as load_model,
+        loop as loop,
     )
     from loopscope.objectives import LoopLosses as LoopLosses
     from loopscope.recording import record_benchmark as record_benchmark, record_model as record_model
@@ -64,7 +65,7 @@ _ROOMS = {
     "loopscope.errors": "UserError",
     "loopscope.exits": "ExitPolicy FittedGate Frontier Monitor OperatingPoint READOUTS Readout Stopper attach "
     "calibrate conformal_risk_control fit_stopper readout register_readout signal sweep",
-    "loopscope.models": "LoopedModel SimpleLoopedModel load_model",
+    "loopscope.models": "LoopedModel SimpleLoopedModel load_model loop",
     "loopscope.objectives": "LoopLosses",
     "loopscope.recording": "record_benchmark record_model",
     "loopscope.training": "fit_gate train",

@@ -113,7 +113,7 @@ def remove_scratch(folder: Path) -> None:
 def remove_leftovers(path: Path) -> None:
     """Removes what a killed writer of `path` left behind, unless somebody is writing it now."""
     path = _absolute(path)
-    if any(os.path.lexists(path.with_name(prefix + path.name)) for prefix in BESIDE):
+    if path.name and any(os.path.lexists(path.with_name(prefix + path.name)) for prefix in BESIDE):
         with suppress(BusyError), locked(path):
             pass
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import loopscope as ls
-from loopscope.models import LoopedModel, LoopState, ouro, transformer
+from loopscope.models import LoopedModel, LoopState, decoder_layers, transformer
 from loopscope.models.kv_cache import AppendingRows, KVCache
 from loopscope.models.layout import Layout
+from loopscope.models.looped_llama import LoopedLlama
 
 
 class PlainDecoder:
@@ -23,7 +24,11 @@ class PlainDecoder:
         self.model, self.policy, self.cache = model, policy, cache
         self.kept: dict[tuple[str, int], dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
         self.position = self.loop = 0
-        for module in (ouro, transformer):
+        self.coda = {"coda"}  # layers that the head has for itself
+        if isinstance(model, LoopedLlama):
+            last = model.config.num_hidden_layers
+            self.coda = {str(layer) for layer in range(last - model.config.coda, last)}
+        for module in (decoder_layers, transformer):
             monkeypatch.setattr(module, "cached_attention", self.cached_attention)
 
     def cached_attention(
@@ -41,7 +46,7 @@ class PlainDecoder:
         return torch.einsum("hn,nhk->hk", scores.softmax(-1), values).flatten()[None]
 
     def place(self, layer: str, loop: int) -> int:
-        if layer == "coda":
+        if layer in self.coda:
             return loop if self.cache == "full" else 0
         return min(loop, 1) if self.cache == "latest" else loop
 
@@ -97,7 +102,7 @@ class PlainDecoder:
                 self.kept = defaultdict(dict, before)
                 self.run(new, start, depth if start == 0 else loop, (loop,))
             if self.cache == "propagate" and start:
-                for layer in {layer for layer, _ in self.kept if layer != "coda"}:
+                for layer in {layer for layer, at in self.kept if at and layer not in self.coda}:
                     for deeper in range(loop + 1, depth + 1):
                         self.kept[layer, deeper][start] = self.kept[layer, loop][start]
             start += len(new)

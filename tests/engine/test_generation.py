@@ -59,7 +59,7 @@ def test_golden_greedy_continuation(cache: CacheMode) -> None:
 
 @pytest.mark.parametrize("cache", CACHE_MODES)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("name", ["ouro", "coda"])
+@pytest.mark.parametrize("name", ["ouro", "coda", "looped llama"])
 def test_every_cache_is_what_it_is_meant_to_be(
     name: str, policy: ls.ExitPolicy, cache: CacheMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ def by_key(answers: list[Answer]) -> list[Answer]:
 
 
 @pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("name", ["ouro", "learned positions", "coda"])
+@pytest.mark.parametrize("name", ["ouro", "learned positions", "coda", "looped llama"])
 def test_the_answers_are_those_without_sharing(name: str, rows: bool) -> None:
     model, asked = MODELS[name](), questions(rows, together=False)
     exits = set()

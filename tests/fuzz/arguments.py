@@ -22,6 +22,7 @@ GOOD: dict[str, Words] = {
         *("pretrain", w.language_settings, "--out", c.out, "--set", "training.steps=1"),
         *("--text", w.texts[0], "--validation", w.texts[1]),
     ],
+    "loop": lambda w, c: ["loop", w.llama, "--prelude", "1", "--core", "1", "--loops", "3", "--out", c.out],
     "record task": lambda w, c: ["record", "task", w.run, "--split", "test", "--examples", "20", "--out", c.out],
     "record text": lambda w, c: ["record", "text", w.checkpoint, w.documents["documents.txt"], "--out", c.out],
     "record benchmark": lambda w, c: [
@@ -137,7 +138,15 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
 def _places(world: World) -> list[object]:
     """Paths of every kind of artifact, and of none."""
     return [
-        *(world.run, world.checkpoint, world.golden["huginn-tiny"], *world.recordings.values(), *world.gates.values()),
+        *(
+            world.run,
+            world.checkpoint,
+            world.golden["huginn-tiny"],
+            world.llama,
+            world.looped,
+            *world.recordings.values(),
+            *world.gates.values(),
+        ),
         *(world.policies["margin"], world.policies["gate-linear"], world.policies["by-hand"], world.settings),
         *(world.study, *world.documents.values(), world.folder / "none", "/dev/null", ".", "..", "/proc/self/mem"),
         *("/nonexistent/x", "-", "a" * 300, "/" + "a/" * 2_000),

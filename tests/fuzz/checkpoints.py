@@ -4,12 +4,15 @@ The answers that a spoilt checkpoint gives are tried, too: weights that are no n
 """
 
 import json
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import loopscope as ls
 from loopscope.models import load_model
@@ -23,6 +26,7 @@ from .world import World
 _CONFIGURED = {
     "ouro": {"num_loops": "total_ut_steps", "vocab_size": "vocab_size", "block_size": "max_position_embeddings"},
     "huginn_raven": {"num_loops": "mean_recurrence", "vocab_size": "vocab_size", "block_size": "block_size"},
+    "looped_llama": {"num_loops": "looping.loops", "vocab_size": "vocab_size", "block_size": "max_position_embeddings"},
 }
 PROMPT = np.array([5, 6, 7])
 
@@ -43,14 +47,20 @@ def _check_finite(model: Any) -> None:
         raise MisledError("weights that are not finite gave an answer")
 
 
+def _drawn(world: World, case: Case) -> tuple[str, Path]:
+    """A copy of a checkpoint of some kind."""
+    places = {**world.golden, "checkpoint": world.checkpoint, "looped": world.looped}
+    name = case.rng.choice(list(places))
+    return name, case.copy(places[name], "model")
+
+
 def configuration(world: World, case: Case) -> str:
-    name = case.rng.choice(("ouro-tiny", "huginn-tiny", "checkpoint"))
-    folder = case.copy(world.checkpoint if name == "checkpoint" else world.golden[name], "model")
+    _, folder = _drawn(world, case)
     case.spoil(folder / "config.json")
     model = load_model(folder)
     values = json.loads((folder / "config.json").read_bytes(), parse_int=float)  # some integers are no integers
     for ours, theirs in _CONFIGURED[values["model_type"]].items():
-        if getattr(model, ours) != values[theirs]:
+        if getattr(model, ours) != reduce(getitem, theirs.split("."), values):
             raise MisledError(f"{theirs} is not what the configuration says")
     if model.num_loops > 10_000 or model.block_size > 10**8:
         raise MisledError("a depth or a length without bound is accepted")
@@ -58,9 +68,29 @@ def configuration(world: World, case: Case) -> str:
     return "other"
 
 
+def looping(world: World, case: Case) -> str:
+    """What is looped has the tensors of its original, and loops as was asked."""
+    folder = case.copy(world.llama, "model")
+    case.spoil(folder / case.rng.choice(("config.json", "config.json", "model.safetensors")))
+    made = ls.loop(folder, case.out, 1, 1, 2, drop=[1])
+    model, original = load_model(case.out), {}
+    for file in weight_files(folder):
+        original |= load_file(file)
+    if model.num_loops != 2 or made.looping.prelude != 1:
+        raise MisledError("it loops otherwise than was asked")
+    _answer(model)
+    _check_finite(model)
+    for name, tensor in model.state_dict().items():
+        theirs = name.replace("layers.1.", "layers.2.").replace(
+            "lm_head.", "model.embed_tokens." if model.tied else "lm_head."
+        )
+        if held(original[theirs].to(tensor.dtype)) != held(tensor):
+            raise MisledError(f"a tensor is not the original's: {name}")
+    return "other"
+
+
 def weights(world: World, case: Case) -> str:
-    name = case.rng.choice(("ouro-tiny", "huginn-tiny", "checkpoint", "checkpoint"))
-    folder = case.copy(world.checkpoint if name == "checkpoint" else world.golden[name], "model")
+    name, folder = _drawn(world, case)
     files = sorted((*folder.glob("*.safetensors"), *folder.glob("*.index.json")))
     file = case.rng.choice(files)
     case.spoil(file, [other for other in files if other != file])

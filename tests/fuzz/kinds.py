@@ -13,8 +13,9 @@ KINDS = {
     "study-store": Kind(sealed.study_store, 4, ("store",), quick=False),
     "titled-study": Kind(sealed.titled_study, 1, ("drawn", "study", "store"), quick=False),
     "unfinished-recording": Kind(sealed.unfinished_recording, 1, ("unfinished_recording", "checkpoint"), quick=False),
-    "configuration": Kind(checkpoints.configuration, 8, ("checkpoint", "golden")),
-    "weights": Kind(checkpoints.weights, 8, ("checkpoint", "golden")),
+    "configuration": Kind(checkpoints.configuration, 8, ("checkpoint", "golden", "looped")),
+    "weights": Kind(checkpoints.weights, 8, ("checkpoint", "golden", "looped")),
+    "looping": Kind(checkpoints.looping, 4, ("llama",)),
     "tokenizer": Kind(checkpoints.tokenizer, 6, ("checkpoint",)),
     "settings": Kind(settings.run_settings, 8, ("settings",)),
     "assignment": Kind(settings.assignment, 8, ("settings",)),
@@ -31,6 +32,8 @@ KINDS = {
         (
             "run",
             "checkpoint",
+            "llama",
+            "looped",
             "recordings",
             "policies",
             "golden",
@@ -45,13 +48,13 @@ KINDS = {
     "slow-arguments": Kind(
         arguments.slow_arguments,
         3,
-        ("run", "checkpoint", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
+        ("run", "checkpoint", "looped", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
         quick=False,
     ),
     "python": Kind(
         python_api.python,
         14,
-        ("run", "checkpoint", "recordings", "gates", "policies", "monitor", "settings", "documents"),
+        ("run", "checkpoint", "llama", "recordings", "gates", "policies", "monitor", "settings", "documents"),
     ),
 }
 """By name, each with its share of the inputs."""

@@ -63,6 +63,20 @@ def _calls(world: World) -> dict[str, Call]:
         ),
         "Stopper": (_stopper, {"stopper": stopper, **stopper.tensors, "recording": stopped}),
         "Stopper.save": (_saved, {"made": stopper, "target": "new"}),
+        "loop": (
+            _looped,
+            {
+                "source": str(world.llama),
+                "target": "new",
+                "prelude": 1,
+                "core": 1,
+                "loops": 2,
+                "drop": [1],
+                "damping": 1.0,
+                "injection": False,
+                "gate": "none",
+            },
+        ),
         "attach": (ls.attach, {"trajectory": plain, "gates": {"linear": gate}}),
         "calibrate": (
             ls.calibrate,
@@ -212,6 +226,12 @@ def _replay(policy: Any, recording: Any, audit: Any) -> Any:
     if policy.guarantee.confidence is None and (result.audited or audit):
         raise MisledError("losses are held against a promise on average")
     return result
+
+
+def _looped(target: Any, loops: Any, **given: Any) -> None:
+    ls.loop(out=target, loops=loops, **given)
+    if load_model(target).num_loops != loops:
+        raise MisledError("it loops otherwise than was asked")
 
 
 def _saved(made: Any, target: Any) -> None:

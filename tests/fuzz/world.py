@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from conftest import GATED, GOLDEN, TINY_OURO, random_trajectory, tiny_settings, tiny_text
-from tiny_language import ouro_config, tiny_ouro
+from tiny_language import looped_llama_config, ouro_config, tiny_looped_llama, tiny_ouro
 
 import loopscope as ls
 from loopscope.exits.fitted import load_fitted
@@ -272,6 +272,26 @@ class World:
         save_model(tiny_ouro(**changes).state_dict(), folder, 20_000)
         assert len(list(folder.glob("*.safetensors"))) > 1
         return folder
+
+    @cached_property
+    def llama(self) -> Path:
+        """A small Llama that is not looped, with a tokenizer."""
+        folder = self.folder / "llama"
+        shutil.copytree(self.checkpoint, folder, ignore=shutil.ignore_patterns("model*"))
+        changes: dict[str, Any] = {"vocab_size": 290, "hidden_size": 16, "max_position_embeddings": 64}
+        changes |= {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+        plain = {"prelude": 0, "core": 3, "injection": False, "gate": "none"}
+        values = looped_llama_config(**changes) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        del values["looping"]
+        (folder / "config.json").write_text(json.dumps(values))
+        save_model(tiny_looped_llama(**changes, looping=plain).state_dict(), folder)
+        return folder
+
+    @cached_property
+    def looped(self) -> Path:
+        """The same, looped, with all that may be added."""
+        ls.loop(self.llama, self.folder / "looped", 1, 1, 3, damping=0.5, injection=True, gate="linear")
+        return self.folder / "looped"
 
     @cached_property
     def golden(self) -> dict[str, Path]:

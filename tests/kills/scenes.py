@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from benchmark_slices import DATA, byte_pairs
 from conftest import GATED, TINY, TINY_OURO, random_trajectory, tiny_text
-from tiny_language import write_ouro
+from tiny_language import write_decoder, write_ouro
 
 import loopscope as ls
 from loopscope.cli import main
@@ -69,6 +69,11 @@ class Inputs:
     def checkpoint(self) -> Path:
         """A small Ouro with a tokenizer."""
         return self._made("ouro", lambda out: write_ouro(out, byte_pairs()))
+
+    @property
+    def decoder(self) -> Path:
+        """A small Llama with a tokenizer, not looped."""
+        return self._made("llama", lambda out: write_decoder(out, tokenizer=byte_pairs()))
 
     @property
     def texts(self) -> Path:
@@ -283,6 +288,15 @@ SCENES = (
         ],
         read=load_model,
         growing=_unfinished(),
+        neighbours=True,
+    ),
+    Scene(
+        "loop",
+        lambda inputs, out: [
+            *("loop", inputs.decoder, "--prelude", 1, "--core", 1, "--loops", 3, "--gate", "linear", "--out", out)
+        ],
+        read=load_model,
+        refuses=True,
         neighbours=True,
     ),
     Scene(

@@ -47,6 +47,7 @@ class QuestionBench(msgspec.Struct, frozen=True):
     num_loops: int
     machine: Machine
     policies: list[QuestionTiming]
+    overhead: float = 0.0  # layers before the loops and before the head, by those of a loop
 
 
 def _short(value: float) -> str:

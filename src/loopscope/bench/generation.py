@@ -37,7 +37,7 @@ class GenerationTiming(msgspec.Struct, frozen=True):
     agreement: float  # share of tokens whose likeliest next one is full depth's
     kl: float  # of full depth's prediction against this one's, on average
     speedup: Spread  # tokens a second, against full depth
-    realised: Spread  # share of the ideal speed-up, T by the average loops
+    realised: Spread  # share of the ideal speed-up: T by the average loops, prelude and coda included
     tokens_per_second: Spread
     run_loops: float  # loops that were run for a token of text, those for the cache included
     cache_bytes: int
@@ -89,7 +89,7 @@ def bench_generation(
                 agreement=float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
                 kl=float(kl_divergence(reference, logits).mean()),
                 speedup=spread(full / took),
-                realised=spread(full / took / (model.num_loops / average)),
+                realised=spread(full / took / model.ideal_speedup(average)),
                 tokens_per_second=spread(new_tokens / took),
                 run_loops=stats.token_loops / (new_tokens + sum(len(prompt.tokens) for prompt in prompts)),
                 cache_bytes=stats.cache_bytes,

@@ -79,4 +79,5 @@ def time_benchmark(
                 differing=agreement.differing,
             )
         )
-    return QuestionBench(folder.name, benchmark, len(rows), model.num_loops, machine, timings)
+    overhead = model.embed_cost + model.head_cost
+    return QuestionBench(folder.name, benchmark, len(rows), model.num_loops, machine, timings, overhead)

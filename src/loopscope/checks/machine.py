@@ -172,7 +172,7 @@ def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
         ways = {str(depth): partial(way, depth) for depth in depths}
         seconds, _ = interleaved(ways, rounds, 256, silent, next(model.parameters()))
         for depth in depths:
-            took, ideal = seconds[str(depth)], full / depth
+            took, ideal = seconds[str(depth)], model.ideal_speedup(depth)
             faster, rate = spread(seconds[str(full)] / took), spread(len(rows) * count / took)
             note = f"realised {faster.median / ideal:.2f} of {ideal:.3g}; {rate.median:,.0f} tokens/s"
             judged = 2 * depth <= full

@@ -15,6 +15,7 @@ from loopscope.cli import (
     gate,
     generate,
     harness,
+    loop,
     pretrain,
     record,
     report,
@@ -30,7 +31,7 @@ from loopscope.errors import UserError
 from loopscope.machine import out_of_memory
 
 VERBS = (
-    *(train, pretrain, record, evaluate, diagnose, compare, report, calibrate),
+    *(train, pretrain, loop, record, evaluate, diagnose, compare, report, calibrate),
     *(run, generate, bench, harness, selfcheck, gate, study, demo),
 )
 

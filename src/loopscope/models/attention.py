@@ -15,12 +15,27 @@ _SHORT = 64
 """Up to this length plain matrix products beat the fused kernel on a CPU, whose per-call work dominates there."""
 
 
+class Llama3Scaling(NamedTuple):
+    """How Llama 3 stretches rotary positions: slow pairs turn slower by `factor`, quick ones as before."""
+
+    factor: float
+    low: float  # turns within the old context: fewer are slow
+    high: float  # more are quick
+    old_context: int
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        turns = self.old_context * frequencies / (2 * math.pi)
+        quick = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return (1 - quick) * frequencies / self.factor + quick * frequencies
+
+
 class Rotary(NamedTuple):
     """Rotary positions: pairs are halves of the head apart (rotate-half), or neighbours (interleaved)."""
 
     head_width: int
     theta: float
     interleaved: bool = False
+    scaling: Llama3Scaling | None = None
 
     def rotate(self, x: Tensor, positions: Tensor | None = None, count: int | None = None) -> Tensor:
         """x [B, H, M, K] turned by its positions [B, M] (default: 0, 1, ..), which are below `count`."""
@@ -49,9 +64,10 @@ class Rotary(NamedTuple):
 @lru_cache(maxsize=64)
 def _angles(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [M, K], sin negative for the first of each pair; angles are float32 whatever the precision."""
-    width, theta, interleaved = rotary
+    width, theta, interleaved, scaling = rotary
     with torch.inference_mode(False):  # a tensor born in inference mode could not be used in training
         frequencies = theta ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+        frequencies = frequencies if scaling is None else scaling.scaled(frequencies)
         angles = torch.arange(longest, device=device, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         pairs = ((cos, cos), (-sin, sin))

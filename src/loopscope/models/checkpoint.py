@@ -1,7 +1,8 @@
 """How is a model saved and loaded? `config.json` and safetensors in a folder, one file or sharded, no code from it.
 
 LoopScope's own checkpoints say `"model_type": "loopscope"` and keep the settings of the run that made them, so that a
-run's folder is its checkpoint. Ouro and Huginn checkpoints are read in the layout in which they are published.
+run's folder is its checkpoint. Ouro and Huginn checkpoints are read in the layout in which they are published, and
+looped decoders in that in which `loopscope loop` writes them.
 """
 
 import os
@@ -25,6 +26,7 @@ from loopscope.models.device import check_device
 from loopscope.models.gates import Gate
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.huginn import Huginn, read_huginn_config
+from loopscope.models.looped_llama import SOURCES, LoopedLlama, read_looped_llama_config
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.run_hashes import check_hashes, known_sha256
 from loopscope.models.transformer import LoopedTransformer, TransformerSettings
@@ -77,7 +79,7 @@ def load_model(
     path = find_checkpoint(source, revision)
     model = model_without_weights(path)
     check_hashes(path)
-    _fill(model, path, device, None if dtype is None else DTYPES[dtype])
+    fill(model, path, device, None if dtype is None else DTYPES[dtype])
     model.eval().requires_grad_(False)
     model.identify_by(partial(weights_sha256, path.resolve()))
     return model
@@ -89,7 +91,8 @@ def model_without_weights(path: Path) -> LoopedModel:
         raise UserError(f"{path} is not a checkpoint: it has no {CONFIG}.")
     kind = read_json(ModelType, path / CONFIG, "model configuration").model_type
     if kind not in _BUILDERS:
-        raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {', '.join(_BUILDERS)}.")
+        loops = "; loop it first (`loopscope loop`)" if kind in SOURCES else ""
+        raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {', '.join(_BUILDERS)}{loops}.")
     with torch.device("meta"):
         return _BUILDERS[kind](path)
 
@@ -110,23 +113,29 @@ def _own(folder: Path) -> LoopedModel:
         raise UserError(
             f"The run in {folder} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`."
         )
-    _check_layers(folder, config.model.layers)
+    check_layers(folder, config.model.layers)
     return LoopedTransformer(config.model, config.vocab_size, config.block_size)
 
 
 def _ouro(folder: Path) -> LoopedModel:
     config = read_ouro_config(folder)
-    _check_layers(folder, config.num_hidden_layers)
+    check_layers(folder, config.num_hidden_layers)
     return Ouro(config)
 
 
 def _huginn(folder: Path) -> LoopedModel:
     config = read_huginn_config(folder)
-    _check_layers(folder, config.n_layers_in_prelude, config.n_layers_in_recurrent_block, config.n_layers_in_coda)
+    check_layers(folder, config.n_layers_in_prelude, config.n_layers_in_recurrent_block, config.n_layers_in_coda)
     return Huginn(config)
 
 
-def _check_layers(folder: Path, *layers: int) -> None:
+def _looped_llama(folder: Path) -> LoopedModel:
+    config = read_looped_llama_config(folder)
+    check_layers(folder, config.num_hidden_layers)
+    return LoopedLlama(config)
+
+
+def check_layers(folder: Path, *layers: int) -> None:
     """Every layer has tensors: a configuration of far more than there are is refused before they are built."""
     tensors = 0
     for file in weight_files(folder):
@@ -139,11 +148,16 @@ def _check_layers(folder: Path, *layers: int) -> None:
         )
 
 
-_BUILDERS: dict[str, Callable[[Path], LoopedModel]] = {"loopscope": _own, "ouro": _ouro, "huginn_raven": _huginn}
+_BUILDERS: dict[str, Callable[[Path], LoopedModel]] = {
+    "loopscope": _own,
+    "ouro": _ouro,
+    "huginn_raven": _huginn,
+    "looped_llama": _looped_llama,
+}
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: torch.dtype | None) -> None:
+def fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: torch.dtype | None) -> None:
     """Gives `model` the tensors of `folder`, after all of them were looked at."""
     expected = model.state_dict()
     files = {name: file for file in weight_files(folder) for name in _check_file(file, expected, model.unneeded)}
@@ -290,7 +304,9 @@ def gate_tensors(folder: Path) -> dict[str, str]:
     kind = read_json(ModelType, folder / CONFIG, "model configuration").model_type
     if kind == "huginn_raven":
         return {}
-    if kind == "ouro":
+    if kind == "looped_llama" and read_looped_llama_config(folder).looping.gate == "none":
+        return {}
+    if kind in ("ouro", "looped_llama"):
         return {"weight": "model.early_exit_gate.weight", "bias": "model.early_exit_gate.bias"}
     return Gate.tensors(read_checkpoint_config(folder).model.gate, "gate.")
 

@@ -83,6 +83,15 @@ class LoopState:
 
 
 @dataclass(frozen=True)
+class InjectedState(LoopState):
+    """Of a model whose every loop reads again what the prelude made of the tokens."""
+
+    embedded: Tensor  # [S, D]
+
+    tokenwise: ClassVar[tuple[str, ...]] = ("hidden", "embedded")
+
+
+@dataclass(frozen=True)
 class Loops:
     """What a model says at every loop: at every token, or (without the M) at one position a row."""
 
@@ -99,8 +108,11 @@ class LoopedModel(nn.Module):
     block_size: int
     """The longest row that the model takes."""
     vocab_size: int
-    head_attends: ClassVar[bool] = False
+    head_attends: bool = False
     """Whether `head_input` looks at other tokens, too, so that it must be asked of all of them."""
+    embed_cost: float = 0.0
+    head_cost: float = 0.0
+    """What `embed` and `head_input` take, in loops: layers of the prelude and of the coda by those of the core."""
     tied: Mapping[str, str] = MappingProxyType({})
     """Tensors that are another one: a checkpoint may leave them out."""
     causal: ClassVar[bool] = True
@@ -112,7 +124,7 @@ class LoopedModel(nn.Module):
     """Whether the branches of a row (`layout.branches`) see its trunk and themselves, and not each other."""
     gradient_checkpointing: bool = False
     """Whether a loop is run again where its gradients are needed, so that nothing of its inside is kept till then."""
-    unneeded: ClassVar[tuple[str, ...]] = ()
+    unneeded: Sequence[str] = ()
     """Tensors that a checkpoint may have and that follow from others."""
 
     _identity: tuple[list[Any], str | Callable[[], str]] | None = None
@@ -220,6 +232,12 @@ class LoopedModel(nn.Module):
                 f"{what} cannot be run with this model: {type(self).__name__} declares {_LACKING[capability]}; "
                 "docs/your-model.md says how a model gets there."
             )
+
+    def ideal_speedup(self, loops: float) -> float:
+        """How much faster than full depth a token is after so many loops, if it takes what its layers take: those
+        before the loops once, those of the head once, at the exit."""
+        overhead = self.embed_cost + self.head_cost
+        return (self.num_loops + overhead) / (loops + overhead)
 
     def check_length(self, length: int) -> None:
         """Refuses rows that are too long for the model."""

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -34,3 +35,9 @@ class Gate(nn.Module):
         with torch.autocast(pooled.device.type, enabled=False):
             logit: Tensor = functional_call(self.net, parameters, pooled.to(wide)).squeeze(-1)
         return logit
+
+
+def linear_halt(gate: nn.Linear, pooled: Tensor) -> Tensor:
+    """Halt logits [...] of a language model's gate; in float32 whatever the precision, for the same reason."""
+    with torch.autocast(pooled.device.type, enabled=False):
+        return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)

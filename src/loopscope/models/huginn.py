@@ -10,10 +10,9 @@ Shapes: B rows, S states, D width, V vocabulary.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, read_json
 from loopscope.models.attention import Rotary
 from loopscope.models.cached_attention import cached_attention
-from loopscope.models.contract import LoopedModel, LoopState
+from loopscope.models.contract import InjectedState, LoopedModel, LoopState
 from loopscope.models.device import upload
 from loopscope.models.layout import Layout
 
@@ -73,13 +72,6 @@ def read_huginn_config(folder: Path) -> HuginnConfig:
     return read_json(HuginnConfig, folder / "config.json", "Huginn configuration")
 
 
-@dataclass(frozen=True)
-class HuginnState(LoopState):
-    embedded: Tensor  # [S, D] what the prelude made of the tokens: every loop reads it again
-
-    tokenwise: ClassVar[tuple[str, ...]] = ("hidden", "embedded")
-
-
 class Huginn(LoopedModel):
     kv_cache = branches = True
     head_attends = True
@@ -91,6 +83,8 @@ class Huginn(LoopedModel):
         self.num_loops = config.mean_recurrence
         self.block_size = config.block_size
         self.vocab_size = config.vocab_size
+        core = config.n_layers_in_recurrent_block
+        self.embed_cost, self.head_cost = config.n_layers_in_prelude / core, config.n_layers_in_coda / core
         self.initial_state: Literal["zeros", "random"] = "zeros"
         """Where the loops begin; random as in training, but the same for all rows at a position, as `seed` gives it."""
         self.seed = 0
@@ -103,13 +97,13 @@ class Huginn(LoopedModel):
         if self.initial_state == "random":
             noise = _noise(self.seed, layout.max_context, self.config.n_embd)
             start = upload(noise, embedded.device).to(embedded)[layout.positions]
-        return HuginnState(start, layout, torch.zeros_like(layout.lengths), embedded)
+        return InjectedState(start, layout, torch.zeros_like(layout.lengths), embedded)
 
     def step(self, state: LoopState) -> LoopState:
-        assert isinstance(state, HuginnState)
+        assert isinstance(state, InjectedState)
         mixed = self.transformer.adapter(torch.cat((state.hidden, state.embedded), dim=1))
         hidden = _through(self.transformer.core_block, mixed, state.layout)
-        return HuginnState(hidden, state.layout, state.loop + 1, state.embedded)
+        return InjectedState(hidden, state.layout, state.loop + 1, state.embedded)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         """What the coda makes of the state; it attends, so it runs on whole rows."""

@@ -1,0 +1,87 @@
+"""Loop the middle of an ordinary language model.
+
+loopscope loop HuggingFaceTB/SmolLM2-135M --prelude 10 --core 10 --loops 4 --out looped
+loopscope loop SmolLM2-135M-Instruct.Q4_1.gguf --prelude 10 --core 10 --loops 4 --gate linear --out looped
+loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 --injection --out looped
+
+Takes Llama, SmolLM, Mistral, Qwen 2 and Qwen 3 in the layout of the Hub, or as a GGUF file. The first layers run once,
+those after them in every loop, the rest and the head at every exit. Layers are counted from 0, and without those that
+are dropped. With all layers and no damping, loop 1 is the original model. Nothing is trained.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopscope.cli.options import add_shared, add_verb, check_new, count, whole
+from loopscope.cli.output import print_json, print_text
+
+if TYPE_CHECKING:
+    from loopscope.models import LoopedCheckpoint
+
+
+def define(subparsers: Any) -> None:
+    parser = add_verb(subparsers, "loop", __doc__, _execute)
+    parser.add_argument("checkpoint", help="a folder, a name on the Hub, or a GGUF file")
+    parser.add_argument("--prelude", type=whole, required=True, metavar="A", help="first layers, which run once")
+    parser.add_argument("--core", type=count, required=True, metavar="B", help="layers after them, which are looped")
+    parser.add_argument("--loops", type=count, required=True, metavar="T", help="loops at full depth")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the looped checkpoint's folder")
+    parser.add_argument(
+        "--drop",
+        type=_layers,
+        action="append",
+        default=[],
+        metavar="N-M",
+        help="leave these layers out, such as 12 or 12-15 (repeatable)",
+    )
+    parser.add_argument("--damping", type=float, default=1.0, metavar="X", help="h + X (core(h) - h) (default: 1)")
+    parser.add_argument("--injection", action="store_true", help="add a map of the prelude's output before every loop")
+    parser.add_argument("--gate", choices=("none", "linear"), default="none", help="default: none")
+    add_shared(parser, "--json")
+
+
+def _layers(text: str) -> range:
+    found = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", text)
+    if found is None or int(found[2] or found[1]) < int(found[1]):
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a layer such as 12 nor a range such as 12-15")
+    return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def _execute(options: argparse.Namespace) -> None:
+    check_new(options.out)
+    from loopscope.models import loop
+
+    made = loop(
+        options.checkpoint,
+        options.out,
+        options.prelude,
+        options.core,
+        options.loops,
+        drop=[number for layers in options.drop for number in layers],
+        damping=options.damping,
+        injection=options.injection,
+        gate=options.gate,
+    )
+    if options.json:
+        print_json(made)
+    else:
+        for line in _lines(made):
+            print_text(line)
+
+
+def _lines(made: "LoopedCheckpoint") -> list[str]:
+    looping = made.looping
+    parts = [f"{looping.prelude} once", f"{looping.core} in each of {looping.loops} loops"]
+    parts.append(f"{made.coda} at every exit")
+    kept = made.original_layers - len(looping.dropped)
+    layers = f"{kept} of {made.original_layers} layers" if looping.dropped else f"all {kept} layers"
+    exact = not looping.dropped and looping.damping == 1
+    first = "Loop 1 is the original model" if exact else "Loop 1 is not the original model"
+    return [
+        f"{made.folder}: {layers} ({looping.source}): {', '.join(parts)}.",
+        f"{made.parameters:,} parameters (the original: {made.original_parameters:,}).",
+        f"A pass at full depth costs {made.cost:.2f} times the original's (weights multiplied a token, with the head).",
+        f"Untrained: nothing was learned here. {first}; deeper loops are nothing that it was trained for.",
+    ]

@@ -1,0 +1,199 @@
+"""A looped model made of an ordinary decoder of the Llama family: Llama, SmolLM, Mistral, Qwen 2 and 3.
+
+Its first layers, the prelude, run once. Every loop runs the core, the layers after them, again: h = core(h). The state
+is read through the coda: the last layers and the final norm. So loop 1 is the original model, if all of its layers are
+there and nothing below was trained. Three parts may be added, and change nothing at loop 1 before training (but for
+the damping, if it is not 1):
+
+- damping a: h = h + a (core(h) - h);
+- injection: a linear map of what the prelude made of the tokens is added to the state before every loop;
+- gate: a linear map of the pooled state to a halt logit.
+
+The pooled state is the state, normalised to a mean square of 1, since that of a Llama grows from layer to layer; or,
+without a coda, by the final norm, which the head reads. `head_input` costs the coda: a readout of logits pays it at
+every loop, one of the state or of the gate at the exit.
+
+Shapes: S states, D width, V vocabulary.
+"""
+
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from torch import Tensor, nn
+
+from loopscope.config import Layers, Loops, Settings, read_json
+from loopscope.models.contract import InjectedState, LoopedModel, LoopState, initial_loop_state
+from loopscope.models.decoder_layers import Attention, DecoderConfig, RMSNorm, SwiGLU, rms_normalised
+from loopscope.models.gates import linear_halt
+from loopscope.models.layout import Layout
+
+Source = Literal["llama", "mistral", "qwen2", "qwen3"]
+SOURCES: tuple[Source, ...] = ("llama", "mistral", "qwen2", "qwen3")
+"""The `model_type` of what can be looped; SmolLM is a Llama."""
+
+LayerNumber = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
+Damping = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class Looping(Settings, frozen=True, kw_only=True):
+    """How a decoder is looped. Layers are counted without those that were dropped."""
+
+    source: Source
+    prelude: LayerNumber
+    core: Layers
+    loops: Loops
+    damping: Damping = 1.0
+    injection: bool = False
+    gate: Literal["none", "linear"] = "none"
+    dropped: tuple[LayerNumber, ...] = ()  # by their numbers in the original
+
+
+class LoopedLlamaConfig(DecoderConfig, frozen=True, kw_only=True):
+    """The original's keys and how it is looped; unsupported values are refused, other keys ignored."""
+
+    model_type: Literal["looped_llama"]
+    looping: Looping
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    sliding_window: int | None = None
+    num_experts: None = None  # no mixture of experts
+    num_local_experts: None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        looping = self.looping
+        if self.coda < 0:
+            raise ValueError(
+                f"the prelude ({looping.prelude}) and the core ({looping.core}) are more than the "
+                f"{self.num_hidden_layers} layers"
+            )
+        window = self.sliding_window if looping.source == "mistral" else None
+        if window is not None and window < self.max_position_embeddings:
+            raise ValueError(f"a sliding window (of {window} tokens) is not supported")
+        if looping.source == "qwen3" and self.head_dim is None:
+            raise ValueError("head_dim is missing")
+
+    @property
+    def coda(self) -> int:
+        """How many layers run after the last loop."""
+        return self.num_hidden_layers - self.looping.prelude - self.looping.core
+
+
+def read_looped_llama_config(folder: Path) -> LoopedLlamaConfig:
+    return read_json(LoopedLlamaConfig, folder / "config.json", "configuration of a looped decoder")
+
+
+class LoopedLlama(LoopedModel):
+    kv_cache = branches = True
+
+    def __init__(self, config: LoopedLlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        looping = config.looping
+        self.num_loops = looping.loops
+        self.block_size = config.max_position_embeddings
+        self.vocab_size = config.vocab_size
+        self.head_attends = config.coda > 0
+        self.embed_cost, self.head_cost = looping.prelude / looping.core, config.coda / looping.core
+        self.model = LoopedLlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.unneeded = [
+            f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in range(config.num_hidden_layers)
+        ]
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+            self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @property
+    def block(self) -> nn.Module:
+        """What every loop applies."""
+        looping = self.config.looping
+        return nn.ModuleList(islice(self.model.layers, looping.prelude, looping.prelude + looping.core))
+
+    @property
+    def gate(self) -> nn.Linear | None:
+        """What `halt` applies."""
+        return self.model.early_exit_gate
+
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
+        embedded = self._through(0, self.config.looping.prelude, self.model.embed_tokens(tokens), layout)
+        state = initial_loop_state(embedded, layout)
+        if self.model.injection is None:
+            return state
+        return InjectedState(embedded, layout, state.loop, embedded)
+
+    def step(self, state: LoopState) -> LoopState:
+        looping, hidden, given = self.config.looping, state.hidden, {}
+        if self.model.injection is not None:
+            assert isinstance(state, InjectedState)
+            hidden, given = hidden + self.model.injection(state.embedded), {"embedded": state.embedded}
+        updated = self._through(looping.prelude, looping.prelude + looping.core, hidden, state.layout)
+        if looping.damping != 1:
+            updated = state.hidden + looping.damping * (updated - state.hidden)
+        return type(state)(updated, state.layout, state.loop + 1, **given)
+
+    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        hidden = state.at(positions)
+        if self.head_attends:
+            return rms_normalised(hidden, self.config.rms_norm_eps)
+        normed: Tensor = self.model.norm(hidden)
+        return normed
+
+    def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        """What the coda makes of the state; it attends, so it runs on whole rows."""
+        if not self.head_attends:
+            return self.pooled(state, positions)
+        layout, first = state.layout, self.config.looping.prelude + self.config.looping.core
+        hidden = self._through(first, self.config.num_hidden_layers, state.hidden, layout)
+        if positions is not None:
+            hidden = hidden.index_select(0, layout.states(layout.starts + positions))
+        normed: Tensor = self.model.norm(hidden)
+        return normed
+
+    def predict(self, head_input: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(head_input)
+        return logits
+
+    def halt(self, pooled: Tensor) -> Tensor | None:
+        return None if self.gate is None else linear_halt(self.gate, pooled)
+
+    def _through(self, first: int, last: int, hidden: Tensor, layout: Layout) -> Tensor:
+        for layer in islice(self.model.layers, first, last):
+            hidden = layer(hidden, layout)
+        return hidden
+
+
+class LoopedLlamaModel(nn.Module):
+    def __init__(self, config: LoopedLlamaConfig) -> None:
+        super().__init__()
+        width, looping = config.hidden_size, config.looping
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.layers = nn.ModuleList(LlamaLayer(config, str(number)) for number in range(config.num_hidden_layers))
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.injection = _zeros(nn.Linear(width, width, bias=False)) if looping.injection else None
+        self.early_exit_gate = _zeros(nn.Linear(width, 1)) if looping.gate == "linear" else None
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, config: LoopedLlamaConfig, layer: str) -> None:
+        super().__init__()
+        width, eps, source = config.hidden_size, config.rms_norm_eps, config.looping.source
+        biased = bool(config.attention_bias) and source in ("llama", "qwen3")
+        self.self_attn = Attention(config, layer, biased or source == "qwen2", biased, source == "qwen3")
+        self.mlp = SwiGLU(config, bias=bool(config.mlp_bias) and source == "llama")
+        self.input_layernorm = RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), layout)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+def _zeros(linear: nn.Linear) -> nn.Linear:
+    """At the start it says nothing."""
+    for parameter in linear.parameters():
+        nn.init.zeros_(parameter)
+    return linear

@@ -1,0 +1,159 @@
+"""`loopscope loop`: from an ordinary checkpoint, or a GGUF file, to text at every depth; and what goes wrong."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmark_slices import byte_pairs
+from conftest import tiny_text
+from tiny_language import write_decoder
+
+import loopscope as ls
+
+from .conftest import refusal, run
+
+THREE = ("--prelude", 2, "--core", 2, "--loops", 3)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loop") / "llama"
+    write_decoder(folder, tokenizer=byte_pairs(), eos_token_id=0)
+    return folder
+
+
+def test_from_a_checkpoint_to_text(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    looped, text = tmp_path / "looped", tmp_path / "text.txt"
+    assert run("loop", llama, *THREE, "--gate", "linear", "--out", looped) == 0
+    said = capsys.readouterr().out
+    assert "all 6 layers (llama): 2 once, 2 in each of 3 loops, 2 at every exit." in said
+    assert "Untrained" in said
+    assert "Loop 1 is the original model" in said
+    assert run("generate", looped, "A river", "--max-new-tokens", 5, "--readout", "margin", "--threshold", 0.5) == 0
+    text.write_text("A river carries small stones to the sea. The wind helps it at times.")
+    assert run("record", "text", looped, text, "--out", tmp_path / "recording") == 0
+    assert ls.Trajectory.load(tmp_path / "recording").num_loops == 3
+    checks = [word for kind in ("contract", "batch", "cache", "replay") for word in ("--only", kind)]
+    assert run("selfcheck", looped, *checks) == 0
+
+
+def test_what_was_made_is_said_as_json(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dropped = ("--drop", 1, "--drop", "3-4")
+    assert (
+        run("loop", llama, "--prelude", 1, "--core", 1, "--loops", 2, *dropped, "--out", tmp_path / "a", "--json") == 0
+    )
+    made = json.loads(capsys.readouterr().out)
+    assert made["looping"]["dropped"] == [1, 3, 4]
+    assert (made["coda"], made["original_layers"]) == (1, 6)
+    more = ("--damping", 0.5, "--injection")
+    assert run("loop", llama, *THREE, *more, "--out", tmp_path / "b") == 0
+    assert "Loop 1 is not the original model" in capsys.readouterr().out
+    assert run("loop", llama, *THREE, *dropped[:2], "--out", tmp_path / "c") == 0
+    assert "5 of 6 layers" in capsys.readouterr().out
+
+
+def test_what_goes_wrong_is_explained(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ("--out", tmp_path / "out")
+    assert "more than the 6 layers" in refusal(capsys, "loop", llama, "--prelude", 5, "--core", 2, "--loops", 3, *out)
+    assert "damping" in refusal(capsys, "loop", llama, *THREE, "--damping", 0, *out)
+    assert "no layer 9" in refusal(capsys, "loop", llama, *THREE, "--drop", 9, *out)
+    assert "there already" in refusal(capsys, "loop", llama, *THREE, "--out", llama)
+    assert "no folder" in refusal(capsys, "loop", tmp_path / "none", *THREE, *out)
+    assert "no config.json" in refusal(capsys, "loop", tmp_path, *THREE, *out)
+    write_decoder(tmp_path / "mixtral", "mixtral")
+    assert "of type 'mixtral'" in refusal(capsys, "loop", tmp_path / "mixtral", *THREE, *out)
+    for wrong in (("--core", 0), ("--drop", "4-2"), ("--gate", "mlp")):
+        with pytest.raises(SystemExit) as ended:
+            run("loop", llama, *THREE, *wrong, *out)
+        assert ended.value.code == 2
+    assert not (tmp_path / "out").exists()
+
+
+HEAL = """
+context = 16
+[objective]
+name = "decoupled_gate"
+[training]
+steps = 3
+batch_size = 4
+learning_rate = 1e-3
+checkpointing = true
+"""
+
+
+@torch.inference_mode()
+def test_it_is_trained_further(llama: Path, tmp_path: Path) -> None:
+    """Its injection and its gate learn with the rest, whether all is trained or adapters are."""
+    looped = tmp_path / "looped"
+    assert run("loop", llama, *THREE, "--injection", "--gate", "linear", "--out", looped) == 0
+    train, validation = tiny_text(tmp_path)
+    (tmp_path / "heal.toml").write_text(HEAL)
+    words = ("pretrain", tmp_path / "heal.toml", "--start", looped, "--text", train, "--validation", validation)
+    tokens = torch.arange(3, 43)[None]
+    for name, more in {"all": (), "adapters": ("--set", "adapters.rank=2")}.items():
+        with torch.inference_mode(False):
+            assert run(*words, "--out", tmp_path / name, *more) == 0
+        model: Any = ls.load_model(tmp_path / name)
+        assert model.model.injection.weight.any()
+        assert model.gate.weight.any()
+        assert not torch.equal(model.loops(tokens).logits, ls.load_model(looped).loops(tokens).logits)
+
+
+def write_gguf(file: Path, llama: Path) -> None:
+    """The weights of `llama` as they are, under the names of GGUF; in 16 bits, as files of that kind are smaller."""
+    import gguf
+    from safetensors.torch import load_file
+
+    tokenizer = byte_pairs()
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, value in {"block_count": 6, "context_length": 1024, "embedding_length": 32}.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(len(vocabulary))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 6)
+    for name, tensor in load_file(llama / "model.safetensors").items():
+        kind = np.float16 if tensor.dim() > 1 else np.float32
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy().astype(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.inference_mode()
+def test_gguf(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop 1 is what transformers makes of the same file; a folder with one file is that file."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    from transformers import AutoModelForCausalLM
+
+    (folder := tmp_path / "folder").mkdir()
+    write_gguf(folder / "tiny.gguf", llama)
+    assert run("loop", folder, *THREE, "--out", tmp_path / "looped") == 0
+    tokens = torch.arange(3, 43)[None]
+    original: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file="tiny.gguf", dtype=torch.float32)
+    model = ls.load_model(tmp_path / "looped")
+    assert (model.loops(tokens).logits[0] - original(tokens).logits).abs().max() < 1e-4
+    assert run("generate", tmp_path / "looped", "A river", "--max-new-tokens", 2) == 0
+    (folder / "other.gguf").write_bytes((folder / "tiny.gguf").read_bytes()[:5000])
+    assert "2 GGUF files" in refusal(capsys, "loop", folder, *THREE, "--out", tmp_path / "b")
+    assert "cannot be read" in refusal(capsys, "loop", folder / "other.gguf", *THREE, "--out", tmp_path / "b")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    wanted = refusal(capsys, "loop", folder / "tiny.gguf", *THREE, "--out", tmp_path / "b")
+    assert "pip install 'loopscope[gguf]'" in wanted
