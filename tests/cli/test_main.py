@@ -79,7 +79,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("train", "demo", *out, "--set", "objective.name=" + "x" * 9000), "there is no objective 'xxx"),
         (("evaluate", validation, test, "--readout", ESCAPES), "no readout '\\u001b[31m\\u001b]0;owned\\u0007'"),
         (("diagnose", tmp_path / ESCAPES), "\\u001b[31m"),
-        (("diagnose", tmp_path / ("x" * 300)), "File name too long"),
+        (("diagnose", tmp_path / ("x" * 300)), "There is no folder"),
         (("evaluate", test, "--policy", "a\0b"), "NUL"),
         (("evaluate", test, "--policy", "\udcff"), "is not UTF-8"),
         (("evaluate", test, "--policy", tmp_path), "is a folder; give a policy"),

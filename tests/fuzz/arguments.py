@@ -63,7 +63,7 @@ GOOD: dict[str, Words] = {
     ],
     "selfcheck": lambda w, c: ["selfcheck", w.checkpoint, "--only", "replay", "--rounds", "1"],
     "gate fit": lambda w, c: ["gate", "fit", w.recordings["plain"], "--out", c.out, "--steps", "2"],
-    "gate fit --kind": lambda w, c: ["gate", "fit", w.recordings["plain"], "--kind", "induction", "--out", c.out],
+    "gate fit --kind": lambda w, c: ["gate", "fit", w.recordings["many"], "--kind", "induction", "--out", c.out],
     "gate write": lambda w, c: ["gate", "write", w.own_gate, w.run, "--out", c.out],
     "study plan": lambda w, c: ["study", "plan", w.study, "--out", c.out, "--json"],
     "study status": lambda w, c: ["study", "status", w.study, "--out", c.out],

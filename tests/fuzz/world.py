@@ -156,6 +156,7 @@ class World:
         """A recording of every form: with logits, with signals in their place, of sequences, of a benchmark."""
         made = {
             "plain": random_trajectory(rows=40, split="validation", provenance={"weights_sha256": "a" * 64}),
+            "many": random_trajectory(4, rows=120, split="train"),
             "other": random_trajectory(1, rows=40, split="validation", provenance={"weights_sha256": "a" * 64}),
             "test": random_trajectory(2, rows=40, split="test", examples=[f"{row}" for row in range(40)]),
             "seen": random_trajectory(3, rows=40, split="validation", seen=np.arange(40) % 3 == 0),
