@@ -9,6 +9,7 @@ from conftest import random_trajectory
 from scipy.optimize import brentq
 
 import loopscope as ls
+from loopscope.analysis.stoppers import with_stoppers
 from loopscope.exits.fitted import load_fitted
 from loopscope.exits.stopper import KINDS, Stopper, StopperKind, price_index
 from loopscope.exits.stopper_fitting import PRICES, fit_out_of_bag
@@ -155,6 +156,9 @@ def test_what_is_refused() -> None:
         ls.fit_stopper(replace(recording, split="test"))
     with pytest.raises(ls.UserError, match="100 examples or more; there are 50"):
         ls.fit_stopper(recording.take(np.arange(50)))
+    few = replace(recording, sequences=np.arange(300) % 2)
+    with pytest.raises(ls.UserError, match="10 sequences or more; there are 2"):
+        ls.fit_stopper(few)
     with pytest.raises(ls.UserError, match="one loop"):
         ls.fit_stopper(random_trajectory(1, rows=300, loops=1))
     with pytest.raises(
@@ -190,6 +194,14 @@ def test_a_forest_that_does_not_fit_together_is_refused(change: dict) -> None:  
     ((name, spoil),) = change.items()
     with pytest.raises(ls.UserError, match="do not fit together"):
         replace(stopper, **{name: spoil(stopper.tensors[name])})
+
+
+def test_a_diagnosis_of_few_sequences_does_without() -> None:
+    validation, test = (
+        replace(random_trajectory(seed, rows=300, loops=4), sequences=np.arange(300) % 2, split=split)
+        for seed, split in ((1, "validation"), (2, "test"))
+    )
+    assert with_stoppers(validation, test) == (validation, test)
 
 
 def test_whole_numbers_of_any_type() -> None:

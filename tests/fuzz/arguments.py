@@ -22,6 +22,10 @@ GOOD: dict[str, Words] = {
         *("pretrain", w.language_settings, "--out", c.out, "--set", "training.steps=1"),
         *("--text", w.texts[0], "--validation", w.texts[1]),
     ],
+    "pretrain --start": lambda w, c: [
+        *("pretrain", w.further_settings, "--start", w.checkpoint, "--out", c.out),
+        *("--text", w.texts[0], "--validation", w.texts[1]),
+    ],
     "loop": lambda w, c: ["loop", w.llama, "--prelude", "1", "--core", "1", "--loops", "3", "--out", c.out],
     "record task": lambda w, c: ["record", "task", w.run, "--split", "test", "--examples", "20", "--out", c.out],
     "record text": lambda w, c: ["record", "text", w.checkpoint, w.documents["documents.txt"], "--out", c.out],

@@ -312,6 +312,12 @@ class World:
         return self._written("language.toml", TINY_OURO)
 
     @cached_property
+    def further_settings(self) -> Path:
+        return self._written(
+            "further.toml", "context = 8\n[training]\nsteps = 1\nbatch_size = 2\nvalidation_sample = 2\n"
+        )
+
+    @cached_property
     def study(self) -> Path:
         return self._written("study.toml", STUDY)
 

@@ -29,6 +29,14 @@ from .processes import Work, run
 
 benchmarks._EVERY = 0.0  # what is done is kept after every batch: a slice of a benchmark takes less than ten seconds
 
+FURTHER = """\
+context = 16
+[training]
+steps = 20
+batch_size = 4
+validation_sample = 4
+"""
+
 
 class Inputs:
     """What the verbs read, each made when it is first needed, in a process of its own."""
@@ -77,14 +85,23 @@ class Inputs:
 
     @property
     def texts(self) -> Path:
-        """`train.txt`, `validation.txt`, and the settings of a small Ouro."""
+        """`train.txt`, `validation.txt`, and the settings of a small Ouro and of its further training."""
 
         def make(folder: Path) -> None:
             folder.mkdir()
             tiny_text(folder)
             (folder / "ouro.toml").write_text(TINY_OURO)
+            (folder / "further.toml").write_text(FURTHER)
 
         return self._made("texts", make)
+
+    @property
+    def language(self) -> Path:
+        """A small Ouro that was trained on them."""
+        words = ("--text", self.texts / "train.txt", "--validation", self.texts / "validation.txt", "--force", *_ONE)
+        return self._made(
+            "language", lambda out: _loopscope("pretrain", self.texts / "ouro.toml", *words, "--out", out)
+        )
 
     @property
     def prompts(self) -> Path:
@@ -275,6 +292,17 @@ SCENES = (
     Scene(
         "train",
         lambda inputs, out: ["train", "demo", "--out", out, "--force", *_ONE, *_settings()],
+        read=load_model,
+        growing=_unfinished(),
+        neighbours=True,
+    ),
+    Scene(
+        "pretrain further",
+        lambda inputs, out: [
+            *("pretrain", inputs.texts / "further.toml", "--start", inputs.language, "--out", out, "--force", *_ONE),
+            *("--text", inputs.texts / "train.txt", "--validation", inputs.texts / "validation.txt"),
+            *("--set", "training.checkpoint_every=2"),
+        ],
         read=load_model,
         growing=_unfinished(),
         neighbours=True,

@@ -1,6 +1,7 @@
 """Training a checkpoint further: what a plain step does, in parts, with less kept, with adapters, with a teacher."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,10 @@ def test_a_random_depth_costs_its_own_loops(tiny_ouro: LanguageRun, tmp_path: Pa
 def test_what_is_refused(tiny_ouro: LanguageRun, gated_run: Path, tmp_path: Path) -> None:
     with pytest.raises(ls.UserError, match="go together; one is missing"):
         further(tiny_ouro, tmp_path / "a", targets="teacher")
+    other = shutil.copytree(tiny_ouro.folder, tmp_path / "other")
+    (other / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes() + b"\n")
+    with pytest.raises(ls.UserError, match="has other tokens than"):
+        further(tiny_ouro, tmp_path / "a", other, targets="teacher")
     with pytest.raises(ls.UserError, match="loops is 7, and .* has 3; leave it out"):
         further(tiny_ouro, tmp_path / "a", loops=7)
     with pytest.raises(ls.UserError, match="context is 99999, and .* takes"):

@@ -10,7 +10,7 @@ from loopscope.exits.fitted import Fitted, attach
 from loopscope.exits.signals import STOPPER
 from loopscope.exits.splits import check_calibration
 from loopscope.exits.stopper import KINDS
-from loopscope.exits.stopper_fitting import FEWEST, fit_out_of_bag, stopper_signals
+from loopscope.exits.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.trajectory import Trajectory
 
 
@@ -18,8 +18,7 @@ def with_stoppers(validation: Trajectory, test: Trajectory) -> tuple[Trajectory,
     """Both recordings with the signals of one learned stopper of each kind; as they are, where none can be learned."""
     check_calibration(validation, test)
     names = stopper_signals(validation, test)
-    without = validation.labels is None or test.labels is None or validation.num_loops < 2
-    if without or not names or validation.num_examples < FEWEST:
+    if validation.labels is None or test.labels is None or not names or why_not_learned(validation):
         return validation, test
     learned, stoppers = dict(validation.signals), dict[str, Fitted]()
     for kind in KINDS:

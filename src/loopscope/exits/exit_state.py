@@ -92,13 +92,15 @@ class ExitState:
         last = loop >= self.num_loops
         if not self._signals:
             return last | (loop >= int(self.policy.threshold or 0))
-        values = {
-            name: self._advance(name, rows, now or {}) if name not in (computed or {}) else (computed or {})[name]
-            for name, rows in self._signals.items()
-        }
+        values = {**(computed or {})}
+        for name, rows in self._signals.items():
+            if name not in values:
+                values[name] = self._advance(name, rows, now or {})
         if self._stopper is None:
             return last | self.policy.decide(values[self.policy.readout])
-        return last | self.policy.decide(self._stopper.advance(np.stack(list(values.values()), axis=1)))
+        return last | self.policy.decide(
+            self._stopper.advance(np.stack([values[name] for name in self._signals], axis=1))
+        )
 
     def _advance(self, name: str, rows: "RowStates", now: Mapping[str, Array]) -> NDArray[np.float64]:
         output = now[self._sources[name]]

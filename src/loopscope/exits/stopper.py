@@ -134,7 +134,7 @@ class Stopper:
     def values(self, trajectory: Trajectory) -> Signal:
         """[N, T] its signal on a recording; at full depth 0, where nothing is left to gain."""
         self.check_depth(trajectory.num_loops)
-        bins = self.bins(read_signals(self.signals, trajectory))
+        bins = bins_before_last(read_signals(self.signals, trajectory), self.edges)
         result = np.zeros((trajectory.num_examples, self.num_loops))
         before = np.zeros_like(bins[:, 0])
         for loop in range(self.num_loops - 1):
@@ -157,11 +157,6 @@ class Stopper:
     def readout(self) -> Readout:
         """Its step, for whoever follows rows: it reads [N, F], the signals that it names."""
         return Readout("stopper", "below", "hidden", self.step)
-
-    def bins(self, signals: Signal) -> NDArray[np.int32]:
-        """[N, T-1, F] from signals [N, T, F]."""
-        columns = [bins_of(signals[:, loop], self.edges[loop]) for loop in range(self.num_loops - 1)]
-        return np.stack(columns, axis=1)
 
     def _scores(self, loop: int, now: Array, before: Array) -> Signal:
         """[N] the signal at the loop with this index, from the bins [N, F] of it and of the one before."""
@@ -232,6 +227,11 @@ def readable(name: str) -> Readout:
 def read_signals(names: tuple[str, ...], trajectory: Trajectory) -> Signal:
     """[N, T, F]"""
     return np.stack([signal(name, trajectory) for name in names], axis=2)
+
+
+def bins_before_last(signals: Signal, edges: Array) -> NDArray[np.int32]:
+    """[N, T-1, F] the bins of signals [N, T, F] at the loops that have edges [T-1, F, E]."""
+    return np.stack([bins_of(signals[:, loop], own) for loop, own in enumerate(edges)], axis=1)
 
 
 def bins_of(signals: Array, edges: Array) -> NDArray[np.int32]:

@@ -22,7 +22,7 @@ from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.recorded_signals import has_signal
 from loopscope.exits.signals import Array, Signal
 from loopscope.exits.splits import check_split
-from loopscope.exits.stopper import Stopper, StopperKind, bins_of, price_index, read_signals, readable
+from loopscope.exits.stopper import Stopper, StopperKind, bins_before_last, price_index, read_signals, readable
 from loopscope.exits.thresholds import gap_middles
 from loopscope.trajectory import Trajectory, check_trajectory
 
@@ -31,8 +31,8 @@ PRICES = np.array([0.0, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.2
 SIGNALS_READ = ("gate", *POST_HOC, "patience", "settling", "hidden_acceleration")
 """Those that a stopper reads, where the recording has them."""
 _EDGES, _FOLDS = 127, 3
-FEWEST = 100
-"""Examples below which nothing is learned."""
+FEWEST, FEWEST_SEQUENCES = 100, 10
+"""Examples, and sequences of them, below which nothing is learned."""
 
 
 class StopperSettings(Settings, frozen=True, kw_only=True):
@@ -68,10 +68,8 @@ def fit_out_of_bag(
     check_kind(settings, (StopperSettings, type(None)), "The settings of a stopper", "StopperSettings, or none")
     settings = build(StopperSettings, {**({} if settings is None else plain(settings)), **changes}, "the stopper")
     check_split(recording, "stopper's")
-    if recording.num_loops < 2:
-        raise UserError("With one loop there is no exit to choose, so no stopper to fit.")
-    if recording.num_examples < FEWEST:
-        raise UserError(f"A stopper is learned from {FEWEST} examples or more; there are {recording.num_examples}.")
+    if too_little := why_not_learned(recording):
+        raise UserError(too_little)
     names = tuple(stopper_signals(recording) if signals is None else signals)
     if not names:
         raise UserError("The recording has no signal that a stopper could read; record logits, states or a gate.")
@@ -90,6 +88,18 @@ def fit_out_of_bag(
     return fitting.run(provenance)
 
 
+def why_not_learned(recording: Trajectory) -> str:
+    """Why nothing can be learned from a recording, whatever its signals; nothing where it can."""
+    if recording.num_loops < 2:
+        return "With one loop there is no exit to choose, so no stopper to fit."
+    if recording.num_examples < FEWEST:
+        return f"A stopper is learned from {FEWEST} examples or more; there are {recording.num_examples}."
+    sequences = None if recording.sequences is None else len(np.unique(recording.sequences))
+    if sequences is not None and sequences < FEWEST_SEQUENCES:
+        return f"A stopper is learned from {FEWEST_SEQUENCES} sequences or more; there are {sequences}."
+    return ""
+
+
 def stopper_signals(*recordings: Trajectory) -> list[str]:
     """The signals that a stopper can read on all of these recordings."""
     return [name for name in SIGNALS_READ if all(has_signal(name, each) for each in recordings)]
@@ -106,10 +116,7 @@ class _Fitting:
         sequences: Array | None,
     ) -> None:
         self._settings, self._names, self._edges, self._right = settings, names, edges, right
-        shape = (*values.shape[:1], len(edges), values.shape[2])
-        self._bins = np.zeros(shape, dtype=np.int32)
-        for loop in range(len(edges)):
-            self._bins[:, loop] = bins_of(values[:, loop], edges[loop])
+        self._bins = bins_before_last(values, edges)
         self._forests: list[_Trees] = []
         self._fold: Array | None = None  # [N] of whole sequences
         if sequences is not None:
@@ -120,9 +127,7 @@ class _Fitting:
         loops = self._right.shape[1]
         out_of_bag = np.zeros(self._right.shape)
         prices = PRICES if self._settings.kind == "induction" else PRICES[:0]
-        later = np.repeat(
-            self._right[:, -1:], max(len(prices), 1), axis=1
-        )  # [N, G] what is gained from the next loop on
+        later = np.repeat(self._right[:, -1:], max(len(prices), 1), axis=1)  # [N, G] from the next loop on
         for loop in range(loops - 2, -1, -1):
             now = self._right[:, loop, None]
             if self._settings.kind == "induction":

@@ -38,6 +38,13 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+BESIDE_WEIGHTS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
+"""What a checkpoint may have beside its configuration and weights, and keeps when another is made of it."""
+
+
 class ModelType(msgspec.Struct, frozen=True):
     model_type: str
 

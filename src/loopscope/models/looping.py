@@ -18,16 +18,20 @@ from loopscope.arguments import as_count, as_number, as_path, check_flag, check_
 from loopscope.artifacts import artifact_folder
 from loopscope.config import build, plain, read_json
 from loopscope.errors import UserError
-from loopscope.models.checkpoint import CONFIG, ModelType, check_layers, fill, first_not_finite, save_model
+from loopscope.models.checkpoint import (
+    BESIDE_WEIGHTS,
+    CONFIG,
+    ModelType,
+    check_layers,
+    fill,
+    first_not_finite,
+    save_model,
+)
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.looped_llama import SOURCES, LoopedLlama, LoopedLlamaConfig, Looping
 from loopscope.reading import is_file, is_folder, is_there
 from loopscope.writing import remove_leftovers, write_json
 
-_COPIED = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
-    "chat_template.jinja",
-)
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
 """What a configuration of the Hub means where it says nothing."""
 _WINDOW = 4096
@@ -96,17 +100,9 @@ def loop(
             f"A prelude of {prelude} and a core of {core} layers are more than the {len(kept)} layers that are there; "
             "choose fewer."
         )
-    how = Looping(
-        source=config["model_type"],
-        prelude=prelude,
-        core=core,
-        loops=loops,
-        damping=damping,
-        injection=injection,
-        gate=gate,
-        dropped=tuple(dropped),
-    )
-    looping = build(Looping, plain(how), "how it is looped")  # which looks at it
+    parts = {"source": config["model_type"], "prelude": prelude, "core": core, "loops": loops, "dropped": dropped}
+    parts |= {"damping": damping, "injection": injection, "gate": gate}
+    looping = build(Looping, parts, "how it is looped")
     written = {key: value for key, value in config.items() if key not in _LEFT_OUT}
     written |= {"model_type": "looped_llama", "num_hidden_layers": len(kept), "looping": plain(looping)}
     with torch.device("meta"):
@@ -219,7 +215,7 @@ def _kept(tensors: Mapping[str, Tensor], kept: Sequence[int]) -> dict[str, Tenso
 
 
 def _copy(folder: Path, place: Path) -> None:
-    for name in _COPIED:
+    for name in BESIDE_WEIGHTS:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, place / name)
 

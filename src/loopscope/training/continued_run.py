@@ -5,7 +5,6 @@ is held against the text, or against what a teacher says of it (distillation: KL
 Llama is the model that it was made from. The folder of the run is a checkpoint of the same kind as its start.
 """
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,22 +15,25 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from loopscope.artifacts import sha256
 from loopscope.config import Count, Settings, build, plain, read_json, read_toml
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, load_model
-from loopscope.models.checkpoint import CONFIG, end_tokens, gate_tensors, model_without_weights, weights_sha256
+from loopscope.models.checkpoint import (
+    BESIDE_WEIGHTS,
+    CONFIG,
+    end_tokens,
+    gate_tensors,
+    model_without_weights,
+    weights_sha256,
+)
 from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.objectives import GATED, Objective
 from loopscope.training.adapters import add_adapters, merge_adapters
 from loopscope.training.language_run import TextRun, TokenLosses
 from loopscope.training.loop import TrainingRun
 from loopscope.training.settings import Training, overridden
-
-_BESIDE = (
-    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("generation_config.json", "chat_template.jinja"),
-)
-"""What a checkpoint has beside its weights, and keeps."""
+from loopscope.writing import write_bytes
 
 
 class Adapters(Settings, frozen=True, kw_only=True):
@@ -80,10 +82,19 @@ class ContinuedRun(TextRun):
             )
         if (given.targets == "teacher") != (self.teacher is not None):
             raise UserError("targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing.")
+        if self.teacher is not None:
+            self._check_teacher(self.teacher)
+
+    def _check_teacher(self, teacher: Path) -> None:
+        """Refuses one that means something else by the same tokens."""
+        vocabularies = self._empty.vocab_size, model_without_weights(teacher).vocab_size
+        tokenizers = [each / TOKENIZER for each in (self.start, teacher) if (each / TOKENIZER).is_file()]
+        if vocabularies[0] != vocabularies[1] or len({sha256(each) for each in tokenizers}) > 1:
+            raise UserError(f"The teacher {teacher} has other tokens than {self.start}; take one with its tokenizer.")
 
     @property
     def files(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*TrainingRun.files, *(name for name in _BESIDE if (self.start / name).is_file()))
+        return (*TrainingRun.files, *(name for name in BESIDE_WEIGHTS if (self.start / name).is_file()))
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -116,11 +127,13 @@ class ContinuedRun(TextRun):
     def flops(self) -> float:
         """Multiply-adds x 2 of one training step, forward and backward, in block and head."""
         loops = self.settings.objective.expected_loops(self.settings.num_loops)
-        block = sum(each.numel() for each in self._empty.block.parameters())
-        everything = sum(each.numel() for each in self._empty.parameters())
+        heads = 1 if self.settings.objective.name == "random_depth" else loops  # what is read goes through the coda
+        empty = self._empty
+        block = sum(each.numel() for each in empty.block.parameters())
+        head = sum(each.numel() for each in empty.parameters() if each.shape[0] == empty.vocab_size)
         tokens = self.settings.context * self.settings.training.batch_size
         again = 4 / 3 if self.settings.training.checkpointing else 1.0  # every loop is run once more
-        return 6.0 * again * tokens * (everything + (loops - 1) * block)
+        return 6.0 * again * tokens * (block * (empty.embed_cost + loops + heads * empty.head_cost) + heads * head)
 
     @cached_property
     def _empty(self) -> Any:
@@ -129,7 +142,7 @@ class ContinuedRun(TextRun):
     def prepare(self) -> None:
         for name in self.files[len(TrainingRun.files) :]:
             if not (self.folder / name).is_file():
-                shutil.copyfile(self.start / name, self.folder / name)
+                write_bytes(self.folder / name, (self.start / name).read_bytes())
         self.note_data()
 
     def initial_model(self) -> LoopedModel:
