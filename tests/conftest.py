@@ -13,7 +13,8 @@ import loopscope as ls
 from loopscope.exits import readouts
 from loopscope.questions import BENCHMARKS
 from loopscope.training import RunSettings, read_settings, train
-from loopscope.training.language_run import LanguageRun, PretrainSettings, read_pretrain_settings
+from loopscope.training.language_run import LanguageRun
+from loopscope.training.text_settings import PretrainSettings, read_pretrain_settings
 from loopscope.training.loop import train_run
 
 GOLDEN = Path(__file__).parent / "golden"

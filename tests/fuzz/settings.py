@@ -11,7 +11,7 @@ from typing import Any
 from loopscope.config import plain
 from loopscope.studies import make_plan
 from loopscope.training import check_memory, estimate_time, read_settings
-from loopscope.training.language_run import read_pretrain_settings
+from loopscope.training.text_settings import read_pretrain_settings
 from loopscope.training.settings import RunSettings
 
 from .mutations import STRINGS, toml_text

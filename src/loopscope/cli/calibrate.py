@@ -1,12 +1,13 @@
 """Choose a threshold that comes with a promise.
 
-loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 --confidence 0.95
-loopscope calibrate VALIDATION --loss disagreement --readout margin --out strict.json     (needs no labels)
-loopscope calibrate VALIDATION --per-difficulty --unseen --distinct
-loopscope evaluate TEST --policy policy.json
+loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
+loopscope calibrate RUN --loss disagreement --readout margin --out strict.json     (needs no labels)
+loopscope calibrate RUN --per-difficulty --unseen --distinct
+loopscope evaluate runs/mine --policy policy.json
 loopscope run runs/mine examples.txt --policy policy.json
 
-With probability --confidence over the draw of the recording, exiting early loses at most --max-drop against full depth.
+A run stands for its validation recording. With probability --confidence over the draw of the recording, exiting early
+loses at most --max-drop against full depth.
 A fifth of the recording gives the thresholds and chooses the readouts, the rest tests them; --grid gives them from
 another recording. Refused, with the number of examples that it takes, where that cannot be proven.
 docs/guarantees.md says what the promise assumes.
@@ -16,9 +17,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.options import add_shared, add_verb, check_new, values
+from loopscope.cli.inputs import check_readouts
+from loopscope.cli.options import READOUTS, add_shared, add_verb, check_new, values
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.policies import load_gates
+from loopscope.recording_places import find_recording
 
 if TYPE_CHECKING:
     from loopscope.exits import ExitPolicy
@@ -27,14 +30,21 @@ if TYPE_CHECKING:
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "calibrate", __doc__, execute)
-    parser.add_argument("recording", type=Path, help="a recording that is not for evaluation: validation")
+    parser.add_argument(
+        "recording", type=Path, metavar="RUN|RECORDING", help="a run, or a recording that is not for evaluation"
+    )
     parser.add_argument("--max-drop", type=float, default=0.01, metavar="X", help="the loss allowed (default: 0.01)")
     sure = parser.add_mutually_exclusive_group()
     sure.add_argument("--confidence", type=float, default=0.95, metavar="X", help="of the promise (default: 0.95)")
     sure.add_argument("--in-expectation", action="store_true", help="a promise on average instead (conformal)")
     losses = "gap (default): wrong where full depth is right; disagreement: unlike full depth, which needs no labels"
     parser.add_argument("--loss", choices=("gap", "disagreement"), default="gap", help=losses)
-    parser.add_argument("--readout", default="auto", metavar="NAME", help="default: auto, the one with fewest loops")
+    parser.add_argument(
+        "--readout",
+        default="auto",
+        metavar="NAME",
+        help=f"default: auto, the one with fewest loops; or one of {READOUTS}",
+    )
     add_shared(parser, "--gate")
     parser.add_argument("--grid", type=Path, metavar="RECORDING", help="another recording that gives the thresholds")
     parser.add_argument("--per-difficulty", action="store_true", help="promise it at every difficulty")
@@ -47,11 +57,13 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     check_new(options.out)
+    folder = find_recording(options.recording, "validation")
+    check_readouts(options)
     from loopscope.exits.calibration import certify
     from loopscope.exits.risk_target import RiskTarget
     from loopscope.trajectory import Trajectory
 
-    recording = Trajectory.load(options.recording)
+    recording = Trajectory.load(folder)
     names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
     target = RiskTarget(**values(options, *names))
     grid = None if options.grid is None else Trajectory.load(options.grid)

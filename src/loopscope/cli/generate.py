@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import COMPUTE, add_shared, add_verb, check_new, count, values
+from loopscope.cli.devices import announce_device, device_of
+from loopscope.cli.inputs import check_readouts, find_model
+from loopscope.cli.options import COMPUTE, READOUTS, add_shared, add_verb, check_new, count, values
 from loopscope.cli.output import print_note
 from loopscope.cli.policies import check_any_model, load_policy
 from loopscope.errors import UserError, visible
@@ -40,7 +41,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
     rule = parser.add_mutually_exclusive_group()
     rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit policy (default: all loops)")
-    rule.add_argument("--readout", metavar="NAME", help="an exit rule, with --threshold")
+    rule.add_argument("--readout", metavar="NAME", help=f"an exit rule, with --threshold: {READOUTS}")
     rule.add_argument("--loops", type=count, metavar="N", help="every token through so many loops")
     parser.add_argument("--threshold", type=float, metavar="X", help="of --readout")
     add_shared(parser, "--any-model", "--with-readout")
@@ -64,21 +65,23 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     given = _given_prompts(options)
+    check_readouts(options)
+    chosen = None if options.policy is None else load_policy(options.policy, options.any_model)
+    folder = find_model(options.model, text=True)
     from loopscope.config import build
     from loopscope.engine.generation import GenerationStats, Prompt, Sampling, stream, token_budget
     from loopscope.models import load_model
     from loopscope.models.checkpoint import end_tokens
-    from loopscope.models.hub import find_checkpoint
     from loopscope.models.tokenizer import load_tokenizer, stop_tokens
 
     sampling = build(Sampling, values(options, "temperature", "top_k", "top_p", "seed"), "the sampling")
-    folder = find_checkpoint(options.model)
     tokenizer = load_tokenizer(folder)
     prompts = [Prompt(number, _encode(tokenizer, each, options.chat)) for number, each in enumerate(given)]
     model = load_model(folder, device_of(options), options.dtype)
     for prompt in prompts:
         token_budget(model, prompt, options.max_new_tokens)  # before anything is printed, not when its turn comes
-    policy, stats, start = _policy(options, model.num_loops), GenerationStats(), time.perf_counter()
+    policy, stats, start = _policy(options, chosen, model.num_loops), GenerationStats(), time.perf_counter()
+    announce_device(options)
     tokens = stream(
         model,
         prompts,
@@ -160,11 +163,11 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
     return np.array(tokens, dtype=np.int64)
 
 
-def _policy(options: argparse.Namespace, num_loops: int) -> "ExitPolicy":
+def _policy(options: argparse.Namespace, chosen: "ExitPolicy | None", num_loops: int) -> "ExitPolicy":
     from loopscope.exits import ExitPolicy
 
-    if options.policy is not None:
-        return load_policy(options.policy, options.any_model)
+    if chosen is not None:
+        return chosen
     if options.readout is not None:
         return ExitPolicy(options.readout, options.threshold)
     return ExitPolicy("fixed", options.loops or num_loops)

@@ -9,10 +9,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, count, levels, values
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.inputs import check_run, check_texts, find_model
+from loopscope.cli.options import BENCHMARKS, COMPUTE, add_group, add_shared, add_verb, count, levels, values
 from loopscope.cli.output import print_by_loop, print_note
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 
 _SPLIT = "train, validation (default) or test"
 
@@ -68,7 +69,7 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
 """
     parser = add_verb(kinds, "benchmark", text, _record_benchmark, resumes=True)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
-    parser.add_argument("name", metavar="NAME", help="a benchmark (docs/benchmarks.md has the six)")
+    parser.add_argument("name", metavar="NAME", help=f"a benchmark: {BENCHMARKS}")
     parser.add_argument("--split", default="validation", help=_SPLIT)
     parser.add_argument("--limit", type=count, metavar="N", help="at most so many questions")
     parser.add_argument("--mean-state", action="store_true", help="gate and state averaged over the choices' tokens")
@@ -80,12 +81,15 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
 def _record_task(options: argparse.Namespace) -> None:
     if options.split is None:
         raise UserError("Say which split is to be recorded, for instance with --split validation.")
-    from loopscope.progress import track
+    from loopscope.tasks.task import check_task_split
+
+    check_run(options.run)
+    check_task_split(options.split)
     from loopscope.recording import Keep, record_task
 
     out = options.out or options.run / "recordings" / options.split
     keep = Keep(logits=not options.no_logits, hidden=options.hidden)
-    with track(f"recording {options.split}") as advance:
+    with working(options, f"recording {options.split}") as advance:
         recording = record_task(
             options.run, options.split, out, keep, options.examples, options.levels, device_of(options), advance
         )
@@ -96,12 +100,14 @@ def _record_task(options: argparse.Namespace) -> None:
 
 
 def _record_text(options: argparse.Namespace) -> None:
+    _check_split("text", options.split)
     out = _out(options, options.split)
-    from loopscope.progress import track
+    check_texts(options.files)
+    find_model(options.model, text=True)
     from loopscope.recording import record_text
 
     device, given = device_of(options), values(options, "context", "limit", "hidden", "dtype")
-    with track(f"recording {options.split}") as advance:
+    with working(options, f"recording {options.split}") as advance:
         recording = record_text(
             options.model, options.files, options.split, out, device=device, progress=advance, **given
         )
@@ -117,16 +123,18 @@ def _record_text(options: argparse.Namespace) -> None:
 
 
 def _record_benchmark(options: argparse.Namespace) -> None:
-    if options.split not in ("train", "validation", "test"):
-        raise UserError(f"A benchmark has no split '{options.split}'; choose train, validation or test.")
+    _check_split("benchmark", options.split)
+    from loopscope.questions.benchmarks import benchmark_named
+
+    benchmark_named(options.name)
     out = _out(options, options.name, options.split)
+    find_model(options.model, text=True)
     from loopscope.analysis.benchmarks import metric_accuracies
-    from loopscope.progress import track
     from loopscope.recording import record_benchmark
 
     device, given = device_of(options), values(options, "data", "limit", "hidden", "dtype", "batch_tokens")
     given["mean"] = options.mean_state
-    with track(f"{options.name}, {options.split}") as advance:
+    with working(options, f"{options.name}, {options.split}") as advance:
         recording = record_benchmark(
             options.model, options.name, options.split, out, device=device, progress=advance, **given
         )
@@ -136,6 +144,14 @@ def _record_benchmark(options: argparse.Namespace) -> None:
     summary = {"recording": str(out), "split": options.split, "questions": questions, "metric": metric}
     title = f"{out}: {questions:,} {options.split} questions, scored by {metric}. Forced exits:"
     print_by_loop(title, summary | {"loops": recording.num_loops}, metric_accuracies(recording), options.json)
+
+
+def _check_split(what: str, split: str) -> None:
+    splits = ("train", "validation", "test")
+    if split not in splits:
+        raise UserError(
+            f"A {what} has no split '{split}'{did_you_mean(split, splits)}; choose train, validation or test."
+        )
 
 
 def _out(options: argparse.Namespace, *place: str) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopscope.cli.output import print_json, print_note, print_table, print_text
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from loopscope.analysis.schema import Results
@@ -21,7 +21,14 @@ def check_products(names: Sequence[str]) -> None:
         from loopscope.reproduction.products import PRODUCTS
     except ImportError as error:
         raise UserError(f"The report needs {error.name}; install it with: pip install 'loopscope[report]'.") from None
-    PRODUCTS.names(names)
+    known = (*PRODUCTS.groups, *PRODUCTS.recipes)
+    for name in names:
+        if name not in known:
+            groups = ", ".join(PRODUCTS.groups)
+            raise UserError(
+                f"There is no product '{name}'{did_you_mean(name, known)}; choose a group ({groups}), or one of those "
+                "that docs/paper.md lists."
+            )
 
 
 def check_open(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ which are named here and not copied.
 from typing import Literal
 
 from loopscope.config import Settings
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 
 Metric = Literal["acc", "acc_norm"]
 Split = Literal["train", "validation", "test"]
@@ -102,5 +102,7 @@ BENCHMARKS = {
 
 def benchmark_named(name: str) -> Benchmark:
     if not isinstance(name, str) or name not in BENCHMARKS:
-        raise UserError(f"There is no benchmark '{name}'; there are {', '.join(BENCHMARKS)}.")
+        raise UserError(
+            f"There is no benchmark '{name}'{did_you_mean(name, BENCHMARKS)}; there are {', '.join(BENCHMARKS)}."
+        )
     return BENCHMARKS[name]

@@ -10,8 +10,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import CACHE_MODES, add_shared, add_verb, count
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.inputs import check_texts, find_model
+from loopscope.cli.options import CACHE_MODES, READOUTS, add_shared, add_verb, count
 from loopscope.cli.output import percent, print_measured, print_note
 from loopscope.cli.policies import check_any_model, load_policy
 from loopscope.errors import UserError
@@ -27,7 +28,7 @@ def define(kinds: Any) -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="a text")
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help="(repeatable)")
     add_shared(parser, "--any-model", "--with-readout")
-    parser.add_argument("--readout", action="append", default=[], metavar="NAME", help="a rule (repeatable)")
+    parser.add_argument("--readout", action="append", default=[], metavar="NAME", help=f"{READOUTS} (repeatable)")
     parser.add_argument("--threshold", action="append", type=float, default=[], metavar="X", help="of each readout")
     caches = f"{', '.join(CACHE_MODES)} (repeatable; default: every one)"
     parser.add_argument("--cache", action="append", metavar="MODE", help=caches)
@@ -44,15 +45,15 @@ def execute(options: argparse.Namespace) -> None:
         raise UserError("Every --readout needs its --threshold.")
     if not options.policy and not options.readout:
         raise UserError("Give a --policy, or a --readout with its --threshold.")
-    from loopscope.bench.generation import bench_generation
+    check_texts(options.text)
     from loopscope.exits import ExitPolicy
-    from loopscope.models import load_model
-    from loopscope.models.hub import find_checkpoint
-    from loopscope.progress import track
 
     policies = [load_policy(path, options.any_model) for path in options.policy]
     policies += [ExitPolicy(name, at) for name, at in zip(options.readout, options.threshold, strict=True)]
-    folder = find_checkpoint(options.model)
+    folder = find_model(options.model, text=True)
+    from loopscope.bench.generation import bench_generation
+    from loopscope.models import load_model
+
     model = load_model(folder, device_of(options), options.dtype)
     prompts, caches = _prompts(folder, options), options.cache or list(CACHE_MODES)
     for policy in policies:
@@ -61,7 +62,7 @@ def execute(options: argparse.Namespace) -> None:
                 f"{policy} was calibrated for the cache '{policy.scope.cache}'; with {' and '.join(others)} it is "
                 "measured without its promise."
             )
-    with track("measuring") as advance:
+    with working(options, "measuring") as advance:
         result = bench_generation(
             options.model, model, prompts, policies, caches, options.batch_size, options.rounds, advance
         )
