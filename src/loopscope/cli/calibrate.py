@@ -93,12 +93,13 @@ def _print(policy: "ExitPolicy", path: Path) -> None:
     guarantee = policy.guarantee
     assert guarantee is not None
     low, high = guarantee.average_loops_interval
+    mean = "" if guarantee.tested.sequences is None else ", mean over sequences"
     rows = [
         ["exits by", str(policy)],
         ["decides about", str(policy.scope)],
         ["chosen among", ", ".join(guarantee.candidates)],
-        ["loops to expect", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
-        ["loops where the observed loss meets the limit", f"{guarantee.average_loops_at_limit:.3f}"],
+        [f"loops to expect{mean}", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
+        [f"loops where the observed loss meets the limit{mean}", f"{guarantee.average_loops_at_limit:.3f}"],
     ]
     if guarantee.full_depth_accuracy is not None:
         rows.append(["accuracy at full depth", percent(guarantee.full_depth_accuracy)])

@@ -31,7 +31,6 @@ def execute(options: argparse.Namespace) -> None:
     if measure is not None:
         find_recordings(measure)
     from loopscope.analysis import diagnose_subject
-    from loopscope.analysis.diagnosis import GAP_COLUMNS
     from loopscope.analysis.model_analysis import read_recordings
 
     subject = read_recordings(options.run, options.unseen).subject
@@ -44,7 +43,9 @@ def execute(options: argparse.Namespace) -> None:
         print_json(diagnosis)
         return
     print_text(diagnosis.sentence)
-    if diagnosis.target_sentence:
-        print_text(diagnosis.target_sentence)
-    if diagnosis.rows:
-        print_table("", GAP_COLUMNS, diagnosis.rows)
+    for sentence in (diagnosis.target_sentence, diagnosis.room_sentence):
+        if sentence:
+            print_text(sentence)
+    if diagnosis.table:
+        columns, *rows = diagnosis.table
+        print_table("", columns, rows)

@@ -117,8 +117,12 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
                 f"{point.average_loops:.2f}",
             ]
         )
+    sequences = evaluation.sequences
+    what = (
+        "examples" if sequences is None else f"tokens of {len(set(sequences.tolist())):,} sequences; means over tokens"
+    )
     title = (
-        f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} examples. D@X: least average loops on the "
+        f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} {what}. D@X: least average loops on the "
         "evaluation curve that reach X. Selected: the most accurate threshold on calibration data, evaluated."
         + "".join(
             f" {level.target.label}: {' '.join(filter(None, (level.sentence, level.depths_sentence)))}"
@@ -153,11 +157,12 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
 def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
     """How a policy did, and whether its promise was kept."""
     loops, drop, check = held.average_loops, held.drop, held.guarantee
-    rows = [["loops", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
+    mean = "" if held.sequences is None else ", mean over sequences"
+    rows = [[f"loops{mean}", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
     if held.accuracy is not None and drop is not None and held.full_depth_accuracy is not None:
-        rows.append(["accuracy", percent(held.accuracy.value, 2)])
+        rows.append([f"accuracy{mean}", percent(held.accuracy.value, 2)])
         rows.append(["accuracy at full depth", percent(held.full_depth_accuracy, 2)])
-        rows.append(["drop", f"{percent(drop.value, 2)} [{100 * drop.low:.2f}, {100 * drop.high:.2f}]"])
+        rows.append(["drop", f"{percent(drop.value, 2)} [{100 * drop.low:z.2f}, {100 * drop.high:z.2f}]"])
     if check is not None and len(check.risks) > 1:
         for risk in check.risks:
             bounds = f"[{100 * risk.low:.2f}, {100 * risk.high:.2f}]"

@@ -96,7 +96,7 @@ def execute(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     print_note(
         f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} a second), "
-        f"{stats.loops / max(1, stats.tokens):.2f} of {model.num_loops} loops on average."
+        f"{stats.loops / max(1, stats.tokens):.2f} of {model.num_loops} loops a token on average."
     )
     return 0
 

@@ -86,5 +86,8 @@ def _print(found: "Evaluation", name: str) -> None:
                     "" if loops is None else f"{loops.average_loops:.3f}",
                 ]
             )
-    title = f"{name}: {found.model['exit_policy']}, of {found.model['num_loops']} loops. ±: standard error"
-    print_table(title, ["task", "metric", "value", "shots", "documents", "average loops"], rows)
+    title = (
+        f"{name}: {found.model['exit_policy']}, of {found.model['num_loops']} loops. ±: standard error. "
+        "loops: mean over questions, or over tokens of texts"
+    )
+    print_table(title, ["task", "metric", "value", "shots", "documents", "loops"], rows)

@@ -70,9 +70,8 @@ def write_and_show(
     folder: Path,
     products: Sequence[str],
     commands: tuple[str, str],
-    only_headline: bool = False,
 ) -> None:
-    """Writes the report, then prints its tables (or only those that matter most), the first last, and its verdicts.
+    """Writes the report, then prints its verdicts and the tables that matter most; the page has all.
 
     `commands` are the one that made it and the one that makes its products again.
     """
@@ -89,10 +88,10 @@ def write_and_show(
     if options.json:
         print_json(results)
         return
-    shown = [each.table for each in made if each.table is not None and (not only_headline or each.name in _HEADLINES)]
-    for table in reversed(shown):
-        print_table(table.title, table.columns, table.rows)
     models = {model.name: model for model in results.models}
     for model in (models[group.names[0]] for group in results.groups if group.names):
-        print_text(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
-    print_text(f"\nThe report: {page}")
+        print_text(f"{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}\n")
+    for product in made:
+        if product.table is not None and product.name in _HEADLINES:
+            print_table(product.table.title, product.table.columns, product.table.rows)
+    print_text(f"All tables and figures: {page}")

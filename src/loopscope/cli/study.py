@@ -163,7 +163,7 @@ def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
         shlex.join(["loopscope", "study", kind, options.study, *option_words(given)]) for kind in ("run", "report")
     )
     details = plan.details(results, store)
-    write_and_show(results, details, options, folder, plan.study.products, (run, report), only_headline=True)
+    write_and_show(results, details, options, folder, plan.study.products, (run, report))
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -64,7 +64,7 @@ def _print(result: "DriftBench", streams: int) -> None:
     print_table(title, columns, rows)
     title = f"The same with a change after {result.change:,}; delay: median and quartiles, in examples"
     columns = ["population", "change", "loops", "risk, %", "before it", "detected", "by exits", "delay"]
-    print_table(title, columns, [_row(each) for each in result.changed])
+    print_table(title, columns, [_row(each) for each in result.changed], keys=2)
 
 
 def _row(each: "Detections") -> list[str]:

@@ -92,7 +92,7 @@ def _print(result: "GenerationBench", as_json: bool) -> None:
         f"{result.full_tokens_per_second} tokens a second. run: loops that were run for a token, for the cache too. "
         f"agrees, KL: with full depth's prediction."
     )
-    print_measured(result, title, columns, rows, as_json)
+    print_measured(result, title, columns, rows, as_json, keys=3)
 
 
 def _prompts(folder: Path, options: argparse.Namespace) -> "list[Prompt]":

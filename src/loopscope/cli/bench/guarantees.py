@@ -84,7 +84,7 @@ def _print(result: "GuaranteeBench", options: argparse.Namespace) -> None:
         ]
         for each in result.coverage
     ]
-    print_table(title, columns, rows)
+    print_table(title, columns, rows, keys=2)
     sizes = sorted({each.examples for each in result.price})
     priced: dict[str, list[str]] = {}
     for each in result.price:
