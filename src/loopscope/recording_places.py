@@ -36,10 +36,15 @@ def find_recordings(path: Path) -> Path:
     return folder
 
 
+def recorded_run(path: Path) -> Path:
+    """The folder of the run that is given by it, by its folder of recordings, or by one of them."""
+    folder = path.parent if _is_recording(path) else path
+    return folder.parent if folder.name == RECORDINGS else folder
+
+
 def recorded_name(folder: Path) -> str:
     """The name of the model whose recordings are in a folder that `find_recordings` gave."""
-    place = folder.resolve()
-    return place.parent.name if place.name == RECORDINGS else place.name
+    return (folder.parent if folder.name == RECORDINGS else folder).resolve().name
 
 
 def _is_recording(path: Path) -> bool:

@@ -48,4 +48,4 @@ def execute(options: argparse.Namespace) -> None:
             print_text(sentence)
     if diagnosis.table:
         columns, *rows = diagnosis.table
-        print_table("", columns, rows)
+        print_table("", columns, rows, keys=2)

@@ -43,7 +43,7 @@ def print_json(value: object) -> None:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int = 1) -> None:
-    """A table that fits the terminal (elsewhere 80 columns): what does not goes below, beside the first `keys` columns."""
+    """A table that fits the terminal, or 80 columns; what does not goes below, beside the first `keys` columns."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

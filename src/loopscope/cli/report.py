@@ -54,12 +54,11 @@ def execute(options: argparse.Namespace) -> None:
 
 def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
     """The runs that are shown, and the name of the reference, which is one of them."""
-    runs, reference = list(options.runs), None
-    if options.reference is not None:
-        measure = find_run(options.reference, runs)
-        if find_recordings(measure).resolve() not in [find_recordings(run).resolve() for run in runs]:
-            runs.insert(0, measure)
-        reference = recorded_name(find_recordings(measure))
-    for run in runs:
-        find_recordings(run)
-    return runs, reference
+    runs = [find_recordings(run) for run in options.runs]
+    if options.reference is None:
+        return runs, None
+    measure = find_recordings(find_run(options.reference, options.runs))
+    name = recorded_name(measure)
+    if (name, measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
+        runs.insert(0, measure)
+    return runs, name

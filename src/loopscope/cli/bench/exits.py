@@ -104,7 +104,7 @@ def _print(result: "ExitBench") -> None:
         )
     title = (
         f"{result.model}: {result.examples:,} examples. loops: mean over examples; a token: mean over tokens. "
-        f"ms: of an example. realised: share of the ideal speed-up (the paper's: {result.paper_realised}). close: within 1e-5 of the threshold. differ: unlike the replay. "
-        f"{machine_line(result.machine)}"
+        f"ms: of an example. realised: share of the ideal speed-up (the paper's: {result.paper_realised}). "
+        f"close: within 1e-5 of the threshold. differ: unlike the replay. {machine_line(result.machine)}"
     )
     print_table(title, columns, rows)
