@@ -3,8 +3,10 @@
 Shapes: N examples, T loops, n examples of a group.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from loopscope.trajectory import Trajectory
 
 Values = NDArray[np.float64]
 
+_UNITS = 1 << 12
+"""Whose losses at every threshold are looked at together."""
 _LEVELS = 50
 """Difficulties of more levels than this have no mix that could be listed."""
 
@@ -46,6 +50,31 @@ class RiskGroup:
     def totals(self, crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Values:
         """[G] the sum over units of what the examples [N, T] are worth where each threshold stops them; see `sweep`."""
         return totals(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
+
+    def unit_losses(
+        self,
+        crossed: NDArray[np.int64],
+        lost: NDArray[np.bool_],
+        size: int,
+        columns: NDArray[np.int64],
+        order: NDArray[np.int64],
+    ) -> Iterator[Values]:
+        """[b, G] what some units after the other, in this order, lose where each of these thresholds stops them."""
+        place = np.empty_like(order)
+        place[order] = np.arange(self.units)
+        place = place[self.unit]
+        rows = np.argsort(place, kind="stable")
+        ends = np.searchsorted(place[rows], np.arange(0, self.units + _UNITS, _UNITS))
+        for number, (first, last) in enumerate(pairwise(ends.tolist())):
+            chosen, begin = rows[first:last], number * _UNITS
+            count = min(_UNITS, self.units - begin)
+            worth = lost[self.rows[chosen]] * self.weights[chosen, None]
+            unit, crossing = place[chosen] - begin, crossed[self.rows[chosen]]
+            steps = np.bincount(
+                (unit[:, None] * (size + 1) + crossing).ravel(), np.diff(worth, axis=1).ravel(), count * (size + 1)
+            ).reshape(count, size + 1)
+            at_first = np.bincount(unit, worth[:, 0], count)
+            yield np.clip(at_first[:, None] + steps.cumsum(axis=1)[:, columns], 0.0, 1.0)
 
     def mean(self, values: NDArray[Any]) -> float:
         """The average of that over units."""

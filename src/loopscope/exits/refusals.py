@@ -5,7 +5,7 @@ from math import ceil
 
 from loopscope.errors import UserError
 from loopscope.exits.losses import RiskGroup, risk_groups, unit_count
-from loopscope.exits.risk_control import min_units
+from loopscope.exits.risk_control import min_units, min_units_by_bets
 from loopscope.exits.risk_target import AUTO, RiskTarget
 from loopscope.trajectory import Trajectory
 
@@ -33,11 +33,23 @@ def too_few(tested: int, difficulty: float | None, counted: Trajectory, target: 
 
 
 def not_safe(
-    readout: str, group: RiskGroup, rate: float, counted: Trajectory, target: RiskTarget, split: bool
+    readout: str,
+    group: RiskGroup,
+    rate: float,
+    spread: float | None,
+    counted: Trajectory,
+    target: RiskTarget,
+    split: bool,
 ) -> NotProven:
-    """Not even the safest threshold that lets anybody exit early is proven; this group loses the most by it."""
+    """Not even the safest threshold that lets anybody exit early is proven; this group loses the most by it.
+
+    `spread` is the variance of the losses of its units, where bets on them were the test.
+    """
     level = None if target.delta is None else target.delta / (2 if target.readout == AUTO else 1)
-    needed = min_units(target.max_drop, level, rate, group.binary)
+    if level is not None and spread is not None and not group.binary:
+        needed = min_units_by_bets(target.max_drop, level, rate, spread)
+    else:
+        needed = min_units(target.max_drop, level, rate, group.binary)
     observed = (
         f"Even the safest threshold of '{readout}' that lets anybody exit early loses {100 * rate:.2f} % of the "
         f"{group.units:,} tested {_what(group.difficulty, counted)}"
