@@ -81,10 +81,12 @@ def bench_guarantees(
     progress: ProgressCallback,
     only: Sequence[str] = (),
 ) -> GuaranteeBench:
-    """All populations (or `only` some) at one size, and the price of the promise on some, and on recordings, at several."""
+    """Populations (all, or `only` some) at one size; and the promise's price on some and on recordings, at several."""
     known = populations()
     if unknown := [name for name in only if name not in {each.name for each in known}]:
-        raise UserError(f"There is no population '{unknown[0]}'; choose among {', '.join(each.name for each in known)}.")
+        raise UserError(
+            f"There is no population '{unknown[0]}'; choose among {', '.join(each.name for each in known)}."
+        )
     known = [each for each in known if not only or each.name in only]
     priced = [each for each in known if each.name in _PRICED]
     priced += [recorded(name, trajectory) for name, trajectory in recordings.items()]

@@ -3,15 +3,15 @@
 Whoever holds that the risk is above alpha must offer fair bets on losses below it: a stake of `bet` on a unit whose
 loss is x pays 1 + bet (alpha - x) for 1. Wealth that began at 1 is then at most 1 on average, whatever is bet, and ever
 reaches 1 / level with a probability of at most `level` (Ville's inequality). So wealth that does proves the risk to be
-within alpha, and one over the highest wealth is a p-value. Losses that vary little are what such bets see and a bound on
-the mean alone (Hoeffding-Bentkus) does not.
+within alpha, and one over the highest wealth is a p-value. Such bets see that losses vary little; a bound on the mean
+alone (Hoeffding-Bentkus) does not.
 
 The bets are those of somebody who wants just 1 / level at the end: they replicate the digital option that pays it, for
 losses that are normal with the variance seen so far, and are never less than what a rest without any loss would need.
 The wealth depends on the order of the units, which must not depend on their losses: callers draw it by lot.
 
-References: betting on bounded means (Waudby-Smith and Ramdas, 2024), bets that look at what is still missing (Voráček and
-Orabona, 2025).
+References: betting on bounded means (Waudby-Smith and Ramdas, 2024); bets that look at what is still missing
+(STaR-Bets, Voráček and Orabona, 2025).
 
 Shapes: n units, G thresholds.
 """
@@ -54,7 +54,7 @@ def betting_p_values(losses: Iterable[Values], units: int, alpha: float, level: 
             seen, total = seen + 1, total + loss
             squares += (loss - mean) * (loss - total / (before + seen))
     assert seen == units
-    return 1 / highest * (1 - _ROUNDING)
+    return 1 / highest * (1 - _ROUNDING)  # what is just enough must not fail by its last digit
 
 
 def _bets(reached: Values, variance: Values, left: int, alpha: float) -> Values:

@@ -99,14 +99,13 @@ def certify(
     named = by_readout(gates)
     _check(recording, grid, gates)
     counted = population(recording, target.unseen, target.distinct)
-    if grid is None and unit_count(counted) < 2:
-        raise too_few(0, None, counted, target, split=True)
-    proposing, tested = _split(counted, seed) if grid is None else (grid, counted)
-    _check_size(counted, tested, target, split=grid is None)
+    if grid is None:
+        proposing, tested = split_rows(counted, target, seed)
+    else:
+        _check_size(counted, counted, target, split=False)
+        proposing, tested = grid, counted
     proposing, tested = attach(proposing, gates), attach(tested, gates)
-    candidates = [target.readout]
-    if target.readout == AUTO:
-        candidates = [name for name in available_readouts(proposing, tested) if name != "oracle"]
+    candidates = candidate_readouts(target, proposing, tested)
     walks = _finalists(candidates, proposing, tested, target)
     level = None if target.delta is None else target.delta / len(walks)
     ends = [(walk, walk.proven(target.max_drop, level, proof)) for walk in walks]
@@ -127,6 +126,12 @@ def certify(
         definition_sha256=definition,
         calibration_exits=_calibration_exits(policy, tested),
     )
+
+
+def candidate_readouts(target: RiskTarget, *recordings: Trajectory) -> list[str]:
+    if target.readout != AUTO:
+        return [target.readout]
+    return [name for name in available_readouts(*recordings) if name != "oracle"]
 
 
 def _calibration_exits(policy: ExitPolicy, tested: Trajectory) -> CalibrationExits:
@@ -151,12 +156,22 @@ def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, F
             )
 
 
-def _split(counted: Trajectory, seed: int) -> tuple[Trajectory, Trajectory]:
-    """A fifth of the units, drawn at random, for the grid; and the others."""
+def proposing_rows(counted: Trajectory, seed: int) -> NDArray[np.bool_]:
+    """[N] whether an example is of the fifth of the units, drawn at random, that gives the grid."""
     (all_units,) = risk_groups(counted, per_difficulty=False)
     proposing = np.zeros(all_units.units, dtype=bool)
     proposing[np.random.default_rng(seed).permutation(all_units.units)[: set_aside(all_units.units)]] = True
-    return counted.take(proposing[all_units.unit]), counted.take(~proposing[all_units.unit])
+    return np.asarray(proposing[all_units.unit])
+
+
+def split_rows(recording: Trajectory, target: RiskTarget, seed: int) -> tuple[Trajectory, Trajectory]:
+    """Those that propose, and those that test; too few of them are refused."""
+    if unit_count(recording) < 2:
+        raise too_few(0, None, recording, target, split=True)
+    proposing = proposing_rows(recording, seed)
+    tested = recording.take(~proposing)
+    _check_size(recording, tested, target, split=True)
+    return recording.take(proposing), tested
 
 
 def _check_size(counted: Trajectory, tested: Trajectory, target: RiskTarget, split: bool) -> None:
@@ -175,30 +190,33 @@ def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory,
     Of many candidates two are tested, at half of delta each; one, where the promise is on average (a choice by the
     tested data would bias it) or the data are too few for more.
     """
-    parts = risk_groups(tested, target.per_difficulty)
-    rooms = {group.difficulty: _room(group, target) for group in parts}
-    proposals = {name: _propose(name, proposing, rooms, target) for name in candidates}
-    delta = target.delta
+    parts, delta = risk_groups(tested, target.per_difficulty), target.delta
     halved = delta is not None and all(max_losses(part.units, target.max_drop, delta / 2) >= 0 for part in parts)
-    best = sorted(proposals.values(), key=lambda each: each.loops)[: 2 if halved else 1]
+    best = proposals(candidates, proposing, tested, target)[: 2 if halved else 1]
     return [walk_thresholds(each.readout, each.thresholds, tested, target, each.order) for each in best]
 
 
+def proposals(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list["Proposal"]:
+    """The thresholds of these readouts; first comes the one that takes the fewest loops on the proposing data."""
+    rooms = {group.difficulty: _room(group, target) for group in risk_groups(tested, target.per_difficulty)}
+    return sorted((_propose(name, proposing, rooms, target) for name in candidates), key=lambda each: each.loops)
+
+
 @dataclass(frozen=True)
-class _Proposal:
+class Proposal:
     readout: str
     thresholds: Curve  # laxest first
     order: NDArray[np.int64] | None
     loops: float  # where the walk ends if the tested data have the rates of the proposing data
 
 
-def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], target: RiskTarget) -> _Proposal:
+def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], target: RiskTarget) -> Proposal:
     thresholds = gap_grid(readout, proposing)
     walk = walk_thresholds(readout, thresholds, proposing, target)
     loss = walk.worst(np.array([[rooms.get(group.difficulty, 1.0)] for group in walk.risk_groups]))
     loops = float(walk.loops[loss <= 1].min(initial=proposing.num_loops))
     safest_first = len(thresholds) - 1 - np.argsort(loss, kind="stable")  # conformal risk control must walk laxer
-    return _Proposal(readout, thresholds, None if target.delta is None else safest_first, loops)
+    return Proposal(readout, thresholds, None if target.delta is None else safest_first, loops)
 
 
 def _room(group: RiskGroup, target: RiskTarget) -> float:

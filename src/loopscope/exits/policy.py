@@ -66,7 +66,7 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Older files know no bounds, then no stoppers, then no exit counts, then no scope; the oldest call a guarantee a promise.
+        """Older files know no bounds, no stoppers, no exit counts or no scope; the oldest call a guarantee a promise.
 
         What sealed them is checked before.
         """

@@ -63,7 +63,9 @@ class Walk:
         if level is None:
             pairs = zip(self.risk_groups, self.loss, strict=True)
             return min(conformal(loss, group.units, alpha) for group, loss in pairs)
-        hopeful = slice(count_leading(self.worst(alpha) < 1))  # more is lost than is allowed: there the walk ends anyhow
+        hopeful = slice(
+            count_leading(self.worst(alpha) < 1)
+        )  # more is lost than is allowed: there the walk ends anyhow
         return fixed_sequence(self.p_values(alpha, level, proof, hopeful).max(axis=0), level)
 
     def p_values(self, alpha: float, level: float, proof: Proof, places: slice = slice(None)) -> Curve:
