@@ -71,14 +71,15 @@ def propose_candidates(
         raise UserError("Live runs are for text: give a recording that `loopscope record text` made.")
     if recording.num_loops == 1:
         raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
-    proposing, tested = split_rows(recording, target, as_count(seed, "seed", 0))
+    proposing, tested = split_rows(recording, target, seed)
     found, attached = summarise_data(proposing), attach(proposing, gates)
     readouts = candidate_readouts(target, attached)
     best = proposals(readouts, attached, tested, target)[0]
     walk = walk_thresholds(best.readout, best.thresholds, attached, target)
     lost = walk.worst(target.max_drop)
-    chosen = []
-    for level in _BOLDEST * np.arange(1, as_count(count, "The number of candidates") + 1) / count:
+    chosen: list[int] = []
+    count = min(as_count(count, "The number of candidates"), len(walk.thresholds))
+    for level in _BOLDEST * np.arange(1, count + 1) / count:
         within = np.flatnonzero((lost <= level) & (walk.loops < recording.num_loops))
         if len(within) and (place := int(within[walk.loops[within].argmin()])) not in chosen:
             chosen.append(place)

@@ -29,6 +29,8 @@ class Proof:
     def __post_init__(self) -> None:
         if self.bound not in BOUNDS:
             raise UserError(f"There is no bound {self.bound!r:.40}; choose one of {', '.join(BOUNDS)}.")
+        if self.seed >= 2**63:
+            raise UserError("A seed lies below 2**63; choose a smaller one.")
 
     def order(self, units: int) -> NDArray[np.int64]:
         """Drawn by lot: recordings may be sorted, and then their units are not alike from first to last."""

@@ -19,7 +19,7 @@ from loopscope.artifacts import sha256
 from loopscope.config import digest, plain
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.engine.decoder import CACHE_MODES, CacheMode
-from loopscope.engine.generation import Prompt, stream
+from loopscope.engine.generation import MOST_ROWS, Prompt, stream
 from loopscope.engine.logit_stats import likeliest_classes
 from loopscope.errors import UserError
 from loopscope.exits.fitted import Fitted
@@ -67,7 +67,8 @@ def record_live(
     """
     check_trajectory(recording, "The recording")
     check_kind(what, (RiskTarget, ExitPolicy), "What is run", "a RiskTarget or an ExitPolicy")
-    out, batch_size = as_path(out, "out"), as_count(batch_size, "batch_size")
+    out, batch_size = as_path(out, "out"), min(as_count(batch_size, "batch_size"), MOST_ROWS)
+    proof = Proof("betting", as_count(seed, "seed", 0))
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     folder, device = find_checkpoint(checkpoint), check_device(device)
@@ -125,17 +126,17 @@ def record_live(
                 contents=contents,
                 provenance=provenance,
             )
-            if isinstance(what, RiskTarget) and not _proven(made, what, seed):
+            if isinstance(what, RiskTarget) and not _proven(made, what, proof):
                 break
         made.save(out)
         discard(unfinished)
     return LiveRuns.load(out)
 
 
-def _proven(runs: LiveRuns, target: RiskTarget, seed: int) -> bool:
+def _proven(runs: LiveRuns, target: RiskTarget, proof: Proof) -> bool:
     """Whether the last candidate is; where it is not, none behind it can be."""
     assert target.delta is not None
-    return bool(candidate_p_values(runs, target, Proof("betting", seed))[-1] <= target.delta)
+    return bool(candidate_p_values(runs, target, proof)[-1] <= target.delta)
 
 
 def _whole(out: Path) -> LiveRuns | None:
