@@ -54,7 +54,7 @@ GOOD: dict[str, Words] = {
         *("--readout", "margin"),
     ],
     "calibrate --cache": lambda w, c: [
-        *("calibrate", w.live_runs["propagate"], "--max-drop", "0.6", "--confidence", "0.5", "--out", c.out),
+        *("calibrate", w.live_runs["propagate"], "--max-drop", "0.95", "--confidence", "0.5", "--out", c.out),
         *("--loss", "disagreement", "--cache", "propagate"),
     ],
     "run": lambda w, c: ["run", w.run, w.documents["examples.txt"], "--threshold", "0.5"],
@@ -98,6 +98,7 @@ LAST: dict[str, Words] = {
 SLOW = {
     **dict.fromkeys(("report", "study report", "bench guarantees", "selfcheck", "bench exits", "bench drift"), 2),
     **dict.fromkeys(("record benchmark", "bench scoring", "harness", "study run"), 2),
+    **dict.fromkeys(("record live", "record live --policy"), 2),
     "demo": 1,
 }
 """Verbs that take long, or need what takes long to be imported; and how often they are drawn among each other."""

@@ -50,7 +50,10 @@ KINDS = {
     "slow-arguments": Kind(
         arguments.slow_arguments,
         3,
-        ("run", "checkpoint", "looped", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
+        (
+            *("run", "checkpoint", "looped", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
+            *("documents", "live_runs"),
+        ),
         quick=False,
     ),
     "python": Kind(
