@@ -1,5 +1,6 @@
 """Text that is run live: as the replay has it where nothing else is seen, as it was run where later tokens see more."""
 
+import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import loopscope as ls
 from loopscope.analysis import hold_out
+from loopscope.cli import main
 from loopscope.engine.agreement import close_calls
 from loopscope.engine.generation import stream
 from loopscope.exits.calibration import certify
@@ -136,6 +138,47 @@ def test_a_promise_is_for_the_cache_in_which_the_text_was_run(
         hold_out(certify_live(runs["propagate"], LAX), recording)
 
 
+def test_the_command_line_says_for_which_cache_and_holds_to_it(
+    recorded: Recorded, runs: dict[str, LiveRuns], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: object, code: int = 0) -> str:
+        assert main([str(word) for word in words]) == code, capsys.readouterr().err
+        printed = capsys.readouterr()
+        return " ".join((printed.err if code == 2 else printed.out).split())
+
+    live, recording, policy = tmp_path / "live", tmp_path / "validation", tmp_path / "policy.json"
+    runs["propagate"].save(live)
+    recorded.recordings["validation"].save(recording)
+    recorded.recordings["test"].save(tmp_path / "test")
+    asked = ("--loss", "disagreement", "--max-drop", 0.5, "--confidence", 0.8, "--out", policy)
+    assert "text with the cache 'full', which says nothing of the cache 'propagate'" in said(
+        *("calibrate", recording, *asked, "--cache", "propagate"), code=2
+    )
+    assert "leave out --grid" in said("calibrate", live, *asked, "--grid", recording, code=2)
+    assert "of 'margin', not of 'entropy'" in said("calibrate", live, *asked, "--readout", "entropy", code=2)
+    assert "not made with --in-expectation" in said("calibrate", live, *asked[:4], "--in-expectation", code=2)
+    assert "for text with the cache 'propagate'." in said("calibrate", live, *asked, "--cache", "propagate")
+    assert "calibrated on text with the cache 'propagate'" in said(
+        "evaluate", tmp_path / "test", "--policy", policy, code=2
+    )
+    written = ("generate", recorded.model, "1 and", "--policy", policy, "--max-new-tokens", 2)
+    assert "write with that cache" in said(*written, code=2)
+    said(*written, "--cache", "propagate")
+    words = ("record", "live", recorded.model, *recorded.texts["test"], "--recording", tmp_path / "test")
+    assert "leave out --max-drop" in said(*words, "--policy", policy, "--max-drop", 0.1, "--out", live, code=2)
+    assert "--recording, and with --out" in said(*words, code=2)
+    table = said(*words, "--policy", policy, "--out", tmp_path / "check")
+    assert "run with the cache 'propagate'; 1 of 1 candidates" in table
+    assert "% of 36 held-out sequences' answers differ from full depth" in said(
+        "evaluate", tmp_path / "check", "--policy", policy
+    )
+    told = json.loads(said("evaluate", tmp_path / "check", "--policy", policy, "--json"))
+    assert told["sequences"] == 36
+    said("evaluate", tmp_path / "check", "--policy", policy, "--monitor")
+    with pytest.raises(ls.UserError, match="is a live run, not a recording"):
+        Trajectory.load(live)
+
+
 def fields(runs: LiveRuns) -> dict[str, Any]:
     return {name: getattr(runs.contents, name) for name in runs.contents.__struct_fields__}
 
@@ -211,8 +254,6 @@ def test_a_live_run_on_disk_is_read_as_it_was_made(runs: dict[str, LiveRuns], tm
     assert again.run_sha256 == made.run_sha256
     assert again.contents == made.contents
     assert certify_live(again, LAX) == certify_live(made, LAX)
-    with pytest.raises(ls.UserError, match="is a live run, not a recording"):
-        Trajectory.load(tmp_path / "copy")
     with pytest.raises(ls.UserError, match="of other policies"):
         again.find(replace(made.policy(0), threshold=123.0))
     for spoilt in ({"loops": made.loops[:, :-1]}, {"loops": made.loops + 9}, {"thresholds": made.thresholds + 1}):
