@@ -180,7 +180,9 @@ def _scored(entry: Checkpoints, study: Study, arithmetic: str) -> list[Model]:
         what: dict[str, Any] = {"checkpoint": checkpoint, "benchmark": benchmark, "data": data, "dtype": entry.dtype}
         what |= {"arithmetic": arithmetic, "limit": entry.limit}
         gates = entry.gates if BENCHMARKS[benchmark].has_training else None
-        whole = Score(**what, split="test", hidden=gates is not None)  # fitted gates read hidden states
+        whole = Score(
+            **what, split="test", shots=entry.shots, hidden=gates is not None
+        )  # fitted gates read hidden states
         analysis = Analyse(
             validation=_recorded(whole, "validation"),
             test=_recorded(whole, "test", entry.shards),
