@@ -65,7 +65,8 @@ def define(subparsers: Any) -> None:
 def execute(options: argparse.Namespace) -> int:
     given = _given_prompts(options)
     from loopscope.config import build
-    from loopscope.engine.generation import GenerationStats, Prompt, Sampling, stream, token_budget
+    from loopscope.engine.generation import GenerationStats, Prompt, stream, token_budget
+    from loopscope.engine.sampling import Sampling
     from loopscope.models import load_model
     from loopscope.models.checkpoint import end_tokens
     from loopscope.models.hub import find_checkpoint
