@@ -7,10 +7,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from test_generation import prompts, same
-from tiny_language import MODELS, VOCABULARY, tiny_ouro
+from tiny_language import MODELS, tiny_ouro
 
 import loopscope as ls
-from loopscope.engine import GenerationStats, Prompt, Sampling, generate, stream
+from loopscope.engine import GenerationStats, Prompt, Sampling, draft_length, generate, stream
 from loopscope.engine.draft_length import MOST_TOKENS, DraftLength
 from loopscope.engine.sampling import Draft
 from loopscope.models import LoopedModel
@@ -24,18 +24,28 @@ def model() -> LoopedModel:
     return tiny_ouro(num_hidden_layers=2)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting pays whatever comes of it."""
+    monkeypatch.setattr(draft_length, "_TOGETHER", 0.01)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_full_depths_text_token_for_token(name: str, policy: ls.ExitPolicy) -> None:
+@pytest.mark.usefixtures("eager")
+def test_it_is_full_depths_text_token_for_token(name: str) -> None:
     model = MODELS[name]()
-    whole = generate(model, prompts(), max_new_tokens=24)
+    whole = generate(model, prompts(4), max_new_tokens=16)
     stats = GenerationStats()
-    for batch_size in (1, 3):
-        texts = generate(model, prompts(), policy, max_new_tokens=24, lossless=True, batch_size=batch_size, stats=stats)
+    late = ls.ExitPolicy("fixed", model.num_loops - 1)
+    for policy, batch_size in ((POLICIES[0], 1), (late, 3), (POLICIES[1], 2)):
+        texts = generate(
+            model, prompts(4), policy, max_new_tokens=16, lossless=True, batch_size=batch_size, stats=stats
+        )
         for text, full in zip(texts, whole, strict=True):
             assert (text.tokens, text.finish_reason) == (full.tokens, full.finish_reason)
             assert text.accepted == sum(loops < model.num_loops for loops in text.loops) <= text.drafted
-    assert 0 < stats.accepted < stats.drafted  # some are taken back, so the test can fail
+    assert 0 < stats.accepted <= stats.drafted
+    assert stats.accepted < stats.drafted or name == "transformer"  # whose loops agree
 
 
 def test_nothing_of_a_draft_is_run_twice(model: LoopedModel) -> None:
@@ -55,7 +65,7 @@ def test_where_all_drafts_stand_only_the_loops_of_full_depth_run() -> None:
     """One loop is all that it needs, so that the first says what the last one says."""
     model = tiny_ouro(num_hidden_layers=1)
     for name, weight in model.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
+        if "layernorm_2" in name:
             weight *= 1e-4
     stats = GenerationStats()
     texts = generate(model, prompts(), POLICIES[0], max_new_tokens=40, lossless=True, stats=stats)
@@ -76,7 +86,7 @@ def test_where_all_drafts_stand_only_the_loops_of_full_depth_run() -> None:
 @torch.inference_mode()
 def test_drawn_text_has_the_probabilities_of_full_depth(sampling: Sampling) -> None:
     """Of the second and third token after one prompt, which are a draft and what comes after it."""
-    model, draws, row = tiny_ouro(sure=3.0, vocab_size=12), 4000, np.array([7])
+    model, draws, row = tiny_ouro(sure=3.0, vocab_size=12), 2000, np.array([7])
     stats = GenerationStats()
     texts = generate(
         model,
@@ -120,7 +130,7 @@ def test_what_is_drawn_depends_on_the_prompt_alone(model: LoopedModel) -> None:
         assert same(generate(model, prompts(), POLICIES[0], batch_size=batch_size, **options), alone)
 
 
-@pytest.mark.parametrize("place", [1, 4, 9])
+@pytest.mark.parametrize("place", [1, 6])
 def test_it_ends_where_full_depth_ends(model: LoopedModel, place: int) -> None:
     """At a token, at a criterion that sees every token once and in order, and at the last that there is room for."""
     whole = generate(model, prompts(), max_new_tokens=14)
@@ -176,10 +186,12 @@ def test_how_many_are_drafted_follows_how_many_stand(model: LoopedModel) -> None
         length.update([], 0)
         tried.append(length.tokens)
     assert 2 in tried  # it is tried again
-    late = DraftLength(model)
-    for _ in range(30):
-        late.update([Draft(0, 3, None)], 1)
-    assert late.tokens == 1  # drafts of the loop before the last save next to nothing
+    by_loop = {}
+    for loop in (1, 2, 3):
+        by_loop[loop] = DraftLength(model)
+        for _ in range(60):
+            by_loop[loop].update([Draft(0, loop, None)] * 10, 9)
+    assert by_loop[1].tokens > by_loop[2].tokens > by_loop[3].tokens == 1  # late drafts save less
 
 
 @pytest.mark.parametrize(
@@ -215,4 +227,3 @@ def test_prompts_with_policies_of_their_own_run_together(model: LoopedModel) -> 
         assert same(together, alone)
     with pytest.raises(ls.UserError, match="beyond the model's 4 loops"):
         generate(model, [Prompt(0, np.array([1]), policy=ls.ExitPolicy("fixed", 9))], usual)
-    assert VOCABULARY == model.vocab_size

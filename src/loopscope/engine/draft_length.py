@@ -26,7 +26,8 @@ class DraftLength:
     """Of one row: what it says must not depend on its neighbours."""
 
     def __init__(self, model: LoopedModel) -> None:
-        self._depth, self._before, self._head = float(model.num_loops), model.embed_cost, model.head_cost
+        self._depth, self._before = float(model.num_loops), model.embed_cost
+        self._head = model.head_cost + _vocabulary_cost(model)
         self._stood, self._tested = _PRIOR
         self._exit = 1.0  # the loop at which drafts are said, on average
         self._idle = 0
@@ -54,3 +55,12 @@ class DraftLength:
         once = self._depth - self._exit + self._head
         drafts = tokens * (self._before + self._exit) + (tokens - 1) * self._head
         return brings / (drafts + once * (1 if tokens == 1 else _TOGETHER))
+
+
+def _vocabulary_cost(model: LoopedModel) -> float:
+    """What reading the matrix of the vocabulary takes, in loops, if a model says what its loops apply."""
+    block = getattr(model, "block", None)
+    if block is None:
+        return 0.0
+    matrices = [each.numel() for each in model.parameters() if model.vocab_size in each.shape]
+    return max(matrices, default=0) / sum(each.numel() for each in block.parameters())

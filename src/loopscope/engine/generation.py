@@ -9,6 +9,7 @@ Shapes: V vocabulary.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -158,7 +159,7 @@ def stream(
                 unfinished.append((row, tokens[-1]))
         if unfinished:
             asked = [not lossless or rows[row].may_draft for row, _ in unfinished]
-            decoder.append(*zip(*unfinished, strict=True), asked)
+            decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], asked)
 
 
 def generate(
@@ -218,7 +219,11 @@ class _Row:
         self.tokens = np.asarray(prompt.tokens, dtype=np.int64)
         self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
         self.drafts: list[Draft] = []  # after what full depth has confirmed
-        self.draft_length = DraftLength(model)
+        self._model = model
+
+    @cached_property
+    def draft_length(self) -> DraftLength:
+        return DraftLength(self._model)
 
     @property
     def may_draft(self) -> bool:
