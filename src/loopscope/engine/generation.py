@@ -48,9 +48,10 @@ class Token:
 
     key: Any
     token: int
-    loops: int  # that it took until it was said; of lossless text, all of them unless it is a draft that stood
+    loops: int  # that it took until it was said
     finish_reason: Literal["stop", "length"] | None  # why this is the last one
     logits: Tensor | None  # [V], where they were asked for
+    accepted: bool = False  # of lossless text: a draft, said after `loops` of them, that full depth confirmed
     taken_back: int = 0  # drafts that this token stands in the place of, or that came after it
 
 
@@ -151,7 +152,7 @@ def stream(
                 stats.drafted += stood + taken_back
                 stats.token_loops, stats.cache_bytes = decoder.token_loops, decoder.cache_bytes
                 logits = exits.logits[first + place] if with_logits else None
-                yield Token(rows[row].prompt.key, token, loops[place], finish_reason, logits, taken_back)
+                yield Token(rows[row].prompt.key, token, loops[place], finish_reason, logits, stood, taken_back)
                 if finish_reason is not None:
                     del rows[row]
                     break
@@ -176,8 +177,8 @@ def generate(
         text.tokens.append(token.token)
         text.loops.append(token.loops)
         text.finish_reason = token.finish_reason or ""
-        stood = bool(options.get("lossless")) and token.loops < model.num_loops
-        text.drafted, text.accepted = text.drafted + stood + token.taken_back, text.accepted + stood
+        text.drafted += token.accepted + token.taken_back
+        text.accepted += token.accepted
     return texts
 
 
