@@ -184,9 +184,9 @@ def test_what_a_cache_propagates() -> None:
         kv_cache.write("a", at_loop, torch.arange(6), keys * at_loop, -keys * at_loop)
     kv_cache.write("b", 2, torch.tensor([4]), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
     kv_cache.propagate(2, range(3, 5), torch.tensor([1, 4]))
-    assert kv_cache.read("a", 1, None, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert kv_cache.read("a", 3, None, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
-    assert kv_cache.read("a", 4, None, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
+    assert kv_cache.read("a", 1, slice(None), 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert kv_cache.read("a", 3, slice(None), 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
+    assert kv_cache.read("a", 4, slice(None), 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
     assert kv_cache.read("b", 4, torch.tensor([1]), 2).keys.flatten().tolist() == [0, 1]
     assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 3)
 

@@ -166,7 +166,7 @@ class Decoder:
     def _run_loop(self, rows: Integers, loops: Integers) -> None:
         """Takes rows to these loops, with all their tokens that lack them."""
         missing = self._lengths[rows] - self._cached[rows, loops]
-        order = np.lexsort((missing, loops))
+        order = np.lexsort((rows, missing, loops))  # neighbours in the cache stand together: they are read in place
         rows, loops = rows[order], loops[order]
         for counts in _portions(missing[order]):
             some = counts > 0
@@ -230,7 +230,7 @@ class Decoder:
         """[sum of counts, D] `pooled` of the last tokens of rows, or what the head reads of them, if that attends."""
         loops = self._loops[rows]
         missing = self._lengths[rows] - self._head_cached[rows, loops] if head else counts
-        order = np.lexsort((missing, loops))
+        order = np.lexsort((rows, missing, loops))
         rows, loops, missing, last = rows[order], loops[order], missing[order], counts[order]
         if head and missing.sum() > _CHUNK:
             for portion in _portions(missing - last):

@@ -21,6 +21,14 @@ _COPIED = 1 << 24
 """Numbers of keys that are copied at a time: every row of a batch needs those of what it begins with beside its own."""
 
 
+_FEW = {"cpu": 1 << 16}
+"""Numbers of keys up to which rows that do not lie together are copied together; elsewhere `_MANY`: every part of a
+batch that attends by itself has a price of its own, which a copy has not."""
+_MANY = 1 << 22
+_PADDING = 1.3
+"""Rows attend together while they read at most this many times the keys that they have."""
+
+
 class Scatter(NamedTuple):
     """Where the outputs of a dense batch belong."""
 
@@ -93,23 +101,23 @@ class _GroupAttention(NamedTuple):
     def appending(self, cache: AppendingRows) -> Iterator[tuple[Tensor, Scatter]]:
         """All keys are in the cache by now, by position; where nothing was before, the rows' own are at hand."""
         rows, cells = self.group
-        scatter = self._once("inside", lambda: _scatter_of(cells, self.layout.counts.lengths[rows]))
-        query = _dense(self.query, cells)
         if not cache.cached[rows].any():
-            yield causal_attention(query, _dense(self.key, cells), _dense(self.value, cells)), scatter
+            scatter = self._once("inside", lambda: _scatter_of(cells, self.layout.counts.lengths[rows]))
+            yield causal_attention(*(_dense(each, cells) for each in (self.query, self.key, self.value))), scatter
             return
-        upto = int(self.layout.contexts[rows].max())
-        stored_rows = self._once("rows", lambda: _stored_rows(self.layout, cache, rows))
-        stored = cache.kv_cache.read(self.layer, int(cache.loops[rows][0]), stored_rows, upto)
-        mask = self._once("mask", lambda: _causal_mask(self.layout, cells, cache.cached[rows], upto))
-        yield masked_attention(query, stored.keys.transpose(1, 2), stored.values.transpose(1, 2), mask), scatter
+        width, loop = self.key[0].numel(), int(cache.loops[rows][0])
+        reads = self._once("reads", lambda: _cache_reads(self.layout, cache, self.group, width, self.query.dtype))
+        for stored_rows, upto, own, mask, scatter in reads:
+            keys, values = cache.kv_cache.read(self.layer, loop, stored_rows, upto)
+            dense = _dense(self.query, own)
+            yield masked_attention(dense, keys.transpose(1, 2), values.transpose(1, 2), mask), scatter
 
     def after_prefix(self, cache: SharedPrefix) -> Iterator[tuple[Tensor, Scatter]]:
         rows, cells = self.group
         kv_cache, cached = cache.kv_caches[rows][0], int(cache.cached[rows][0])
         size = max(1, _COPIED // ((cached + cells.shape[1]) * self.key[0].numel()))
         parts = self._once("parts", lambda: _row_parts(self.layout, self.group, cached, size))
-        stored = () if kv_cache is None else kv_cache.read(self.layer, int(cache.loops[rows][0]), None, cached)
+        stored = () if kv_cache is None else kv_cache.read(self.layer, int(cache.loops[rows][0]), slice(None), cached)
         for own, mask, scatter in parts:
             keys, values = _dense(self.key, own), _dense(self.value, own)
             if stored:
@@ -133,11 +141,54 @@ class _GroupAttention(NamedTuple):
         return self.layout.compute_once((name, self.number), make)
 
 
-def _stored_rows(layout: Layout, cache: AppendingRows, rows: slice) -> Tensor | None:
-    """The cache's rows of a group; None: they are all that it has, in order."""
-    if np.array_equal(cache.rows[rows], np.arange(cache.kv_cache.rows)):
-        return None
-    return layout.compute_once("stored rows", lambda: upload(cache.rows, layout.device))[rows]
+class _CacheRead(NamedTuple):
+    """Rows of a group that attend together: what they read, and what they see of it."""
+
+    rows: slice | Tensor  # of the cache
+    upto: int  # tokens of each
+    cells: Tensor
+    mask: Tensor | None
+    scatter: Scatter
+
+
+def _cache_reads(
+    layout: Layout, cache: AppendingRows, group: AttentionGroup, width: int, dtype: torch.dtype
+) -> list[_CacheRead]:
+    """Of all rows of a group with keys [., width]. Neighbours of about one length are read where they are."""
+    first, contexts = group.rows.start, layout.contexts[group.rows]
+    runs = _runs(cache.rows[group.rows], contexts)
+    few = _FEW.get(layout.device.type, _MANY)
+    if len(runs) > 1 and len(contexts) * int(contexts.max()) * width <= few:
+        there = upload(cache.rows[group.rows], layout.device)
+        return [_cache_read(layout, cache, group, slice(0, len(contexts)), there, dtype)]
+    reads = []
+    for start, stop in runs:
+        row = int(cache.rows[first + start])
+        reads.append(_cache_read(layout, cache, group, slice(start, stop), slice(row, row + stop - start), dtype))
+    return reads
+
+
+def _runs(rows: Integers, contexts: Integers) -> list[tuple[int, int]]:
+    """Where neighbours in the cache that read about as much as each other begin and end."""
+    runs, start, longest, tokens = [], 0, 0, 0
+    for place, (row, context) in enumerate(zip(rows.tolist(), contexts.tolist(), strict=True)):
+        wider = max(longest, context)
+        together = (place - start + 1) * wider <= _PADDING * (tokens + context)
+        if place > start and (row != rows[place - 1] + 1 or not together):
+            runs.append((start, place))
+            start, wider, tokens = place, context, 0
+        longest, tokens = wider, tokens + context
+    return [*runs, (start, len(rows))]
+
+
+def _cache_read(
+    layout: Layout, cache: AppendingRows, group: AttentionGroup, part: slice, stored: slice | Tensor, dtype: torch.dtype
+) -> _CacheRead:
+    rows = slice(group.rows.start + part.start, group.rows.start + part.stop)
+    counts, upto = layout.counts.lengths[rows], int(layout.contexts[rows].max())
+    cells = group.cells[part, : int(counts.max())]
+    mask = _causal_mask(layout, cells, cache.cached[rows], upto, dtype)
+    return _CacheRead(stored, upto, cells, mask, _scatter_of(cells, counts))
 
 
 def _row_parts(layout: Layout, group: AttentionGroup, cached: int, size: int) -> list[tuple[Tensor, Tensor, Scatter]]:
@@ -176,11 +227,14 @@ def _prefix_and_own(layout: Layout, group: AttentionGroup, cached: int) -> Tenso
     return torch.cat((own.new_ones((*own.shape[:2], cached)), own), 2)[:, None]
 
 
-def _causal_mask(layout: Layout, cells: Tensor, cached: Integers, upto: int) -> Tensor | None:
-    """[R, 1, M, N] the places up to a token's own; None: all of them."""
+def _causal_mask(layout: Layout, cells: Tensor, cached: Integers, upto: int, dtype: torch.dtype) -> Tensor | None:
+    """[R, 1, M, N] 0 at the places up to a token's own, minus infinity at others; None: they are all.
+
+    It is added to the scores: every layer would make that of a mask of truths."""
     if int(cached.min()) + 1 >= upto:
         return None
-    return (torch.arange(upto, device=cells.device) <= layout.positions[cells][:, :, None])[:, None]
+    later = torch.arange(upto, device=cells.device) > layout.positions[cells][:, :, None]
+    return torch.zeros(later.shape, dtype=dtype, device=cells.device).masked_fill_(later, -torch.inf)[:, None]
 
 
 def _scatter_of(cells: Tensor, counts: Integers) -> Scatter:

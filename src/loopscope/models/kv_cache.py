@@ -46,10 +46,12 @@ class KVCache:
         for stored, new in zip(found, (keys, values), strict=True):
             stored.view(-1, *new.shape[1:]).index_copy_(0, indices, new)
 
-    def read(self, layer: str, loop: int, rows: Tensor | None, upto: int) -> KeysValues:
-        """Those of the first `upto` tokens of these rows (None: of all)."""
+    def read(self, layer: str, loop: int, rows: Tensor | slice, upto: int) -> KeysValues:
+        """Those of the first `upto` tokens of these rows: of neighbours where they are, of others a copy."""
         found = self._keys_values[self._key(layer, loop)]
-        return KeysValues(*(_rows_up_to(stored, rows, upto) for stored in found))
+        if isinstance(rows, slice):
+            return KeysValues(*(stored[rows, :upto] for stored in found))
+        return KeysValues(*(stored[:, :upto].index_select(0, rows) for stored in found))
 
     def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
         """States [P, D] of tokens, from which their next loop can begin later."""
@@ -95,10 +97,6 @@ class KVCache:
         grown = stored.new_zeros((self.rows, self.capacity, *stored.shape[2:]))
         grown[: stored.shape[0], : stored.shape[1]] = stored
         return grown
-
-
-def _rows_up_to(stored: Tensor, rows: Tensor | None, upto: int) -> Tensor:
-    return stored[:, :upto] if rows is None else stored[:, :upto].index_select(0, rows)
 
 
 @dataclass(frozen=True, eq=False)
