@@ -16,8 +16,8 @@ _TOGETHER = 2.0
 """What a loop of 2 to 16 tokens of one row takes, in loops of one."""
 _MEMORY = 0.95
 """The weight of what was seen, a draft later."""
-_PRIOR = (4.0, 5.0)
-"""Drafts that stood, of those that were looked at, before there are any."""
+_PRIOR = (4.5, 5.0)
+"""Drafts that stood, of those that were looked at, before there are any: enough to try."""
 _PATIENCE = 8
 """Tokens at full depth before drafting is tried again where it did not pay."""
 
