@@ -56,8 +56,9 @@ class Decoder:
     def __init__(self, model: LoopedModel, rows: int, cache: CacheMode, drafting: bool = False) -> None:
         self._model, self._cache, self._drafting, self._depth = model, cache, drafting, model.num_loops
         self._device = next(model.parameters()).device
-        self._kv_cache = KVCache(1, 64, latest_only=cache == "latest")
-        self._head_cache = KVCache(1, 64, latest_only=drafting or cache != "full")  # of a head that attends
+        self._kv_cache = KVCache(1, 64, latest_only=cache == "latest", most_loops=self._depth)
+        latest_only = drafting or cache != "full"
+        self._head_cache = KVCache(1, 64, latest_only, most_loops=self._depth)  # of a head that attends
         self._tokens: Integers = np.zeros((rows, 64), dtype=np.int64)
         self._lengths: Integers = np.zeros(rows, dtype=np.int64)
         self._loops: Integers = np.zeros(rows, dtype=np.int64)  # that the last token has been through
