@@ -51,11 +51,14 @@ def adaptive_decoding(
     generation_config: GenerationConfig,
     policy: ExitPolicy,
     cache: CacheMode,
-    attention_mask: Tensor | None = None,
     streamer: Any = None,
-    **_: Any,
+    **inputs: Any,
 ) -> Tensor | AdaptiveGenerateOutput:
-    """The texts, under a policy; what `generate` was asked for and the engine does not do is refused."""
+    """The texts, under a policy; what `generate` was asked for and the engine does not do is refused.
+
+    transformers gives the mask among the `inputs`, which it would give twice to a function that names it.
+    """
+    attention_mask = inputs.get("attention_mask")
     _check(generation_config, logits_processor, stopping_criteria, streamer, len(input_ids))
     masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = [tokens[mask.bool()].cpu().numpy() for tokens, mask in zip(input_ids, masks, strict=True)]

@@ -29,6 +29,8 @@ from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.models import Huginn, HuginnConfig, LoopedLlama, LoopedLlamaConfig, LoopedModel, Ouro, OuroConfig
 from loopscope.models.checkpoint import first_not_finite, weights_sha256
+from loopscope.models.decoder_layers import SwiGLU
+from loopscope.models.huginn import HuginnMLP
 from loopscope.models.run_hashes import check_hashes
 from loopscope.objectives import Unrolling
 from loopscope.training.language_run import TokenLosses
@@ -145,6 +147,15 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         super().train(mode)
         self.looped.training = mode
         return self
+
+    def compile_mlps(self, **options: Any) -> None:
+        """Compiles the MLP of every layer in place (`torch.compile`, with its options).
+
+        Attention is left as it is: where rows lie is worked out in Python, on the host, for every batch.
+        """
+        for module in self.modules():
+            if isinstance(module, (SwiGLU, HuginnMLP)):
+                module.compile(**{"dynamic": True, **options})
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         resized = super().resize_token_embeddings(*args, **kwargs)
@@ -285,6 +296,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         *args: Any,
         policy: ExitPolicy | str | Path | None = None,
         cache: CacheMode = "full",
+        streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As transformers does it; with an exit policy, or a file of one, by LoopScope's engine, every token as deep as
@@ -293,10 +305,12 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         `cache` is what later tokens find of one that left early, as in `loopscope.generate`.
         """
         if policy is None:
-            return super().generate(inputs, *args, **kwargs)
+            return super().generate(inputs, *args, streamer=streamer, **kwargs)
+        if kwargs.get("assistant_model") is not None:
+            raise UserError("An exit policy and an assistant do not go together; leave out one of them.")
         rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
-        decoding = partial(adaptive_decoding, policy=rule, cache=cache)
-        return super().generate(inputs, *args, custom_generate=decoding, **kwargs)
+        decoding = partial(adaptive_decoding, policy=rule, cache=cache, streamer=streamer)
+        return super().generate(inputs, *args, custom_generate=decoding, streamer=streamer, **kwargs)
 
 
 class OuroForCausalLM(LoopedForCausalLM):
