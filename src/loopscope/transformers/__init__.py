@@ -23,6 +23,7 @@ from loopscope.transformers.modeling import (
     RavenForCausalLM,
 )
 from loopscope.transformers.padded_batch import LoopedCache
+from loopscope.transformers.trainer import LoopTrainer, lora_config
 
 for _model in (OuroForCausalLM, RavenForCausalLM, LoopedLlamaForCausalLM):
     _transformers.AutoConfig.register(_model.config_class.model_type, _model.config_class)
