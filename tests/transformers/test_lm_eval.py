@@ -10,6 +10,7 @@ import pytest
 from benchmark_slices import asked
 from tiny_language import write_outspoken
 
+import loopscope.transformers  # noqa: F401 - registers
 from loopscope import harness
 from loopscope.harness.__main__ import main
 

@@ -142,10 +142,7 @@ def test_a_cache_changes_nothing(folder: Path, side: str) -> None:
     for first, last in ((0, 1), (1, 4), (4, 5)):
         upto = tokens.shape[1] + last
         out = model(
-            later[:, first:last],
-            attention_mask=whole[1][:, :upto],
-            past_key_values=cache,
-            output_loop_logits=True,
+            later[:, first:last], attention_mask=whole[1][:, :upto], past_key_values=cache, output_loop_logits=True
         )
         found.append(torch.stack(out.loop_logits))
     torch.testing.assert_close(torch.cat(found, 2), torch.stack(expected.loop_logits)[:, :, -5:], atol=1e-5, rtol=1e-4)
@@ -283,7 +280,9 @@ def spoiled(tmp_path: Path) -> Path:
 def test_checkpoints_that_would_mislead_are_refused(spoiled: Path) -> None:
     tensors = load_file(spoiled / "model.safetensors")
     for match, changed in {
-        "no tensor 'model.early_exit_gate.bias'": {k: v for k, v in tensors.items() if k != "model.early_exit_gate.bias"},
+        "no tensor 'model.early_exit_gate.bias'": {
+            k: v for k, v in tensors.items() if k != "model.early_exit_gate.bias"
+        },
         "does not know the tensor 'extra'": {**tensors, "extra": torch.zeros(2)},
         "not finite": {**tensors, "model.norm.weight": torch.full((32,), float("nan"))},
     }.items():
@@ -378,7 +377,13 @@ def test_samples_under_a_policy_as_the_engine_does() -> None:
         torch.manual_seed(seed)
         texts.append(
             model.generate(
-                tokens, attention_mask=mask, do_sample=True, policy=policy, max_new_tokens=8, eos_token_id=None, **settings
+                tokens,
+                attention_mask=mask,
+                do_sample=True,
+                policy=policy,
+                max_new_tokens=8,
+                eos_token_id=None,
+                **settings,
             )
         )
     assert torch.equal(texts[0], texts[1])

@@ -230,7 +230,9 @@ def test_a_killed_run_is_resumed(ouro: Path, tmp_path: Path) -> None:
     assert killed.wait() == -signal.SIGKILL
     assert not (tmp_path / "killed" / "final").exists()
     assert start(tmp_path / "killed", True).wait() == 0
-    expected, found = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("through", "killed"))
+    expected, found = (
+        load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in ("through", "killed")
+    )
     assert all(torch.equal(each, found[name]) for name, each in expected.items())
 
 

@@ -29,10 +29,7 @@ from loopscope.engine.decoder import CacheMode
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 
-_KNOWN = (
-    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper),
-    *(MaxLengthCriteria, EosTokenCriteria),
-)
+_KNOWN = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
 """What the engine does itself."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -99,11 +96,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 
 def _check(
-    config: GenerationConfig,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    streamer: Any,
-    rows: int,
+    config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList, streamer: Any, rows: int
 ) -> None:
     unknown = [type(each).__name__ for each in (*processors, *criteria) if type(each) not in _KNOWN]
     unknown += [name for name in _OUTPUTS if getattr(config, name)]

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
-from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import cached_file
 
 from loopscope.arguments import as_count
@@ -104,8 +103,10 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers does it; weights that are missing, unknown or not finite are refused."""
         with_info = kwargs.pop("output_loading_info", False)
-        folder = None if any(kwargs.get(name) for name in _OF_ANOTHER_FILE) else _folder(
-            pretrained_model_name_or_path, kwargs
+        folder = (
+            None
+            if any(kwargs.get(name) for name in _OF_ANOTHER_FILE)
+            else _folder(pretrained_model_name_or_path, kwargs)
         )
         if folder is not None:
             check_hashes(folder)
@@ -127,7 +128,9 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 "would cross all of them; name one (device_map={'': 0}), or serve it with tensor parallelism."
             )
         if (wrong := first_not_finite(dict(self.named_parameters()))) is not None:
-            raise UserError(f"In {source} the tensor '{wrong}' holds a value that is not finite; fetch or make it again.")
+            raise UserError(
+                f"In {source} the tensor '{wrong}' holds a value that is not finite; fetch or make it again."
+            )
 
     @property
     def num_loops(self) -> int:
@@ -208,8 +211,11 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         else:
             loops = self.num_loops if num_loops is None else as_count(num_loops, "num_loops")
             states = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
-            output = self._answer(batch, input_ids, position_ids, cache, loops, states, output_loop_logits, logits_to_keep)
+            output = self._answer(
+                batch, input_ids, position_ids, cache, loops, states, output_loop_logits, logits_to_keep
+            )
             if labels is not None:
+                assert output.logits is not None
                 output.loss = self._loss(batch, output.logits, labels, logits_to_keep, num_items_in_batch)
         as_output = self.config.return_dict if return_dict is None else return_dict
         return output if as_output else output.to_tuple()
@@ -241,7 +247,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 hidden.append(batch.unpack(pooled))
             if loop in read_at:
                 read = looped.head_input(state) if looped.head_attends else pooled
-                logits.append(looped.predict(slice_logits_to_keep(batch.unpack(read), logits_to_keep)))
+                logits.append(looped.predict(_kept(batch.unpack(read), logits_to_keep)))
                 halts.append(looped.halt(pooled))
         if cache is not None:
             cache.extend(batch.rows, batch.counts, batch.columns)
@@ -348,6 +354,11 @@ class LoopedLlamaForCausalLM(LoopedForCausalLM):
     @staticmethod
     def _network(values: Mapping[str, Any], source: str) -> LoopedModel:
         return LoopedLlama(build(LoopedLlamaConfig, values, source))
+
+
+def _kept(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """[B, M, D], its last so many columns (0: all), or the columns of these numbers."""
+    return values[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else values[:, logits_to_keep]
 
 
 def _folder(source: Any, options: Mapping[str, Any]) -> Path | None:

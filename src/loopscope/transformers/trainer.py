@@ -1,4 +1,4 @@
-"""How is a looped model fine-tuned in transformers? By its `Trainer`, with an objective over depth in place of one loss.
+"""How is a looped model fine-tuned in transformers? By its `Trainer`, with an objective over depth.
 
 All that `Trainer` does stays as it is: data, optimizers, accumulation, precision, several processes, checkpoints and
 resuming, trackers. What is minimised are the objectives of `loopscope.objectives`, over tokens; what is logged goes by
@@ -48,7 +48,9 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         self._check_gate(looped)
         super().__init__(model, args, **options)
         if self.args.n_gpu > 1:
-            raise UserError("Several GPUs are trained by several processes; start this with torchrun or accelerate launch.")
+            raise UserError(
+                "Several GPUs are trained by several processes; start this with torchrun or accelerate launch."
+            )
         if self.args.label_smoothing_factor:
             raise UserError("Objectives over depth have no label smoothing; leave out label_smoothing_factor.")
         function = objective if callable(objective) else None
@@ -57,7 +59,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         self._sums = {training: _LoopSums(looped.num_loops) for training in (True, False)}
 
     def _check_gate(self, looped: LoopedModel) -> None:
-        gate = looped.gate if hasattr(looped, "gate") else None
+        gate: Any = getattr(looped, "gate", None)
         if self.objective.name not in GATED:
             return
         if gate is None:
@@ -82,7 +84,9 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
             return None
         if isinstance(teacher, (str, Path)):
             teacher = AutoModelForCausalLM.from_pretrained(teacher)
-        check_kind(teacher, PreTrainedModel, "The teacher", "a causal language model of transformers, or the folder of one")
+        check_kind(
+            teacher, PreTrainedModel, "The teacher", "a causal language model of transformers, or the folder of one"
+        )
         ours, theirs = (each.config.vocab_size for each in (_base(self.model), teacher))
         if ours != theirs:
             raise UserError(f"The teacher has {theirs} tokens, and the model {ours}; take one with its tokenizer.")
@@ -114,9 +118,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         found = model(**inputs, loop_losses=True, unrolling=unrolling, teacher=self._teacher)
         self._sums[training].add(found, unrolling)
         if training or not self.objective.is_custom:
-            loss = self._minimised(
-                LoopLosses(found.cross_entropy, found.halt_logits, step, found.detached_halt_logits)
-            )
+            loss = self._minimised(LoopLosses(found.cross_entropy, found.halt_logits, step, found.detached_halt_logits))
         else:
             loss = found.cross_entropy[-1].mean()
         if num_items_in_batch is not None:
