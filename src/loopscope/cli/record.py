@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli.devices import device_of
-from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, count, levels, values
+from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, count, levels, values, whole
 from loopscope.cli.output import print_by_loop, print_note
 from loopscope.errors import UserError
 
@@ -71,6 +71,7 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
     parser.add_argument("name", metavar="NAME", help="a benchmark (docs/benchmarks.md has the six)")
     parser.add_argument("--split", default="validation", help=_SPLIT)
     parser.add_argument("--limit", type=count, metavar="N", help="at most so many questions")
+    parser.add_argument("--shots", type=whole, metavar="N", help="few-shot examples (default: the benchmark's own)")
     parser.add_argument("--mean-state", action="store_true", help="gate and state averaged over the choices' tokens")
     parser.add_argument("--batch-tokens", type=count, metavar="N", help="tokens at a time (default: 8192)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: MODEL/recordings/NAME/SPLIT")
@@ -124,7 +125,7 @@ def _record_benchmark(options: argparse.Namespace) -> None:
     from loopscope.progress import track
     from loopscope.recording import record_benchmark
 
-    device, given = device_of(options), values(options, "data", "limit", "hidden", "dtype", "batch_tokens")
+    device, given = device_of(options), values(options, "data", "limit", "shots", "hidden", "dtype", "batch_tokens")
     given["mean"] = options.mean_state
     with track(f"{options.name}, {options.split}") as advance:
         recording = record_benchmark(

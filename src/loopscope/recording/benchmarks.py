@@ -78,6 +78,7 @@ def record_benchmark(
     *,
     data: Path | None = None,
     limit: int | None = None,
+    shots: int | None = None,
     shard: tuple[int, int] | None = None,
     hidden: bool = False,
     mean: bool = False,
@@ -88,13 +89,14 @@ def record_benchmark(
 ) -> Trajectory:
     """Records a split of a benchmark; an identical recording is used again, one that was interrupted goes on.
 
-    `shard` (k, n) takes every n-th question, from the k-th on.
+    `shots` are few-shot examples, in place of the benchmark's own number. `shard` (k, n) takes every n-th question,
+    from the k-th on.
     """
     out, data = as_path(out, "out"), None if data is None else as_path(data, "data")
     for name, value in (("limit", limit), ("batch_tokens", batch_tokens)):
         if value is not None:
             as_count(value, name)
-    which = benchmark_named(benchmark)
+    which = benchmark_named(benchmark, shots)
     questions = load_questions(which, split, data, limit)
     if shard is not None:
         if not _is_part(shard):
