@@ -1,5 +1,6 @@
 """Fine-tuning with transformers' Trainer: are the objectives ours, and does what it leaves behind load again?"""
 
+import json
 import os
 import signal
 import subprocess
@@ -292,3 +293,42 @@ def test_every_kind_is_trained(tmp_path: Path) -> None:
         run = trainer(load(GOLDEN / "huginn-tiny"), tmp_path, objective, max_steps=4, gradient_checkpointing=True)
         run.train()
         assert run.state.global_step == 4
+
+
+PROCESSES = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+import torch
+torch.set_num_threads(1)
+from test_trainer import load, trainer
+settings = dict(max_steps=6, logging_steps=2, per_device_train_batch_size={rows}, ddp_backend={backend!r})
+run = trainer(load(Path({start!r})), Path({out!r}), "decoupled_gate", **settings)
+run.train()
+metrics = run.evaluate()
+if run.is_world_process_zero():
+    import json
+    run.save_model({out!r})
+    Path({out!r}, "metrics.json").write_text(json.dumps([run.state.log_history, metrics]))
+"""
+
+
+@pytest.mark.long
+def test_two_processes_train_what_one_trains(ouro: Path, tmp_path: Path) -> None:
+    found = {}
+    for processes in (1, 2):
+        out, script = tmp_path / f"{processes}", tmp_path / f"{processes}.py"
+        path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+        backend = "gloo" if processes > 1 else None
+        text = PROCESSES.format(path=path, rows=8 // processes, backend=backend, start=str(ouro), out=str(out))
+        script.write_text(text)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if processes > 1 else []
+        subprocess.run([sys.executable, *launcher, str(script)], check=True, stdout=subprocess.DEVNULL)
+        history, metrics = json.loads((out / "metrics.json").read_text())
+        losses = [entry[f"loss_loop_{loop}"] for entry in history if "loss" in entry for loop in (1, 2, 3)]
+        found[processes] = finished(out) | {
+            "losses": torch.tensor([*losses, *(entry["loss"] for entry in history if "loss" in entry)]),
+            "evaluated": torch.tensor([metrics[f"eval_loss_loop_{loop}"] for loop in (1, 2, 3)]),
+        }
+    for name, value in found[1].items():
+        torch.testing.assert_close(value, found[2][name], atol=5e-5, rtol=1e-3)
