@@ -46,6 +46,9 @@ kills: $(DEV)  ## kill all that writes 400 times, let two write at once, fill th
 test-page: $(DEV)  ## the page of a report in a browser; `make browser` installs one
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m '' tests/report/test_page.py
 
+test-transformers: $(DEV)  ## looped models in transformers, PEFT and lm_eval's own model, the long tests too
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist $(PYTEST_DIST) -m '' tests/transformers
+
 fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ="--seed 1" for others
 	$(BIN)/python -m tests.fuzz --inputs 20000 --seed 0 $(FUZZ)
 
@@ -58,4 +61,4 @@ check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help install demo test test-all fuzz kills test-page browser check
+.PHONY: help install demo test test-all test-transformers fuzz kills test-page browser check

@@ -92,6 +92,14 @@ class KVCache:
         for name, states in self._states.items():
             self._states[name] = self._grown(states[None], 1)[0]
 
+    def take(self, rows: Tensor) -> None:
+        """Keeps the rows of these numbers, in that order, each as often as it is named: the beams of a search."""
+        self.rows = len(rows)
+        for key, found in self._keys_values.items():
+            self._keys_values[key] = KeysValues(*(stored.index_select(0, rows.to(stored.device)) for stored in found))
+        for name, stored in self._states.items():
+            self._states[name] = stored.index_select(0, rows.to(stored.device))
+
     @property
     def nbytes(self) -> int:
         """What the keys and values take."""
