@@ -77,6 +77,8 @@ class LoopedForCausalLM(nn.Module):
     """A decoder with a head, as vLLM wants it; each kind of model names its decoder."""
 
     decoder: ClassVar[type[Any]]
+    allow_patterns_overrides: ClassVar[list[str]] = ["model*.safetensors"]
+    """The weights; a folder may hold others, those of a policy's gate for instance."""
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_stacked={
             ".q_proj": (".qkv_proj", "q"),
@@ -124,7 +126,7 @@ class LoopedForCausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         policy = self.deployment.policy
-        batch = None if policy is None else current_batch(self.looped_attention[0].attn[0].layer_name)
+        batch = None if policy is None else current_batch(str(self.looped_attention[0].attn[0].layer_name))
         if policy is None or batch is None:
             hidden: Tensor = self.model(input_ids, positions)
             return hidden
