@@ -20,6 +20,6 @@ def register() -> None:
 
 
 ARCHITECTURES = {
-    "OuroForCausalLM": "loopscope.vllm.ouro:OuroForCausalLM",
-    "LoopedLlamaForCausalLM": "loopscope.vllm.looped_llama:LoopedLlamaForCausalLM",
+    "OuroForCausalLM": "loopscope.vllm.ouro:ServedOuro",
+    "LoopedLlamaForCausalLM": "loopscope.vllm.looped_llama:ServedLoopedLlama",
 }

@@ -24,7 +24,7 @@ _NAME = "loopscope_batch"
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class StepBatch:
     starts: NDArray[np.int64]  # [N] the first token of each request in this step
     ends: NDArray[np.int64]  # [N] and the one after its last
     prefilling: NDArray[np.bool_]  # [N] whether these are of its prompt
@@ -37,7 +37,7 @@ class Batch:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-def current_batch(layer_name: str) -> Batch | None:
+def current_batch(layer_name: str) -> StepBatch | None:
     """That of the step that runs; none while vLLM warms up."""
     metadata = get_forward_context().attn_metadata
     if isinstance(metadata, list):
@@ -67,7 +67,7 @@ def _noting(backend: Any) -> Any:
     return subclass_attention_backend("LoopScope_", backend, NotingBuilder)
 
 
-def _batch(common: Any) -> Batch:
+def _batch(common: Any) -> StepBatch:
     if common.is_prefilling is None:
         raise UserError(
             "This model runner of vLLM does not say which requests are at their prompt, as an exit policy must know; "
@@ -75,7 +75,7 @@ def _batch(common: Any) -> Batch:
         )
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
     here = np.flatnonzero(np.diff(bounds))  # others are padding
-    return Batch(
+    return StepBatch(
         bounds[here],
         bounds[here + 1],
         common.is_prefilling.cpu().numpy()[here],

@@ -7,6 +7,7 @@ It stands under `loopscope` in vLLM's `hf_overrides`:
 Everything is checked before an engine starts, and again in its workers.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 from loopscope.config import Loops, Settings, build
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
+from loopscope.exits.exit_state import ExitState
 from loopscope.exits.scope import Scope
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.decoder_layers import DecoderConfig
@@ -31,6 +33,7 @@ class DeploymentSettings(Settings, frozen=True, kw_only=True):
     policy: str | None = None  # a file; or by hand:
     readout: str | None = None
     threshold: float | None = None
+    without_promise: bool = False  # a rule that was calibrated for another cache is used without its promise
     exits_log: str | None = None  # a file to which every token's loops are written
 
     def __post_init__(self) -> None:
@@ -38,6 +41,10 @@ class DeploymentSettings(Settings, frozen=True, kw_only=True):
             raise ValueError("a readout and its threshold are given together")
         if self.policy is not None and self.readout is not None:
             raise ValueError("the policy is given by its file or by hand, not both")
+        if self.without_promise and self.policy is None:
+            raise ValueError("only the policy of a file has a promise that it could be used without")
+        if self.exits_log is not None and self.policy is None and self.readout is None:
+            raise ValueError("without a policy all tokens take all loops, and there is nothing to log")
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -67,24 +74,32 @@ def read_deployment(configuration: dict[str, Any], checkpoint: str, revision: st
     loops = settings.loops or depth
     policy = _policy(settings)
     if policy is None:
-        return Deployment(config, loops, None, settings.exits_log)
+        return Deployment(config, loops)
     tied = policy.model is not None or policy.gate is not None
     weights = weights_sha256(find_checkpoint(checkpoint, revision)) if tied else None
-    fixed = (
-        policy.readout == "fixed"
-    )  # nobody exits before others, so no later token lacks anything: every cache's rule
+    fixed = policy.readout == "fixed"
     policy.check(weights, loops, Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision))
-    if fixed:
-        return Deployment(config, min(int(policy.threshold or 0), loops), None, settings.exits_log)
-    if policy.readout == "gate" and isinstance(config, LoopedLlamaConfig) and config.looping.gate == "none":
-        raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
+    state = ExitState(policy, loops)  # refuses what can only be replayed
+    if fixed:  # all exit together, so that no later token lacks anything, whatever the rule of the cache
+        return Deployment(config, int(policy.threshold or 0))
+    if "gate_logits" in state.sources() and isinstance(config, LoopedLlamaConfig) and config.looping.gate == "none":
+        raise UserError(f"The model has no gate, so it cannot be run with the readout '{policy.readout}'.")
     return Deployment(config, loops, policy, settings.exits_log)
 
 
 def _policy(settings: DeploymentSettings) -> ExitPolicy | None:
-    if settings.policy is not None:
-        return ExitPolicy.load(Path(settings.policy))
-    return None if settings.readout is None else ExitPolicy(settings.readout, settings.threshold)
+    if settings.policy is None:
+        return None if settings.readout is None else ExitPolicy(settings.readout, settings.threshold)
+    policy = ExitPolicy.load(Path(settings.policy))
+    if settings.without_promise:
+        scope = msgspec.structs.replace(policy.scope, cache=None)
+        return replace(policy, guarantee=None, calibration_exits=None, scope=scope)
+    if policy.readout != "fixed" and policy.scope.cache not in (None, "propagate"):
+        raise UserError(
+            f"This policy was calibrated on text with the cache '{policy.scope.cache}', and vLLM writes with the cache "
+            "'propagate', for which it promises nothing; to use its rule all the same, add \"without_promise\": true."
+        )
+    return policy
 
 
 def deployment_of(vllm_config: Any) -> Deployment:

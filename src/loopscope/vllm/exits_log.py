@@ -71,7 +71,7 @@ class ExitsLog:
     """Appends steps to a file."""
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - as long as the worker lives
+        self._path = Path(path)
         self._texts: dict[int, int] = {}  # by the first block of their cache
         self._prompts: dict[int, list[int]] = {}
         self._begun = 0
@@ -91,4 +91,5 @@ class ExitsLog:
 
     def _write(self, ran: int, texts: list[int], loops: list[int], prompts: Mapping[str, tuple[int, str]]) -> None:
         line: dict[str, Any] = {"ran": ran, "texts": texts, "loops": loops}
-        self._file.write(json.dumps(line | ({"prompts": prompts} if prompts else {})) + "\n")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line | ({"prompts": prompts} if prompts else {})) + "\n")

@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 
 from loopscope.engine.exit_group import ExitGroup
 from loopscope.models.device import upload
-from loopscope.vllm.batch import Batch, current_batch
+from loopscope.vllm.batch import StepBatch, current_batch
 from loopscope.vllm.deployment import check_engine, deployment_of
 from loopscope.vllm.exit_cache import ExitCache
 from loopscope.vllm.exits_log import ExitsLog
@@ -73,7 +73,7 @@ class LoopedDecoder(nn.Module):
         return self.read(hidden, positions)
 
 
-class LoopedForCausalLM(nn.Module):
+class ServedModel(nn.Module):
     """A decoder with a head, as vLLM wants it; each kind of model names its decoder."""
 
     decoder: ClassVar[type[Any]]
@@ -149,7 +149,7 @@ class _AdaptiveStep:
     """A step with a policy."""
 
     def __init__(
-        self, model: LoopedForCausalLM, group: ExitGroup, batch: Batch, input_ids: Tensor, positions: Tensor
+        self, model: ServedModel, group: ExitGroup, batch: StepBatch, input_ids: Tensor, positions: Tensor
     ) -> None:
         self._model, self._decoder, self._group, self._batch = model, model.model, group, batch
         self._positions, self._device = positions, positions.device

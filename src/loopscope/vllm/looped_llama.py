@@ -21,10 +21,10 @@ from loopscope.models.looped_llama import LoopedLlamaConfig
 from loopscope.vllm.deployment import Deployment
 from loopscope.vllm.exit_cache import ExitCache
 from loopscope.vllm.layers import LoopedAttention, ParallelSwiGLU
-from loopscope.vllm.looped import LoopedDecoder, LoopedForCausalLM
+from loopscope.vllm.looped import LoopedDecoder, ServedModel
 
 
-class LlamaLayer(nn.Module):
+class ParallelLlamaLayer(nn.Module):
     def __init__(
         self, config: LoopedLlamaConfig, vllm_config: VllmConfig, prefix: str, attention: LoopedAttention
     ) -> None:
@@ -64,7 +64,7 @@ class LoopedLlamaDecoder(LoopedDecoder):
                 output_bias=biased,
                 query_key_norm=source == "qwen3",
             )
-            self.layers.append(LlamaLayer(config, vllm_config, name, attention))
+            self.layers.append(ParallelLlamaLayer(config, vllm_config, name, attention))
         self.norm = RMSNorm(width, eps=config.rms_norm_eps)
         self.injection = nn.Linear(width, width, bias=False) if looping.injection else None
         self.early_exit_gate = nn.Linear(width, 1) if looping.gate == "linear" else None
@@ -114,5 +114,5 @@ class LoopedLlamaDecoder(LoopedDecoder):
         return normed
 
 
-class LoopedLlamaForCausalLM(LoopedForCausalLM):
+class ServedLoopedLlama(ServedModel):
     decoder: ClassVar = LoopedLlamaDecoder

@@ -17,10 +17,10 @@ from loopscope.models.ouro import OuroConfig
 from loopscope.vllm.deployment import Deployment
 from loopscope.vllm.exit_cache import ExitCache
 from loopscope.vllm.layers import LoopedAttention, ParallelSwiGLU
-from loopscope.vllm.looped import LoopedDecoder, LoopedForCausalLM
+from loopscope.vllm.looped import LoopedDecoder, ServedModel
 
 
-class OuroLayer(nn.Module):
+class ParallelOuroLayer(nn.Module):
     def __init__(self, config: OuroConfig, vllm_config: VllmConfig, prefix: str, attention: LoopedAttention) -> None:
         super().__init__()
         self.self_attn = attention
@@ -54,7 +54,7 @@ class OuroDecoder(LoopedDecoder):
             name = f"{prefix}.layers.{number}"
             places = range(number, self.num_loops * layers, layers)
             attention = LoopedAttention(config, vllm_config, name, places, noting=noting)
-            self.layers.append(OuroLayer(config, vllm_config, name, attention))
+            self.layers.append(ParallelOuroLayer(config, vllm_config, name, attention))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)
 
@@ -84,5 +84,5 @@ class OuroDecoder(LoopedDecoder):
         return hidden
 
 
-class OuroForCausalLM(LoopedForCausalLM):
+class ServedOuro(ServedModel):
     decoder: ClassVar = OuroDecoder
