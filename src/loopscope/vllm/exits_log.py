@@ -34,6 +34,13 @@ class StepExits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loops: list[Tally]  # [N] that its last token took
     prompts: dict[str, tuple[Tally, str]] = {}  # of those at their prompt, by number: its tokens so far, their digest
 
+    def __post_init__(self) -> None:
+        numbers = {str(text) for text in self.texts}
+        if not len(self.loops) == len(self.texts) == len(numbers) or not numbers.issuperset(self.prompts):
+            raise ValueError("a text is there twice, or without its loops")
+        if self.texts and not 1 <= min(self.loops) <= max(self.loops) <= self.ran:
+            raise ValueError("a token took more loops than were run, or none")
+
 
 @dataclass
 class TextExits:
@@ -53,11 +60,15 @@ def read_exits(path: str | Path) -> tuple[list[TextExits], list[StepExits]]:
     """The texts in the order in which they were begun, and the steps."""
     texts: dict[int, TextExits] = {}
     steps = []
-    for number, line in enumerate(read_text(Path(path), "log of exits", _LARGEST).splitlines(), start=1):
+    for number, line in enumerate(read_text(Path(path), "log of exits", _LARGEST).split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             step = msgspec.json.decode(line, type=StepExits)
             for text, loops in zip(step.texts, step.loops, strict=True):
                 if (begun := step.prompts.get(str(text))) is not None:
+                    if text in texts and (len(texts[text].loops) > 1 or begun[0] <= texts[text].prompt_tokens):
+                        raise ValueError("a text begins twice")
                     texts[text] = TextExits(*begun, loops=[loops])  # of a prompt in parts, the last part counts
                 else:
                     texts[text].loops.append(loops)
