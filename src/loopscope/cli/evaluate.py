@@ -6,7 +6,8 @@ loopscope evaluate runs/demo/fixed-geometric --policy policy.json
 loopscope evaluate runs/demo/fixed-geometric --policy policy.json --monitor --audit 0.1
 
 A run stands for its recordings: thresholds are chosen on validation and evaluated on test.
-With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken.
+With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken. A promise
+for text with the cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
 With --monitor: played as a stream, in their order, when do exits, or the losses of those that are audited, no longer
 look like calibration? The exit code is 1 if there is an alarm. (Exits alone, if the promise is one in expectation.)
 """
@@ -25,6 +26,7 @@ from loopscope.recording_places import find_recording, find_recordings
 if TYPE_CHECKING:
     from loopscope.analysis import HeldOut, TargetLevel
     from loopscope.exits import ExitPolicy, Frontier, MonitorResult
+    from loopscope.exits.live_runs import Recorded
     from loopscope.trajectory import Trajectory
 
 
@@ -141,9 +143,9 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
         )
     folder = find_recording(options.recordings[0], "test")
     from loopscope.analysis import hold_out
-    from loopscope.trajectory import Trajectory
+    from loopscope.exits.recorded import load_recorded
 
-    policy, recording = load_policy(options.policy, options.any_model), Trajectory.load(folder)
+    policy, recording = load_policy(options.policy, options.any_model), load_recorded(folder)
     if options.monitor:
         return _monitor(policy, recording, options)
     held = hold_out(policy, recording)
@@ -179,7 +181,7 @@ def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
         print_note(warning)
 
 
-def _monitor(policy: "ExitPolicy", recording: "Trajectory", options: argparse.Namespace) -> int:
+def _monitor(policy: "ExitPolicy", recording: "Recorded", options: argparse.Namespace) -> int:
     from loopscope.exits import Monitor
 
     monitor = Monitor(policy, ALPHA if options.alpha is None else options.alpha)
