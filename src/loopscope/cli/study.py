@@ -1,9 +1,9 @@
 """Run a study: many runs, one file, one report.
 
-loopscope study plan studies/mano.toml
-loopscope study run studies/mano.toml
-loopscope study status studies/mano.toml
-loopscope study report studies/mano.toml
+loopscope study plan mano
+loopscope study run mano
+loopscope study status mano
+loopscope study report mano
 """
 
 import argparse
@@ -30,27 +30,27 @@ _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 _KIND_HELP = {
     "plan": """List what a study makes, and what of it is there.
 
-loopscope study plan studies/mano.toml
-loopscope study plan studies/paper.toml --json
+loopscope study plan mano
+loopscope study plan paper --json
 """,
     "run": """Make whatever is missing, then the report.
 
-loopscope study run studies/mano.toml
-loopscope study run studies/mano.toml --workers 4 --threads 2
-loopscope study run studies/paper.toml --engine ray --address auto --device cuda --out /shared/paper
-loopscope study run studies/ouro.toml --device cuda
-loopscope study run studies/ouro.toml --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
+loopscope study run mano
+loopscope study run mano --workers 4 --threads 2
+loopscope study run paper --engine ray --address auto --device cuda --out /shared/paper
+loopscope study run ouro --device cuda
+loopscope study run ouro --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
 
 An interrupted study continues with the same command. Whatever another study made already is used again.
 """,
     "status": """Say how far a study has come.
 
-loopscope study status studies/mano.toml
+loopscope study status mano
 """,
     "report": """Write the report of what is finished.
 
-loopscope study report studies/mano.toml                          (of what is finished so far)
-loopscope study report studies/mano.toml --product gate_summary   (one table; docs/paper.md lists all products)
+loopscope study report mano                          (of what is finished so far)
+loopscope study report mano --product gate_summary   (one table; docs/paper.md lists all products)
 """,
 }
 
