@@ -60,10 +60,13 @@ fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ=
 browser: $(DEV)  ## install a Chromium for the tests of the page; asks the system's package manager, with sudo if need be
 	@scripts/browser
 
+results: $(DEMO)  ## the results of the paper's study at demo scale, into docs/results; hours, or what is finished
+	@scripts/results
+
 check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help install demo test test-all test-transformers test-vllm fuzz kills test-page browser check
+.PHONY: help results install demo test test-all test-transformers test-vllm fuzz kills test-page browser check
