@@ -36,7 +36,7 @@ def find_recordings(path: Path) -> Path:
     return folder
 
 
-def recorded_run(path: Path) -> Path:
+def run_of_recordings(path: Path) -> Path:
     """The folder of the run that is given by it, by its folder of recordings, or by one of them."""
     folder = path.parent if _is_recording(path) else path
     return folder.parent if folder.name == RECORDINGS else folder

@@ -32,7 +32,7 @@ print(json.dumps(answers))
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], str, int, str, list[str]]]:
     """Every wrong command in one process, one after the other: what a later one finds imported, an earlier one did."""
     place = tmp_path_factory.mktemp("typos")
-    out, folder = str(place / "out"), str(place / "recordings")
+    out, folder = str(place / "out"), str(place / "mine")
     for split in ("validation", "test"):
         logits = [[[0.0, 1.0], [1.0, 0.0]]] * 4
         ls.Trajectory(logits=logits, labels=[0] * 4, split=split).save(Path(folder) / split)
@@ -56,7 +56,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["evaluate", folder + "/validaton", folder + "/test"], f"did you mean {folder}/validation?"),
         (["evaluate", folder, "--readout", "margn"], "did you mean 'margin'?"),
         (["diagnose", folder + "s"], f"did you mean {folder}?"),
-        (["diagnose", folder, "--reference", "recordigns"], "did you mean 'recordings'?"),
+        (["diagnose", folder, "--reference", "mien"], "did you mean 'mine'?"),
         (["compare", folder, "entropy", "margn"], "did you mean 'margin'?"),
         (["report", folder, "--out", out, "--reference", "nobody"], "There is no run 'nobody'"),
         (["report", folder, "--out", out, "--product", "headlin"], "did you mean 'headline'?"),

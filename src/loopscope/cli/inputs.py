@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loopscope.errors import UserError, did_you_mean
 from loopscope.reading import is_folder, require_file
-from loopscope.recording_places import recorded_run
+from loopscope.recording_places import run_of_recordings
 
 
 def check_texts(paths: Iterable[Path]) -> None:
@@ -54,7 +54,7 @@ def find_model(source: str, text: bool = False) -> Path:
 
 def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
     """The run that --reference or --with means: a folder, or the name of one of these runs or of one beside them."""
-    name, folders = str(given), [recorded_run(run).resolve() for run in runs]
+    name, folders = str(given), [run_of_recordings(run).resolve() for run in runs]
     named, homes = [run for run in folders if run.name == name], {run.parent for run in folders}
     for place in (*named, Path(name), *(home / name for home in homes)):
         if is_folder(place):

@@ -52,8 +52,8 @@ def _layers(text: str) -> range:
 
 def _execute(options: argparse.Namespace) -> None:
     check_new(options.out)
-    if not Path(options.checkpoint).is_file():
-        find_model(options.checkpoint)
+    if not Path(options.checkpoint).exists():
+        find_model(options.checkpoint)  # on the Hub
     from loopscope.models import loop
 
     made = loop(

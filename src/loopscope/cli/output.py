@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _BETWEEN = 2
 _NARROWEST = 20
 """What a name must have, however wide the rest is."""
+_WIDEST = 44
+"""What is longer breaks its lines."""
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -55,8 +57,8 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
     for part in _fitting(columns, rows, keys, console.width):
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for index in part:
-            text = index < keys
-            table.add_column(Text(visible(columns[index])), justify="right" if index else "left", no_wrap=not text)
+            breaks = index < keys or max((len(row[index]) for row in rows), default=0) > _WIDEST
+            table.add_column(Text(visible(columns[index])), justify="right" if index else "left", no_wrap=not breaks)
         for row in rows:
             table.add_row(*(Text(visible(row[index])) for index in part))  # a name may look like markup
         console.print(table)
@@ -64,9 +66,10 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
 
 
 def _fitting(columns: list[str], rows: list[list[str]], keys: int, width: int) -> list[list[int]]:
-    """The columns that stand beside each other; only the first ones break their lines, where they must."""
+    """The columns that stand beside each other; only names and texts break their lines, where they must."""
     widths = [
-        max((len(text) for text in (*column.split(), *(row[index] for row in rows))), default=0) + _BETWEEN
+        min(max((len(text) for text in (*column.split(), *(row[index] for row in rows))), default=0), _WIDEST)
+        + _BETWEEN
         for index, column in enumerate(columns)
     ]
     names = sum(min(each, _NARROWEST) for each in widths[:keys])

@@ -82,7 +82,7 @@ with each, up to the first that is not proven to lose at most --max-drop.
     parser = add_verb(kinds, "live", text, _record_live, resumes=True)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="the text of the recording")
-    parser.add_argument("--recording", type=Path, metavar="DIR", help="of that text, by loopscope record text")
+    parser.add_argument("--recording", type=Path, metavar="DIR", help="of that text, as `record text` makes it")
     parser.add_argument("--cache", default="propagate", metavar="MODE", help="full, propagate (default) or latest")
     parser.add_argument("--policy", type=Path, metavar="FILE", help="one policy, for all documents")
     parser.add_argument("--max-drop", type=float, metavar="X", help="the loss allowed (default: 0.01)")

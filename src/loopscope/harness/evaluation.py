@@ -105,12 +105,12 @@ def _environment_left_alone() -> Iterator[None]:
     """lm_eval asks git and pip about the machine, for what is not used here; git complains where there is none."""
     from lm_eval import evaluator
 
-    asked = evaluator.get_git_commit_hash, evaluator.add_env_info
+    functions = evaluator.get_git_commit_hash, evaluator.add_env_info
     evaluator.get_git_commit_hash, evaluator.add_env_info = (lambda: None), (lambda storage: None)
     try:
         yield
     finally:
-        evaluator.get_git_commit_hash, evaluator.add_env_info = asked
+        evaluator.get_git_commit_hash, evaluator.add_env_info = functions
 
 
 @dataclass(frozen=True)
