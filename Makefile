@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 DEMO := .venv/.demo
 DEV := .venv/.dev
 RAY := .venv/.ray
+DOCS := .venv/.docs
 VLLM ?= .venv-vllm
 
 # `make test` has one worker a core, or as many as asked for (0: one test after the other). The tests of a file stay together and share its fixtures.
@@ -28,6 +29,10 @@ $(DEV): $(DEMO)
 
 $(RAY): $(DEV)
 	$(PIP) -e '.[report,dev,ray]'
+	@touch $@
+
+$(DOCS): $(DEMO)
+	$(PIP) -e '.[report,docs]'
 	@touch $@
 
 install: $(DEV)  ## create .venv and install everything for development into it
@@ -60,6 +65,9 @@ fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ=
 browser: $(DEV)  ## install a Chromium for the tests of the page; asks the system's package manager, with sudo if need be
 	@scripts/browser
 
+docs: $(DOCS)  ## the site of these docs, into site/: strict, searchable, readable without a server
+	$(BIN)/python scripts/site.py
+
 results: $(DEMO)  ## the results of the paper's study at demo scale, into docs/results; hours, or what is finished
 	@scripts/results
 
@@ -69,4 +77,4 @@ check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help results install demo test test-all test-transformers test-vllm fuzz kills test-page browser check
+.PHONY: help docs results install demo test test-all test-transformers test-vllm fuzz kills test-page browser check
