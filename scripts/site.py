@@ -1,7 +1,7 @@
 """How do docs/ and the README become a site? They are laid out in build/docs, and Zensical builds site/ from there.
 
-What lies outside docs/ becomes a page too, or a link to the repository; the tutorial is executed, and shown with what it
-printed. A broken link is an error. The site needs no server: open site/index.html, search included.
+What lies outside docs/ becomes a page too, or a link to the repository; the tutorial is executed, and shown with what
+it printed. A broken link is an error. The site needs no server: open site/index.html, search included.
 """
 
 import re
@@ -48,7 +48,7 @@ def lay_out() -> None:
 
 
 def with_links(markdown: str, folder: Path) -> str:
-    """Links of a text in `folder`, seen from where it is on the site; what the site has not is shown by the repository."""
+    """The links of a text in `folder`, as the site has them; what the site has not is shown by the repository."""
 
     def replaced(found: re.Match[str]) -> str:
         target = (folder / found[2]).resolve()

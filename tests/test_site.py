@@ -1,4 +1,4 @@
-"""Is every page and every public name on the site, does the tutorial run, and is the site built without a broken link?"""
+"""Is every page and every public name on the site, does the tutorial run, and is no link of the site broken?"""
 
 import re
 import subprocess
