@@ -18,8 +18,6 @@ _WIDEST = 1024
 _LONG = 0.02
 """Seconds, for a product of a few rows."""
 """Beyond this width the rate no longer changes, only the time to measure it."""
-_MOST_TRIES, _ENOUGH = 100, 0.5
-"""Of one measurement, and its seconds."""
 _EFFICIENCY = 0.5
 """The share of the measured matrix-product rate that a training step reaches."""
 
@@ -96,7 +94,9 @@ def matmul_rate(width: int, device: torch.device, dtype: torch.dtype | None = No
     synchronize(device)
     slow = dtype != torch.float32 and min(seconds(16), seconds(16)) > _LONG  # float32 is slow on a busy machine only
     rows = 16 if slow else len(left)
-    times = [seconds(rows) for _ in range(6)]
-    while len(times) < _MOST_TRIES and sum(times) < _ENOUGH:  # a busy machine disturbs most of them
-        times.append(seconds(rows))
-    return 2 * rows * width * 4 * width / min(times)
+    best, threads = min(seconds(rows) for _ in range(6)), torch.get_num_threads()
+    if device.type == "cpu" and threads > 1:  # on a busy machine threads wait for each other, one alone does not
+        torch.set_num_threads(1)
+        best = min(best, *(seconds(rows) for _ in range(6)))
+        torch.set_num_threads(threads)
+    return 2 * rows * width * 4 * width / best
