@@ -191,4 +191,5 @@ def certify_live(runs: LiveRuns, target: RiskTarget, seed: int = 0, bound: Bound
         order_seed=seed if bound == "betting" and not documents.binary else None,
     )
     exits = CalibrationExits.of(depths[:, place], contents.num_loops, sequences=True)
-    return replace(runs.policy(place), guarantee=guarantee, calibration_exits=exits)
+    weights = runs.provenance.get("weights_sha256")
+    return replace(runs.policy(place), model=weights, scope=runs.scope, guarantee=guarantee, calibration_exits=exits)
