@@ -83,6 +83,12 @@ def test_too_little_is_refused() -> None:
     assert few.value.needed == 74
     with pytest.raises(NotProven, match="no number of them would prove it"):
         certify_live(made([0.08, 0.0], [3.0, 2.0]), TARGET)
+    few_bets, few_mean = [], []
+    for bound, needed in (("betting", few_bets), ("hoeffding_bentkus", few_mean)):
+        with pytest.raises(NotProven, match="the most cautious candidate .margin at 3, .* takes about") as refused:
+            certify_live(made([0.045], [3.0], documents=100), TARGET, bound=bound)
+        needed.append(refused.value.needed)
+    assert 100 < few_bets[0] < few_mean[0]
     with pytest.raises(ls.UserError, match="test split"):
         certify_live(made([0.0], [3.0], split="test"), TARGET)
     with pytest.raises(ls.UserError, match="must be a live run"):

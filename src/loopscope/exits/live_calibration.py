@@ -153,7 +153,7 @@ def certify_live(runs: LiveRuns, target: RiskTarget, seed: int = 0, bound: Bound
     lost = document_losses(runs, target)
     passed = fixed_sequence(p, target.delta)
     if not passed:
-        rate, spread = float(lost[:, 0].mean()), float(lost[:, 0].var())
+        rate, spread = float(lost[:, 0].mean()), float(lost[:, 0].var()) if bound == "betting" else None
         safest = f"the most cautious candidate ({runs.policy(0)}, {runs.loops[0].mean():.2f} loops)"
         remedy = "run more --candidates, which begin more cautiously, try another readout, or ask for less"
         raise not_safe(safest, documents, rate, spread, runs, target, True, remedy)
