@@ -59,6 +59,10 @@ GOOD: dict[str, Words] = {
     ],
     "run": lambda w, c: ["run", w.run, w.documents["examples.txt"], "--threshold", "0.5"],
     "generate": lambda w, c: ["generate", w.checkpoint, "1 and 2", "--max-new-tokens", "2"],
+    "generate --lossless": lambda w, c: [
+        *("generate", w.checkpoint, "1 and 2", "--max-new-tokens", "3", "--readout", "margin", "--threshold", "0.1"),
+        "--lossless",
+    ],
     "bench exits": lambda w, c: ["bench", "exits", w.run, "--rounds", "1", "--readout", "margin"],
     "bench scoring": lambda w, c: [
         *("bench", "scoring", w.checkpoint, "--benchmark", "openbookqa", "--data", w.benchmarks, "--limit", "2"),
@@ -226,7 +230,7 @@ def _try(world: World, case: Case, name: str) -> str:
     words += LAST.get(name, lambda w, c: [])(world, case)
     given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
     printed = case.command(*given, verdicts=(0, 1) if path[0] in ("evaluate", "selfcheck") else (0,))
-    if not printed and "--out" not in given and name not in ("generate", "run", "gate write"):
+    if not printed and "--out" not in given and name not in ("generate", "generate --lossless", "run", "gate write"):
         raise MisledError("a command did nothing, and said so")
     return "other"
 

@@ -1,6 +1,6 @@
 """Which inputs are there? Every kind of file that is read, every argument, every public function."""
 
-from . import arguments, checkpoints, python_api, sealed, settings, texts
+from . import arguments, checkpoints, python_api, sealed, serving, settings, texts
 from .runner import Kind
 
 KINDS = {
@@ -22,6 +22,8 @@ KINDS = {
     "assignment": Kind(settings.assignment, 8, ("settings",)),
     "pretrain-settings": Kind(settings.pretrain_settings, 4, ("language_settings",)),
     "study-file": Kind(settings.study_file, 6, ("study",)),
+    "deployment": Kind(serving.deployment, 2, ("golden", "policies")),
+    "exits-log": Kind(serving.exits_log, 2, ()),
     "prompts": Kind(texts.prompts, 5, ("checkpoint", "documents")),
     "question": Kind(texts.question, 2, ("checkpoint",)),
     "examples": Kind(texts.examples, 4, ("run", "documents")),
