@@ -13,6 +13,7 @@ Execute = Callable[[argparse.Namespace], int | None]
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16")
 CACHE_MODES: Final = ("full", "propagate", "latest")
+BOUNDS: Final = ("betting", "hoeffding_bentkus")
 CHECK_KINDS: Final = ("contract", "precision", "batch", "cache", "replay", "speed")
 """As the library has them, which need not be imported to refuse another name."""
 
