@@ -40,6 +40,7 @@ class Prompt:
     tokens: Integers
     forced: Integers | None = None  # what is said next, whatever the model would say: to see what it thinks of it
     policy: ExitPolicy | None = None  # of this prompt alone
+    number: int | None = None  # of its random numbers (default: its place among the prompts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +130,7 @@ def stream(
             number, prompt = following
             check_kind(prompt, Prompt, "What is continued", "a Prompt")
             own = policies.of(prompt)
+            number = number if prompt.number is None else _draws_number(prompt.number)
             rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number, model)
             decoder.prefill(row, rows[row].tokens, own, asked=not lossless)
         if not rows:
@@ -180,6 +182,13 @@ def generate(
         text.drafted += token.accepted + token.taken_back
         text.accepted += token.accepted
     return texts
+
+
+def _draws_number(number: int) -> int:
+    """Which random numbers are a prompt's."""
+    if as_count(number, "The number of a prompt", 0) >= 2**63:
+        raise UserError("The number of a prompt must be below 2**63.")
+    return int(number)
 
 
 class _Policies:

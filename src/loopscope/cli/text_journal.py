@@ -1,0 +1,73 @@
+"""How does a file of texts survive a kill? Those that are finished are kept beside it; when all are, it is written.
+
+The lines are kept in the order in which they are finished, after one that says what is being written; the same command
+goes on from there, and another one is refused.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from loopscope.cli.options import check_new
+from loopscope.errors import UserError, visible
+from loopscope.writing import atomic_file, locked, room_for
+
+
+class TextJournal:
+    """The lines of prompts that are finished, by their numbers from 0."""
+
+    def __init__(self, lines: dict[int, str], file: TextIO) -> None:
+        self.lines, self._file = lines, file
+
+    def add(self, number: int, line: dict[str, Any]) -> None:
+        self.lines[number] = visible(json.dumps(line, ensure_ascii=False))
+        print(self.lines[number], file=self._file, flush=True)
+
+
+def unfinished(out: Path) -> Path:
+    """What is there of it."""
+    return out.with_name(f"{out.name}.unfinished")
+
+
+@contextmanager
+def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJournal]:
+    """Goes on with what was begun with these settings; `out` is there when the texts of so many prompts are."""
+    journal = unfinished(out)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    with room_for(out), locked(journal):
+        check_new(out)
+        lines = _kept(journal, digest, prompts) if journal.exists() else {}
+        try:
+            with journal.open("a", encoding="utf-8") as file:
+                if not file.tell():
+                    print(json.dumps({"settings": digest}), file=file, flush=True)
+                yield TextJournal(lines, file)
+        finally:
+            if not lines:
+                journal.unlink(missing_ok=True)
+        with atomic_file(out) as scratch:
+            scratch.write_text("".join(f"{lines[number]}\n" for number in range(prompts)), encoding="utf-8")
+        journal.unlink()
+
+
+def _kept(journal: Path, digest: str, prompts: int) -> dict[int, str]:
+    """The lines that are whole; of the last one, which may have been cut off, nothing stays."""
+    data = journal.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    try:
+        first, *lines = whole.decode().split("\n")[:-1] or [""]
+        begun = json.loads(first)["settings"] if first else digest
+        found = {json.loads(line)["number"] - 1: line for line in lines}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        begun, found = None, {}
+    if begun != digest or not all(0 <= number < prompts for number in found):
+        raise UserError(
+            f"{journal} has the texts of another command: other prompts, another model or other settings; finish that "
+            "one, remove the file, or choose another --out."
+        )
+    os.truncate(journal, len(whole))
+    return found
