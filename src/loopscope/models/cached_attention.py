@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loopscope.models.attention import Rotary, causal_attention, masked_attention
 from loopscope.models.device import upload
-from loopscope.models.kv_cache import AppendingRows, Integers, KeysValues, SharedPrefix
+from loopscope.models.kv_cache import AppendingRows, Integers, KeysValues, Places, SharedPrefix
 from loopscope.models.layout import AttentionGroup, Layout, count_up
 from loopscope.models.packed_attention import packed_attention
 
@@ -71,14 +71,14 @@ def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _write_kv_cache(layout: Layout, cache: AppendingRows, layer: str, key: Tensor, value: Tensor) -> None:
-    indices = layout.compute_once("written", lambda: _cache_indices(layout, cache))
-    cache.kv_cache.write(layer, cache.looped, indices, key, value)
+    places = layout.compute_once("written", lambda: _written_places(layout, cache))
+    cache.kv_cache.write(layer, cache.looped, places, key, value)
 
 
-def _cache_indices(layout: Layout, cache: AppendingRows) -> Tensor:
-    """[S] where tokens go in the cache."""
-    places = np.repeat(cache.places, layout.counts.lengths)
-    return upload(places * cache.kv_cache.capacity + layout.host_positions, layout.device)
+def _written_places(layout: Layout, cache: AppendingRows) -> Places:
+    rows = cache.places
+    indices = np.repeat(rows, layout.counts.lengths) * cache.kv_cache.capacity + layout.host_positions
+    return Places(upload(indices, layout.device), int(rows.min(initial=0)) // cache.kv_cache.rows)
 
 
 class _GroupAttention(NamedTuple):
