@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of
-from loopscope.cli.options import COMPUTE, add_shared, add_verb, check_new, count, values
+from loopscope.cli.options import COMPUTE, add_shared, add_verb, count, values
 from loopscope.cli.output import print_note
 from loopscope.cli.policies import check_any_model
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
+from loopscope.cli.text_journal import check_new_texts, text_journal
 from loopscope.errors import UserError, visible
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
     """What is continued; what does not go together is refused before."""
     if (options.prompt is None) == (options.prompts is None):
         raise UserError("Give a prompt, or a file of them with --prompts.")
-    check_new(options.out)
+    if options.out is not None:
+        check_new_texts(options.out)
     check_any_model(options)
     if (options.readout is None) != (options.threshold is None):
         raise UserError("An exit rule is --readout with its --threshold; give both.")
@@ -258,8 +260,6 @@ class _Output:
                 _print_line(line)
 
     def _keep_lines(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: object) -> None:
-        from loopscope.cli.text_journal import text_journal
-
         with text_journal(self._options.out, settings, len(self._given)) as journal:
             if journal.lines:
                 print_note(f"{len(journal.lines):,} of {len(self._given):,} texts were finished before; going on.")

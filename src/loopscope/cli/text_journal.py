@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from loopscope.cli.options import check_new
 from loopscope.errors import UserError, visible
-from loopscope.writing import atomic_file, locked, room_for
+from loopscope.writing import BusyError, atomic_file, locked, remove_leftovers, room_for
 
 
 class TextJournal:
@@ -31,6 +31,19 @@ class TextJournal:
 def unfinished(out: Path) -> Path:
     """What is there of it."""
     return out.with_name(f"{out.name}.unfinished")
+
+
+def check_new_texts(out: Path) -> None:
+    """Refuses to write over what is there, and ends what a killed writer of it had left to do."""
+    journal = unfinished(out)
+    if out.is_file() and out.stat().st_size:
+        remove_leftovers(journal)
+        if journal.is_file():
+            with suppress(BusyError), locked(journal):
+                kept = journal.read_bytes().splitlines()[1:]
+                if set(kept) <= set(out.read_bytes().splitlines()):
+                    journal.unlink()
+    check_new(out)
 
 
 @contextmanager

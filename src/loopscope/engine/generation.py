@@ -20,7 +20,7 @@ from loopscope.arguments import as_count, as_token_row, check_kind, check_list
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
 from loopscope.engine.request_batch import require_vocabulary
-from loopscope.engine.sampling import Draft, Sampling, choose, draft, verify
+from loopscope.engine.sampling import Draft, Sampling, next_tokens, draft, verify
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
@@ -63,6 +63,7 @@ class GenerationStats:
     tokens: int = 0
     loops: int = 0  # over all tokens
     token_loops: int = 0  # that were run: prompts, and what the cache needed, included
+    prompt_loops: int = 0  # those of them that were tokens of prompts
     drafted: int = 0  # of lossless text: tokens that were said early
     accepted: int = 0  # those that full depth says, too
     cache_bytes: int = 0
@@ -112,7 +113,7 @@ def stream(
     batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
     stop = {as_count(token, "A token that ends a text", 0) for token in check_list(stop, "stop", "a list of tokens")}
     if cache not in CACHE_MODES:
-        raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
+        raise UserError(f"There is no cache '{cache}'; next_tokens one of {', '.join(CACHE_MODES)}.")
     if lossless and cache != "full":
         raise UserError(f"Lossless text needs the keys and values of every loop: the cache 'full', not '{cache}'.")
     model.require_evaluation()
@@ -152,7 +153,8 @@ def stream(
                 stats.tokens, stats.loops = stats.tokens + 1, stats.loops + loops[place]
                 stats.accepted += (stood := place + 1 < len(tokens))
                 stats.drafted += stood + taken_back
-                stats.token_loops, stats.cache_bytes = decoder.token_loops, decoder.cache_bytes
+                stats.token_loops, stats.prompt_loops = decoder.token_loops, decoder.prompt_loops
+                stats.cache_bytes = decoder.cache_bytes
                 logits = exits.logits[first + place] if with_logits else None
                 yield Token(rows[row].prompt.key, token, loops[place], finish_reason, logits, stood, taken_back)
                 if finish_reason is not None:
@@ -260,7 +262,7 @@ class _Said(NamedTuple):
 
 def _said(rows: dict[int, _Row], exits: Exits, sampling: Sampling) -> list[_Said]:
     """One token of every row that exits."""
-    chosen = choose(exits.logits, [rows[row].draws for row in exits.rows.tolist()], sampling)
+    chosen = next_tokens(exits.logits, [rows[row].draws for row in exits.rows.tolist()], sampling)
     found = []
     for place, (row, loops, token) in enumerate(zip(exits.rows.tolist(), exits.loops.tolist(), chosen, strict=True)):
         forced = rows[row].prompt.forced

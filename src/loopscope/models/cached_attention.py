@@ -43,13 +43,14 @@ def cached_attention(
     cache = layout.cache
     if layout.branches is None and cache is None:
         return packed_attention(projected, heads, layout, rotary)
-    query, key, value = torch.split(projected, list(heads), 1)
+    turned, value = projected[:, : heads[0] + heads[1]], projected[:, heads[0] + heads[1] :]
     if rotary is not None:
-        angles = layout.compute_once((rotary, key.dtype), lambda: _angles(layout, rotary, key.dtype))
-        query, key = (rotary.apply_rotary(part, angles) for part in (query, key))
+        angles = layout.compute_once((rotary, value.dtype), lambda: _angles(layout, rotary, value.dtype))
+        turned = rotary.apply_rotary(turned, angles)
+    query, key = turned[:, : heads[0]], turned[:, heads[0] :]
     if isinstance(cache, AppendingRows):
         _write_kv_cache(layout, cache, layer, key, value)
-    out = torch.empty_like(query)
+    out = None
     for number, group in enumerate(layout.groups):
         attention = _GroupAttention(query, key, value, layout, number, group, layer)
         if isinstance(cache, AppendingRows):
@@ -61,8 +62,9 @@ def cached_attention(
             if scatter.states is None:
                 return tokens.flatten(1)
             tokens = tokens if scatter.cells is None else tokens.index_select(0, scatter.cells)
+            out = query.new_empty(query.shape) if out is None else out
             out.index_copy_(0, scatter.states, tokens)
-    return out.flatten(1)
+    return query.flatten(1) if out is None else out.flatten(1)  # None: there are no rows
 
 
 def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

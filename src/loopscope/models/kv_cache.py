@@ -10,6 +10,7 @@ its rows, H heads, K head width, D width.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -156,12 +157,12 @@ class AppendingRows:
     def take(self, rows: Integers) -> "AppendingRows":
         return AppendingRows(self.kv_cache, self.rows[rows], self.cached[rows], self.loops[rows])
 
-    @property
+    @cached_property
     def looped(self) -> bool:
         """Whether the rows are in the loops, or before them."""
         return bool(self.loops.any())
 
-    @property
+    @cached_property
     def places(self) -> Integers:
         """[B] where they lie in the cache."""
         return self.kv_cache.places(self.rows, self.loops)
