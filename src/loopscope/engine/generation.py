@@ -20,7 +20,7 @@ from loopscope.arguments import as_count, as_token_row, check_kind, check_list
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
 from loopscope.engine.request_batch import require_vocabulary
-from loopscope.engine.sampling import Draft, Sampling, next_tokens, draft, verify
+from loopscope.engine.sampling import Draft, Sampling, draft, next_tokens, verify
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
@@ -113,7 +113,7 @@ def stream(
     batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
     stop = {as_count(token, "A token that ends a text", 0) for token in check_list(stop, "stop", "a list of tokens")}
     if cache not in CACHE_MODES:
-        raise UserError(f"There is no cache '{cache}'; next_tokens one of {', '.join(CACHE_MODES)}.")
+        raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     if lossless and cache != "full":
         raise UserError(f"Lossless text needs the keys and values of every loop: the cache 'full', not '{cache}'.")
     model.require_evaluation()
