@@ -106,9 +106,10 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert run(*words, "--out", str(texts)) == 130
     assert "the same command goes on with the others" in capsys.readouterr().err
     assert not texts.exists()
-    _, line = lines_of(kept)
+    line = json.loads(kept.read_text(encoding="utf-8").split("\n")[1].partition(" ")[2])
     assert (line["number"], line["prompt"], len(line["tokens"])) == (2, "two", 3)
-    kept.write_bytes(kept.read_bytes() + b'{"number": 3, "pro')  # as a kill leaves it
+    damaged = kept.read_bytes().split(b"\n")[1].replace(b'"number": 2', b'"number": 1')
+    kept.write_bytes(kept.read_bytes() + damaged + b'\n012 {"number": 3, "pro')  # as a kill leaves it, and altered
     monkeypatch.setattr(generation, "stream", noted)
     assert run(*words, "--seed", "5", "--out", str(texts)) == 2
     assert "has the texts of another command" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """How does a file of texts survive a kill? Those that are finished are kept beside it; when all are, it is written.
 
-The lines are kept in the order in which they are finished, after one that says what is being written; the same command
-goes on from there, and another one is refused.
+The lines are kept in the order in which they are finished, each after its hash, below one that says what is being
+written. The same command goes on from there, and another one is refused; a line that was altered is made again.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ class TextJournal:
         self.lines, self._file = lines, file
 
     def add(self, number: int, line: dict[str, Any]) -> None:
-        self.lines[number] = visible(json.dumps(line, ensure_ascii=False))
-        print(self.lines[number], file=self._file, flush=True)
+        self.lines[number] = text = visible(json.dumps(line, ensure_ascii=False))
+        print(_hash(text), text, file=self._file, flush=True)
 
 
 def unfinished(out: Path) -> Path:
@@ -40,8 +40,8 @@ def check_new_texts(out: Path) -> None:
         remove_leftovers(journal)
         if journal.is_file():
             with suppress(BusyError), locked(journal):
-                kept = journal.read_bytes().splitlines()[1:]
-                if set(kept) <= set(out.read_bytes().splitlines()):
+                kept = {line.partition(b" ")[2] for line in journal.read_bytes().split(b"\n")[1:-1]}
+                if kept <= set(out.read_bytes().split(b"\n")):
                     journal.unlink()
     check_new(out)
 
@@ -50,9 +50,11 @@ def check_new_texts(out: Path) -> None:
 def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJournal]:
     """Goes on with what was begun with these settings; `out` is there when the texts of so many prompts are."""
     journal = unfinished(out)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    digest = _hash(json.dumps(settings, sort_keys=True))
     with room_for(out), locked(journal):
         check_new(out)
+        if journal.exists() and not journal.is_file():
+            raise UserError(f"{journal} is no file; remove it, or choose another --out.")
         lines = _kept(journal, digest, prompts) if journal.exists() else {}
         try:
             with journal.open("a", encoding="utf-8") as file:
@@ -71,16 +73,17 @@ def _kept(journal: Path, digest: str, prompts: int) -> dict[int, str]:
     """The lines that are whole; of the last one, which may have been cut off, nothing stays."""
     data = journal.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    try:
-        first, *lines = whole.decode().split("\n")[:-1] or [""]
-        begun = json.loads(first)["settings"] if first else digest
-        found = {json.loads(line)["number"] - 1: line for line in lines}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        begun, found = None, {}
-    if begun != digest or not all(0 <= number < prompts for number in found):
+    first, *lines = whole.decode(errors="replace").split("\n")[:-1] or [""]
+    if whole and first != json.dumps({"settings": digest}):
         raise UserError(
             f"{journal} has the texts of another command: other prompts, another model or other settings; finish that "
             "one, remove the file, or choose another --out."
         )
     os.truncate(journal, len(whole))
-    return found
+    texts = (line.partition(" ") for line in lines)
+    found = {json.loads(text)["number"] - 1: text for known, _, text in texts if known == _hash(text)}
+    return {number: text for number, text in found.items() if 0 <= number < prompts}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
