@@ -12,7 +12,7 @@ from tiny_language import write_outspoken
 
 import loopscope.transformers  # noqa: F401 - registers
 from loopscope import harness
-from loopscope.harness.__main__ import main
+from loopscope.harness.__main__ import run_lm_eval
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ doc_to_target: "{{{{a}}}}"
         words = ["--model", model, "--model_args", f"pretrained={outspoken}", "--tasks", str(tmp_path / "some.yaml")]
         out = tmp_path / model
         monkeypatch.setattr(sys, "argv", ["lm_eval", *words, "--device", "cpu", "--output_path", str(out)])
-        main()
+        run_lm_eval()
         (path,) = out.rglob("results_*.json")
         found.append(json.loads(path.read_text())["results"]["some"])
     assert found[0]["acc,none"] == found[1]["acc,none"]
