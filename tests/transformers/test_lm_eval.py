@@ -22,7 +22,7 @@ def outspoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("batch_size", [5, pytest.param(1, marks=pytest.mark.long)])
 def test_hf_scores_slices_as_ours_does(outspoken: Path, batch_size: int) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

@@ -39,7 +39,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(folder, tiny_looped_llama(tie_word_embeddings=True), looped_llama_config(tie_word_embeddings=True))
 
 
-@pytest.fixture(params=["ouro", "huginn", "llama"])
+LONG = pytest.mark.long
+
+
+@pytest.fixture(params=["ouro", pytest.param("huginn", marks=LONG), "llama"])
 def folder(request: pytest.FixtureRequest, llama: Path) -> Path:
     return {"ouro": OURO, "huginn": HUGINN, "llama": llama}[request.param]
 
@@ -242,6 +245,7 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own compiler
 @torch.no_grad()
 @pytest.mark.parametrize("path", [OURO, HUGINN], ids=["ouro", "huginn"])
+@LONG
 def test_compiled_mlps(path: Path) -> None:
     model, text = load(path), rows()[0][None]
     expected, names = model(text).logits, list(model.state_dict())
@@ -348,7 +352,7 @@ def test_generates_what_the_engine_generates(folder: Path) -> None:
     assert torch.equal(written, slow)
 
 
-@pytest.mark.parametrize("mode", ["full", "propagate", "latest"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("propagate", marks=LONG), pytest.param("latest", marks=LONG)])
 def test_generates_under_a_policy_as_the_engine_does(folder: Path, mode: str, tmp_path: Path) -> None:
     model, ours = load(folder), ls.load_model(folder)
     tokens, mask = padded(rows(), "left")

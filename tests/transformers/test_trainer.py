@@ -75,7 +75,7 @@ def test_an_adapter_lowers_the_loss_of_every_loop_and_becomes_a_checkpoint(ouro:
     base = load(ouro)
     before = {name: each.clone() for name, each in base.state_dict().items()}
     model = get_peft_model(base, lora_config(base, rank=8, lora_dropout=0.05))
-    run = trainer(model, tmp_path, "decoupled_gate", max_steps=60)
+    run = trainer(model, tmp_path, "decoupled_gate", max_steps=50)
     first = run.evaluate()
     run.train()
     last = run.evaluate()
@@ -318,6 +318,7 @@ def _with(folder: Path, **options: Any) -> tuple[Any, Any]:
     return base, lora_config(base, **{"modules_to_save": None, **options})
 
 
+@pytest.mark.long
 def test_every_kind_is_trained(tmp_path: Path) -> None:
     """Huginn has no gate, and its head is its embedding."""
     for objective in ("fixed_prior", Objective(name="random_depth", truncated=1)):
