@@ -161,6 +161,22 @@ def test_a_cache_changes_nothing(folder: Path, side: str) -> None:
 
 
 @torch.no_grad()
+def test_rows_of_a_cache_are_repeated_and_forgotten() -> None:
+    model, (one, other) = load(OURO), (text[None, :4] for text in rows() if len(text) > 4)
+    cache = model(torch.cat((one, other)), use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 4
+    later = torch.tensor([[5], [6], [7], [8]])
+    whole = torch.cat((torch.cat((one, one, other, other)), later), 1)
+    torch.testing.assert_close(model(later, past_key_values=cache).logits, model(whole).logits[:, -1:])
+    with pytest.raises(ls.UserError, match="assistant"):
+        cache.crop(1)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.batch_size, cache.nbytes) == (0, -1, 0)
+    torch.testing.assert_close(model(one, past_key_values=cache).logits, model(one).logits)
+
+
+@torch.no_grad()
 def test_a_cache_that_was_read_at_the_last_loop_only() -> None:
     """What a coda kept of earlier loops is not there, and is not made up."""
     model, text = load(HUGINN), rows()[0][None]
@@ -306,8 +322,9 @@ def test_configurations_of_the_hub(tmp_path: Path) -> None:
     )
     folder = write(tmp_path / "hub", tiny_ouro(), given)
     (folder / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
-    model = load(folder)
-    model.save_pretrained(tmp_path / "saved")
+    model = load(folder, trust_remote_code=True)
+    load(folder).save_pretrained(tmp_path / "saved")
+    assert torch.equal(model.lm_head.weight, load(tmp_path / "saved").lm_head.weight)
     assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert AutoConfig.from_pretrained(tmp_path / "saved").rope_theta == 10_000.0
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
