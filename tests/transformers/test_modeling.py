@@ -382,6 +382,10 @@ def test_generates_under_a_policy_as_the_engine_does(folder: Path, mode: str, tm
     out = model.generate(tokens, attention_mask=mask, return_dict_in_generate=True, **given)
     assert new_tokens(out.sequences, tokens) == [text.tokens for text in expected]
     assert np.array_equal(out.loops.numpy(), loops)
+    if mode == "full":
+        free = {name: value for name, value in given.items() if name not in ("policy", "cache")}
+        full_depth = model.generate(tokens, attention_mask=mask, do_sample=False, **free)
+        assert torch.equal(model.generate(tokens, attention_mask=mask, lossless=True, **given), full_depth)
     policy.save(tmp_path / "policy.json")
     assert torch.equal(
         model.generate(tokens, attention_mask=mask, **{**given, "policy": tmp_path / "policy.json"}), out.sequences
@@ -449,9 +453,12 @@ def test_what_a_policy_does_not_go_with() -> None:
         "output_scores": {"output_scores": True, "return_dict_in_generate": True},
         "assistant": {"assistant_model": model},
         "no cache 'some'": {"cache": "some"},
+        "name one": {"policy": None, "lossless": True},
     }.items():
         with pytest.raises(ls.UserError, match=match):
-            model.generate(tokens, attention_mask=mask, policy=ls.ExitPolicy("margin", 0.5), max_new_tokens=4, **given)
+            model.generate(
+                tokens, attention_mask=mask, max_new_tokens=4, **{"policy": ls.ExitPolicy("margin", 0.5), **given}
+            )
     with pytest.raises(ls.UserError, match="training mode"):
         model.train().generate(tokens, attention_mask=mask, policy=ls.ExitPolicy("margin", 0.5), max_new_tokens=4)
 
