@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
     """Base of the configurations; every key of the file is an attribute."""
 
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers adds to a list
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # of the code beside the Hub's weights, which is not used and not saved
