@@ -3,8 +3,16 @@
 from pathlib import Path
 
 import pytest
-from tiny_language import write_outspoken
-from vllm_engines import GOLDEN_OURO, engine, expected, greedy, noted, some_prompts, write_looped_llama
+from vllm_engines import (
+    GOLDEN_OURO,
+    engine,
+    expected,
+    greedy,
+    noted,
+    some_prompts,
+    write_looped_llama,
+    write_small_ouro,
+)
 
 import loopscope as ls
 
@@ -18,7 +26,7 @@ def test_the_golden_ouro_token_for_token() -> None:
 
 
 def test_a_small_ouro_token_for_token_compiled(tmp_path: Path) -> None:
-    folder, prompts = write_outspoken(tmp_path / "small", total_ut_steps=4), some_prompts(600)
+    folder, prompts = write_small_ouro(tmp_path / "small"), some_prompts(300)
     with engine(folder, enforce_eager=False) as llm:
         assert greedy(llm, prompts) == expected(folder, prompts)[0]
 

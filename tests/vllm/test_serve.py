@@ -10,24 +10,24 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from benchmark_slices import byte_pairs
-from tiny_language import write_outspoken
-from vllm_engines import expected, noted
+from vllm_engines import expected, noted, write_small_ouro
 
 import loopscope as ls
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
 
-TEXTS = ("The sun", "A plant needs water and", "Where would a person go to see many different animals? The answer:")
+TEXTS = ("The sun", "3 and 4 make", "Plants grow, as the sun makes them grow, and 12 and 5 make 17, as")
 
 
 def test_a_streamed_answer(tmp_path: Path) -> None:
     from openai import OpenAI
+    from tokenizers import Tokenizer
 
-    folder, log = write_outspoken(tmp_path / "small", total_ut_steps=4), tmp_path / "exits.jsonl"
+    folder, log = write_small_ouro(tmp_path / "small"), tmp_path / "exits.jsonl"
     policy = ls.ExitPolicy("gate", 0.5)
     policy.save(folder / "policy.json")
-    prompts = [byte_pairs().encode(text) for text in TEXTS]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in TEXTS]
     tokens, loops = expected(folder, prompts, policy, "propagate", new=12)
     told = {"loopscope": {"policy": str(folder / "policy.json"), "exits_log": str(log)}}
     with socket.socket() as free:
@@ -53,7 +53,7 @@ def test_a_streamed_answer(tmp_path: Path) -> None:
                 assert len(parts) > 3
                 said = [token for part in parts for token in part.choices[0].model_extra["token_ids"]]
                 assert said == wanted
-                assert "".join(part.choices[0].text for part in parts) == byte_pairs().decode(wanted)
+                assert "".join(part.choices[0].text for part in parts) == tokenizer.decode(wanted)
         finally:
             server.terminate()
             server.wait(60)
