@@ -5,6 +5,7 @@ from .runner import Kind
 
 KINDS = {
     "recording": Kind(sealed.recording, 14, ("recordings",)),
+    "live-run": Kind(sealed.live_run, 3, ("live_runs",)),
     "gate": Kind(sealed.gate, 5, ("gates",)),
     "policy": Kind(sealed.policy, 12, ("policies", "recordings")),
     "monitor": Kind(sealed.monitor, 2, ("policies", "monitor")),
@@ -45,12 +46,16 @@ KINDS = {
             "language_settings",
             "study",
             "own_gate",
+            "live_runs",
         ),
     ),
     "slow-arguments": Kind(
         arguments.slow_arguments,
         3,
-        ("run", "checkpoint", "looped", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
+        (
+            *("run", "checkpoint", "looped", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
+            *("documents", "live_runs"),
+        ),
         quick=False,
     ),
     "python": Kind(

@@ -14,7 +14,15 @@ from tiny_language import write_ouro
 import loopscope as ls
 from loopscope.engine import compare, run
 from loopscope.models.tokenizer import load_tokenizer
-from loopscope.questions import BENCHMARKS, EncodedQuestion, Question, correct, encode_questions, load_questions
+from loopscope.questions import (
+    BENCHMARKS,
+    EncodedQuestion,
+    Question,
+    benchmark_named,
+    correct,
+    encode_questions,
+    load_questions,
+)
 from loopscope.recording import benchmarks, question_requests, record_benchmark
 
 BATCH = 3000
@@ -255,3 +263,21 @@ def test_what_cannot_be_recorded(recording: Record, checkpoint: Path, data: Path
         record_benchmark(bare, "arc_easy", "test", tmp_path / "out", data=data)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_other_shots_are_other_questions(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    def recorded(shots: int | None) -> ls.Trajectory:
+        return record_benchmark(checkpoint, "arc_easy", "test", tmp_path / str(shots), data=data, shots=shots)
+
+    own, none = recorded(None), recorded(0)
+    assert (own.provenance["shots"], none.provenance["shots"]) == (8, 0)
+    assert own.provenance["questions_sha256"] != none.provenance["questions_sha256"]
+    assert own.logits is not None
+    assert none.logits is not None
+    assert not np.allclose(own.logits, none.logits)
+    asked = load_questions(BENCHMARKS["arc_easy"], "test", data)[0].context
+    alone = load_questions(benchmark_named("arc_easy", 0), "test", data)[0].context
+    assert asked.endswith(alone)
+    assert len(asked) > len(alone)
+    with pytest.raises(ls.UserError, match="ARC-Easy"):
+        recorded(10_000)

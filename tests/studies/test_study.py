@@ -291,6 +291,11 @@ def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.Captu
     assert main(["study", "run", str(TINY), *out]) == 2
     assert "is a run of its own" in capsys.readouterr().err
     (own / "config.json").unlink()
+    gate = tmp_path / "gate"
+    gate.mkdir()
+    (gate / "manifest.json").write_text("{}")
+    assert main(["study", "run", str(TINY), "--out", str(gate)]) == 2
+    assert "holds a run, a recording or a gate" in capsys.readouterr().err
     (tmp_path / "file").write_text("mine")
     assert main(["study", "run", str(TINY), *out, "--store", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import loopscope as ls
 from loopscope.cli import main
@@ -18,6 +19,7 @@ from loopscope.training.run_folder import STATE_FILE
 
 CPU = torch.device("cpu")
 FEW = {"steps": 6, "batch_size": 6, "warmup_steps": 1, "learning_rate": 3e-3, "log_every": 1, "checkpoint_every": 3}
+GOLDEN = Path(__file__).parents[1] / "golden"
 FEW |= {"validate_every": 3, "validation_sample": 8}
 
 
@@ -127,6 +129,25 @@ def test_the_decoupled_gate_learns_while_the_rest_goes_its_way(tiny_ouro: Langua
 def test_a_random_depth_costs_its_own_loops(tiny_ouro: LanguageRun, tmp_path: Path) -> None:
     result = train_run(further(tiny_ouro, tmp_path / "run", objective={"name": "random_depth"}), CPU)
     assert {entry["loops"] for entry in result.metrics if "loops" in entry} <= {1, 2, 3}
+
+
+def test_a_huginn_learns_too(tiny_ouro: LanguageRun, tmp_path: Path) -> None:
+    start = shutil.copytree(GOLDEN / "huginn-tiny", tmp_path / "start")
+    shutil.copy(tiny_ouro.folder / "tokenizer.json", start)
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
+    settings = build(ContinueSettings, {"context": 16, "training": FEW}, "the test")
+    run = ContinuedRun(settings, tiny_ouro.train, tiny_ouro.validation, tmp_path / "run", start)
+    assert run.flops > 0
+    with pytest.raises(ls.UserError, match=r"tokens that its model has not \(128\)"):
+        train_run(run, CPU)
+    tensors = load_file(start / "model.safetensors")
+    name = "transformer.wte.weight"
+    save_file(tensors | {name: tensors[name].repeat(3, 1)[:300].contiguous()}, start / "model.safetensors")
+    (start / "config.json").write_text(json.dumps(config | {"eos_token_id": 0, "vocab_size": 300}))
+    run = ContinuedRun(settings, tiny_ouro.train, tiny_ouro.validation, tmp_path / "wider", start)
+    train_run(run, CPU)
+    assert not close(run.folder, start, 1e-4)
 
 
 def test_what_is_refused(tiny_ouro: LanguageRun, gated_run: Path, tmp_path: Path) -> None:

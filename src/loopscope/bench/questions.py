@@ -45,7 +45,7 @@ def time_benchmark(
     progress: ProgressCallback = silent,
 ) -> QuestionBench:
     """Times these policies on `questions` of those in `recorded`, the recording of the test split (evenly spread)."""
-    which = benchmark_named(benchmark)
+    which = benchmark_named(benchmark, recorded.provenance.get("shots"))
     every = load_questions(which, "test", data, limit)
     if [question.label for question in every] != recorded.required_labels.tolist():
         raise UserError(f"The recording is not of the same questions of {which.title}; record them again.")

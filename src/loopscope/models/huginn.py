@@ -90,6 +90,15 @@ class Huginn(LoopedModel):
         self.seed = 0
         self.transformer = HuginnBackbone(config)
 
+    @property
+    def block(self) -> nn.Module:
+        """What every loop applies."""
+        return nn.ModuleList([self.transformer.adapter, self.transformer.core_block])
+
+    @property
+    def gate(self) -> None:
+        """It has none."""
+
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         embedded = self.transformer.wte(tokens) * math.sqrt(self.config.n_embd)
         embedded = _through(self.transformer.prelude, embedded, layout)

@@ -7,6 +7,8 @@ and writes a checkpoint of `looped_llama.py`. Nothing is trained here.
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -153,7 +155,8 @@ def _read_gguf(file: Path) -> _Original:
         raise UserError("GGUF files are read through transformers; install: pip install 'loopscope[gguf]'.") from None
     try:
         stretched = any(tensor.name == "rope_freqs.weight" for tensor in gguf.GGUFReader(file).tensors)
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+        with redirect_stderr(StringIO()):  # progress bars
+            model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         config = msgspec.json.decode(model.config.to_json_string(use_diff=False))
     except (KeyboardInterrupt, SystemExit, MemoryError):

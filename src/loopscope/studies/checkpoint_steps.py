@@ -37,6 +37,12 @@ class Score(Recording, frozen=True, kw_only=True):
     hidden: bool
     shard: tuple[int, int] | None = None  # (k, n): every n-th question, from the k-th on
     arithmetic: str = ""  # devices or threads other than one of a CPU
+    shots: int | None = None  # in place of the benchmark's own
+
+    @property
+    def content(self) -> dict[str, object]:
+        content = super().content
+        return content if self.shots is not None else {key: value for key, value in content.items() if key != "shots"}
 
     @property
     def units(self) -> int:
@@ -53,6 +59,7 @@ class Score(Recording, frozen=True, kw_only=True):
             self.folder(store),
             data=folder_of(self.data),
             limit=self.limit,
+            shots=self.shots,
             shard=self.shard,
             hidden=self.hidden,
             device=device,

@@ -13,6 +13,7 @@ from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.analysis.timings import QuestionBench
+from loopscope.artifacts import MANIFEST
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readout_kind
@@ -90,7 +91,11 @@ class Plan:
         return all_steps(step for model in self.models for step in model.goals)
 
     def check_names(self, folder: Path) -> None:
-        """Refuses to mix links with a run that is somebody's own."""
+        """Refuses to mix links with a run, a recording or a gate that is somebody's own."""
+        if any((folder / name).is_file() for name in (MANIFEST, CONFIG)):
+            raise UserError(
+                f"{folder} holds a run, a recording or a gate, and a study's folder is its own; choose another --out."
+            )
         for model in self.models:
             config = folder / model.name / CONFIG
             if config.exists() and not config.is_symlink():
@@ -180,7 +185,9 @@ def _scored(entry: Checkpoints, study: Study, arithmetic: str) -> list[Model]:
         what: dict[str, Any] = {"checkpoint": checkpoint, "benchmark": benchmark, "data": data, "dtype": entry.dtype}
         what |= {"arithmetic": arithmetic, "limit": entry.limit}
         gates = entry.gates if BENCHMARKS[benchmark].has_training else None
-        whole = Score(**what, split="test", hidden=gates is not None)  # fitted gates read hidden states
+        whole = Score(
+            **what, split="test", shots=entry.shots, hidden=gates is not None
+        )  # fitted gates read hidden states
         analysis = Analyse(
             validation=_recorded(whole, "validation"),
             test=_recorded(whole, "test", entry.shards),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from loopscope.config import Count, NonNegative, Seed, Settings, build, plain, read_toml
+from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, plain, read_toml
 from loopscope.errors import UserError
 from loopscope.exits.risk_target import RiskTarget
 from loopscope.models.gates import GateKind
@@ -116,6 +116,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     benchmarks: Some[str]
     data: str | None = None  # a folder with the benchmarks' files (default: they come from the Hub)
     limit: Count | None = None  # questions of every split (default: all)
+    shots: Tally | None = None  # few-shot examples (default: each benchmark's own)
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # default: as the checkpoint is stored
     shards: Count = 1  # parts in which the test split is scored
     gates: Gates | None = None  # fitted to every trajectory, on the benchmark's own train split

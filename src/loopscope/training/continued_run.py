@@ -143,6 +143,11 @@ class ContinuedRun(TextRun):
         for name in self.files[len(TrainingRun.files) :]:
             if not (self.folder / name).is_file():
                 write_bytes(self.folder / name, (self.start / name).read_bytes())
+        if max(int(self._train.max()), int(self._validation.max())) >= self._empty.vocab_size:
+            known = f"{self._empty.vocab_size:,}"
+            raise UserError(
+                f"The tokenizer of {self.start} has tokens that its model has not ({known}); put the model's own there."
+            )
         self.note_data()
 
     def initial_model(self) -> LoopedModel:
