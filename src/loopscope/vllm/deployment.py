@@ -119,7 +119,8 @@ class DeploymentChecks:
     def verify_and_update_config(vllm_config: Any) -> None:
         """With a policy, switches off what would run other tokens than LoopScope, or other loops than are decided."""
         deployment = deployment_of(vllm_config)
-        if deployment.policy is None:
+        if deployment.policy is None:  # vLLM keeps compiled graphs by what its configuration says, not by a file's
+            vllm_config.model_config.hf_config.loopscope = {"loops": deployment.loops}
             return
         vllm_config.model_config.enforce_eager = True
         vllm_config.cache_config.enable_prefix_caching = False
