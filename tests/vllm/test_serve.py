@@ -53,7 +53,9 @@ def test_a_streamed_answer(tmp_path: Path) -> None:
                 assert len(parts) > 3
                 said = [token for part in parts for token in part.choices[0].model_extra["token_ids"]]
                 assert said == wanted
-                assert "".join(part.choices[0].text for part in parts) == tokenizer.decode(wanted)
+                text = "".join(part.choices[0].text for part in parts)
+                assert text
+                assert tokenizer.decode(wanted).startswith(text)  # a character that is not complete is not sent
         finally:
             server.terminate()
             server.wait(60)
