@@ -43,6 +43,8 @@ def test_a_policy_is_held_to_its_model_and_cache(tmp_path: Path) -> None:
     policy = deployed({**told, "without_promise": True}).policy
     assert policy is not None
     assert (policy.readout, policy.threshold, policy.model) == ("gate", 0.5, weights)
+    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(unit="tokens", cache="propagate")).save(path)
+    assert deployed(told).policy == ls.ExitPolicy.load(path)
     ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(precision="bfloat16")).save(path)
     with pytest.raises(UserError, match="weights in bfloat16"):
         deployed(told)

@@ -1,4 +1,4 @@
-"""Does `vllm serve` answer a client of OpenAI's, streamed, with a policy from its file?"""
+"""Does `vllm serve` answer a client of OpenAI's, streamed, with a certified policy from its file?"""
 
 import json
 import os
@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 import urllib.request
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from vllm_engines import expected, noted, write_small_ouro
+from vllm_engines import SENTENCES, expected, noted, write_small_ouro
 
 import loopscope as ls
+from loopscope.cli import main
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
 
@@ -24,12 +26,14 @@ def test_a_streamed_answer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     folder, log = write_small_ouro(tmp_path / "small"), tmp_path / "exits.jsonl"
-    policy = ls.ExitPolicy("gate", 0.5)
-    policy.save(folder / "policy.json")
+    certify(folder, tmp_path)
+    policy = ls.ExitPolicy.load(tmp_path / "text.json")
+    assert policy.guarantee is not None
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
     tokens, loops = expected(folder, prompts, policy, "propagate", new=12)
-    told = {"loopscope": {"policy": str(folder / "policy.json"), "exits_log": str(log)}}
+    assert len(set(chain(*loops))) > 1
+    told = {"loopscope": {"policy": str(tmp_path / "text.json"), "exits_log": str(log)}}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -60,6 +64,18 @@ def test_a_streamed_answer(tmp_path: Path) -> None:
             server.terminate()
             server.wait(60)
     assert noted(log, prompts, new=12)[0] == loops
+
+
+def certify(folder: Path, out: Path) -> None:
+    """Calibrates a policy for the cache that vLLM has: `text.json`."""
+    (out / "mine.txt").write_text("<|endoftext|>".join(SENTENCES))
+    text, live, limit = str(out / "text"), str(out / "live"), ("--max-drop", "0.3", "--cache", "propagate")
+    for words in (
+        ("record", "text", str(folder), str(out / "mine.txt"), "--split", "validation", "--out", text),
+        ("record", "live", str(folder), str(out / "mine.txt"), "--recording", text, *limit, "--out", live),
+        ("calibrate", live, "--loss", "disagreement", *limit, "--out", str(out / "text.json")),
+    ):
+        assert main(words) == 0
 
 
 def _wait(server: "subprocess.Popen[bytes]", url: str, output: Path) -> None:

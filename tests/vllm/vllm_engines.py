@@ -20,6 +20,7 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobi
 
 LENGTHS = (1, 2, 3, 5, 8, 9, 13, 14, 20, 27, 31, 32, 33, 47, 50, 64)
 NEW = 24
+SENTENCES = [f"{a} and {b} make {a + b}, as the sun makes plants grow." for a in range(30) for b in range(10)]
 GOLDEN_OURO = GOLDEN / "ouro-tiny"
 
 
@@ -69,9 +70,8 @@ def noted(path: Path, prompts: list[list[int]], new: int = NEW) -> tuple[list[li
 
 def write_small_ouro(folder: Path) -> Path:
     """The checkpoint of an Ouro with a tokenizer and with opinions."""
-    sentences = [f"{a} and {b} make {a + b}, as the sun makes plants grow." for a in range(30) for b in range(10)]
     folder.mkdir(parents=True)
-    train_tokenizer(sentences, 300, 256, folder)
+    train_tokenizer(SENTENCES, 300, 256, folder)
     return write_ouro(folder, sure=8.0, vocab_size=300, num_hidden_layers=2)
 
 
