@@ -102,6 +102,17 @@ def test_a_log_has_every_text_with_its_loops(tmp_path: Path) -> None:
     assert [step.ran for step in steps] == [4, 4, 2, 4]
 
 
+def test_a_log_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """A line that was not finished is left out; texts of the next deployment are others."""
+    path = tmp_path / "exits.jsonl"
+    ExitsLog(path).note(Step((7, 2, 2, True)), np.array([5, 6]), np.array([1]), 4)
+    with path.open("a") as file:
+        file.write('{"ran": 2, "texts": [0], "lo')
+    assert [text.loops for text in read_exits(path)[0]] == [[1]]
+    ExitsLog(path).note(Step((7, 2, 2, True)), np.array([5, 6]), np.array([3]), 4)
+    assert [text.loops for text in read_exits(path)[0]] == [[1], [3]]
+
+
 @pytest.mark.parametrize(
     "line", ["{}", "[]", '{"ran": 1, "texts": [0], "loops": [1]}', '{"ran": 1, "texts": [0], "loops": []}']
 )

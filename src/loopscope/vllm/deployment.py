@@ -145,6 +145,8 @@ def check_engine(vllm_config: Any, deployment: Deployment) -> None:
         )
     if vllm_config.speculative_config is not None:
         raise UserError("An exit policy does not go together with speculative decoding; choose one of them.")
+    if deployment.exits_log is not None and vllm_config.parallel_config.data_parallel_size > 1:
+        raise UserError("Several engines (data parallelism) cannot write one exits_log; leave it out.")
     scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     if deployment.head_attends and (scheduler.enable_chunked_prefill or scheduler.max_num_batched_tokens < longest):
         raise UserError(
