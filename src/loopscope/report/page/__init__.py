@@ -15,6 +15,7 @@ from jinja2 import Environment
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.errors import visible
+from loopscope.report.layout import STYLES
 from loopscope.report.page.content import cards, made_of, scope
 from loopscope.report.page.data import Marker, packed, page_head, thinned
 from loopscope.report.page.policy import content_security_policy
@@ -53,7 +54,7 @@ def render(
         "command": command,
         "again": again,
         "head": packed(page_head(results, everything, markers)),
-        "figures": {each.name: packed(each.figure) for each in products if each.figure is not None},
+        "figures": {each.name: packed(each.figure(STYLES["page"])) for each in products if each.figure is not None},
         "policy": content_security_policy([libraries, script], [style]),
         "style": style,
         "libraries": libraries,

@@ -8,7 +8,7 @@ from typing import Any
 
 import altair as alt
 
-from loopscope.report.charts import Specification
+from loopscope.report.layout import Specification
 
 _SHARE = alt.Axis(format="%")
 _LOOP = alt.X("loop:O", title="loop", axis=alt.Axis(labelAngle=0))

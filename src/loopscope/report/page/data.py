@@ -18,7 +18,8 @@ from loopscope.analysis.threshold_details import (
     ThresholdDetails,
     rounded,
 )
-from loopscope.report.charts import DARK, MODELS, Specification, Style, styles_of
+from loopscope.report.colours import DARK, MODELS, Look, looks_of
+from loopscope.report.layout import Specification
 from loopscope.report.page.charts import page_charts
 from loopscope.report.page.content import seed_of
 from loopscope.report.tables import gap_cells
@@ -66,7 +67,7 @@ class PageHead(msgspec.Struct, frozen=True):
     groups: list[str]
     models: list[PageModel]
     paper: list[Marker]
-    styles: dict[str, Style]  # readout -> colour and shape
+    styles: dict[str, Look]  # readout -> colour and shape
     colours: tuple[str, ...]  # of models
     dark: dict[str, str]  # what a colour is on a dark ground
     outcomes: tuple[str, ...]
@@ -106,7 +107,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
         groups=[group.label for group in results.groups],
         models=models,
         paper=list(markers),
-        styles=styles_of({curve.readout for model in models for curve in model.curves}),
+        styles=looks_of({curve.readout for model in models for curve in model.curves}),
         colours=MODELS,
         dark=DARK,
         outcomes=OUTCOMES,
@@ -193,7 +194,8 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _brief(table: Binned) -> Binned:
-    return Binned(rounded(table.levels), table.counts, [rounded(row) for row in table.values])
+    """Without its intervals, which figures have and the page's own charts do not show."""
+    return Binned(rounded(table.levels), table.counts, [rounded(row) for row in table.values], [], [])
 
 
 def packed(value: Any) -> str:
