@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.outcomes import OUTCOMES
 from loopscope.analysis.schema import Binned, ModelResult, Results
 from loopscope.analysis.threshold_details import (
@@ -55,7 +56,7 @@ class PageModel(msgspec.Struct, frozen=True):
     seed: str
     loops: int
     examples: int
-    target: float  # the accuracy of the report's first target
+    target: float | None  # the accuracy of the report's first target; null where there is no verdict
     best: str  # the readout that validation chooses
     gaps: dict[str, PageGap]
     curves: list[ReadoutCurve]
@@ -63,6 +64,7 @@ class PageModel(msgspec.Struct, frozen=True):
 
 class PageHead(msgspec.Struct, frozen=True):
     label: str  # of the depth at the report's first target
+    verdicts: list[list[str]]  # of the runs of each group
     slider_targets: list[float]
     groups: list[str]
     models: list[PageModel]
@@ -94,15 +96,17 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             seed=seed_of(model),
             loops=len(model.forced_accuracy),
             examples=model.test_examples,
-            target=model.diagnosis.target.reached,
+            target=None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
             best=model.diagnosis.best_readout,
             gaps=_gaps(model),
             curves=own.curves,
         )
         for model, own in zip(results.models, details, strict=True)
     ]
+    verdicts = {model.name: model.verdict for model in results.models}
     return PageHead(
         label=results.targets[0].label,
+        verdicts=[[verdicts[name] for name in group.names] for group in results.groups],
         slider_targets=details[0].slider_targets,
         groups=[group.label for group in results.groups],
         models=models,
