@@ -49,7 +49,7 @@ def _shades(easy: float, hard: float) -> tuple[str, ...]:
     return tuple(_viridis(easy + (hard - easy) * each / (_SHADES - 1)) for each in range(_SHADES))
 
 
-_ON_LIGHT, _ON_DARK = _shades(0.82, 0.0), _shades(1.0, 0.42)
+_ON_LIGHT, _ON_DARK = _shades(0.75, 0.0), _shades(1.0, 0.42)
 """From easy to hard: no yellow on white, no dark blue on black."""
 
 DARK = {

@@ -94,16 +94,16 @@ class FigureGrid:
         self, charts: Sequence[Chart], key: Sequence[Specification], notes: Sequence[str], title: str = ""
     ) -> Specification:
         style, font = self.style, self.style.font
-        whole = self.columns * (style.width + 4.5 * font) + 2 * font
+        whole = self.columns * (style.width + 4.5 * font) if style.total is None else style.total - 2 * font
         gap = self.panels % self.columns != 0
         cells = [*charts, *([self._key(key, title, style.width, style.height)] if gap and key else [])]
         spaces = {"column": 1.4 * font, "row": 1.2 * font}
         rows: list[alt.ConcatChart | Chart] = [alt.concat(*cells, columns=self.columns, spacing=spaces, align="each")]
         if key and not gap:
-            rows.append(self._key(key, title, whole))
+            rows.append(self._key(key, title, whole - 4.5 * font))  # it begins where the first panel does
         words = " ".join(notes)
         foot = alt.TitleParams(
-            text=wrap(words, int(whole / style.letter)),
+            text=wrap(words, int(whole / (0.85 * style.letter))),
             orient="bottom",
             anchor="start",
             fontSize=font * 0.9,

@@ -13,7 +13,7 @@ from loopscope.report.layout import Specification
 _SHARE = alt.Axis(format="%")
 _LOOP = alt.X("loop:O", title="loop", axis=alt.Axis(labelAngle=0))
 _LEVEL = alt.Y("level:O", title="difficulty", sort="descending")
-_VIRIDIS = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0.82, 0.0]))  # charts.js has another for dark ground
+_VIRIDIS = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0.75, 0.0]))  # charts.js has another for dark ground
 
 _SEEDS = alt.YOffset("offset:Q", scale=alt.Scale(domain=[-1, 1]))
 _DIFFICULTY = alt.Color("level:Q", title="difficulty", scale=_VIRIDIS, legend=alt.Legend(tickMinStep=1))
