@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 DEMO := .venv/.demo
 DEV := .venv/.dev
 RAY := .venv/.ray
+VLLM ?= .venv-vllm
 
 # `make test` has one worker a core, or as many as asked for (0: one test after the other). The tests of a file stay together and share its fixtures.
 PYTEST_WORKERS ?= auto
@@ -46,6 +47,13 @@ kills: $(DEV)  ## kill all that writes 400 times, let two write at once, fill th
 test-page: $(DEV)  ## the page of a report in a browser; `make browser` installs one
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m '' tests/report/test_page.py
 
+test-transformers: $(DEV)  ## looped models in transformers, PEFT and lm_eval's own model, the long tests too
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist $(PYTEST_DIST) -m '' tests/transformers
+
+test-vllm:  ## the tests of the vLLM plugin, in an environment of its own (3.5 GB, installed once)
+	scripts/vllm-env $(VLLM)
+	$(VLLM)/bin/python -m pytest -p no:cacheprovider -m '' -W default -s tests/vllm
+
 fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ="--seed 1" for others
 	$(BIN)/python -m tests.fuzz --inputs 20000 --seed 0 $(FUZZ)
 
@@ -58,4 +66,4 @@ check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help install demo test test-all fuzz kills test-page browser check
+.PHONY: help install demo test test-all test-transformers test-vllm fuzz kills test-page browser check

@@ -44,6 +44,7 @@ _ARRAYS = (
     "norms",
 )
 SIGNAL_PREFIX = "signal."
+NO_LABELS = "This recording has no labels; without them only its disagreement with full depth can be told."
 
 
 class Contents(Settings, frozen=True, kw_only=True):
@@ -150,9 +151,7 @@ class Trajectory:
     @property
     def required_labels(self) -> Array:
         if self.labels is None:
-            raise UserError(
-                "This recording has no labels; without them only its disagreement with full depth can be told."
-            )
+            raise UserError(NO_LABELS)
         return self.labels
 
     @cached_property

@@ -10,6 +10,7 @@ from loopscope.bench.guarantees import CONFIDENCE, MAX_DROP, Coverage, bench_gua
 
 DELTA = 1 - CONFIDENCE
 NAMES = [population.name for population in populations()]
+SEQUENCES = [name for name in NAMES if name.startswith("sequences")]
 QUICK = ("not monotone",)
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 
@@ -73,5 +74,5 @@ def test_a_recording_serves_as_a_population(monkeypatch: pytest.MonkeyPatch) -> 
     result = bench_guarantees(recorded, 400, 5, lambda now, total, _: done.append((now, total)))
     assert [each.population for each in result.price[-2:]] == ["mine", "mine"]
     assert [each.examples for each in result.price[-2:]] == [400, 800]
-    assert len(result.coverage) == 3 * len(NAMES) + 1
+    assert len(result.coverage) == 3 * len(NAMES) + 2 * len(SEQUENCES)
     assert done[-1][0] == done[-1][1] == len(done)

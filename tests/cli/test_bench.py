@@ -156,8 +156,33 @@ def test_generation_is_measured(checkpoint: str, tmp_path: Path, capsys: pytest.
         assert measured[4, cache]["kl"] < 1e-9
     assert measured[2, "full"]["average_loops"] == 2
     assert measured[2, "full"]["kl"] > 0
+    for way in measured.values():
+        assert way["writing_loops"] == pytest.approx(way["threshold"])
+        assert way["drafts"] is None
     assert run("bench", "generation", checkpoint, *options[:2], "--readout", "gate") == 2
     assert "--threshold" in capsys.readouterr().err
+
+
+def test_lossless_text_and_the_plain_way_are_measured(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their tokens are full depth's; rows of different lengths are padded in the plain way."""
+    text = tmp_path / "text.txt"
+    text.write_text("<|endoftext|>".join(f"{word} " * 40 for word in ("sun", "moon", "sea", "sky")), encoding="utf-8")
+    words = ["--text", str(text), "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "9", "--rounds", "1"]
+    words += ["--readout", "fixed", "--threshold", "1", "--cache", "full", "--lossless", "--plain", "--batch-size", "2"]
+    assert run("bench", "generation", checkpoint, *words, "--json") == 0
+    measured = json.loads(capsys.readouterr().out)
+    early, lossless = measured["ways"]
+    assert (early["cache"], lossless["cache"]) == ("full", "lossless")
+    assert lossless["drafts"]["drafted"] > 0
+    assert lossless["drafts"]["differing"] == measured["plain"]["differing"] == 0
+    assert lossless["agreement"] == 1
+    assert lossless["writing_loops"] >= 4 > early["writing_loops"] == 1
+    for spread in (*(measured["plain"][name] for name in ("speedup", "writing_speedup")), lossless["realised_of_run"]):
+        assert spread["median"] > 0
+    assert run("bench", "generation", checkpoint, *words) == 0
+    assert "0 tokens differ" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_guarantees_are_measured(mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

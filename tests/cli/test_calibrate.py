@@ -52,7 +52,7 @@ def test_from_a_recording_to_a_promise_and_to_answers(
 def test_the_file_says_what_the_promise_rests_on(mine: Path, policy: Path) -> None:
     data, recording = read_json(policy), ls.Trajectory.load(recording_of(mine, "validation"))
     guarantee = data["guarantee"]
-    assert data["schema_version"] == 6
+    assert data["schema_version"] == 7
     assert data["model"] == weights_sha256(mine) == recording.provenance["weights_sha256"]
     assert (guarantee["loss"], guarantee["max_drop"], guarantee["confidence"], guarantee["loops"]) == (
         "gap",

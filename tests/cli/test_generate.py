@@ -41,6 +41,22 @@ def test_many_prompts(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["tokens"] == lines[0]["tokens"]
 
 
+def test_lossless_text_is_full_depths(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("generate", checkpoint, "A student wants to", "--max-new-tokens", "20", "--json")
+    lines, notes = [], []
+    for more in ((), ("--loops", "1", "--lossless")):
+        assert run(*words, *more) == 0
+        out, err = capsys.readouterr()
+        lines.append(json.loads(out))
+        notes.append(err)
+    full, ours = lines
+    assert ours["tokens"] == full["tokens"]
+    assert "drafted" not in full
+    assert ours["drafted"] >= ours["accepted"] == sum(loops == 1 for loops in ours["loops"])
+    assert ours["drafted"] > 0
+    assert f"{ours['accepted']} of {ours['drafted']} drafts stood" in notes[1]
+
+
 def test_a_text_is_spelled_as_it_comes_without_decoding_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_pairs()
     written = "Grüße, 你好 🙂 and some more words. " * 20
@@ -129,6 +145,9 @@ def test_a_chat_ends_with_its_turn(checkpoint: str, capsys: pytest.CaptureFixtur
         ((), "Give a prompt"),
         (("x", "--prompts", "y"), "Give a prompt"),
         (("x", "--readout", "gate"), "--threshold"),
+        (("x", "--lossless"), "--lossless needs a rule that says which tokens are drafts"),
+        (("x", "--lossless", "--loops", "4"), "full depth drafts nothing"),
+        (("x", "--lossless", "--loops", "1", "--cache", "latest"), "the cache 'full', not 'latest'"),
         (("x", "--temperature", "-1"), "temperature"),
         (("x", "--top-p", "2"), "top_p"),
         (("x", "--seed", "9" * 23), "seed"),

@@ -15,6 +15,7 @@ from loopscope.exits.losses import losses, risk_groups
 from loopscope.exits.refusals import NotProven
 from loopscope.exits.risk_target import RiskTarget
 from loopscope.exits.sweep import crossings, laxest_first, totals
+from loopscope.exits.threshold_walk import never_falling
 from loopscope.exits.thresholds import gap_grid
 
 
@@ -62,7 +63,7 @@ def test_totals_and_what_stays_lost_are_those_of_every_threshold_by_itself(
     crossed, lost = crossings(name, thresholds, trajectory), losses("gap", trajectory)
     at_exit = np.stack([lost_by(ls.ExitPolicy(name, float(each)), trajectory) for each in thresholds], axis=1)
     assert totals(crossed, lost, len(thresholds)).tolist() == at_exit.sum(axis=0).tolist()
-    kept = calibration._never_falling(lost, crossed, len(thresholds))
+    kept = never_falling(lost, crossed, len(thresholds))
     running = np.maximum.accumulate(at_exit[:, ::-1], axis=1)[:, ::-1]  # over stricter thresholds, which come later
     assert totals(crossed, kept, len(thresholds)).tolist() == running.sum(axis=0).tolist()
 

@@ -19,7 +19,7 @@ def test_an_older_file_keeps_its_guarantee(tmp_path: Path) -> None:
     assert policy.guarantee is not None
     assert (policy.guarantee.max_drop, policy.guarantee.confidence) == (0.05, 0.9)
     policy.save(tmp_path / "policy.json")
-    assert json.loads((tmp_path / "policy.json").read_bytes())["schema_version"] == 6
+    assert json.loads((tmp_path / "policy.json").read_bytes())["schema_version"] == 7
     assert ls.ExitPolicy.load(tmp_path / "policy.json") == policy
 
 

@@ -29,6 +29,14 @@ GOOD: dict[str, Words] = {
     "loop": lambda w, c: ["loop", w.llama, "--prelude", "1", "--core", "1", "--loops", "3", "--out", c.out],
     "record task": lambda w, c: ["record", "task", w.run, "--split", "test", "--examples", "20", "--out", c.out],
     "record text": lambda w, c: ["record", "text", w.checkpoint, w.documents["documents.txt"], "--out", c.out],
+    "record live": lambda w, c: [
+        *("record", "live", w.checkpoint, w.documents["documents.txt"], "--recording", w.live_runs["recording"]),
+        *("--max-drop", "0.6", "--confidence", "0.5", "--readout", "margin", "--candidates", "2", "--out", c.out),
+    ],
+    "record live --policy": lambda w, c: [
+        *("record", "live", w.checkpoint, w.documents["documents.txt"], "--recording", w.live_runs["recording"]),
+        *("--policy", w.policies["by-hand"], "--out", c.out),
+    ],
     "record benchmark": lambda w, c: [
         *("record", "benchmark", w.checkpoint, "openbookqa", "--split", "test", "--data", w.benchmarks),
         *("--limit", "2", "--out", c.out),
@@ -45,8 +53,16 @@ GOOD: dict[str, Words] = {
         *("calibrate", w.recordings["plain"], "--max-drop", "0.6", "--confidence", "0.5", "--out", c.out),
         *("--readout", "margin"),
     ],
+    "calibrate --cache": lambda w, c: [
+        *("calibrate", w.live_runs["propagate"], "--max-drop", "0.95", "--confidence", "0.5", "--out", c.out),
+        *("--loss", "disagreement", "--cache", "propagate"),
+    ],
     "run": lambda w, c: ["run", w.run, w.documents["examples.txt"], "--threshold", "0.5"],
     "generate": lambda w, c: ["generate", w.checkpoint, "1 and 2", "--max-new-tokens", "2"],
+    "generate --lossless": lambda w, c: [
+        *("generate", w.checkpoint, "1 and 2", "--max-new-tokens", "3", "--readout", "margin", "--threshold", "0.1"),
+        "--lossless",
+    ],
     "bench exits": lambda w, c: ["bench", "exits", w.run, "--rounds", "1", "--readout", "margin"],
     "bench scoring": lambda w, c: [
         *("bench", "scoring", w.checkpoint, "--benchmark", "openbookqa", "--data", w.benchmarks, "--limit", "2"),
@@ -86,6 +102,7 @@ LAST: dict[str, Words] = {
 SLOW = {
     **dict.fromkeys(("report", "study report", "bench guarantees", "selfcheck", "bench exits", "bench drift"), 2),
     **dict.fromkeys(("record benchmark", "bench scoring", "harness", "study run"), 2),
+    **dict.fromkeys(("record live", "record live --policy"), 2),
     "demo": 1,
 }
 """Verbs that take long, or need what takes long to be imported; and how often they are drawn among each other."""
@@ -150,6 +167,7 @@ def _places(world: World) -> list[object]:
             world.looped,
             *world.recordings.values(),
             *world.gates.values(),
+            *world.live_runs.values(),
         ),
         *(world.policies["margin"], world.policies["gate-linear"], world.policies["by-hand"], world.settings),
         *(world.study, *world.documents.values(), world.folder / "none", "/dev/null", ".", "..", "/proc/self/mem"),
@@ -212,7 +230,7 @@ def _try(world: World, case: Case, name: str) -> str:
     words += LAST.get(name, lambda w, c: [])(world, case)
     given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
     printed = case.command(*given, verdicts=(0, 1) if path[0] in ("evaluate", "selfcheck") else (0,))
-    if not printed and "--out" not in given and name not in ("generate", "run", "gate write"):
+    if not printed and "--out" not in given and name not in ("generate", "generate --lossless", "run", "gate write"):
         raise MisledError("a command did nothing, and said so")
     return "other"
 

@@ -1,10 +1,11 @@
 """Which inputs are there? Every kind of file that is read, every argument, every public function."""
 
-from . import arguments, checkpoints, python_api, sealed, settings, texts
+from . import arguments, checkpoints, python_api, sealed, serving, settings, texts
 from .runner import Kind
 
 KINDS = {
     "recording": Kind(sealed.recording, 14, ("recordings",)),
+    "live-run": Kind(sealed.live_run, 3, ("live_runs",)),
     "gate": Kind(sealed.gate, 5, ("gates",)),
     "policy": Kind(sealed.policy, 12, ("policies", "recordings")),
     "monitor": Kind(sealed.monitor, 2, ("policies", "monitor")),
@@ -21,6 +22,8 @@ KINDS = {
     "assignment": Kind(settings.assignment, 8, ("settings",)),
     "pretrain-settings": Kind(settings.pretrain_settings, 4, ("language_settings",)),
     "study-file": Kind(settings.study_file, 6, ("study",)),
+    "deployment": Kind(serving.deployment, 2, ("golden", "policies")),
+    "exits-log": Kind(serving.exits_log, 2, ()),
     "prompts": Kind(texts.prompts, 5, ("checkpoint", "documents")),
     "question": Kind(texts.question, 2, ("checkpoint",)),
     "examples": Kind(texts.examples, 4, ("run", "documents")),
@@ -43,12 +46,16 @@ KINDS = {
             "language_settings",
             "study",
             "own_gate",
+            "live_runs",
         ),
     ),
     "slow-arguments": Kind(
         arguments.slow_arguments,
         3,
-        ("run", "checkpoint", "looped", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
+        (
+            *("run", "checkpoint", "looped", "recordings", "policies", "store", "demo_store", "drawn", "benchmarks"),
+            *("documents", "live_runs"),
+        ),
         quick=False,
     ),
     "python": Kind(

@@ -140,12 +140,13 @@ def _calls(world: World) -> dict[str, Call]:
                 "max_new_tokens": 2,
                 "stop": (),
                 "cache": "full",
+                "lossless": False,
                 "batch_size": 2,
             },
         ),
         "Prompt": (
-            lambda tokens, forced: ls.generate(language, [ls.Prompt(0, tokens, forced)], max_new_tokens=2),
-            {"tokens": tokens[0], "forced": None},
+            lambda **given: ls.generate(language, [ls.Prompt(0, **given)], max_new_tokens=2),
+            {"tokens": tokens[0], "forced": None, "policy": policy},
         ),
         "Request": (
             lambda **given: list(ls.run(model, policy, [ls.Request(0, **given)])),

@@ -18,6 +18,7 @@ import torch
 import loopscope as ls
 from loopscope.config import digest, plain
 from loopscope.exits.fitted import load_fitted
+from loopscope.exits.live_runs import LiveRuns
 from loopscope.models import load_model
 from loopscope.models.checkpoint import read_checkpoint_config
 from loopscope.studies import make_plan
@@ -78,6 +79,24 @@ def recording(world: World, case: Case) -> str:
     else:
         case.command("gate", "fit", folder, "--out", case.out, "--steps", 2)
     return same(load_recording(folder), original, "a recording")
+
+
+def load_live_run(path: Path) -> Any:
+    found = LiveRuns.load(path)
+    arrays = {name: held(np.asarray(value)) for name, value in vars(found).items() if isinstance(value, np.ndarray)}
+    return arrays, load_policy(path / "rule.json"), plain(found.contents), plain(dict(found.provenance))
+
+
+def live_run(world: World, case: Case) -> str:
+    name = case.rng.choice(("propagate", "gate", "policy"))
+    folder = case.copy(world.live_runs[name])
+    file = case.rng.choice(files_of(folder))
+    original = _original(load_live_run, world.live_runs[name])
+    case.spoil(file, [other / file.name for other in world.live_runs.values() if (other / file.name).is_file()])
+    if case.rng.random() < 0.2:
+        words = ("--loss", "disagreement", "--max-drop", 0.6, "--confidence", 0.5, "--out", case.out)
+        case.command("calibrate", folder, *words)
+    return same(load_live_run(folder), original, "a live run")
 
 
 def load_gate(path: Path) -> Any:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from tiny_language import looped_llama_config, ouro_config, tiny_looped_llama, t
 import loopscope as ls
 from loopscope.exits.fitted import load_fitted
 from loopscope.exits.readouts import Readout, register_readout
+from loopscope.exits.risk_target import RiskTarget
 from loopscope.models.checkpoint import save_model
 from loopscope.progress import ProgressCallback, silent
-from loopscope.recording import Keep, benchmarks, record_task
+from loopscope.recording import Keep, benchmarks, record_live, record_task, record_text
 from loopscope.studies import make_plan
 from loopscope.studies.step_runner import do_step
 from loopscope.studies.steps import to_be_done
@@ -173,6 +175,19 @@ class World:
         for name, trajectory in made.items():
             trajectory.save(self.folder / "recordings" / name)
         return {name: self.folder / "recordings" / name for name in made}
+
+    @cached_property
+    def live_runs(self) -> dict[str, Path]:
+        """A text that was recorded, run live with candidates, and with a policy; and one that was run with a gate."""
+        folder, texts = self.folder / "live-runs", [self.documents["documents.txt"]]
+        recording = record_text(self.checkpoint, texts, "validation", folder / "recording")
+        asked = RiskTarget(max_drop=0.6, confidence=0.5, loss="disagreement", readout="margin")
+        by_hand = ls.ExitPolicy("margin", 0.5)
+        ran = record_live(self.checkpoint, texts, recording, folder / "propagate", "propagate", asked, candidates=2)
+        record_live(self.checkpoint, texts, recording, folder / "policy", "latest", by_hand)
+        gate = load_fitted(self.gates["linear"])
+        replace(ran, rule=ls.ExitPolicy("gate:linear", float(ran.thresholds[0]), gate)).save(folder / "gate")
+        return {path.name: path for path in sorted(folder.iterdir())}
 
     @cached_property
     def gates(self) -> dict[str, Path]:

@@ -22,6 +22,7 @@ from tiny_language import write_decoder, write_ouro
 import loopscope as ls
 from loopscope.cli import main
 from loopscope.errors import UserError
+from loopscope.exits.live_runs import LiveRuns
 from loopscope.models import load_model
 from loopscope.recording import benchmarks
 
@@ -94,6 +95,12 @@ class Inputs:
             (folder / "further.toml").write_text(FURTHER)
 
         return self._made("texts", make)
+
+    @property
+    def recorded(self) -> Path:
+        """Some of the texts at full depth."""
+        words = ("record", "text", self.checkpoint, self.texts / "validation.txt", "--limit", 600, *_ONE)
+        return self._made("recorded", lambda out: _loopscope(*words, "--out", out))
 
     @property
     def language(self) -> Path:
@@ -346,6 +353,16 @@ SCENES = (
             *("--hidden", "--out", out, *_ONE),
         ],
         read=ls.Trajectory.load,
+        neighbours=True,
+    ),
+    Scene(
+        "record live",
+        lambda inputs, out: [
+            *("record", "live", inputs.checkpoint, inputs.texts / "validation.txt", "--recording", inputs.recorded),
+            *("--max-drop", 0.6, "--confidence", 0.5, "--readout", "margin", "--candidates", 2),
+            *("--batch-size", 2, "--out", out, *_ONE),
+        ],
+        read=LiveRuns.load,
         neighbours=True,
     ),
     Scene(

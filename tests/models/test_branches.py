@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from tiny_language import MODELS, VOCABULARY
 from torch import Tensor
 
-import loopscope as ls
 from loopscope.models import LoopedModel, LoopState
 from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
 from loopscope.models.layout import Layout
@@ -177,38 +176,52 @@ def test_rows_go_on_where_they_are(model: LoopedModel) -> None:
     assert kv_cache.capacity == 128  # it grew
 
 
+def at(kv_cache: KVCache, loop: int, *rows: int) -> torch.Tensor:
+    """Where rows at a loop lie."""
+    return torch.from_numpy(kv_cache.places(np.array(rows), np.full(len(rows), loop)))
+
+
 def test_what_a_cache_propagates() -> None:
-    kv_cache = KVCache(2, 3)
+    kv_cache = KVCache(2, 3, most_loops=4)
     keys = torch.arange(6.0).view(6, 1, 1)
-    for at_loop in (1, 2, 3):
-        kv_cache.write("a", at_loop, torch.arange(6), keys * at_loop, -keys * at_loop)
-    kv_cache.write("b", 2, torch.tensor([4]), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+    for loop in (1, 2, 3):
+        first = int(at(kv_cache, loop, 0)) * 3
+        kv_cache.write("a", True, first + torch.arange(6), keys * loop, -keys * loop)
+    fourth = int(at(kv_cache, 2, 0)) * 3 + torch.tensor([4])
+    kv_cache.write("b", True, fourth, torch.ones(1, 1, 1), torch.ones(1, 1, 1))
     kv_cache.propagate(2, range(3, 5), torch.tensor([1, 4]))
-    assert kv_cache.read("a", 1, None, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert kv_cache.read("a", 3, None, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
-    assert kv_cache.read("a", 4, None, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
-    assert kv_cache.read("b", 4, torch.tensor([1]), 2).keys.flatten().tolist() == [0, 1]
-    assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 3)
+    assert kv_cache.read("a", True, at(kv_cache, 1, 0, 1), 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert kv_cache.read("a", True, at(kv_cache, 3, 0, 1), 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
+    assert kv_cache.read("a", True, at(kv_cache, 4, 0, 1), 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
+    assert kv_cache.read("b", True, at(kv_cache, 4, 1), 2).keys.flatten().tolist() == [0, 1]
+    there = int(at(kv_cache, 2, 1))
+    in_place = kv_cache.read("a", True, slice(there, there + 1), 3).keys
+    assert in_place.flatten().tolist() == [6, 8, 10]
+    assert in_place.untyped_storage().nbytes() > in_place.nbytes  # no copy
+    assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 4)
+
+
+def test_a_cache_has_room_for_the_loops_that_were_asked_for() -> None:
+    kv_cache, one = KVCache(1, 2, most_loops=5), torch.ones(1, 1, 1)
+    taken = []
+    for loop in (3, 1, 5, 2, 4):
+        kv_cache.write("a", True, at(kv_cache, loop, 0) * 2, one * loop, one)
+        taken.append(kv_cache.nbytes // 16)
+    assert taken == [1, 2, 4, 4, 5]
+    kv_cache.write("a", False, at(kv_cache, 0, 0) * 2, one * 9, one)  # what comes before the loops lies elsewhere
+    found = [kv_cache.read("a", loop > 0, at(kv_cache, loop, 0), 1).keys.item() for loop in range(6)]
+    assert found == [9, 1, 2, 3, 4, 5]
 
 
 def test_one_place_for_all_loops() -> None:
     kv_cache = KVCache(1, 2, latest_only=True)
-    for at_loop in (0, 1, 2):
-        kv_cache.write("a", at_loop, torch.tensor([0]), torch.full((1, 1, 1), float(at_loop)), torch.zeros(1, 1, 1))
-    assert [
-        kv_cache.read("a", at_loop, torch.zeros(1, dtype=torch.long), 1).keys.item() for at_loop in (0, 1, 2, 7)
-    ] == [0, 2, 2, 2]
+    for loop in (0, 1, 2):
+        keys = torch.full((1, 1, 1), float(loop))
+        kv_cache.write("a", loop > 0, at(kv_cache, loop, 0) * 2, keys, torch.zeros(1, 1, 1))
+    found = [kv_cache.read("a", loop > 0, at(kv_cache, loop, 0), 1).keys.item() for loop in (0, 1, 2, 7)]
+    assert found == [0, 2, 2, 2]
     kv_cache.grow(3)
     kv_cache.grow(2, rows=2)
     assert (kv_cache.rows, kv_cache.capacity) == (2, 64)
-    assert kv_cache.read("a", 2, torch.ones(1, dtype=torch.long), 1).keys.item() == 0
-    assert kv_cache.read("a", 2, torch.zeros(1, dtype=torch.long), 3).keys.flatten().tolist() == [2, 0, 0]
-
-
-def test_choices_do_not_make_a_row_longer() -> None:
-    """The block size is about tokens that follow each other."""
-    model = MODELS["learned positions"]()
-    context, *long = some(200, 56, 56, 56)
-    model.begin_packed(*laid_out([(context, long)]))
-    with pytest.raises(ls.UserError, match="have 257 tokens, but the model's block size is 256"):
-        model.begin_packed(*laid_out([(context, [*long, some(57)[0]])]))
+    assert kv_cache.read("a", True, at(kv_cache, 2, 1), 1).keys.item() == 0
+    assert kv_cache.read("a", True, at(kv_cache, 2, 0), 3).keys.flatten().tolist() == [2, 0, 0]

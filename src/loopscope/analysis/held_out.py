@@ -10,10 +10,12 @@ from scipy.stats import chi2_contingency
 from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_sums
 from loopscope.exits import ExitPolicy
 from loopscope.exits.guarantee import Guarantee
-from loopscope.exits.losses import lost_at, population, risk_groups, summarise_data
+from loopscope.exits.live_runs import Recorded
+from loopscope.exits.losses import difficulty_counts, risk_groups
+from loopscope.exits.outcome import Outcome
+from loopscope.exits.recorded import outcome_of, promised_part
 from loopscope.exits.risk_control import risk_interval
 from loopscope.exits.splits import check_held_out
-from loopscope.trajectory import Trajectory
 
 Verdict = Literal["kept", "not refuted", "broken"]
 _OTHER_MIX = 0.001
@@ -57,30 +59,30 @@ class HeldOut:
     guarantee: GuaranteeCheck | None  # None without a promise
 
 
-def hold_out(policy: ExitPolicy, trajectory: Trajectory) -> HeldOut:
-    """A policy on held-out examples: those for which its promise was made, if it has one."""
+def hold_out(policy: ExitPolicy, recording: Recorded) -> HeldOut:
+    """A policy on held-out examples: those for which its promise was made, if it has one; replayed, or live."""
     guarantee = policy.guarantee
     if guarantee is not None:
-        check_held_out(guarantee, policy.model, trajectory)
-        trajectory = population(trajectory, guarantee.unseen, guarantee.distinct)
-    loops = policy.exit_loops(trajectory)
-    (all_units,) = risk_groups(trajectory, per_difficulty=False)
-    columns: list[NDArray[Any]] = [loops]
-    if trajectory.labels is not None:
-        early, last = trajectory.correct[np.arange(len(loops)), loops - 1], trajectory.correct[:, -1]
+        check_held_out(guarantee, policy.model, recording)
+        recording = promised_part(guarantee, recording)
+    outcome = outcome_of(policy, recording)
+    (all_units,) = risk_groups(recording, per_difficulty=False)
+    columns: list[NDArray[Any]] = [outcome.loops]
+    labelled = outcome.labels is not None
+    if labelled:
+        early, last = outcome.predicted == outcome.labels, outcome.full_depth == outcome.labels
         columns += [early, last, last.astype(np.int8) - early]
     per_unit = np.stack([all_units.means(values) for values in columns], axis=1).astype(np.float32)
     means = resampled_sums(per_unit) / all_units.units
     measured = [estimate(means[:, place]) for place in range(len(columns))]
-    labelled = trajectory.labels is not None
     return HeldOut(
-        examples=trajectory.num_examples,
-        sequences=None if trajectory.sequences is None else all_units.units,
+        examples=recording.num_examples,
+        sequences=None if recording.sequences is None else all_units.units,
         average_loops=measured[0],
         accuracy=measured[1] if labelled else None,
         full_depth_accuracy=measured[2].value if labelled else None,
         drop=measured[3] if labelled else None,
-        guarantee=None if guarantee is None else _check_guarantee(guarantee, trajectory, loops),
+        guarantee=None if guarantee is None else _check_guarantee(guarantee, recording, outcome),
     )
 
 
@@ -89,8 +91,8 @@ def _worst(risks: list[Risk], verdict: Verdict) -> Risk | None:
     return max((risk for risk in risks if risk.verdict == verdict), key=lambda risk: risk.loss, default=None)
 
 
-def _check_guarantee(guarantee: Guarantee, trajectory: Trajectory, loops: NDArray[np.int64]) -> GuaranteeCheck:
-    lost = lost_at(guarantee.loss, trajectory, loops)
+def _check_guarantee(guarantee: Guarantee, trajectory: Recorded, outcome: Outcome) -> GuaranteeCheck:
+    lost = outcome.lost(guarantee.loss)
     parts = risk_groups(trajectory, guarantee.per_difficulty)
     guaranteed = {each.difficulty for each in guarantee.evidence}
     parts = [part for part in parts if part.difficulty in guaranteed]
@@ -135,21 +137,21 @@ def _sentence(guarantee: Guarantee, verdict: Verdict, risks: list[Risk]) -> str:
     )
 
 
-def _warnings(guarantee: Guarantee, trajectory: Trajectory) -> list[str]:
+def _warnings(guarantee: Guarantee, trajectory: Recorded) -> list[str]:
     found = []
-    ours, theirs = guarantee.tested, summarise_data(trajectory)
-    if ours.difficulty and theirs.difficulty and not guarantee.per_difficulty:
-        levels = sorted({*ours.difficulty, *theirs.difficulty}, key=float)
-        counts = [[data.get(level, 0) for level in levels] for data in (ours.difficulty, theirs.difficulty)]
+    ours, theirs = guarantee.tested.difficulty, difficulty_counts(trajectory)
+    if ours and theirs and not guarantee.per_difficulty:
+        levels = sorted({*ours, *theirs}, key=float)
+        counts = [[data.get(level, 0) for level in levels] for data in (ours, theirs)]
         if len(levels) > 1 and chi2_contingency(counts).pvalue < _OTHER_MIX:
             found.append(
                 "The mix of difficulties is not that of the calibration data, for which the promise was made; "
                 "--per-difficulty makes one that does not depend on the mix."
             )
-    if guarantee.per_difficulty and ours.difficulty and theirs.difficulty:
+    if guarantee.per_difficulty and ours and theirs:
         for missing, what in (
-            ({*theirs.difficulty} - {*ours.difficulty}, "that the promise does not cover are here and not counted"),
-            ({*ours.difficulty} - {*theirs.difficulty}, "that the promise covers are not here"),
+            ({*theirs} - {*ours}, "that the promise does not cover are here and not counted"),
+            ({*ours} - {*theirs}, "that the promise covers are not here"),
         ):
             if missing:
                 found.append(f"Difficulties {what}: {', '.join(sorted(missing, key=float))}.")

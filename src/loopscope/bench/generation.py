@@ -1,11 +1,16 @@
 """How close to full depth does text stay, and how much faster does it come? Policies and caches on the same text.
 
 Every way continues the same beginnings with the text that really follows, so that all of them meet the same tokens:
-the predictions of full depth on the same beginning are the measure.
+the predictions of full depth on the same beginning are the measure. Lossless text, which is full depth's own, cannot be
+told what to say: it writes as many tokens freely, and those are compared with full depth's.
+
+Prompts and writing are told apart: a way's prompts take what it takes until every text has its first token, its writing
+what the tokens after it take on top. Where a prompt goes through all loops whatever its first token needs (the caches
+`propagate` and `latest`), its prompts are full depth's.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -14,9 +19,10 @@ import torch
 from torch import Tensor
 
 from loopscope.analysis.timings import Machine, Spread
-from loopscope.bench.measure import interleaved, spread
+from loopscope.bench.measure import Seconds, interleaved, spread
+from loopscope.bench.plain_generation import plain_text
 from loopscope.engine.decoder import CacheMode
-from loopscope.engine.generation import GenerationStats, Prompt, stream
+from loopscope.engine.generation import GenerationStats, Prompt, generate, stream
 from loopscope.engine.logit_stats import kl_divergence
 from loopscope.exits import ExitPolicy
 from loopscope.models import LoopedModel
@@ -26,8 +32,16 @@ _WIDTH = 512
 """Of the matrix products that tell what the machine could do."""
 
 
+class Drafts(msgspec.Struct, frozen=True):
+    """Of lossless text."""
+
+    drafted: int
+    accepted: int
+    differing: int  # tokens that full depth did not write
+
+
 class GenerationTiming(msgspec.Struct, frozen=True):
-    """One policy with one cache. Ratios are taken within a round."""
+    """One policy with one cache, or lossless. Ratios are taken within a round, against full depth."""
 
     readout: str
     threshold: float | None
@@ -36,11 +50,25 @@ class GenerationTiming(msgspec.Struct, frozen=True):
     average_loops: float  # of a token
     agreement: float  # share of tokens whose likeliest next one is full depth's
     kl: float  # of full depth's prediction against this one's, on average
-    speedup: Spread  # tokens a second, against full depth
+    speedup: Spread  # tokens a second
     realised: Spread  # share of the ideal speed-up: T by the average loops, prelude and coda included
+    prompt_speedup: Spread
+    writing_speedup: Spread
+    writing_loops: float  # that were run for a token that was written, those for the cache included
+    realised_of_run: Spread  # share of what the loops that were run in writing allow
     tokens_per_second: Spread
     run_loops: float  # loops that were run for a token of text, those for the cache included
     cache_bytes: int
+    drafts: Drafts | None = None  # None: not lossless
+
+
+class PlainTiming(msgspec.Struct, frozen=True):
+    """Full depth here against the plain way to write text; above 1 it is faster here."""
+
+    speedup: Spread
+    prompt_speedup: Spread
+    writing_speedup: Spread
+    differing: int  # tokens of all
 
 
 class GenerationBench(msgspec.Struct, frozen=True):
@@ -53,82 +81,185 @@ class GenerationBench(msgspec.Struct, frozen=True):
     machine: Machine
     full_tokens_per_second: Spread
     ways: list[GenerationTiming]
+    plain: PlainTiming | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How text is written."""
+
+    policy: ExitPolicy | None
+    cache: CacheMode = "full"
+    lossless: bool = False
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What is written: a model, its prompts, how many tokens after each, how many at a time."""
+
+    model: LoopedModel
+    prompts: Sequence[Prompt]
+    new_tokens: int
+    batch_size: int
+
+    def first(self) -> "_Text":
+        """The same up to the first token of every text."""
+        cut = [replace(prompt, forced=None if prompt.forced is None else prompt.forced[:1]) for prompt in self.prompts]
+        return replace(self, prompts=cut, new_tokens=1)
+
+    def free(self) -> "_Text":
+        return replace(self, prompts=[replace(prompt, forced=None) for prompt in self.prompts])
+
+    def run(self, way: Way) -> GenerationStats:
+        text, stats = self.free() if way.lossless else self, GenerationStats()
+        options = {"cache": way.cache, "lossless": way.lossless, "batch_size": self.batch_size}
+        for _ in stream(self.model, text.prompts, way.policy, max_new_tokens=self.new_tokens, stats=stats, **options):  # type: ignore[arg-type]
+            pass
+        return stats
+
+    def predictions(self, way: Way) -> Tensor:
+        """[tokens of all prompts in order, V]"""
+        found: dict[object, list[Tensor]] = {prompt.key: [] for prompt in self.prompts}
+        options = {"cache": way.cache, "batch_size": self.batch_size, "with_logits": True}
+        for token in stream(self.model, self.prompts, way.policy, **options):  # type: ignore[arg-type]
+            assert token.logits is not None
+            found[token.key].append(token.logits)
+        return torch.stack([logits for prompt in self.prompts for logits in found[prompt.key]])
+
+    def written(self, way: Way) -> list[list[int]]:
+        """The tokens that are written freely."""
+        options = {"lossless": way.lossless, "batch_size": self.batch_size, "max_new_tokens": self.new_tokens}
+        return [text.tokens for text in generate(self.model, self.free().prompts, way.policy, **options)]
 
 
 def bench_generation(
     name: str,
     model: LoopedModel,
     prompts: Sequence[Prompt],
-    policies: Sequence[ExitPolicy],
-    caches: Sequence[CacheMode],
+    ways: Sequence[Way],
     batch_size: int,
     rounds: int,
     progress: ProgressCallback,
+    plain: bool = False,
 ) -> GenerationBench:
-    """`prompts` are forced to the text that follows them."""
-    new_tokens = sum(len(prompt.forced) for prompt in prompts if prompt.forced is not None)
-    reference, _ = _predictions(model, prompts, None, "full", batch_size)
-    combined = [(_for_cache(policy, cache), cache) for policy in policies for cache in caches]
-    ways = {"full depth": partial(_run, model, prompts, None, "full", batch_size)}
-    for place, (policy, cache) in enumerate(combined):
-        ways[f"{place}: {policy}, {cache}"] = partial(_run, model, prompts, policy, cache, batch_size)
-    seconds, machine = interleaved(ways, rounds, _WIDTH, progress, next(model.parameters()))
-    full = seconds["full depth"]
+    """`prompts` are forced to the text that follows them, of one length each."""
+    counts = [0 if prompt.forced is None else len(prompt.forced) for prompt in prompts]
+    text, full = _Text(model, prompts, counts[0], batch_size), Way(None)
+    timed = {"full depth": full} | {f"{place}: {way}": way for place, way in enumerate(ways)}
+    calls: dict[str, Callable[[], object]] = {}
+    for title, way in timed.items():
+        calls[f"{title}, prompts"] = partial(text.first().run, _for_prompts(way))
+        calls[title] = partial(text.run, way)
+    if plain:
+        for title, count in (("plain, prompts", 1), ("plain", text.new_tokens)):
+            calls[title] = partial(plain_text, model, prompts, count, batch_size)
+    seconds, machine = interleaved(calls, rounds, _WIDTH, progress, next(model.parameters()))
+    reference = text.predictions(full)
+    freely = text.written(full) if plain or any(way.lossless for way in ways) else []
+    base = _Measured(seconds, "full depth", text, full)
     timings = []
-    for place, (policy, cache) in enumerate(combined):
-        took = seconds[f"{place}: {policy}, {cache}"]
-        logits, stats = _predictions(model, prompts, policy, cache, batch_size)
-        average = stats.loops / stats.tokens
-        timings.append(
-            GenerationTiming(
-                readout=policy.readout,
-                threshold=policy.threshold,
-                max_drop=None if policy.guarantee is None else policy.guarantee.max_drop,
-                cache=cache,
-                average_loops=average,
-                agreement=float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
-                kl=float(kl_divergence(reference, logits).mean()),
-                speedup=spread(full / took),
-                realised=spread(full / took / model.ideal_speedup(average)),
-                tokens_per_second=spread(new_tokens / took),
-                run_loops=stats.token_loops / (new_tokens + sum(len(prompt.tokens) for prompt in prompts)),
-                cache_bytes=stats.cache_bytes,
-            )
+    for place, way in enumerate(ways):
+        measured = _Measured(seconds, f"{place}: {way}", text, way)
+        timings.append(measured.timing(base, reference, freely))
+    beside = None
+    if plain:
+        whole, first = seconds["plain"], seconds["plain, prompts"]
+        beside = PlainTiming(
+            speedup=spread(whole / base.seconds),
+            prompt_speedup=spread(first / base.prompt_seconds),
+            writing_speedup=spread((whole - first) / base.writing_seconds),
+            differing=_differing(plain_text(model, prompts, text.new_tokens, batch_size), freely),
         )
     return GenerationBench(
         model=name,
         prompts=len(prompts),
         prompt_tokens=int(np.mean([len(prompt.tokens) for prompt in prompts])),
-        new_tokens=new_tokens,
+        new_tokens=sum(counts),
         batch_size=batch_size,
         num_loops=model.num_loops,
         machine=machine,
-        full_tokens_per_second=spread(new_tokens / full),
+        full_tokens_per_second=spread(sum(counts) / base.seconds),
         ways=timings,
+        plain=beside,
     )
 
 
+class _Measured:
+    """What a way took, of time and of work."""
+
+    def __init__(self, seconds: dict[str, Seconds], title: str, text: _Text, way: Way) -> None:
+        self.text, self.way = text, way
+        self.seconds, self.prompt_seconds = seconds[title], seconds[f"{title}, prompts"]
+        self.stats, self.first = text.run(way), text.first().run(_for_prompts(way))
+
+    @property
+    def writing_seconds(self) -> Seconds:
+        """At least a thousandth of all: on a busy machine the prompts alone may take longer than all of it."""
+        return np.maximum(self.seconds - self.prompt_seconds, 1e-3 * self.seconds)
+
+    @property
+    def writing_loops(self) -> float:
+        """Loops of a token that is written after the first."""
+        return (self.stats.token_loops - self.first.token_loops) / max(1, self.stats.tokens - self.first.tokens)
+
+    def timing(self, full: "_Measured", reference: Tensor, freely: list[list[int]]) -> GenerationTiming:
+        model, policy = self.text.model, self.way.policy or ExitPolicy("fixed", self.text.model.num_loops)
+        average, tokens = self.stats.loops / self.stats.tokens, self.stats.tokens
+        agreement, kl, drafts = 1.0, 0.0, None
+        if self.way.lossless:
+            differing = _differing(self.text.written(self.way), freely)
+            drafts = Drafts(self.stats.drafted, self.stats.accepted, differing)
+            agreement = 1 - differing / tokens
+        else:
+            logits = self.text.predictions(self.way)
+            agreement = float((logits.argmax(-1) == reference.argmax(-1)).double().mean())
+            kl = float(kl_divergence(reference, logits).mean())
+        speedup, writing = full.seconds / self.seconds, full.writing_seconds / self.writing_seconds
+        overhead = model.embed_cost + model.head_cost
+        allowed = (full.writing_loops + overhead) / (self.writing_loops + overhead)
+        return GenerationTiming(
+            readout=policy.readout,
+            threshold=policy.threshold,
+            max_drop=None if policy.guarantee is None else policy.guarantee.max_drop,
+            cache="lossless" if self.way.lossless else self.way.cache,
+            average_loops=average,
+            agreement=agreement,
+            kl=kl,
+            speedup=spread(speedup),
+            realised=spread(speedup / model.ideal_speedup(average)),
+            prompt_speedup=spread(full.prompt_seconds / self.prompt_seconds),
+            writing_speedup=spread(writing),
+            writing_loops=self.writing_loops,
+            realised_of_run=spread(writing / allowed),
+            tokens_per_second=spread(tokens / self.seconds),
+            run_loops=self.stats.token_loops / (tokens + sum(len(prompt.tokens) for prompt in self.text.prompts)),
+            cache_bytes=self.stats.cache_bytes,
+            drafts=drafts,
+        )
+
+
+def _for_prompts(way: Way) -> Way:
+    """What its prompts run through."""
+    return way if way.cache == "full" else Way(None)
+
+
+def _differing(ours: list[list[int]], theirs: list[list[int]]) -> int:
+    """Tokens that differ, of texts of one length."""
+    return int(sum((np.array(one) != np.array(other)).sum() for one, other in zip(ours, theirs, strict=True)))
+
+
+def ways_of(policies: Sequence[ExitPolicy], caches: Sequence[CacheMode], lossless: bool) -> list[Way]:
+    """Every policy with every cache, and lossless.
+
+    To be measured with another cache than it was calibrated for, a policy leaves its promise behind.
+    """
+    ways = [Way(_for_cache(policy, cache), cache) for policy in policies for cache in caches]
+    if lossless:
+        ways += [Way(_for_cache(policy, "full"), "full", lossless=True) for policy in policies]
+    return ways
+
+
 def _for_cache(policy: ExitPolicy, cache: CacheMode) -> ExitPolicy:
-    """To be measured with another cache than it was calibrated for, a policy leaves its promise behind."""
     if policy.scope.cache in (None, cache):
         return policy
     return replace(policy, guarantee=None, scope=msgspec.structs.replace(policy.scope, cache=None))
-
-
-def _run(
-    model: LoopedModel, prompts: Sequence[Prompt], policy: ExitPolicy | None, cache: CacheMode, batch_size: int
-) -> None:
-    for _ in stream(model, prompts, policy, cache=cache, batch_size=batch_size):
-        pass
-
-
-def _predictions(
-    model: LoopedModel, prompts: Sequence[Prompt], policy: ExitPolicy | None, cache: CacheMode, batch_size: int
-) -> tuple[Tensor, GenerationStats]:
-    """[tokens of all prompts in order, V], and the work that it was."""
-    stats = GenerationStats()
-    found: dict[object, list[Tensor]] = {prompt.key: [] for prompt in prompts}
-    for token in stream(model, prompts, policy, cache=cache, batch_size=batch_size, with_logits=True, stats=stats):
-        assert token.logits is not None
-        found[token.key].append(token.logits)
-    return torch.stack([logits for prompt in prompts for logits in found[prompt.key]]), stats

@@ -75,10 +75,19 @@ class GuaranteeBench(msgspec.Struct, frozen=True):
 
 
 def bench_guarantees(
-    recordings: Mapping[str, Trajectory], size: int, calibrations: int, progress: ProgressCallback
+    recordings: Mapping[str, Trajectory],
+    size: int,
+    calibrations: int,
+    progress: ProgressCallback,
+    only: Sequence[str] = (),
 ) -> GuaranteeBench:
-    """All populations at one size, and the price of the promise on some of them, and on recordings, at several."""
+    """Populations (all, or `only` some) at one size; and the promise's price on some and on recordings, at several."""
     known = populations()
+    if unknown := [name for name in only if name not in {each.name for each in known}]:
+        raise UserError(
+            f"There is no population '{unknown[0]}'; choose among {', '.join(each.name for each in known)}."
+        )
+    known = [each for each in known if not only or each.name in only]
     priced = [each for each in known if each.name in _PRICED]
     priced += [recorded(name, trajectory) for name, trajectory in recordings.items()]
     fewer = max(1, calibrations // 5)
@@ -121,6 +130,8 @@ def populations(seed: int = 0) -> list[Population]:
         Population("sequences", _sequences(rng), {"readout": "margin"}),
         Population("learned stopper", _learned(rng), {"readout": "stopper:induction"}),
         Population("learned classifier", _learned(rng, "classifier"), {"readout": "stopper:classifier"}),
+        Population("sequences that differ little", _independent(rng), {"readout": "margin"}),
+        Population("sequences, all or nothing", _together(rng), {"readout": "margin"}),
     ]
 
 
@@ -197,6 +208,19 @@ def _sequences(rng: np.random.Generator) -> Trajectory:
     return _recorded({"margin": confidence}, right, sequences=number)
 
 
+def _independent(rng: np.random.Generator) -> Trajectory:
+    """Twenty decisions each that have nothing in common: averages over a sequence vary little."""
+    confidence, right = _confidence(rng)
+    return _recorded({"margin": confidence}, right, sequences=np.arange(_UNIVERSE) // _SEQUENCE)
+
+
+def _together(rng: np.random.Generator) -> Trajectory:
+    """Twenty decisions each that are all alike: a sequence is lost or not, and says no more than one decision."""
+    confidence, right = _confidence(rng)
+    first = np.arange(_UNIVERSE) // _SEQUENCE * _SEQUENCE
+    return _recorded({"margin": confidence[first]}, right[first], sequences=first // _SEQUENCE)
+
+
 def _recorded(
     signals: Mapping[str, Array], right: Array, difficulty: Array | None = None, sequences: Array | None = None
 ) -> Trajectory:
@@ -210,7 +234,10 @@ def _recorded(
 
 
 def methods(population: Population) -> dict[str, Method]:
-    """The promise, the promise on average, and the usual way; for sequences also their decisions taken for examples."""
+    """The promise, the promise on average, and the usual way.
+
+    For sequences also the promise by another bound than bets, and their decisions taken for examples.
+    """
     risk_options = population.risk_options
     made: dict[str, Method] = {
         "promise": lambda drawn: calibrate(drawn, MAX_DROP, CONFIDENCE, **risk_options),
@@ -218,6 +245,9 @@ def methods(population: Population) -> dict[str, Method]:
         "usual": lambda drawn: usual(population, drawn),
     }
     if population.trajectory.sequences is not None:
+        made["promise, Hoeffding-Bentkus"] = lambda drawn: calibrate(
+            drawn, MAX_DROP, CONFIDENCE, bound="hoeffding_bentkus", **risk_options
+        )
         made["promise, decisions counted"] = lambda drawn: calibrate(
             _recorded(drawn.signals, drawn.correct), MAX_DROP, CONFIDENCE, **risk_options
         )

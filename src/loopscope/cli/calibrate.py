@@ -3,12 +3,14 @@
 loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 --confidence 0.95
 loopscope calibrate VALIDATION --loss disagreement --readout margin --out strict.json     (needs no labels)
 loopscope calibrate VALIDATION --per-difficulty --unseen --distinct
+loopscope calibrate LIVE --loss disagreement --cache propagate     (text: a live run, by loopscope record live)
 loopscope evaluate TEST --policy policy.json
 loopscope run runs/mine examples.txt --policy policy.json
 
 With probability --confidence over the draw of the recording, exiting early loses at most --max-drop against full depth.
 A fifth of the recording gives the thresholds and chooses the readouts, the rest tests them; --grid gives them from
 another recording. Refused, with the number of examples that it takes, where that cannot be proven.
+A promise for text holds for one cache: that of a recording is `full`, another takes a live run.
 docs/guarantees.md says what the promise assumes.
 """
 
@@ -19,15 +21,22 @@ from typing import TYPE_CHECKING, Any
 from loopscope.cli.options import add_shared, add_verb, check_new, values
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.policies import load_gates
+from loopscope.errors import UserError
 
 if TYPE_CHECKING:
     from loopscope.exits import ExitPolicy
+    from loopscope.exits.live_runs import LiveRuns, Recorded
+    from loopscope.exits.risk_target import RiskTarget
     from loopscope.trajectory import Trajectory
+
+BOUNDS = ("betting", "hoeffding_bentkus")
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "calibrate", __doc__, execute)
-    parser.add_argument("recording", type=Path, help="a recording that is not for evaluation: validation")
+    parser.add_argument(
+        "recording", type=Path, help="a recording (or a live run) that is not for evaluation: validation"
+    )
     parser.add_argument("--max-drop", type=float, default=0.01, metavar="X", help="the loss allowed (default: 0.01)")
     sure = parser.add_mutually_exclusive_group()
     sure.add_argument("--confidence", type=float, default=0.95, metavar="X", help="of the promise (default: 0.95)")
@@ -36,32 +45,73 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--loss", choices=("gap", "disagreement"), default="gap", help=losses)
     parser.add_argument("--readout", default="auto", metavar="NAME", help="default: auto, the one with fewest loops")
     add_shared(parser, "--gate")
+    parser.add_argument("--cache", metavar="MODE", help="of text: the cache that the promise is to be for")
+    bounds = "of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
+    parser.add_argument("--bound", choices=BOUNDS, default="betting", help=bounds)
     parser.add_argument("--grid", type=Path, metavar="RECORDING", help="another recording that gives the thresholds")
     parser.add_argument("--per-difficulty", action="store_true", help="promise it at every difficulty")
     parser.add_argument("--unseen", action="store_true", help="for inputs that training did not have")
     parser.add_argument("--distinct", action="store_true", help="count every input once, for inputs that are new")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the fifth (default: 0)")
+    drawn = "draws the fifth, and the order in which sequences are tested (default: 0)"
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=drawn)
     parser.add_argument("--out", type=Path, default=Path("policy.json"), metavar="FILE", help="default: policy.json")
     parser.add_argument("--json", action="store_true", help="print the policy as JSON")
 
 
 def execute(options: argparse.Namespace) -> None:
     check_new(options.out)
-    from loopscope.exits.calibration import certify
+    from loopscope.exits.live_runs import LiveRuns
+    from loopscope.exits.recorded import load_recorded
     from loopscope.exits.risk_target import RiskTarget
-    from loopscope.trajectory import Trajectory
 
-    recording = Trajectory.load(options.recording)
+    recording = load_recorded(options.recording)
     names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
     target = RiskTarget(**values(options, *names))
-    grid = None if options.grid is None else Trajectory.load(options.grid)
-    policy = certify(recording, target, grid, load_gates(options.gate, recording), options.seed)
+    check_cache(recording, options.cache)
+    if isinstance(recording, LiveRuns):
+        policy = _certify_live(recording, target, options)
+    else:
+        policy = _certify(recording, target, options)
     policy.save(options.out)
-    _caution(recording, options.unseen, options.distinct)
     if options.json:
         print_text(options.out.read_text(encoding="utf-8").rstrip("\n"))
     else:
         _print(policy, options.out)
+
+
+def _certify(recording: "Trajectory", target: "RiskTarget", options: argparse.Namespace) -> "ExitPolicy":
+    from loopscope.exits.calibration import certify
+    from loopscope.trajectory import Trajectory
+
+    grid = None if options.grid is None else Trajectory.load(options.grid)
+    gates = load_gates(options.gate, recording)
+    policy = certify(recording, target, grid, gates, options.seed, options.bound)
+    _caution(recording, options.unseen, options.distinct)
+    return policy
+
+
+def _certify_live(runs: "LiveRuns", target: "RiskTarget", options: argparse.Namespace) -> "ExitPolicy":
+    from loopscope.exits.live_calibration import certify_live
+
+    if options.grid is not None or options.gate:
+        raise UserError("A live run has its thresholds and its gate already; leave out --grid and --gate.")
+    return certify_live(runs, target, options.seed, options.bound)
+
+
+def check_cache(recording: "Recorded", cache: str | None) -> None:
+    """Refuses to promise for one cache what another has shown."""
+    from loopscope.exits.live_runs import LiveRuns
+    from loopscope.exits.scope import scope_of
+
+    here = (recording.scope if isinstance(recording, LiveRuns) else scope_of(recording)).cache
+    if cache is None or cache == here:
+        return
+    if here is None:
+        raise UserError("A cache is for text, and this recording is of answers; leave out --cache.")
+    raise UserError(
+        f"This is text with the cache '{here}', which says nothing of the cache '{cache}', where later tokens see "
+        f"other keys; run candidates with `loopscope record live MODEL FILE --recording DIR --cache {cache}`."
+    )
 
 
 def _caution(recording: "Trajectory", unseen: bool, distinct: bool) -> None:
@@ -95,6 +145,8 @@ def _print(policy: "ExitPolicy", path: Path) -> None:
         where = "" if each.difficulty is None else f", difficulty {each.difficulty:g}"
         p = "" if each.p_value is None else f", p = {each.p_value:.2g} (at most {guarantee.level:.2g})"
         rows.append([f"observed loss{where}", f"{percent(each.loss, 2)} of {each.units:,} {what}{p}"])
+    if guarantee.bound is not None:
+        rows.append(["tested by", "bets" if guarantee.bound == "betting" else "Hoeffding-Bentkus"])
     if guarantee.full_depth_accuracy == 0 and guarantee.loss == "gap":
         print_note(
             "Full depth is right on none of the tested examples, so that nothing can be lost; try --loss disagreement."

@@ -5,7 +5,8 @@ loopscope evaluate VALIDATION TEST --readout margin --readout gate --at 0.95 --j
 loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.json
 loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.json --monitor --audit 0.1
 
-With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken.
+With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken. A promise
+for text with the cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
 With --monitor: played as a stream, in their order, when do exits, or the losses of those that are audited, no longer
 look like calibration? The exit code is 1 if there is an alarm. (Exits alone, if the promise is one in expectation.)
 """
@@ -22,6 +23,7 @@ from loopscope.errors import UserError
 if TYPE_CHECKING:
     from loopscope.analysis import HeldOut, TargetLevel
     from loopscope.exits import ExitPolicy, Frontier, MonitorResult
+    from loopscope.exits.live_runs import Recorded
     from loopscope.trajectory import Trajectory
 
 
@@ -120,9 +122,9 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
     if len(options.recordings) != 1 or options.readout or options.gate or options.at:
         raise UserError("With --policy, give one recording, of held-out examples, and no readouts, gates or targets.")
     from loopscope.analysis import hold_out
-    from loopscope.trajectory import Trajectory
+    from loopscope.exits.recorded import load_recorded
 
-    policy, recording = load_policy(options.policy, options.any_model), Trajectory.load(options.recordings[0])
+    policy, recording = load_policy(options.policy, options.any_model), load_recorded(options.recordings[0])
     if options.monitor:
         return _monitor(policy, recording, options)
     held = hold_out(policy, recording)
@@ -157,7 +159,7 @@ def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
         print_note(warning)
 
 
-def _monitor(policy: "ExitPolicy", recording: "Trajectory", options: argparse.Namespace) -> int:
+def _monitor(policy: "ExitPolicy", recording: "Recorded", options: argparse.Namespace) -> int:
     from loopscope.exits import Monitor
 
     monitor = Monitor(policy, ALPHA if options.alpha is None else options.alpha)

@@ -4,6 +4,7 @@ loopscope generate ByteDance/Ouro-1.4B "The capital of France is" --max-new-toke
 loopscope generate runs/small-ouro "Question: " --readout gate --threshold 0.6 --show-loops
 loopscope generate ByteDance/Ouro-1.4B-Thinking "Why is the sky blue?" --chat --policy policy.json
 loopscope generate MODEL --prompts prompts.jsonl --loops 3 --out answers.jsonl --batch-size 16
+loopscope generate runs/small-ouro "Question: " --readout top1 --threshold 0.8 --lossless
 
 A policy comes from `loopscope record text MODEL FILE` and `loopscope calibrate RECORDING --loss disagreement`. In a
 file of prompts every line is one: plain text, or in a .jsonl file {"prompt": ...} or {"messages": [...]}. Answers are
@@ -28,7 +29,7 @@ from loopscope.errors import UserError, visible
 from loopscope.reading import read_text
 
 if TYPE_CHECKING:
-    from loopscope.engine.generation import Token
+    from loopscope.engine.generation import GenerationStats, Token
     from loopscope.exits import ExitPolicy
 
 
@@ -51,6 +52,11 @@ def define(subparsers: Any) -> None:
         help="what later tokens find of one that exited early. full (default): every loop's keys and values, made when "
         "they are needed; propagate: its exit loop's in the deeper ones; latest: one place for all loops",
     )
+    parser.add_argument(
+        "--lossless",
+        action="store_true",
+        help="the text of full depth: the exit rule only says which tokens are drafts, which are verified together",
+    )
     parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 (default): the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw among the likeliest N")
@@ -65,7 +71,8 @@ def define(subparsers: Any) -> None:
 def execute(options: argparse.Namespace) -> int:
     given = _given_prompts(options)
     from loopscope.config import build
-    from loopscope.engine.generation import GenerationStats, Prompt, Sampling, stream, token_budget
+    from loopscope.engine.generation import GenerationStats, Prompt, stream, token_budget
+    from loopscope.engine.sampling import Sampling
     from loopscope.models import load_model
     from loopscope.models.checkpoint import end_tokens
     from loopscope.models.hub import find_checkpoint
@@ -86,16 +93,20 @@ def execute(options: argparse.Namespace) -> int:
         stop=stop_tokens(tokenizer, end_tokens(folder)),
         sampling=sampling,
         stats=stats,
-        **values(options, "max_new_tokens", "cache", "batch_size"),
+        **values(options, "max_new_tokens", "cache", "lossless", "batch_size"),
     )
     if not _print_tokens(tokens, tokenizer, given, options):
         return 130
-    seconds = time.perf_counter() - start
-    print_note(
-        f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} a second), "
-        f"{stats.loops / max(1, stats.tokens):.2f} of {model.num_loops} loops on average."
-    )
+    print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
     return 0
+
+
+def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
+    speed = f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} a second)"
+    if not lossless:
+        return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops on average."
+    stood = f"{stats.accepted:,} of {stats.drafted:,} drafts stood ({stats.accepted / max(1, stats.drafted):.0%})"
+    return f"{speed}, as at full depth; {stood}, {stats.token_loops:,} loops of a token were run."
 
 
 def _given_prompts(options: argparse.Namespace) -> list[Any]:
@@ -106,6 +117,10 @@ def _given_prompts(options: argparse.Namespace) -> list[Any]:
     check_any_model(options)
     if (options.readout is None) != (options.threshold is None):
         raise UserError("An exit rule is --readout with its --threshold; give both.")
+    if options.lossless and options.policy is None and options.readout is None and options.loops is None:
+        raise UserError(
+            "--lossless needs a rule that says which tokens are drafts; give --policy, --readout or --loops."
+        )
     if options.prompts is None:
         return [options.prompt]
     given = list(_read_prompts(options.prompts))
@@ -178,7 +193,7 @@ def _print_tokens(tokens: Iterator["Token"], tokenizer: Any, given: list[Any], o
             _print_live(tokens, tokenizer, options.show_loops)
         else:
             with _opened(options.out) as out:
-                _write_lines(tokens, tokenizer, given, out)
+                _write_lines(tokens, tokenizer, given, out, options.lossless)
     except KeyboardInterrupt:
         print_note(
             "\nloopscope: interrupted." if live else "loopscope: interrupted; prompts that were finished are written."
@@ -214,7 +229,7 @@ def _opened(path: Path | None) -> Iterator[TextIO]:
                 path.unlink()
 
 
-def _write_lines(tokens: Iterator["Token"], tokenizer: Any, given: list[Any], out: TextIO) -> None:
+def _write_lines(tokens: Iterator["Token"], tokenizer: Any, given: list[Any], out: TextIO, lossless: bool) -> None:
     """A line for every prompt that is finished, in their order; at the end, whatever it is, also for those after it."""
     from loopscope.models.tokenizer import decode
 
@@ -233,6 +248,9 @@ def _write_lines(tokens: Iterator["Token"], tokenizer: Any, given: list[Any], ou
             "loops": [each.loops for each in own],
             "finish_reason": own[-1].finish_reason,
         }
+        if lossless:
+            stood = sum(each.accepted for each in own)
+            line |= {"drafted": stood + sum(each.taken_back for each in own), "accepted": stood}
         print(visible(json.dumps(line, ensure_ascii=False)), file=out, flush=True)
 
     try:

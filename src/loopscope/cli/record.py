@@ -1,18 +1,23 @@
-"""Run a task, a text or a benchmark through every loop of a checkpoint.
+"""Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under exit policies.
 
 loopscope record task runs/demo --split validation
 loopscope record text Ouro-1.4B mine.txt --out recordings/mine
+loopscope record live Ouro-1.4B mine.txt --recording recordings/mine --cache propagate --out recordings/live
 loopscope record benchmark Ouro-1.4B arc_easy --split test --data DIR
 """
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of
 from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, count, levels, values, whole
-from loopscope.cli.output import print_by_loop, print_note
+from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table
+from loopscope.cli.policies import check_any_model, load_gates, load_policy
 from loopscope.errors import UserError
+
+if TYPE_CHECKING:
+    from loopscope.exits import ExitPolicy
 
 _SPLIT = "train, validation (default) or test"
 
@@ -21,6 +26,7 @@ def define(subparsers: Any) -> None:
     kinds = add_group(subparsers, "record", __doc__)
     _define_task(kinds)
     _define_text(kinds)
+    _define_live(kinds)
     _define_benchmark(kinds)
 
 
@@ -58,6 +64,36 @@ documents, so give many. --split says what the text is to the model: calibrating
     parser.add_argument("--limit", type=count, metavar="N", help="at most so many tokens")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: MODEL/recordings/SPLIT")
     add_shared(parser, "--hidden", "--with-readout", "--dtype", *COMPUTE)
+
+
+def _define_live(kinds: Any) -> None:
+    text = """Run a recorded text live: with candidates for a promise, or with one policy to check it.
+
+loopscope record live MODEL mine.txt --recording rec/mine --cache propagate --max-drop 0.05 --out rec/live
+loopscope calibrate rec/live --loss disagreement --max-drop 0.05 --out text.json
+loopscope record live MODEL other.txt --recording rec/test --cache propagate --policy text.json --out rec/check
+loopscope evaluate rec/check --policy text.json
+
+With the caches propagate and latest, later tokens see other keys than at full depth, and a recording says nothing of
+them. A fifth of the documents of --recording proposes candidates, from cautious to bold; the others run token by token
+with each, up to the first that is not proven to lose at most --max-drop.
+"""
+    parser = add_verb(kinds, "live", text, _record_live, resumes=True)
+    parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="the text of the recording")
+    parser.add_argument("--recording", type=Path, metavar="DIR", help="of that text, by loopscope record text")
+    parser.add_argument("--cache", default="propagate", metavar="MODE", help="full, propagate (default) or latest")
+    parser.add_argument("--policy", type=Path, metavar="FILE", help="one policy, for all documents")
+    parser.add_argument("--max-drop", type=float, metavar="X", help="the loss allowed (default: 0.01)")
+    parser.add_argument("--confidence", type=float, metavar="X", help="of the promise (default: 0.95)")
+    parser.add_argument("--loss", choices=("gap", "disagreement"), help="default: disagreement")
+    parser.add_argument("--readout", metavar="NAME", help="default: auto, the one with fewest loops in a replay")
+    parser.add_argument("--candidates", type=count, metavar="N", help="at most (default: 12)")
+    add_shared(parser, "--gate", "--any-model", "--with-readout")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the fifth (default: 0)")
+    parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="windows at a time (default: 32)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the live run goes")
+    add_shared(parser, *COMPUTE)
 
 
 def _define_benchmark(kinds: Any) -> None:
@@ -115,6 +151,51 @@ def _record_text(options: argparse.Namespace) -> None:
     }
     title = f"{out}: {tokens:,} next tokens of {documents:,} {options.split} documents. agreement: with full depth."
     print_by_loop(title, summary | {"loops": recording.num_loops}, by_loop, options.json)
+
+
+def _record_live(options: argparse.Namespace) -> None:
+    if options.recording is None or options.out is None:
+        raise UserError("Give the recording of the text with --recording, and with --out where the live run goes.")
+    asked = values(options, "max_drop", "confidence", "loss", "readout")
+    if options.policy is not None and (asked or options.gate or options.candidates is not None):
+        raise UserError("A policy is run as it is; leave out --max-drop, --confidence, --loss, --readout and the like.")
+    check_any_model(options)
+    from loopscope.exits.risk_target import RiskTarget
+    from loopscope.progress import track
+    from loopscope.recording import record_live
+    from loopscope.trajectory import Trajectory
+
+    recording = Trajectory.load(options.recording)
+    gates = load_gates(options.gate, recording)
+    what: ExitPolicy | RiskTarget = RiskTarget(**{"loss": "disagreement", **asked})
+    if options.policy is not None:
+        what = load_policy(options.policy, options.any_model)
+    given = values(options, "candidates", "seed", "batch_size")
+    with track(f"running with the cache '{options.cache}'") as advance:
+        runs = record_live(
+            *(options.model, options.files, recording, options.out, options.cache, what),
+            gates=gates,
+            device=device_of(options),
+            progress=advance,
+            **given,
+        )
+    documents = len(set(runs.sequences.tolist()))
+    lost = (runs.predictions != runs.full_depth).mean(axis=1)
+    loops = runs.loops.mean(axis=1)
+    if options.json:
+        rows = {"thresholds": runs.thresholds.tolist(), "loops": loops.tolist(), "disagreement": lost.tolist()}
+        summary = {"live_run": str(options.out), "cache": options.cache, "documents": documents}
+        print_json(summary | {"tokens": runs.num_examples, "readout": runs.rule.readout} | rows)
+        return
+    title = (
+        f"{options.out}: {runs.num_examples:,} next tokens of {documents:,} {runs.split} documents, run with the cache "
+        f"'{options.cache}'; {len(lost)} of {runs.contents.planned} candidates, up to the first that is not proven."
+    )
+    cells = [
+        [f"{threshold:.6g}", f"{deep:.3f}", percent(share, 2)]
+        for threshold, deep, share in zip(runs.thresholds.tolist(), loops.tolist(), lost.tolist(), strict=True)
+    ]
+    print_table(title, [runs.rule.readout, "loops", "unlike full depth"], cells)
 
 
 def _record_benchmark(options: argparse.Namespace) -> None:

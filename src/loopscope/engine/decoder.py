@@ -11,27 +11,23 @@ A token that exits early leaves no keys and values in the deeper loops, where la
 With `propagate` and `latest` a prompt goes through all loops before the first token after it, and what a head that
 attends keeps of a token is from the loop at which it was read last.
 
+With `drafting` (and the cache `full`) tokens that exited early are drafts: the next token of a row that goes through
+all loops takes them along, and brings what full depth says after each of them. Those that are taken back leave nothing.
+
 Shapes: R rows of the cache, B of a step, T loops, D width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.engine.logit_stats import (
-    LOGIT_SIGNALS,
-    StreamedSignals,
-    check_answers,
-    check_finite,
-    check_logits,
-    likeliest_classes,
-)
+from loopscope.engine.exit_group import ExitGroup
 from loopscope.errors import UserError
-from loopscope.exits.exit_state import ExitState
+from loopscope.exits import ExitPolicy
 from loopscope.models import LoopedModel, LoopState
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, KVCache
@@ -40,27 +36,40 @@ from loopscope.models.layout import Layout, count_up
 CacheMode = Literal["full", "propagate", "latest"]
 CACHE_MODES: tuple[CacheMode, ...] = ("full", "propagate", "latest")
 Integers = NDArray[np.int64]
+_CHUNK = 1024
+"""Tokens that go through a loop together at most, unless there are more rows: long prompts take no more memory."""
+_NONE: Integers = np.empty(0, dtype=np.int64)
+
+
+class Exits(NamedTuple):
+    """The rows whose token exits."""
+
+    rows: Integers  # [n]
+    loops: Integers  # [n] that it took
+    counts: Integers  # [n] how many of its last tokens are read: 1, but for drafts that full depth has followed
+    logits: Tensor  # [sum of counts, V] after each of them
 
 
 class Decoder:
     """The rows that are being continued; who they are is the caller's business."""
 
-    def __init__(self, model: LoopedModel, exit_state: ExitState, rows: int, cache: CacheMode) -> None:
-        self._model, self._exit_state, self._cache, self._depth = model, exit_state, cache, exit_state.num_loops
+    def __init__(self, model: LoopedModel, rows: int, cache: CacheMode, drafting: bool = False) -> None:
+        self._model, self._cache, self._drafting, self._depth = model, cache, drafting, model.num_loops
         self._device = next(model.parameters()).device
-        self._kv_cache = KVCache(1, 64, latest_only=cache == "latest")
-        self._head_cache = KVCache(1, 64, latest_only=cache != "full")  # of a head that attends
+        self._kv_cache = KVCache(1, 64, latest_only=cache == "latest", most_loops=self._depth)
+        latest_only = drafting or cache != "full"
+        self._head_cache = KVCache(1, 64, latest_only, most_loops=self._depth)  # of a head that attends
         self._tokens: Integers = np.zeros((rows, 64), dtype=np.int64)
         self._lengths: Integers = np.zeros(rows, dtype=np.int64)
         self._loops: Integers = np.zeros(rows, dtype=np.int64)  # that the last token has been through
         self._cached: Integers = np.zeros((rows, self._depth + 1), dtype=np.int64)  # tokens through each loop
         self._head_cached: Integers = np.zeros_like(self._cached)  # tokens that the head has read at each loop
+        self._read: Integers = np.zeros(rows, dtype=np.int64)  # tokens before the first that full depth must read
         self._prefilling: NDArray[np.bool_] = np.zeros(rows, dtype=bool)  # no token after the prompt yet
-        self._active: Integers = np.empty(0, dtype=np.int64)  # the active rows, in the order of the exit state
+        self._groups: list[ExitGroup] = []
+        self._group_of: Integers = np.zeros(rows, dtype=np.int64)
+        self._unasked: Integers = _NONE  # rows whose token goes through all loops, whatever the policy says
         self._kind: type[LoopState] = LoopState
-        streamed = [name for name in exit_state.signals if name in LOGIT_SIGNALS]
-        self._streamed = StreamedSignals(streamed) if streamed else None
-        self._sources = exit_state.sources(streamed)
         self.token_loops = 0
         """Tokens times loops that were run, those for the cache included."""
 
@@ -68,18 +77,19 @@ class Decoder:
     def cache_bytes(self) -> int:
         return self._kv_cache.nbytes + self._head_cache.nbytes
 
-    def prefill(self, row: int, prompt: Integers) -> None:
-        """A row begins with its prompt, which runs with the next steps."""
+    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, asked: bool = True) -> None:
+        """A row begins with its prompt, which runs with the next steps; its policy is asked from now on, or later."""
         self._grow(len(prompt), row + 1)
         self._tokens[row, : len(prompt)] = prompt
         self._lengths[row], self._loops[row], self._prefilling[row] = len(prompt), 0, True
+        self._read[row] = len(prompt) - 1
         self._cached[row] = self._head_cached[row] = 0
-        self._active = np.append(self._active, row)
-        self._exit_state.admit(1)
+        self._group_of[row] = self._group(policy)
+        self._begin(np.array([row]), np.array([asked]))
 
     @torch.inference_mode()
-    def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Rows whose token has exited go on with these tokens."""
+    def append(self, rows: Sequence[int], tokens: Sequence[int], asked: Sequence[bool] | None = None) -> None:
+        """Rows whose token has exited go on with these tokens, of which some are not asked whether they exit."""
         index = np.asarray(rows, dtype=np.int64)
         self._backfill(index)
         self._grow(int(self._lengths[index].max()) + 1, 0)
@@ -87,50 +97,86 @@ class Decoder:
         self._lengths[index] += 1
         self._loops[index] = 0
         self._prefilling[index] = False
-        self._active = np.concatenate((self._active, index))
-        self._exit_state.admit(len(index))
+        self._begin(index, np.ones(len(index), dtype=bool) if asked is None else np.asarray(asked, dtype=bool))
+
+    def deepen(self, rows: Sequence[int]) -> None:
+        """The tokens of rows that have just exited go on to full depth instead."""
+        self._unasked = np.concatenate((self._unasked, np.asarray(rows, dtype=np.int64)))
+
+    def take_back(self, row: int, length: int) -> None:
+        """Of a row whose token has exited, only so many tokens were ever there."""
+        self._lengths[row] = length
+        for counted in (self._cached, self._head_cached, self._read):
+            counted[row] = np.minimum(counted[row], length)
 
     @torch.inference_mode()
-    def step(self) -> tuple[Integers, Integers, Tensor]:
-        """One loop of every active row; the rows whose token exits, the loops it took and the logits [n, V] there.
+    def step(self) -> Exits:
+        """One loop of every active row, and the rows whose token exits: they are not active until they go on."""
+        active = np.concatenate([self._unasked, *(group.rows for group in self._groups)])
+        self._loops[active] += 1
+        self._run_loop(active, self._loops[active])
+        deepest = self._loops[self._unasked] == self._depth
+        done, self._unasked = [self._unasked[deepest]], self._unasked[~deepest]
+        for group in self._groups:
+            done.append(group.keep(self._loops[group.rows] < self._depth))
+            if not group.reads_logits:
+                done.append(group.keep(~self._ask(group, None)))
+        readers = [group for group in self._groups if group.reads_logits]
+        rows = np.concatenate([*(group.rows for group in readers), *done])
+        counts = self._counts_to_read(rows)
+        logits = self._logits(rows, counts)  # one call of the head for all: it is bound by reading its weights
+        exits, first = np.ones(len(rows), dtype=bool), 0
+        for group in readers:
+            part = slice(first, first + len(group.rows))
+            exits[part] = self._ask(group, logits[part])
+            group.keep(~exits[part])
+            first = part.stop
+        found = np.flatnonzero(exits)
+        if len(found) < len(rows):
+            logits = _reordered(logits, count_up((counts.cumsum() - counts)[found], counts[found]))
+        rows, counts = rows[found], counts[found]
+        read = rows[self._loops[rows] == self._depth]
+        self._read[read] = self._lengths[read]
+        return Exits(rows, self._loops[rows], counts, logits)
 
-        Those rows are not active any more, until they go on.
-        """
-        rows = self._active
-        self._loops[rows] += 1
-        state, place = self._run_loop(rows, self._loops[rows])
-        pooled = _reordered(self._model.pooled(state, state.lengths - 1), place)
-        loops, logits, now = self._loops[rows], None, {}
-        if self._streamed is not None or not {"logits", "predictions"}.isdisjoint(self._sources):
-            logits = self._logits(rows, pooled)
-        computed = {} if self._streamed is None or logits is None else self._streamed.values(rows, loops, logits)
-        for source in self._sources:
-            if source == "logits" and logits is not None:
-                now[source] = check_logits(logits.float().cpu().numpy())
-            elif source == "predictions" and logits is not None:
-                now[source] = check_answers(likeliest_classes(logits).cpu().numpy())
-            else:
-                outputs = pooled if source == "hidden" else self._model.halt(pooled)
-                if outputs is None:
-                    raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
-                what = "states" if source == "hidden" else "halt logits"
-                now[source] = check_finite(outputs.float().cpu().numpy(), what)
-        stops = self._exit_state.stops(loops, now, computed)
-        self._exit_state.keep(~stops)
-        leaving, exits = np.flatnonzero(stops), rows[stops]
-        self._active = rows[~stops]
-        if logits is None:
-            exit_logits = self._logits(exits, _reordered(pooled, leaving))
-        else:
-            exit_logits = _reordered(logits, leaving)
-        return exits, loops[stops], exit_logits
+    def _ask(self, group: ExitGroup, logits: Tensor | None) -> NDArray[np.bool_]:
+        """[n] who of a group exits now."""
+        if not len(group.rows):
+            return np.empty(0, dtype=bool)
+        return group.exits(self._loops[group.rows], logits, lambda: self._pooled(group.rows))
 
-    def _run_loop(self, rows: Integers, loops: Integers) -> tuple[LoopState, Integers]:
-        """Takes rows to these loops, with all their tokens that lack them; where each row lies in the state."""
-        counts = self._lengths[rows] - self._cached[rows, loops]
-        order = np.lexsort((counts, loops))
-        rows, loops, counts = rows[order], loops[order], counts[order]
-        indices, fresh = self._cache_indices(rows, counts), int((loops == 1).sum())
+    def _counts_to_read(self, rows: Integers) -> Integers:
+        """How many of the last tokens of rows the head reads: of drafts that are at full depth now, all."""
+        if not self._drafting:
+            return np.ones_like(rows)
+        return np.where(self._loops[rows] == self._depth, self._lengths[rows] - self._read[rows], 1)
+
+    def _group(self, policy: ExitPolicy) -> int:
+        for number, group in enumerate(self._groups):
+            if group.policy is policy:
+                return number
+        self._groups.append(ExitGroup(self._model, policy))
+        return len(self._groups) - 1
+
+    def _begin(self, rows: Integers, asked: NDArray[np.bool_]) -> None:
+        """The last tokens of rows are active."""
+        self._unasked = np.concatenate((self._unasked, rows[~asked]))
+        for number in set(self._group_of[rows[asked]].tolist()):
+            self._groups[number].admit(rows[asked & (self._group_of[rows] == number)])
+
+    def _run_loop(self, rows: Integers, loops: Integers) -> None:
+        """Takes rows to these loops, with all their tokens that lack them."""
+        missing = self._lengths[rows] - self._cached[rows, loops]
+        order = np.lexsort((rows, missing, loops))  # neighbours in the cache stand together: they are read in place
+        rows, loops = rows[order], loops[order]
+        for counts in _portions(missing[order]):
+            some = counts > 0
+            self._run_tokens(rows[some], loops[some], counts[some])
+
+    def _run_tokens(self, rows: Integers, loops: Integers, counts: Integers) -> None:
+        """Takes the next `counts` tokens of rows, which are sorted by loop, to these loops."""
+        cached = self._cached[rows, loops]
+        indices, fresh = self._cache_indices(rows, cached, counts), int((loops == 1).sum())
         states = []
         if fresh:
             states.append(self._embed_new(rows[:fresh], counts[:fresh], indices[: counts[:fresh].sum()]))
@@ -138,19 +184,18 @@ class Decoder:
             places = indices[counts[:fresh].sum() :]
             states.append(self._stored_states(counts[fresh:], loops[fresh:] - 1, places))
         state = states[0] if len(states) == 1 else self._kind.join(states)
-        cache = AppendingRows(self._kv_cache, rows, self._cached[rows, loops], loops)
-        state = self._model.step(state.with_cache(cache))
+        state = self._model.step(state.with_cache(AppendingRows(self._kv_cache, rows, cached, loops)))
         self.token_loops += int(counts.sum())
         for loop, part in _loop_slices(counts, loops):
             self._kv_cache.write_states("hidden", loop, indices[part], state.hidden[part])
-        self._cached[rows, loops] = self._lengths[rows]
-        return state, np.argsort(order)
+        self._cached[rows, loops] += counts
 
     def _embed_new(self, rows: Integers, counts: Integers, indices: Tensor) -> LoopState:
-        """Tokens that have not been through anything."""
+        """The next `counts` tokens of rows, which have not been through anything."""
         none = np.zeros_like(rows)
-        tokens = self._tokens.flatten()[self._host_indices(rows, counts)]
-        cache = AppendingRows(self._kv_cache, rows, self._cached[rows, none], none)
+        cached = self._cached[rows, none]
+        tokens = self._tokens.reshape(-1)[self._host_indices(rows, cached, counts)]
+        cache = AppendingRows(self._kv_cache, rows, cached, none)
         layout = Layout.from_host(counts, self._device, cache=cache)
         state = self._model.begin_packed(upload(tokens, self._device), layout)
         self._kind = type(state)
@@ -161,41 +206,67 @@ class Decoder:
             )
         for name in self._extra_states:
             self._kv_cache.write_states(name, 0, indices, getattr(state, name))
-        self._cached[rows, 0] = self._lengths[rows]
+        self._cached[rows, 0] += counts
         return state
 
     def _stored_states(self, counts: Integers, loops: Integers, indices: Tensor) -> LoopState:
-        """The last `counts` tokens of rows, which lie at `indices`, as these loops left them."""
+        """So many tokens of rows, which lie at `indices`, as these loops left them; the rows are sorted by loop."""
         layout, cache = Layout.from_host(counts, self._device), self._kv_cache
         extra = {name: cache.read_states(name, 0, indices) for name in self._extra_states}
         hidden = [cache.read_states("hidden", loop, indices[part]) for loop, part in _loop_slices(counts, loops)]
-        return self._kind(hidden=torch.cat(hidden), layout=layout, loop=upload(loops, self._device), **extra)
+        joined = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+        return self._kind(hidden=joined, layout=layout, loop=upload(loops, self._device), **extra)
 
-    def _logits(self, rows: Integers, pooled: Tensor) -> Tensor:
-        """[n, V] what the last tokens of rows say now."""
-        if not len(rows) or not self._model.head_attends:
-            return self._model.predict(pooled)
+    def _pooled(self, rows: Integers) -> Tensor:
+        """[n, D] r_t of the last tokens of rows."""
+        return self._read_out(rows, np.ones_like(rows), head=False)
+
+    def _logits(self, rows: Integers, counts: Integers) -> Tensor:
+        """[sum of counts, V] what the last tokens of rows say now."""
+        if not len(rows):
+            return torch.empty((0, self._model.vocab_size), device=self._device)
+        return self._model.predict(self._read_out(rows, counts, head=self._model.head_attends))
+
+    def _read_out(self, rows: Integers, counts: Integers, head: bool) -> Tensor:
+        """[sum of counts, D] `pooled` of the last tokens of rows, or what the head reads of them, if that attends."""
         loops = self._loops[rows]
-        order = np.lexsort((self._lengths[rows] - self._head_cached[rows, loops], loops))
-        rows, loops = rows[order], loops[order]
-        counts = self._lengths[rows] - self._head_cached[rows, loops]
-        cache = AppendingRows(self._head_cache, rows, self._head_cached[rows, loops], loops)
-        state = self._stored_states(counts, loops, self._cache_indices(rows, counts)).with_cache(cache)
-        read = self._model.head_input(state, state.lengths - 1)
-        self._head_cached[rows, loops] = self._lengths[rows]
-        return self._model.predict(_reordered(read, np.argsort(order)))
+        missing = self._lengths[rows] - self._head_cached[rows, loops] if head else counts
+        order = np.lexsort((rows, missing, loops))
+        rows, loops, missing, last = rows[order], loops[order], missing[order], counts[order]
+        if head and missing.sum() > _CHUNK:
+            for portion in _portions(missing - last):
+                some = portion > 0
+                self._run_head(rows[some], loops[some], portion[some])
+            missing = last
+        if head:
+            read = self._run_head(rows, loops, missing)
+        else:
+            indices = self._cache_indices(rows, self._lengths[rows] - missing, missing)
+            read = self._model.pooled(self._stored_states(missing, loops, indices))
+        there = np.argsort(order)
+        return _reordered(read, count_up((missing.cumsum() - last)[there], counts))
+
+    def _run_head(self, rows: Integers, loops: Integers, counts: Integers) -> Tensor:
+        """What the head, which attends, reads of the next `counts` tokens of rows, which are sorted by loop."""
+        cached = self._head_cached[rows, loops]
+        state = self._stored_states(counts, loops, self._cache_indices(rows, cached, counts))
+        read = self._model.head_input(state.with_cache(AppendingRows(self._head_cache, rows, cached, loops)))
+        self._head_cached[rows, loops] += counts
+        return read
 
     def _backfill(self, rows: Integers) -> None:
         """What the last tokens of rows, which have exited, leave to those after them."""
         if self._cache == "full":
+            if self._drafting:  # a draft is read with whatever the head knows by now of those before it
+                self._head_cached[rows, :-1] = self._lengths[rows, None]
             return
         self._finish_prefill(rows[self._prefilling[rows]])
         if self._cache == "propagate":
             decoded = rows[~self._prefilling[rows]]
             for loop in set(self._loops[decoded].tolist()):
                 exited = decoded[self._loops[decoded] == loop]
-                deeper = range(loop + 1, self._depth + 1)
-                self._kv_cache.propagate(loop, deeper, self._cache_indices(exited, np.ones_like(exited)))
+                last = self._cache_indices(exited, self._lengths[exited] - 1, np.ones_like(exited))
+                self._kv_cache.propagate(loop, range(loop + 1, self._depth + 1), last)
         self._cached[rows] = self._head_cached[rows] = self._lengths[rows, None]
 
     def _finish_prefill(self, rows: Integers) -> None:
@@ -204,12 +275,12 @@ class Decoder:
             if len(short := rows[self._cached[rows, loop] < self._lengths[rows]]):
                 self._run_loop(short, np.full(len(short), loop))
 
-    def _cache_indices(self, rows: Integers, counts: Integers) -> Tensor:
-        """Where the last `counts` tokens of rows lie in the cache."""
-        return upload(self._host_indices(rows, counts), self._device)
+    def _cache_indices(self, rows: Integers, starts: Integers, counts: Integers) -> Tensor:
+        """Where `counts` tokens of rows, from the positions `starts` on, lie in the cache."""
+        return upload(self._host_indices(rows, starts, counts), self._device)
 
-    def _host_indices(self, rows: Integers, counts: Integers) -> Integers:
-        return count_up(rows * self._kv_cache.capacity + self._lengths[rows] - counts, counts)
+    def _host_indices(self, rows: Integers, starts: Integers, counts: Integers) -> Integers:
+        return count_up(rows * self._kv_cache.capacity + starts, counts)
 
     @property
     def _extra_states(self) -> list[str]:
@@ -225,6 +296,18 @@ class Decoder:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
 
 
+def _portions(missing: Integers) -> Iterator[Integers]:
+    """So many tokens of rows, a part at a time: as many whole rows as fit in one, or a part of one."""
+    while missing.any():
+        fits = missing.cumsum() <= max(_CHUNK, len(missing))
+        counts = np.where(fits, missing, 0)
+        if not counts.any():
+            first = int(np.flatnonzero(missing)[0])
+            counts[first] = min(_CHUNK, missing[first])
+        yield counts
+        missing = missing - counts
+
+
 def _loop_slices(counts: Integers, loops: Integers) -> Iterator[tuple[int, slice]]:
     """The tokens of rows of so many tokens at each loop; the rows are sorted by loop."""
     first = 0
@@ -236,6 +319,6 @@ def _loop_slices(counts: Integers, loops: Integers) -> Iterator[tuple[int, slice
 
 def _reordered(values: Tensor, order: Integers) -> Tensor:
     """values[order], which all of them in their own order are already."""
-    if np.array_equal(order, np.arange(len(values))):
+    if len(order) == len(values) and np.array_equal(order, np.arange(len(values))):
         return values
     return values.index_select(0, upload(order, values.device))

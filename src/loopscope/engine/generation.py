@@ -1,55 +1,37 @@
 """How is text generated at adaptive depth? Prompts in, tokens out as they are ready, with the loops that each took.
 
+`lossless` text is full depth's: what a policy lets exit early is a draft, from which the text goes on, and which full
+depth looks at later, several tokens at once. The drafts' own states are where that begins, so that none of their work
+is done twice; the first that full depth would not have said takes back what follows it.
+
 Shapes: V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sized
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arguments import as_count, as_number, as_token_row, check_kind, check_list
-from loopscope.config import NonNegative, Settings
-from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
-from loopscope.engine.logit_stats import NO_ANSWER, check_answers, likeliest_classes
+from loopscope.arguments import as_count, as_token_row, check_kind, check_list
+from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder, Exits
+from loopscope.engine.draft_length import DraftLength
 from loopscope.engine.request_batch import require_vocabulary
+from loopscope.engine.sampling import Draft, Sampling, choose, draft, verify
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
 from loopscope.exits.scope import Scope
 from loopscope.models import LoopedModel
-from loopscope.models.device import accumulator, upload
+from loopscope.models.device import upload
+from loopscope.models.layout import count_up
 
 Integers = NDArray[np.int64]
-_MOST = 2**63
 MOST_ROWS = 1 << 16
 """Texts that are written at a time, where it is not known how many there are."""
-Whole = Annotated[int, msgspec.Meta(ge=0, le=_MOST - 1)]
-
-
-class Sampling(Settings, frozen=True, kw_only=True):
-    """Temperature 0 takes the likeliest token."""
-
-    temperature: NonNegative = 0.0
-    top_k: Whole = 0  # 0: of all tokens
-    top_p: float = 1.0
-    seed: Whole = 0
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            as_number(getattr(self, name), name)
-        for name in ("top_k", "seed"):
-            as_count(getattr(self, name), name, 0)
-        if not (0 <= self.temperature < math.inf and 0 <= self.top_k < _MOST and 0 <= self.seed < _MOST):
-            raise UserError("temperature, top_k and seed are numbers from 0 on, and below 2**63.")
-        if not 0 < self.top_p <= 1:
-            raise UserError("top_p is a number above 0 and up to 1.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +39,7 @@ class Prompt:
     key: Any  # comes back with every token
     tokens: Integers
     forced: Integers | None = None  # what is said next, whatever the model would say: to see what it thinks of it
+    policy: ExitPolicy | None = None  # of this prompt alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +48,11 @@ class Token:
 
     key: Any
     token: int
-    loops: int
+    loops: int  # that it took until it was said
     finish_reason: Literal["stop", "length"] | None  # why this is the last one
     logits: Tensor | None  # [V], where they were asked for
+    accepted: bool = False  # of lossless text: a draft, said after `loops` of them, that full depth confirmed
+    taken_back: int = 0  # drafts that this token stands in the place of, or that came after it
 
 
 @dataclass
@@ -77,6 +62,8 @@ class GenerationStats:
     tokens: int = 0
     loops: int = 0  # over all tokens
     token_loops: int = 0  # that were run: prompts, and what the cache needed, included
+    drafted: int = 0  # of lossless text: tokens that were said early
+    accepted: int = 0  # those that full depth says, too
     cache_bytes: int = 0
 
 
@@ -86,6 +73,8 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     loops: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    drafted: int = 0  # of lossless text: tokens that were said early
+    accepted: int = 0  # those that full depth says, too
 
 
 def stream(
@@ -98,6 +87,7 @@ def stream(
     stopping_criterion: Callable[[Any, int], bool] | None = None,
     cache: CacheMode = "full",
     sampling: Sampling | None = None,
+    lossless: bool = False,
     batch_size: int = 8,
     with_logits: bool = False,
     stats: GenerationStats | None = None,
@@ -106,11 +96,15 @@ def stream(
 
     A text ends with a token in `stop`, or when `stopping_criterion(key, token)`, which is asked of every token, says
     so. A prompt that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what
-    is drawn: a prompt has random numbers of its own.
+    is drawn: a prompt has random numbers of its own. A prompt's own policy is taken before `policy`.
+
+    With `lossless`, text is what full depth says, token for token, or, where it is drawn, with the same probabilities:
+    the policy decides which tokens are drafts, and a token comes when full depth has confirmed it.
     """
     check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
     check_kind(policy, (ExitPolicy, type(None)), "The policy", "an ExitPolicy")
     check_kind(sampling, (Sampling, type(None)), "sampling", "a Sampling")
+    check_kind(lossless, bool, "lossless", "True or False")
     check_list(prompts, "prompts", "a list of prompts")
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         as_count(value, name)
@@ -118,15 +112,14 @@ def stream(
     stop = {as_count(token, "A token that ends a text", 0) for token in check_list(stop, "stop", "a list of tokens")}
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
+    if lossless and cache != "full":
+        raise UserError(f"Lossless text needs the keys and values of every loop: the cache 'full', not '{cache}'.")
     model.require_evaluation()
     model.require("causal", "Writing text")
     model.require("kv_cache", "Writing text")
-    policy = policy or ExitPolicy("fixed", model.num_loops)
-    tied = policy.model is not None or policy.gate is not None
-    here = Scope(unit="tokens", cache=cache, precision=model.precision)
-    policy.check(model.weights_sha256 if tied else None, model.num_loops, here)
+    policies = _Policies(model, policy or ExitPolicy("fixed", model.num_loops), cache, lossless)
     sampling, stats = sampling or Sampling(), stats or GenerationStats()
-    decoder = Decoder(model, ExitState(policy, model.num_loops), batch_size, cache)
+    decoder = Decoder(model, batch_size, cache, lossless)
     waiting = enumerate(prompts)
     rows: dict[int, _Row] = {}
     while True:
@@ -135,31 +128,39 @@ def stream(
                 break
             number, prompt = following
             check_kind(prompt, Prompt, "What is continued", "a Prompt")
-            rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number)
-            decoder.prefill(row, rows[row].tokens)
+            own = policies.of(prompt)
+            rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number, model)
+            decoder.prefill(row, rows[row].tokens, own, asked=not lossless)
         if not rows:
             return
-        exits, loops, logits = decoder.step()
-        if not len(exits):
+        exits = decoder.step()
+        if not len(exits.rows):
             continue
-        require_vocabulary(model, logits)
-        logits = logits.float()
-        chosen = _choose(logits, [rows[row] for row in exits.tolist()], sampling)
-        unfinished, generated = [], []
-        for place, (row, took, token) in enumerate(zip(exits.tolist(), loops.tolist(), chosen, strict=True)):
-            finish_reason = rows[row].add(token, stop)
-            if stopping_criterion is not None and stopping_criterion(rows[row].prompt.key, token):
-                finish_reason = "stop"
-            stats.tokens, stats.loops = stats.tokens + 1, stats.loops + took
-            stats.token_loops, stats.cache_bytes = decoder.token_loops, decoder.cache_bytes
-            yield Token(rows[row].prompt.key, token, took, finish_reason, logits[place] if with_logits else None)
-            if finish_reason is None:
-                unfinished.append(row)
-                generated.append(token)
+        require_vocabulary(model, exits.logits)
+        exits = exits._replace(logits=exits.logits.float())
+        said = _confirmed(model, decoder, rows, exits, stop, sampling) if lossless else _said(rows, exits, sampling)
+        unfinished = []
+        for row, tokens, loops, first, drafted in said:
+            for place, token in enumerate(tokens):
+                finish_reason = rows[row].add(token, stop)
+                if stopping_criterion is not None and stopping_criterion(rows[row].prompt.key, token):
+                    finish_reason = "stop"
+                last = finish_reason is not None or place + 1 == len(tokens)
+                taken_back = drafted - min(place + 1, len(tokens) - 1) if last else 0
+                stats.tokens, stats.loops = stats.tokens + 1, stats.loops + loops[place]
+                stats.accepted += (stood := place + 1 < len(tokens))
+                stats.drafted += stood + taken_back
+                stats.token_loops, stats.cache_bytes = decoder.token_loops, decoder.cache_bytes
+                logits = exits.logits[first + place] if with_logits else None
+                yield Token(rows[row].prompt.key, token, loops[place], finish_reason, logits, stood, taken_back)
+                if finish_reason is not None:
+                    del rows[row]
+                    break
             else:
-                del rows[row]
+                unfinished.append((row, tokens[-1]))
         if unfinished:
-            decoder.append(unfinished, generated)
+            asked = [not lossless or rows[row].may_draft for row, _ in unfinished]
+            decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], asked)
 
 
 def generate(
@@ -169,29 +170,153 @@ def generate(
     given = list(check_list(prompts, "prompts", "a list of prompts"))
     for prompt in given:
         check_kind(prompt, Prompt, "What is continued", "a Prompt")
-    numbered = [Prompt(number, prompt.tokens, prompt.forced) for number, prompt in enumerate(given)]
+    numbered = [replace(prompt, key=number) for number, prompt in enumerate(given)]
     texts = [Completion(prompt.key) for prompt in given]
     for token in stream(model, numbered, policy, **options):
         text = texts[token.key]
         text.tokens.append(token.token)
         text.loops.append(token.loops)
         text.finish_reason = token.finish_reason or ""
+        text.drafted += token.accepted + token.taken_back
+        text.accepted += token.accepted
     return texts
+
+
+class _Policies:
+    """Those that texts are written with here; each is checked before it decides anything."""
+
+    def __init__(self, model: LoopedModel, usual: ExitPolicy, cache: CacheMode, lossless: bool) -> None:
+        self._model, self._usual, self._lossless = model, usual, lossless
+        self._here = Scope(unit="tokens", cache=cache, precision=model.precision)
+        self._checked: list[ExitPolicy] = []
+        self._check(usual)
+
+    def of(self, prompt: Prompt) -> ExitPolicy:
+        check_kind(prompt.policy, (ExitPolicy, type(None)), "The policy of a prompt", "an ExitPolicy")
+        policy = prompt.policy or self._usual
+        if self._lossless and prompt.forced is not None:
+            raise UserError("What is forced after a prompt is no draft; leave out `forced`, or do without lossless.")
+        if self._lossless and policy.readout == "fixed" and policy.threshold == self._model.num_loops:
+            raise UserError(
+                "Lossless text needs a policy that lets tokens exit early, since those are its drafts; full depth "
+                "drafts nothing. Give a policy, a readout with its threshold, or fewer loops."
+            )
+        if not any(policy is each for each in self._checked):
+            self._check(policy)
+        return policy
+
+    def _check(self, policy: ExitPolicy) -> None:
+        tied = policy.model is not None or policy.gate is not None
+        policy.check(self._model.weights_sha256 if tied else None, self._model.num_loops, self._here)
+        ExitState(policy, self._model.num_loops)  # refuses what can only be replayed
+        self._checked.append(policy)
 
 
 class _Row:
     """A prompt that is being continued."""
 
-    def __init__(self, prompt: Prompt, token_budget: int, sampling: Sampling, number: int) -> None:
+    def __init__(self, prompt: Prompt, token_budget: int, sampling: Sampling, number: int, model: LoopedModel) -> None:
         self.prompt, self.token_budget, self.generated = prompt, token_budget, 0
         self.tokens = np.asarray(prompt.tokens, dtype=np.int64)
         self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
+        self.drafts: list[Draft] = []  # after what full depth has confirmed
+        self._model = model
+
+    @cached_property
+    def draft_length(self) -> DraftLength:
+        return DraftLength(self._model)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether the next token may be said early: not the last one that there is room for."""
+        drafted = len(self.drafts) + 1
+        return drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
 
     def add(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
         self.generated += 1
         if token in stop and self.prompt.forced is None:
             return "stop"
         return "length" if self.generated == self.token_budget else None
+
+
+class _Said(NamedTuple):
+    """What a row has to say at once: drafts that stand, and one token after them."""
+
+    row: int
+    tokens: list[int]
+    loops: list[int]
+    first: int  # of its logits
+    drafted: int = 0  # since it last said something
+
+
+def _said(rows: dict[int, _Row], exits: Exits, sampling: Sampling) -> list[_Said]:
+    """One token of every row that exits."""
+    chosen = choose(exits.logits, [rows[row].draws for row in exits.rows.tolist()], sampling)
+    found = []
+    for place, (row, loops, token) in enumerate(zip(exits.rows.tolist(), exits.loops.tolist(), chosen, strict=True)):
+        forced = rows[row].prompt.forced
+        found.append(_Said(row, [token if forced is None else int(forced[rows[row].generated])], [loops], place))
+    return found
+
+
+def _confirmed(
+    model: LoopedModel, decoder: Decoder, rows: dict[int, _Row], exits: Exits, stop: Collection[int], sampling: Sampling
+) -> list[_Said]:
+    """Rows that exit early go on from their draft; what full depth confirms of the others."""
+    starts = exits.counts.cumsum() - exits.counts
+    deep = exits.loops == model.num_loops
+    _draft(decoder, rows, exits, np.flatnonzero(~deep), starts, stop, sampling)
+    if not deep.any():
+        return []
+    done = [rows[row] for row in exits.rows[deep].tolist()]
+    there = upload(count_up(starts[deep], exits.counts[deep]), exits.logits.device)
+    logits = exits.logits if deep.all() else exits.logits.index_select(0, there)
+    outcomes = verify(logits, [row.drafts for row in done], [row.draws for row in done], sampling)
+    found = []
+    for own, row, first, (stood, token) in zip(
+        done, exits.rows[deep].tolist(), starts[deep].tolist(), outcomes, strict=True
+    ):
+        kept, drafted = own.drafts[:stood], len(own.drafts)
+        own.draft_length.update(own.drafts, stood)
+        if stood < drafted:
+            decoder.take_back(row, len(own.tokens) + own.generated + stood)
+        found.append(
+            _Said(
+                row,
+                [*(each.token for each in kept), token],
+                [*(each.loops for each in kept), model.num_loops],
+                first,
+                drafted,
+            )
+        )
+        own.drafts = []
+    return found
+
+
+def _draft(
+    decoder: Decoder,
+    rows: dict[int, _Row],
+    exits: Exits,
+    early: Integers,
+    starts: Integers,
+    stop: Collection[int],
+    sampling: Sampling,
+) -> None:
+    """Rows that exit early go on from what they say; where that would end the text, full depth is asked at once."""
+    if not len(early):
+        return
+    index, loops = exits.rows[early].tolist(), exits.loops[early].tolist()
+    logits = exits.logits.index_select(0, upload(starts[early], exits.logits.device))
+    drafts = draft(logits, loops, [rows[row].draws for row in index], sampling)
+    going_on = []
+    for row, each in zip(index, drafts, strict=True):
+        if each.token in stop:
+            decoder.deepen([row])
+            continue
+        rows[row].drafts.append(each)
+        going_on.append((row, each.token, rows[row].may_draft))
+    if going_on:
+        decoder.append(*zip(*going_on, strict=True))
 
 
 def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
@@ -206,25 +331,3 @@ def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
         return len(prompt.forced)
     model.check_length(len(given[0]) + 1)
     return min(most, model.block_size - len(given[0]))
-
-
-def _choose(logits: Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
-    """The next token of every row, from its logits [n, V]."""
-    if sampling.temperature == 0:
-        picked = likeliest_classes(logits)
-    else:
-        ordered, tokens = (logits.to(accumulator(logits.device)) / sampling.temperature).sort(
-            dim=-1, descending=True, stable=True
-        )
-        shares = ordered.softmax(-1)
-        if sampling.top_k:
-            shares[:, sampling.top_k :] = 0
-        shares.masked_fill_(shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True), 0.0)
-        drawn = upload(torch.tensor([row.draws.random() for row in rows], dtype=shares.dtype), logits.device)
-        reached = shares.cumsum(-1) > (drawn * shares.sum(-1))[:, None]
-        picked = tokens.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
-        largest = logits.gather(1, tokens[:, :1])[:, 0]  # or a NaN, which is sorted to the front
-        picked = picked.masked_fill(~largest.isfinite(), NO_ANSWER)
-    chosen = check_answers(picked.cpu().numpy()).tolist()
-    forced = (None if row.prompt.forced is None else int(row.prompt.forced[row.generated]) for row in rows)
-    return [token if other is None else other for token, other in zip(chosen, forced, strict=True)]

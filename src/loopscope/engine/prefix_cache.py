@@ -15,7 +15,7 @@ class Prefix:
     """What several requests begin with: it keeps its keys and values of every loop that was asked for."""
 
     def __init__(self, model: LoopedModel, tokens: NDArray[np.int64], device: torch.device) -> None:
-        self.kv_cache, self._loop, self._model = KVCache(1, len(tokens)), 0, model
+        self.kv_cache, self._loop, self._model = KVCache(1, len(tokens), most_loops=model.num_loops), 0, model
         layout = Layout.from_host(np.array([len(tokens)]), device, cache=self._appending(0))
         self._state = model.begin_packed(upload(tokens, device), layout)
 

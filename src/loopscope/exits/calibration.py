@@ -25,16 +25,17 @@ from loopscope.arguments import as_count, check_kind
 from loopscope.errors import UserError
 from loopscope.exits.calibration_exits import CalibrationExits
 from loopscope.exits.fitted import Fitted, attach, by_readout, check_gates
-from loopscope.exits.guarantee import Evidence, Guarantee
-from loopscope.exits.losses import RiskGroup, losses, lost_at, population, risk_groups, summarise_data, unit_count
+from loopscope.exits.guarantee import Bound, Evidence, Guarantee
+from loopscope.exits.losses import RiskGroup, lost_at, population, risk_groups, summarise_data, unit_count
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.readouts import readout_definition
 from loopscope.exits.refusals import NotProven, not_safe, set_aside, too_few
-from loopscope.exits.risk_control import conformal, count_leading, fixed_sequence, max_losses, min_units, p_values
+from loopscope.exits.risk_control import count_leading, max_losses, min_units
 from loopscope.exits.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.exits.scope import scope_of
 from loopscope.exits.splits import check_same_model, check_split
-from loopscope.exits.sweep import Curve, crossings
+from loopscope.exits.sweep import Curve
+from loopscope.exits.threshold_walk import Proof, Walk, walk_thresholds
 from loopscope.exits.thresholds import available_readouts, gap_grid
 from loopscope.trajectory import Trajectory
 
@@ -51,6 +52,7 @@ def calibrate(
     grid: Trajectory | None = None,
     gates: Mapping[str, Fitted] | None = None,
     seed: int = 0,
+    bound: Bound = "betting",
     **options: Unpack[RiskOptions],
 ) -> ExitPolicy:
     """A policy whose risk is at most `max_drop`, with probability `confidence` over the draw of the recording.
@@ -58,9 +60,10 @@ def calibrate(
     gap: the early answer is wrong and the one at full depth right. disagreement: they differ, which needs no labels.
     The thresholds come from `grid` (another recording of the model), or from a fifth of the recording, not tested then.
     With `unseen` the promise is for inputs that training did not have, with `distinct` every input counts once: copies
-    are no evidence about inputs that are new.
+    are no evidence about inputs that are new. `bound` is how the losses of sequences are tested: by bets, or by
+    Hoeffding-Bentkus, which sees their mean only.
     """
-    return certify(recording, RiskTarget(max_drop=max_drop, confidence=confidence, **options), grid, gates, seed)
+    return certify(recording, RiskTarget(max_drop=max_drop, confidence=confidence, **options), grid, gates, seed, bound)
 
 
 def conformal_risk_control(
@@ -86,33 +89,33 @@ def certify(
     grid: Trajectory | None = None,
     gates: Mapping[str, Fitted] | None = None,
     seed: int = 0,
+    bound: Bound = "betting",
 ) -> ExitPolicy:
     """The policy that keeps the promise which is asked for, or `NotProven`."""
     check_kind(target, RiskTarget, "The promise that is asked for", "a RiskTarget")
-    as_count(seed, "seed", 0)
+    proof = Proof(bound, as_count(seed, "seed", 0))
     gates = {} if gates is None else gates
     check_gates(gates)
     named = by_readout(gates)
     _check(recording, grid, gates)
     counted = population(recording, target.unseen, target.distinct)
-    if grid is None and unit_count(counted) < 2:
-        raise too_few(0, None, counted, target, split=True)
-    proposing, tested = _split(counted, seed) if grid is None else (grid, counted)
-    _check_size(counted, tested, target, split=grid is None)
+    if grid is None:
+        proposing, tested = split_rows(counted, target, seed)
+    else:
+        _check_size(counted, counted, target, split=False)
+        proposing, tested = grid, counted
     proposing, tested = attach(proposing, gates), attach(tested, gates)
-    candidates = [target.readout]
-    if target.readout == AUTO:
-        candidates = [name for name in available_readouts(proposing, tested) if name != "oracle"]
+    candidates = candidate_readouts(target, proposing, tested)
     walks = _finalists(candidates, proposing, tested, target)
     level = None if target.delta is None else target.delta / len(walks)
-    ends = [(walk, walk.proven(target.max_drop, level)) for walk in walks]
+    ends = [(walk, walk.proven(target.max_drop, level, proof)) for walk in walks]
     walk, passed = min(ends, key=lambda end: end[0].fewest_loops(end[1]))
     if walk.fewest_loops(passed) > tested.num_loops - _ROUNDING:
-        raise _refusal(walks[0], counted, target, split=grid is None)
+        raise _refusal(walks[0], counted, target, proof, split=grid is None)
     place = int(walk.loops[:passed].argmin())
     policy = ExitPolicy(walk.readout, float(walk.thresholds[place]), named.get(walk.readout))
     lists = {"candidates": candidates, "finalists": [each.readout for each in walks]}
-    guarantee = _guarantee(policy, walk, place, passed, level, target, lists, recording, proposing)
+    guarantee = _guarantee(policy, walk, place, passed, level, target, proof, lists, recording, proposing)
     weights = recording.provenance.get("weights_sha256")
     definition = readout_definition(policy.readout)
     return replace(
@@ -123,6 +126,12 @@ def certify(
         definition_sha256=definition,
         calibration_exits=_calibration_exits(policy, tested),
     )
+
+
+def candidate_readouts(target: RiskTarget, *recordings: Trajectory) -> list[str]:
+    if target.readout != AUTO:
+        return [target.readout]
+    return [name for name in available_readouts(*recordings) if name != "oracle"]
 
 
 def _calibration_exits(policy: ExitPolicy, tested: Trajectory) -> CalibrationExits:
@@ -147,12 +156,22 @@ def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, F
             )
 
 
-def _split(counted: Trajectory, seed: int) -> tuple[Trajectory, Trajectory]:
-    """A fifth of the units, drawn at random, for the grid; and the others."""
+def proposing_rows(counted: Trajectory, seed: int) -> NDArray[np.bool_]:
+    """[N] whether an example is of the fifth of the units, drawn at random, that gives the grid."""
     (all_units,) = risk_groups(counted, per_difficulty=False)
     proposing = np.zeros(all_units.units, dtype=bool)
     proposing[np.random.default_rng(seed).permutation(all_units.units)[: set_aside(all_units.units)]] = True
-    return counted.take(proposing[all_units.unit]), counted.take(~proposing[all_units.unit])
+    return np.asarray(proposing[all_units.unit])
+
+
+def split_rows(recording: Trajectory, target: RiskTarget, seed: int) -> tuple[Trajectory, Trajectory]:
+    """Those that propose, and those that test; too few of them are refused."""
+    if unit_count(recording) < 2:
+        raise too_few(0, None, recording, target, split=True)
+    proposing = proposing_rows(recording, seed)
+    tested = recording.take(~proposing)
+    _check_size(recording, tested, target, split=True)
+    return recording.take(proposing), tested
 
 
 def _check_size(counted: Trajectory, tested: Trajectory, target: RiskTarget, split: bool) -> None:
@@ -165,100 +184,39 @@ def _check_size(counted: Trajectory, tested: Trajectory, target: RiskTarget, spl
         raise too_few(units[smallest], smallest, counted, target, split)
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """A readout's thresholds on some examples, in the order in which they are tested."""
-
-    readout: str
-    trajectory: Trajectory
-    risk_groups: list[RiskGroup]
-    thresholds: Curve  # [G]
-    loss: Curve  # [groups, G] summed over units
-    loops: Curve  # [G] averaged over units
-
-    @property
-    def units(self) -> Curve:
-        """[groups, 1]"""
-        return np.array([[group.units] for group in self.risk_groups], dtype=np.float64)
-
-    def fewest_loops(self, passed: int) -> float:
-        """Of these first thresholds."""
-        return float(self.loops[:passed].min(initial=self.trajectory.num_loops))
-
-    def proven(self, alpha: float, level: float | None) -> int:
-        """How many thresholds, from the first on, keep the promise in every group; without a level, on average."""
-        if level is None:
-            pairs = zip(self.risk_groups, self.loss, strict=True)
-            return min(conformal(loss, group.units, alpha) for group, loss in pairs)
-        return fixed_sequence(self.p_values(alpha).max(axis=0), level)
-
-    def p_values(self, alpha: float) -> Curve:
-        """[groups, G]"""
-        pairs = zip(self.risk_groups, self.loss, strict=True)
-        return np.stack([p_values(loss, group.units, alpha, group.binary) for group, loss in pairs])
-
-    def worst(self, allowed: float | Curve) -> Curve:
-        """[G] the loss of the group that is worst off, by what is allowed to it, [groups, 1] or one number."""
-        return np.asarray((self.loss / self.units / allowed).max(axis=0))
-
-
-def _walk(
-    readout: str, thresholds: Curve, trajectory: Trajectory, target: RiskTarget, order: NDArray[np.int64] | None = None
-) -> _Walk:
-    """Along thresholds that come laxest first: in this order, or from the strictest on."""
-    crossed, size = crossings(readout, thresholds, trajectory), len(thresholds)
-    order = np.arange(size)[::-1] if order is None else order
-    lost = losses(target.loss, trajectory)
-    if target.in_expectation:
-        lost = _never_falling(lost, crossed, size)
-    depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
-    parts = risk_groups(trajectory, target.per_difficulty)
-    (all_units,) = risk_groups(trajectory, per_difficulty=False)
-    loss = np.stack([group.totals(crossed, lost, size)[order] for group in parts])
-    loops = all_units.totals(crossed, depth, size)[order] / all_units.units
-    return _Walk(readout, trajectory, parts, thresholds[order], loss, loops)
-
-
-def _never_falling(lost: NDArray[np.bool_], crossed: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    """[N, T] the losses as they count for conformal risk control: whatever a stricter threshold has lost stays lost.
-
-    Towards laxer thresholds an example exits at ever earlier loops, and only at those where some threshold stops it.
-    """
-    edges = np.zeros((len(lost), 1), dtype=np.int64)
-    stopped = np.diff(np.concatenate((edges, crossed, edges + size), axis=1), axis=1) > 0
-    return np.logical_or.accumulate((lost & stopped)[:, ::-1], axis=1)[:, ::-1]
-
-
-def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list[_Walk]:
+def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list[Walk]:
     """The walks, on the tested data, of the readouts that take the fewest loops as far as the proposing data can tell.
 
     Of many candidates two are tested, at half of delta each; one, where the promise is on average (a choice by the
     tested data would bias it) or the data are too few for more.
     """
-    parts = risk_groups(tested, target.per_difficulty)
-    rooms = {group.difficulty: _room(group, target) for group in parts}
-    proposals = {name: _propose(name, proposing, rooms, target) for name in candidates}
-    delta = target.delta
+    parts, delta = risk_groups(tested, target.per_difficulty), target.delta
     halved = delta is not None and all(max_losses(part.units, target.max_drop, delta / 2) >= 0 for part in parts)
-    best = sorted(proposals.values(), key=lambda each: each.loops)[: 2 if halved else 1]
-    return [_walk(each.readout, each.thresholds, tested, target, each.order) for each in best]
+    best = proposals(candidates, proposing, tested, target)[: 2 if halved else 1]
+    return [walk_thresholds(each.readout, each.thresholds, tested, target, each.order) for each in best]
+
+
+def proposals(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list["Proposal"]:
+    """The thresholds of these readouts; first comes the one that takes the fewest loops on the proposing data."""
+    rooms = {group.difficulty: _room(group, target) for group in risk_groups(tested, target.per_difficulty)}
+    return sorted((_propose(name, proposing, rooms, target) for name in candidates), key=lambda each: each.loops)
 
 
 @dataclass(frozen=True)
-class _Proposal:
+class Proposal:
     readout: str
     thresholds: Curve  # laxest first
     order: NDArray[np.int64] | None
     loops: float  # where the walk ends if the tested data have the rates of the proposing data
 
 
-def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], target: RiskTarget) -> _Proposal:
+def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], target: RiskTarget) -> Proposal:
     thresholds = gap_grid(readout, proposing)
-    walk = _walk(readout, thresholds, proposing, target)
+    walk = walk_thresholds(readout, thresholds, proposing, target)
     loss = walk.worst(np.array([[rooms.get(group.difficulty, 1.0)] for group in walk.risk_groups]))
     loops = float(walk.loops[loss <= 1].min(initial=proposing.num_loops))
     safest_first = len(thresholds) - 1 - np.argsort(loss, kind="stable")  # conformal risk control must walk laxer
-    return _Proposal(readout, thresholds, None if target.delta is None else safest_first, loops)
+    return Proposal(readout, thresholds, None if target.delta is None else safest_first, loops)
 
 
 def _room(group: RiskGroup, target: RiskTarget) -> float:
@@ -268,11 +226,12 @@ def _room(group: RiskGroup, target: RiskTarget) -> float:
 
 def _guarantee(
     policy: ExitPolicy,
-    walk: _Walk,
+    walk: Walk,
     place: int,
     passed: int,
     level: float | None,
     target: RiskTarget,
+    proof: Proof,
     lists: dict[str, list[str]],
     recording: Trajectory,
     proposing: Trajectory,
@@ -280,12 +239,15 @@ def _guarantee(
     tested = walk.trajectory
     loops = policy.exit_loops(tested)
     lost = lost_at(target.loss, tested, loops)
-    p = [None] * len(walk.risk_groups) if level is None else walk.p_values(target.max_drop)[:, place].tolist()
+    p: list[float | None] = [None] * len(walk.risk_groups)
+    if level is not None:
+        p = walk.p_values(target.max_drop, level, proof, slice(place, place + 1))[:, 0].tolist()
+    bound = None if level is None or all(group.binary for group in walk.risk_groups) else proof.bound
     (all_units,) = risk_groups(tested, per_difficulty=False)
     depths = all_units.means(loops)
     average, half = min(float(depths.mean()), float(tested.num_loops)), _NORMAL_95 * float(sem(depths))
     return Guarantee(
-        sentence=target.sentence(tested),
+        sentence=target.sentence(tested.sequences is not None, scope_of(recording)),
         loss=target.loss,
         max_drop=target.max_drop,
         confidence=None if target.in_expectation else target.confidence,
@@ -308,13 +270,16 @@ def _guarantee(
         average_loops=average,
         average_loops_interval=(max(1.0, average - half), min(float(tested.num_loops), average + half)),
         average_loops_at_limit=float(walk.loops[walk.worst(target.max_drop) <= 1].min(initial=average)),
+        bound=bound,
+        order_seed=proof.seed if bound == "betting" else None,
     )
 
 
-def _refusal(walk: _Walk, counted: Trajectory, target: RiskTarget, split: bool) -> NotProven:
+def _refusal(walk: Walk, counted: Trajectory, target: RiskTarget, proof: Proof, split: bool) -> NotProven:
     first = count_leading(walk.loops > walk.trajectory.num_loops - _ROUNDING)
     if first == len(walk.thresholds):
         return NotProven(f"No threshold of '{walk.readout}' lets an example exit early; try another readout.", None)
     rates = (walk.loss / walk.units)[:, first]
     worst = int(rates.argmax())
-    return not_safe(walk.readout, walk.risk_groups[worst], float(rates[worst]), counted, target, split)
+    spread = walk.variance(worst, first) if proof.bound == "betting" else None
+    return not_safe(walk.readout, walk.risk_groups[worst], float(rates[worst]), spread, counted, target, split)

@@ -7,6 +7,9 @@ import msgspec
 from loopscope.config import Settings
 
 Loss = Literal["gap", "disagreement"]
+Bound = Literal["betting", "hoeffding_bentkus"]
+BOUNDS: tuple[Bound, ...] = ("betting", "hoeffding_bentkus")
+"""With which the losses of sequences are tested."""
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
@@ -30,7 +33,7 @@ class Evidence(Settings, frozen=True, kw_only=True):
     p_value: float | None  # of "the risk is above the limit"; None for a promise in expectation
 
 
-class Guarantee(Settings, frozen=True, kw_only=True):
+class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     sentence: str
     loss: Loss
     max_drop: Share  # the risk that is allowed
@@ -52,3 +55,5 @@ class Guarantee(Settings, frozen=True, kw_only=True):
     average_loops: float  # what to expect
     average_loops_interval: tuple[float, float]  # 95 %, over examples
     average_loops_at_limit: float  # of the laxest threshold whose observed loss is within the limit: the price
+    bound: Bound | None = None  # of sequences; examples, which are lost or not, have the exact binomial test
+    order_seed: int | None = None  # with which the order was drawn in which sequences were bet on

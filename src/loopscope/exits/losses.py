@@ -3,9 +3,11 @@
 Shapes: N examples, T loops, n examples of a group.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +19,21 @@ from loopscope.trajectory import Trajectory
 
 Values = NDArray[np.float64]
 
+_UNITS = 1 << 12
+"""Whose losses at every threshold are looked at together."""
 _LEVELS = 50
 """Difficulties of more levels than this have no mix that could be listed."""
+
+
+class Counted(Protocol):
+    """What is counted: examples, or the sequences that they belong to, perhaps of several difficulties."""
+
+    @property
+    def num_examples(self) -> int: ...
+    @property
+    def sequences(self) -> NDArray[Any] | None: ...
+    @property
+    def difficulty(self) -> NDArray[Any] | None: ...
 
 
 @dataclass(frozen=True)
@@ -47,12 +62,37 @@ class RiskGroup:
         """[G] the sum over units of what the examples [N, T] are worth where each threshold stops them; see `sweep`."""
         return totals(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
 
+    def unit_losses(
+        self,
+        crossed: NDArray[np.int64],
+        lost: NDArray[np.bool_],
+        size: int,
+        columns: NDArray[np.int64],
+        order: NDArray[np.int64],
+    ) -> Iterator[Values]:
+        """[b, G] what some units after the other, in this order, lose where each of these thresholds stops them."""
+        place = np.empty_like(order)
+        place[order] = np.arange(self.units)
+        place = place[self.unit]
+        rows = np.argsort(place, kind="stable")
+        ends = np.searchsorted(place[rows], np.arange(0, self.units + _UNITS, _UNITS))
+        for number, (first, last) in enumerate(pairwise(ends.tolist())):
+            chosen, begin = rows[first:last], number * _UNITS
+            count = min(_UNITS, self.units - begin)
+            worth = lost[self.rows[chosen]] * self.weights[chosen, None]
+            unit, crossing = place[chosen] - begin, crossed[self.rows[chosen]]
+            steps = np.bincount(
+                (unit[:, None] * (size + 1) + crossing).ravel(), np.diff(worth, axis=1).ravel(), count * (size + 1)
+            ).reshape(count, size + 1)
+            at_first = np.bincount(unit, worth[:, 0], count)
+            yield np.clip(at_first[:, None] + steps.cumsum(axis=1)[:, columns], 0.0, 1.0)
+
     def mean(self, values: NDArray[Any]) -> float:
         """The average of that over units."""
         return float(self.means(values).mean())
 
 
-def risk_groups(trajectory: Trajectory, per_difficulty: bool) -> list[RiskGroup]:
+def risk_groups(trajectory: Counted, per_difficulty: bool) -> list[RiskGroup]:
     if not per_difficulty:
         return [_group(trajectory, None, np.arange(trajectory.num_examples))]
     if trajectory.difficulty is None:
@@ -61,7 +101,7 @@ def risk_groups(trajectory: Trajectory, per_difficulty: bool) -> list[RiskGroup]
     return [_group(trajectory, float(level), np.flatnonzero(trajectory.difficulty == level)) for level in levels]
 
 
-def _group(trajectory: Trajectory, difficulty: float | None, rows: NDArray[np.int64]) -> RiskGroup:
+def _group(trajectory: Counted, difficulty: float | None, rows: NDArray[np.int64]) -> RiskGroup:
     if trajectory.sequences is None:
         return RiskGroup(difficulty, rows, np.arange(len(rows)), len(rows))
     numbers, unit = np.unique(trajectory.sequences[rows], return_inverse=True)
@@ -87,21 +127,25 @@ def population(trajectory: Trajectory, unseen: bool, distinct: bool) -> Trajecto
     return trajectory.distinct() if distinct else trajectory
 
 
+def difficulty_counts(trajectory: Counted) -> dict[str, int] | None:
+    """How many examples there are of each difficulty; None without difficulties, or with very many."""
+    if trajectory.difficulty is None:
+        return None
+    found = zip(*np.unique(trajectory.difficulty, return_counts=True), strict=True)
+    levels = {repr(float(level)).removesuffix(".0"): int(count) for level, count in found}
+    return levels if len(levels) <= _LEVELS else None
+
+
 def summarise_data(trajectory: Trajectory) -> DataSummary:
-    levels = None
-    if trajectory.difficulty is not None:
-        found = zip(*np.unique(trajectory.difficulty, return_counts=True), strict=True)
-        levels = {repr(float(level)).removesuffix(".0"): int(count) for level, count in found}
-        levels = levels if len(levels) <= _LEVELS else None
     return DataSummary(
         sha256=trajectory.sha256,
         split=trajectory.split,
         examples=trajectory.num_examples,
         sequences=None if trajectory.sequences is None else unit_count(trajectory),
         seen=None if trajectory.seen is None else int(trajectory.seen.sum()),
-        difficulty=levels,
+        difficulty=difficulty_counts(trajectory),
     )
 
 
-def unit_count(trajectory: Trajectory) -> int:
+def unit_count(trajectory: Counted) -> int:
     return risk_groups(trajectory, per_difficulty=False)[0].units

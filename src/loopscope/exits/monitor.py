@@ -26,8 +26,10 @@ from loopscope.errors import UserError
 from loopscope.exits.betting import MEAN_BETS, RANK_BETS, MeanBets, RankBets, Wealth, start
 from loopscope.exits.calibration_exits import CalibrationExits
 from loopscope.exits.guarantee import Guarantee, Share
-from loopscope.exits.losses import lost_at, population, risk_groups
+from loopscope.exits.live_runs import LiveRuns, Recorded
+from loopscope.exits.losses import risk_groups
 from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.recorded import outcome_of, promised_part
 from loopscope.exits.splits import check_held_out
 from loopscope.trajectory import Trajectory
 from loopscope.writing import write_json
@@ -131,9 +133,12 @@ class Monitor:
                 self._see_loss(loss)
         return self.result
 
-    def replay(self, recording: Trajectory, audit: float | None = None) -> MonitorResult:
-        """A recording as the stream, in its order, of which a share is audited, by lot: all, where risk is watched."""
-        check_kind(recording, Trajectory, "The stream", "a recording")
+    def replay(self, recording: Recorded, audit: float | None = None) -> MonitorResult:
+        """A recording, or a live run, as the stream, in its order, of which a share is audited, by lot.
+
+        That is all, where risk is watched.
+        """
+        check_kind(recording, (Trajectory, LiveRuns), "The stream", "a recording")
         share = as_number(float(self.watches_risk) if audit is None else audit, "The share that is audited")
         if not 0 <= share <= 1:
             raise UserError(f"The share that is audited lies between 0 and 1, got {share}.")
@@ -145,16 +150,16 @@ class Monitor:
                 "The promise is about right answers, and this recording has no labels to audit; watch its exits alone "
                 "(--audit 0), or calibrate with the loss 'disagreement', which needs none."
             )
-        recording = population(recording, self.guarantee.unseen, self.guarantee.distinct)
-        loops = self.policy.exit_loops(recording)
+        recording = promised_part(self.guarantee, recording)
+        outcome = outcome_of(self.policy, recording)
         (units,) = risk_groups(recording, per_difficulty=False)
         order = np.arange(units.units)
         if recording.sequences is not None:
             order = np.argsort(np.unique(recording.sequences, return_index=True)[1])  # as they come
-        depths = units.means(loops)[order]
+        depths = units.means(outcome.loops)[order]
         if not share:
             return self.update(depths)
-        lost = units.means(lost_at(self.guarantee.loss, recording, loops))[order]
+        lost = units.means(outcome.lost(self.guarantee.loss))[order]
         audited = self._lots(_LOTS_FOR_AUDITS).random(units.units) < share
         return self.update(depths, np.where(audited, lost, np.nan))
 

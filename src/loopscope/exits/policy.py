@@ -50,7 +50,7 @@ class GateFile(Settings, frozen=True, kw_only=True):
 class PolicyFile(Settings, frozen=True, kw_only=True):
     """What the file of a policy says."""
 
-    schema_version: Literal[6] = 6
+    schema_version: Literal[7] = 7
     readout: str
     threshold: float | None = None
     definition_sha256: str | None = None  # of a readout of the user's, as it was
@@ -66,15 +66,15 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Older files know no stoppers, then no exit counts, then no scope; the oldest call a guarantee a promise.
+        """Older files know no bounds, no stoppers, no exit counts or no scope; the oldest call a guarantee a promise.
 
         What sealed them is checked before.
         """
         values = read_json(dict[str, Any], path, "policy")
-        older = values.get("schema_version") in (1, 2, 3, 4, 5)
+        older = values.get("schema_version") in (1, 2, 3, 4, 5, 6)
         if older:
             sealed = values.get("digest") == digest({**values, "digest": ""})
-            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 6}
+            values |= {"guarantee": values.pop("promise", values.get("guarantee")), "schema_version": 7}
         file = build(cls, values, str(path))
         if file.guarantee is not None and not (sealed if older else file.digest == file.seal()):
             raise UserError(

@@ -4,10 +4,9 @@ from itertools import count
 from math import ceil
 
 from loopscope.errors import UserError
-from loopscope.exits.losses import RiskGroup, risk_groups, unit_count
-from loopscope.exits.risk_control import min_units
+from loopscope.exits.losses import Counted, RiskGroup, risk_groups, unit_count
+from loopscope.exits.risk_control import min_units, min_units_by_bets
 from loopscope.exits.risk_target import AUTO, RiskTarget
-from loopscope.trajectory import Trajectory
 
 GRID_SHARE = 0.2
 
@@ -20,7 +19,7 @@ class NotProven(UserError):  # noqa: N818 - a refusal, not a mistake
         self.needed = needed
 
 
-def too_few(tested: int, difficulty: float | None, counted: Trajectory, target: RiskTarget, split: bool) -> NotProven:
+def too_few(tested: int, difficulty: float | None, counted: Counted, target: RiskTarget, split: bool) -> NotProven:
     """Even without any loss so many tested units would be too few; `split`: a part of the recording is not tested."""
     needed = min_units(target.max_drop, target.delta)
     assert needed is not None
@@ -33,11 +32,17 @@ def too_few(tested: int, difficulty: float | None, counted: Trajectory, target: 
 
 
 def not_safe(
-    readout: str, group: RiskGroup, rate: float, counted: Trajectory, target: RiskTarget, split: bool
+    readout: str, group: RiskGroup, rate: float, spread: float | None, counted: Counted, target: RiskTarget, split: bool
 ) -> NotProven:
-    """Not even the safest threshold that lets anybody exit early is proven; this group loses the most by it."""
+    """Not even the safest threshold that lets anybody exit early is proven; this group loses the most by it.
+
+    `spread` is the variance of the losses of its units, where bets on them were the test.
+    """
     level = None if target.delta is None else target.delta / (2 if target.readout == AUTO else 1)
-    needed = min_units(target.max_drop, level, rate, group.binary)
+    if level is not None and spread is not None and not group.binary:
+        needed = min_units_by_bets(target.max_drop, level, rate, spread)
+    else:
+        needed = min_units(target.max_drop, level, rate, group.binary)
     observed = (
         f"Even the safest threshold of '{readout}' that lets anybody exit early loses {100 * rate:.2f} % of the "
         f"{group.units:,} tested {_what(group.difficulty, counted)}"
@@ -54,7 +59,7 @@ def not_safe(
     )
 
 
-def _what(difficulty: float | None, counted: Trajectory) -> str:
+def _what(difficulty: float | None, counted: Counted) -> str:
     units = "examples" if counted.sequences is None else "sequences"
     return units if difficulty is None else f"{units} of difficulty {difficulty:g}"
 
@@ -63,7 +68,7 @@ def _population(target: RiskTarget) -> str:
     return " that training did not have" * target.unseen + ", each input once" * target.distinct
 
 
-def _to_record(needed: int, difficulty: float | None, counted: Trajectory, target: RiskTarget, split: bool) -> int:
+def _to_record(needed: int, difficulty: float | None, counted: Counted, target: RiskTarget, split: bool) -> int:
     """How many must be recorded to have so many tested ones of a difficulty, if that keeps its share."""
     units = {group.difficulty: group.units for group in risk_groups(counted, target.per_difficulty)}
     tested = ceil(needed * unit_count(counted) / units.get(difficulty, unit_count(counted)) - 1e-9)

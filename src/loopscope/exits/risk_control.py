@@ -14,7 +14,7 @@ from math import ceil, e, log, log1p
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import rel_entr
-from scipy.stats import binom, binomtest
+from scipy.stats import binom, binomtest, norm
 
 Values = NDArray[np.float64]
 
@@ -22,6 +22,8 @@ _ROUNDING = 1e-9
 """Sums of fractions are exact to this."""
 _MANY = 10**9
 """Nobody has so many examples."""
+_LUCK = 0.5
+"""Standard errors by which a loss may come out above its rate, and still be proven."""
 _RISKS = 10_001
 """Among which the ends of an interval are sought."""
 
@@ -29,7 +31,7 @@ _RISKS = 10_001
 def p_values(total_loss: ArrayLike, units: int, alpha: float | Values, binary: bool) -> Values:
     """Of "the risk is above alpha", from the sum of the losses of independent units.
 
-    Exact (binomial) for losses that are 0 or 1; Hoeffding-Bentkus for all others.
+    Exact (binomial) for losses that are 0 or 1; Hoeffding-Bentkus for all others, of which `betting_bound` sees more.
     """
     total = np.clip(np.asarray(total_loss, dtype=np.float64), 0, units)  # sums of fractions may miss an end
     if binary:
@@ -73,6 +75,15 @@ def min_units(alpha: float, delta: float | None, rate: float = 0.0, binary: bool
         if units > _MANY:
             return None
     return units
+
+
+def min_units_by_bets(alpha: float, delta: float, rate: float, variance: float) -> int | None:
+    """The same for bets on losses with this mean and variance: what a bet may win at all, and what chance takes."""
+    fewest, margin = min_units(alpha, delta), alpha - rate
+    if fewest is None or margin <= alpha * 1e-6:
+        return None
+    needed = fewest * alpha / margin + (norm.isf(delta) + _LUCK) ** 2 * variance / margin**2
+    return ceil(needed) if needed <= _MANY else None
 
 
 def max_losses(units: int, alpha: float, delta: float | None) -> int:

@@ -6,7 +6,7 @@ from loopscope.arguments import as_number, check_flag, check_kind
 from loopscope.config import Settings
 from loopscope.errors import UserError
 from loopscope.exits.guarantee import Loss
-from loopscope.trajectory import Trajectory
+from loopscope.exits.scope import Scope
 
 AUTO = "auto"
 
@@ -59,16 +59,17 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
         """The probability with which the promise may be broken; None for one in expectation."""
         return None if self.in_expectation else round(1 - self.confidence, 15) or 1 - self.confidence
 
-    def sentence(self, tested: Trajectory) -> str:
+    def sentence(self, sequences: bool, scope: Scope) -> str:
         how = f"With probability {100 * self.confidence:.12g} % over the calibration draw"
         if self.in_expectation:
             how = "On average over calibration draws"
         where = " at every difficulty" if self.per_difficulty else ""
-        where += "" if tested.sequences is None else ", on average over sequences"
+        where += ", on average over sequences" if sequences else ""
         words = _WORDS[self.loss].format(limit=f"{100 * self.max_drop:g} %", where=where)
         new = ", for inputs that training did not have" if self.unseen else ""
         once = ", every input counted once" if self.distinct else ""
-        return f"{how}, exiting early {words}{new}{once}."
+        text = "" if scope.cache is None else f", for text with the cache '{scope.cache}'"
+        return f"{how}, exiting early {words}{new}{once}{text}."
 
     def __str__(self) -> str:
         sure = "on average" if self.in_expectation else f"with {100 * self.confidence:.12g} % confidence"

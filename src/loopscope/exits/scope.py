@@ -14,6 +14,7 @@ from loopscope.trajectory import Trajectory
 Unit = Literal["answers", "questions", "tokens"]
 Score = Literal["sum", "per_character", "per_byte"]
 StateRead = Literal["last_token", "mean_over_choices"]
+CacheMode = Literal["full", "propagate", "latest"]
 
 UNITS: tuple[Unit, ...] = ("answers", "questions", "tokens")
 SCORE_OF_METRIC: dict[str, Score] = {"acc": "sum", "acc_norm": "per_character", "acc_bytes": "per_byte"}
@@ -39,7 +40,7 @@ class Scope(Settings, frozen=True, kw_only=True):
     unit: Unit | None = None  # what one decision is about
     score: Score | None = None  # of questions: what is compared
     state: StateRead | None = None  # of questions: where state and gate are read
-    cache: Literal["full", "propagate", "latest"] | None = None  # of tokens: what later ones find of those that exited
+    cache: CacheMode | None = None  # of tokens: what later ones find of those that exited
     precision: str | None = None  # of the weights
 
     def difference(self, other: "Scope") -> tuple[str, str, str] | None:
@@ -56,7 +57,10 @@ class Scope(Settings, frozen=True, kw_only=True):
             name, ours, theirs = found
             remedy = "calibrate one on a recording of these"
             if name == "cache":
-                remedy = "write with that cache, or give its readout and threshold by hand, without a promise"
+                remedy = (
+                    "write with that cache (and check it on a live run: loopscope record live), or give its readout "
+                    "and threshold by hand, without a promise"
+                )
             raise UserError(
                 f"This policy was calibrated on {ours}, and here it would decide about {theirs}, where its threshold "
                 f"means something else; {remedy}."

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from loopscope.errors import UserError
 from loopscope.exits.guarantee import Guarantee
+from loopscope.exits.live_runs import LiveRuns, Recorded
 from loopscope.exits.scope import scope_of
 from loopscope.trajectory import Trajectory, check_trajectory
 
@@ -19,9 +20,10 @@ def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
     check_same_model(calibration, evaluation, "The calibration and the evaluation recording")
 
 
-def check_split(recording: Trajectory, role: str) -> None:
+def check_split(recording: Recorded, role: str) -> None:
     """Refuses to choose anything on data that is for evaluation."""
-    check_trajectory(recording, f"The {role} recording")
+    if not isinstance(recording, LiveRuns):
+        check_trajectory(recording, f"The {role} recording")
     if (recording.split or "").strip().lower().startswith(EVALUATION_SPLITS):
         raise UserError(
             f"The {role} recording is of the {recording.split} split; thresholds must not be chosen on data "
@@ -29,7 +31,7 @@ def check_split(recording: Trajectory, role: str) -> None:
         )
 
 
-def check_held_out(guarantee: Guarantee, model: str | None, trajectory: Trajectory) -> None:
+def check_held_out(guarantee: Guarantee, model: str | None, trajectory: Recorded) -> None:
     """Refuses the data that the promise of a policy for `model` rests on."""
     if (guarantee.tested.sequences is None) != (trajectory.sequences is None):
         counted, here = ("examples", "sequences") if guarantee.tested.sequences is None else ("sequences", "examples")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loopscope.models.attention import Rotary, causal_attention, masked_attention
 from loopscope.models.device import upload
-from loopscope.models.kv_cache import AppendingRows, Integers, SharedPrefix
+from loopscope.models.kv_cache import AppendingRows, Integers, KeysValues, SharedPrefix
 from loopscope.models.layout import AttentionGroup, Layout, count_up
 from loopscope.models.packed_attention import packed_attention
 
@@ -21,11 +21,19 @@ _COPIED = 1 << 24
 """Numbers of keys that are copied at a time: every row of a batch needs those of what it begins with beside its own."""
 
 
+_FEW = {"cpu": 1 << 16}
+"""Numbers of keys that are copied where that saves an attention of its own, which has a price, for rows that do not lie
+together; elsewhere `_MANY`."""
+_MANY = 1 << 22
+_PADDING = 1.3
+"""Rows attend together while they read at most this many times the keys that they have."""
+
+
 class Scatter(NamedTuple):
     """Where the outputs of a dense batch belong."""
 
     cells: Tensor | None  # of the batch [R M], without those that are empty; None: none is
-    states: Tensor  # theirs, in the packed layout
+    states: Tensor | None  # theirs, in the packed layout; None: all of them, in order
 
 
 def cached_attention(
@@ -50,6 +58,8 @@ def cached_attention(
             attended = attention.branches() if cache is None else attention.after_prefix(cache)
         for dense, scatter in attended:
             tokens = dense.transpose(1, 2).flatten(0, 1)
+            if scatter.states is None:
+                return tokens.flatten(1)
             tokens = tokens if scatter.cells is None else tokens.index_select(0, scatter.cells)
             out.index_copy_(0, scatter.states, tokens)
     return out.flatten(1)
@@ -61,22 +71,14 @@ def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _write_kv_cache(layout: Layout, cache: AppendingRows, layer: str, key: Tensor, value: Tensor) -> None:
-    for loop, (tokens, indices) in layout.compute_once("written", lambda: _cache_indices(layout, cache)).items():
-        parts = (part if tokens is None else part.index_select(0, tokens) for part in (key, value))
-        cache.kv_cache.write(layer, loop, indices, *parts)
+    indices = layout.compute_once("written", lambda: _cache_indices(layout, cache))
+    cache.kv_cache.write(layer, cache.looped, indices, key, value)
 
 
-def _cache_indices(layout: Layout, cache: AppendingRows) -> dict[int, tuple[Tensor | None, Tensor]]:
-    """For every loop its tokens (None: all), and where they go in the cache."""
-    rows, loops = (np.repeat(each, layout.counts.lengths) for each in (cache.rows, cache.loops))
-    indices = rows * cache.kv_cache.capacity + layout.host_positions
-    there = sorted(set(cache.loops.tolist()))
-    if len(there) == 1:
-        return {there[0]: (None, upload(indices, layout.device))}
-    tokens = [np.flatnonzero(loops == loop) for loop in there]
-    both = upload(np.stack((order := np.concatenate(tokens), indices[order])), layout.device)
-    parts = zip(*(each.split([len(part) for part in tokens]) for each in both), strict=True)
-    return dict(zip(there, parts, strict=True))
+def _cache_indices(layout: Layout, cache: AppendingRows) -> Tensor:
+    """[S] where tokens go in the cache."""
+    places = np.repeat(cache.places, layout.counts.lengths)
+    return upload(places * cache.kv_cache.capacity + layout.host_positions, layout.device)
 
 
 class _GroupAttention(NamedTuple):
@@ -93,23 +95,27 @@ class _GroupAttention(NamedTuple):
     def appending(self, cache: AppendingRows) -> Iterator[tuple[Tensor, Scatter]]:
         """All keys are in the cache by now, by position; where nothing was before, the rows' own are at hand."""
         rows, cells = self.group
-        scatter = self._once("inside", lambda: _scatter_of(cells, self.layout.counts.lengths[rows]))
-        query = _dense(self.query, cells)
         if not cache.cached[rows].any():
-            yield causal_attention(query, _dense(self.key, cells), _dense(self.value, cells)), scatter
+            scatter = self._once("inside", lambda: _appending_scatter(self.layout, cells, rows))
+            query, key, value = (_dense(each, cells, scatter) for each in (self.query, self.key, self.value))
+            yield causal_attention(query, key, value), scatter
             return
-        upto = int(self.layout.contexts[rows].max())
-        stored_rows = self._once("rows", lambda: _stored_rows(self.layout, cache, rows))
-        stored = cache.kv_cache.read(self.layer, int(cache.loops[rows][0]), stored_rows, upto)
-        mask = self._once("mask", lambda: _causal_mask(self.layout, cells, cache.cached[rows], upto))
-        yield masked_attention(query, stored.keys.transpose(1, 2), stored.values.transpose(1, 2), mask), scatter
+        width = self.key[0].numel()
+        reads = self._once("reads", lambda: _cache_reads(self.layout, cache, self.group, width, self.query.dtype))
+        for places, upto, own, mask, scatter in reads:
+            keys, values = cache.kv_cache.read(self.layer, cache.looped, places, upto)
+            query = _dense(self.query, own, scatter)
+            yield masked_attention(query, keys.transpose(1, 2), values.transpose(1, 2), mask), scatter
 
     def after_prefix(self, cache: SharedPrefix) -> Iterator[tuple[Tensor, Scatter]]:
         rows, cells = self.group
         kv_cache, cached = cache.kv_caches[rows][0], int(cache.cached[rows][0])
         size = max(1, _COPIED // ((cached + cells.shape[1]) * self.key[0].numel()))
         parts = self._once("parts", lambda: _row_parts(self.layout, self.group, cached, size))
-        stored = () if kv_cache is None else kv_cache.read(self.layer, int(cache.loops[rows][0]), None, cached)
+        stored: KeysValues | tuple[()] = ()
+        if kv_cache is not None:
+            (place,) = kv_cache.places(np.zeros(1, dtype=np.int64), cache.loops[rows][:1]).tolist()
+            stored = kv_cache.read(self.layer, bool(cache.loops[rows][0]), slice(place, place + 1), cached)
         for own, mask, scatter in parts:
             keys, values = _dense(self.key, own), _dense(self.value, own)
             if stored:
@@ -133,11 +139,53 @@ class _GroupAttention(NamedTuple):
         return self.layout.compute_once((name, self.number), make)
 
 
-def _stored_rows(layout: Layout, cache: AppendingRows, rows: slice) -> Tensor | None:
-    """The cache's rows of a group; None: they are all that it has, in order."""
-    if np.array_equal(cache.rows[rows], np.arange(cache.kv_cache.rows)):
-        return None
-    return layout.compute_once("stored rows", lambda: upload(cache.rows, layout.device))[rows]
+class _CacheRead(NamedTuple):
+    """Rows of a group that attend together: what they read, and what they see of it."""
+
+    places: slice | Tensor  # in the cache
+    upto: int  # tokens of each
+    cells: Tensor
+    mask: Tensor | None
+    scatter: Scatter
+
+
+def _cache_reads(
+    layout: Layout, cache: AppendingRows, group: AttentionGroup, width: int, dtype: torch.dtype
+) -> list[_CacheRead]:
+    """Of all rows of a group with keys [., width]. Neighbours of about one length are read where they are."""
+    contexts, places = layout.contexts[group.rows], cache.places[group.rows]
+    runs = _runs(places, contexts)
+    few = _FEW.get(layout.device.type, _MANY)
+    if len(contexts) * int(contexts.max()) * width <= few * (len(runs) - 1):
+        return [_cache_read(layout, cache, group, slice(0, len(contexts)), upload(places, layout.device), dtype)]
+    found = []
+    for start, stop in runs:
+        there = slice(int(places[start]), int(places[start]) + stop - start)
+        found.append(_cache_read(layout, cache, group, slice(start, stop), there, dtype))
+    return found
+
+
+def _runs(places: Integers, contexts: Integers) -> list[tuple[int, int]]:
+    """Where neighbours in the cache that read about as much as each other begin and end."""
+    runs, start, longest, tokens, before = [], 0, 0, 0, -1
+    for number, (place, context) in enumerate(zip(places.tolist(), contexts.tolist(), strict=True)):
+        wider = max(longest, context)
+        together = (number - start + 1) * wider <= _PADDING * (tokens + context)
+        if number > start and (place != before + 1 or not together):
+            runs.append((start, number))
+            start, wider, tokens = number, context, 0
+        longest, tokens, before = wider, tokens + context, place
+    return [*runs, (start, len(places))]
+
+
+def _cache_read(
+    layout: Layout, cache: AppendingRows, group: AttentionGroup, part: slice, places: slice | Tensor, dtype: torch.dtype
+) -> _CacheRead:
+    rows = slice(group.rows.start + part.start, group.rows.start + part.stop)
+    counts, upto = layout.counts.lengths[rows], int(layout.contexts[rows].max())
+    cells = group.cells[part, : int(counts.max())]
+    mask = _causal_mask(layout, cells, cache.cached[rows], upto, dtype)
+    return _CacheRead(places, upto, cells, mask, _appending_scatter(layout, cells, rows))
 
 
 def _row_parts(layout: Layout, group: AttentionGroup, cached: int, size: int) -> list[tuple[Tensor, Tensor, Scatter]]:
@@ -176,11 +224,22 @@ def _prefix_and_own(layout: Layout, group: AttentionGroup, cached: int) -> Tenso
     return torch.cat((own.new_ones((*own.shape[:2], cached)), own), 2)[:, None]
 
 
-def _causal_mask(layout: Layout, cells: Tensor, cached: Integers, upto: int) -> Tensor | None:
-    """[R, 1, M, N] the places up to a token's own; None: all of them."""
+def _causal_mask(layout: Layout, cells: Tensor, cached: Integers, upto: int, dtype: torch.dtype) -> Tensor | None:
+    """[R, 1, M, N] 0 at the places up to a token's own, minus infinity at others; None: they are all.
+
+    It is added to the scores: every layer would make that of a mask of truths."""
     if int(cached.min()) + 1 >= upto:
         return None
-    return (torch.arange(upto, device=cells.device) <= layout.positions[cells][:, :, None])[:, None]
+    later = torch.arange(upto, device=cells.device) > layout.positions[cells][:, :, None]
+    return torch.zeros(later.shape, dtype=dtype, device=cells.device).masked_fill_(later, -torch.inf)[:, None]
+
+
+def _appending_scatter(layout: Layout, cells: Tensor, rows: slice) -> Scatter:
+    """Of rows that may be all there are, of one length: as one batch they lie where they do already."""
+    counts = layout.counts.lengths[rows]
+    if len(counts) == len(layout.counts.lengths) and cells.numel() == layout.tokens and layout.sharing is None:
+        return Scatter(None, None)
+    return _scatter_of(cells, counts)
 
 
 def _scatter_of(cells: Tensor, counts: Integers) -> Scatter:
@@ -191,6 +250,8 @@ def _scatter_of(cells: Tensor, counts: Integers) -> Scatter:
     return Scatter(chosen, cells.flatten().index_select(0, chosen))
 
 
-def _dense(packed: Tensor, cells: Tensor) -> Tensor:
+def _dense(packed: Tensor, cells: Tensor, scatter: Scatter | None = None) -> Tensor:
     """[S, H, K] -> [R, H, M, K]"""
+    if scatter is not None and scatter.states is None:
+        return packed.reshape(*cells.shape, *packed.shape[1:]).transpose(1, 2)
     return packed.index_select(0, cells.flatten()).view(*cells.shape, *packed.shape[1:]).transpose(1, 2)

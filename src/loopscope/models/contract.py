@@ -261,7 +261,8 @@ class LoopedModel(nn.Module):
     def _stepped(self, state: LoopState) -> LoopState:
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self.step(state)
-        stepped: LoopState = checkpoint(self.step, state, use_reentrant=False, preserve_rng_state=False)
+        draws = any(isinstance(each, nn.Dropout) and each.training and each.p for each in self.modules())
+        stepped: LoopState = checkpoint(self.step, state, use_reentrant=False, preserve_rng_state=draws)
         return stepped
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
 """What do later tokens need of earlier ones? Their keys and values: in every layer, and in every loop.
 
-A cache keeps them for some rows, in one place for every layer (by its name) and loop (0 is what comes before the
-first). Two kinds of layout reach into one: appending rows add their new tokens to it, and rows that begin with one
-shared prefix only read it.
+A cache keeps them for some rows, in every layer (by its name) and loop (0 is what comes before the first). Two kinds of
+layout reach into one: appending rows add their new tokens to it, and rows that begin with one shared prefix only read
+it. All loops of a layer lie in one tensor, so that rows at different loops are read and written together.
 
-Shapes: R rows of the cache, C tokens it has room for, B rows of a batch, P tokens of all its rows, H heads, K head
-width, D width.
+Shapes: L loops that the cache has room for, R its rows, C tokens it has room for, B rows of a batch, P tokens of all
+its rows, H heads, K head width, D width.
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,8 @@ _ROUND = 64
 
 
 class KeysValues(NamedTuple):
-    keys: Tensor  # [R, C, H, K]
-    values: Tensor  # [R, C, H, K]
+    keys: Tensor  # [L, R, C, H, K]
+    values: Tensor  # [L, R, C, H, K]
 
 
 @dataclass(eq=False)
@@ -33,26 +33,33 @@ class KVCache:
     rows: int
     capacity: int
     latest_only: bool = False
-    _keys_values: dict[tuple[str, int], KeysValues] = field(default_factory=dict, init=False)
+    most_loops: int = 1  # that it will be asked for, as far as one knows
+    _slots: dict[int, int] = field(default_factory=dict, init=False)  # where each loop lies, from 1 on
+    _keys_values: dict[tuple[str, bool], KeysValues] = field(default_factory=dict, init=False)  # looped, or before
     _states: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)  # [R, C, D]
 
-    def write(self, layer: str, loop: int, indices: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [P, H, K] of tokens at these indices (row times capacity plus position)."""
-        found = self._keys_values.get(self._key(layer, loop))
-        if found is None:
-            shape = (self.rows, self.capacity, *keys.shape[1:])
-            found = KeysValues(keys.new_zeros(shape), values.new_zeros(shape))
-            self._keys_values[self._key(layer, loop)] = found
+    def places(self, rows: Integers, loops: Integers) -> Integers:
+        """[B] where these rows at these loops lie among all rows of all loops; all or none of the loops are 0."""
+        if self.latest_only or not loops.any():
+            return rows
+        slots = {loop: self._slots.setdefault(loop, len(self._slots)) for loop in sorted(set(loops.tolist()))}
+        return np.array([slots[loop] for loop in loops.tolist()], dtype=np.int64) * self.rows + rows
+
+    def write(self, layer: str, looped: bool, indices: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [P, H, K] of tokens at these indices (place times capacity plus position)."""
+        found = self._allocated(layer, looped, keys, values)
         for stored, new in zip(found, (keys, values), strict=True):
             stored.view(-1, *new.shape[1:]).index_copy_(0, indices, new)
 
-    def read(self, layer: str, loop: int, rows: Tensor | None, upto: int) -> KeysValues:
-        """Those of the first `upto` tokens of these rows (None: of all)."""
-        found = self._keys_values[self._key(layer, loop)]
-        return KeysValues(*(_rows_up_to(stored, rows, upto) for stored in found))
+    def read(self, layer: str, looped: bool, places: Tensor | slice, upto: int) -> KeysValues:
+        """[B, `upto`, H, K] those of the first tokens at these places: of neighbours where they are, else a copy."""
+        found = (stored.flatten(0, 1)[:, :upto] for stored in self._keys_values[layer, looped])
+        if isinstance(places, slice):
+            return KeysValues(*(stored[places] for stored in found))
+        return KeysValues(*(stored.index_select(0, places) for stored in found))
 
     def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
-        """States [P, D] of tokens, from which their next loop can begin later."""
+        """States [P, D] of tokens (row times capacity plus position), from which their next loop can begin later."""
         stored = self._states.get((name, loop))
         if stored is None:
             stored = self._states[name, loop] = states.new_zeros((self.rows, self.capacity, states.shape[1]))
@@ -64,12 +71,14 @@ class KVCache:
         return stored.view(-1, stored.shape[2]).index_select(0, indices)
 
     def propagate(self, loop: int, loops: Iterable[int], indices: Tensor) -> None:
-        """Fills the deeper `loops` of these tokens with what their `loop` has."""
-        for (layer, stored_loop), found in list(self._keys_values.items()):
-            if stored_loop == loop:
-                keys, values = (stored.view(-1, *stored.shape[2:]).index_select(0, indices) for stored in found)
-                for deeper in loops:
-                    self.write(layer, deeper, indices, keys, values)
+        """Fills the deeper `loops` of tokens (row times capacity plus position) with what their `loop` has."""
+        own, *deeper = (self._slot(each) for each in (loop, *loops))
+        size = self.rows * self.capacity
+        for (layer, looped), found in list(self._keys_values.items()):
+            if looped and own < len(found.keys):
+                keys, values = (stored[own].flatten(0, 1).index_select(0, indices) for stored in found)
+                for slot in deeper:
+                    self.write(layer, looped, indices + slot * size, keys, values)
 
     def grow(self, capacity: int, rows: int = 0) -> None:
         """Makes room for longer rows, or for more of them."""
@@ -79,26 +88,43 @@ class KVCache:
         if capacity > self.capacity:
             self.capacity = -(-max(capacity, self.capacity * 5 // 4) // _ROUND) * _ROUND
         for key, found in self._keys_values.items():  # one after the other, so that no more than one is there twice
-            self._keys_values[key] = KeysValues(*map(self._grown, found))
+            self._keys_values[key] = KeysValues(*(self._grown(stored, len(stored)) for stored in found))
+        for name, states in self._states.items():
+            self._states[name] = self._grown(states[None], 1)[0]
+
+    def take(self, rows: Tensor) -> None:
+        """Keeps the rows of these numbers, in that order, each as often as it is named: the beams of a search."""
+        self.rows = len(rows)
+        for key, found in self._keys_values.items():
+            self._keys_values[key] = KeysValues(*(stored.index_select(0, rows.to(stored.device)) for stored in found))
         for name, stored in self._states.items():
-            self._states[name] = self._grown(stored)
+            self._states[name] = stored.index_select(0, rows.to(stored.device))
 
     @property
     def nbytes(self) -> int:
         """What the keys and values take."""
         return sum(stored.nbytes for found in self._keys_values.values() for stored in found)
 
-    def _key(self, layer: str, loop: int) -> tuple[str, int]:
-        return layer, min(loop, 1) if self.latest_only else loop
+    def _slot(self, loop: int) -> int:
+        return int(self.places(np.zeros(1, dtype=np.int64), np.array([loop]))[0]) // self.rows
 
-    def _grown(self, stored: Tensor) -> Tensor:
-        grown = stored.new_zeros((self.rows, self.capacity, *stored.shape[2:]))
-        grown[: stored.shape[0], : stored.shape[1]] = stored
+    def _allocated(self, layer: str, looped: bool, keys: Tensor, values: Tensor) -> KeysValues:
+        """The tensors of a layer, with room for all loops that were asked for."""
+        needed = len(self._slots) if looped and not self.latest_only else 1
+        found = self._keys_values.get((layer, looped))
+        if found is None:
+            shapes = ((needed, self.rows, self.capacity, *each.shape[1:]) for each in (keys, values))
+            found = KeysValues(*(keys.new_zeros(shape) for shape in shapes))
+        elif len(found.keys) < needed:
+            loops = max(needed, min(self.most_loops, 2 * len(found.keys)))
+            found = KeysValues(*(self._grown(stored, loops) for stored in found))
+        self._keys_values[layer, looped] = found
+        return found
+
+    def _grown(self, stored: Tensor, loops: int) -> Tensor:
+        grown = stored.new_zeros((loops, self.rows, self.capacity, *stored.shape[3:]))
+        grown[: stored.shape[0], : stored.shape[1], : stored.shape[2]] = stored
         return grown
-
-
-def _rows_up_to(stored: Tensor, rows: Tensor | None, upto: int) -> Tensor:
-    return stored[:, :upto] if rows is None else stored[:, :upto].index_select(0, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +140,19 @@ class AppendingRows:
         return AppendingRows(self.kv_cache, self.rows[rows], self.cached[rows], self.loops[rows])
 
     @property
+    def looped(self) -> bool:
+        """Whether the rows are in the loops, or before them."""
+        return bool(self.loops.any())
+
+    @property
+    def places(self) -> Integers:
+        """[B] where they lie in the cache."""
+        return self.kv_cache.places(self.rows, self.loops)
+
+    @property
     def group_keys(self) -> Integers:
         """[B] rows with the same key can attend together."""
-        return self.loops
+        return np.zeros_like(self.loops)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from loopscope.recording.benchmarks import record_benchmark, share_recorded
 from loopscope.recording.choice_scoring import LoopScores, question_batches, question_requests, score_all_loops
+from loopscope.recording.live_text import record_live
 from loopscope.recording.tasks import (
     BATCH,
     Keep,

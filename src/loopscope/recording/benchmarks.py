@@ -7,7 +7,6 @@ characters, so that the other metric can be told, too. What is done is kept besi
 Shapes: N questions, T loops, C choices of the question of the benchmark that has most.
 """
 
-import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,10 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from loopscope.arguments import as_count, as_path
-from loopscope.artifacts import map_tensors, save_tensors, sha256
 from loopscope.config import digest, read_json
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.errors import UserError
@@ -49,25 +46,13 @@ from loopscope.recording.choice_scoring import (
     score_all_loops,
 )
 from loopscope.recording.tasks import Keep, existing_recording
+from loopscope.recording.unfinished import Arrays, keep_part, kept_parts, unfinished_folder
 from loopscope.trajectory import Trajectory
-from loopscope.writing import (
-    SCRATCH,
-    discard,
-    is_scratch,
-    only_writer,
-    remove_leftovers,
-    remove_scratch,
-    room_for,
-    write_json,
-)
+from loopscope.writing import discard, only_writer, remove_leftovers, write_json
 
 _EVERY = 10.0
 """Seconds of work that may be lost."""
-_WHAT = "what.json"
 _COUNTED = "done.json"
-_PART = "{}.safetensors"
-
-Arrays = dict[str, NDArray[Any]]
 
 
 def record_benchmark(
@@ -121,7 +106,7 @@ def record_benchmark(
         "dtype": dtype,
         "keeps_hidden": hidden,
     }
-    unfinished, keep = _unfinished(out), Keep(hidden=hidden)
+    unfinished, keep = unfinished_folder(out), Keep(hidden=hidden)
     remove_leftovers(unfinished)
     if (found := existing_recording(out, split, provenance, keep)) is not None and not unfinished.exists():
         return found
@@ -139,10 +124,6 @@ def record_benchmark(
     return Trajectory.load(out)
 
 
-def _unfinished(out: Path) -> Path:
-    return out.with_name(f"{out.name}.unfinished")
-
-
 def _is_part(given: Any) -> bool:
     pair = isinstance(given, Sequence) and len(given) == 2 and all(isinstance(each, int) for each in given)
     return pair and 0 <= given[0] < given[1]
@@ -150,7 +131,7 @@ def _is_part(given: Any) -> bool:
 
 def share_recorded(out: Path) -> float:
     """How much of the recording that is being made in `out` is kept already."""
-    counted = _unfinished(out) / _COUNTED
+    counted = unfinished_folder(out) / _COUNTED
     return float(read_json(float, counted, "unfinished recording")) if counted.is_file() else 0.0
 
 
@@ -165,13 +146,7 @@ def _collect(
     progress: ProgressCallback,
 ) -> Arrays:
     """Everything of all questions: what `folder` has of an earlier try, and the rest."""
-    expected = digest(description)
-    remove_scratch(folder)
-    if all(map(is_scratch, folder.iterdir())):
-        write_json(folder / _WHAT, expected)
-    elif not (folder / _WHAT).is_file() or read_json(str, folder / _WHAT, "unfinished recording") != expected:
-        raise UserError(f"{folder} holds another unfinished recording; choose another --out, or remove it.")
-    parts = [part for file in sorted(folder.glob(_PART.format("*"))) if (part := _kept(file)) is not None]
+    parts = kept_parts(folder, description)
     done = np.zeros(len(requests), dtype=bool)
     for part in parts:
         done[part["rows"]] = True
@@ -189,29 +164,12 @@ def _collect(
         progress(int(done.sum()), len(requests), "")
         if time.monotonic() - saved > _EVERY:
             parts.append(_joined(waiting))
-            _keep(parts[-1], folder)
+            keep_part(parts[-1], folder)
             write_json(folder / _COUNTED, float(done.mean()))
             waiting, saved = [], time.monotonic()
     whole = _joined([*parts, *waiting])
     order = np.argsort(whole.pop("rows"))
     return {name: values[order] for name, values in whole.items()}
-
-
-def _keep(part: Arrays, folder: Path) -> None:
-    """Writes a part under a name that has its hash: what was altered since is scored again."""
-    with room_for(folder), tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
-        file = Path(scratch, "part")
-        save_tensors(file, part)
-        file.rename(folder / _PART.format(sha256(file)))
-
-
-def _kept(file: Path) -> Arrays | None:
-    if not file.is_file():
-        raise UserError(f"{file} is no file; remove {file.parent}, and its questions are scored again.")
-    if file.name != _PART.format(sha256(file)):
-        file.unlink()
-        return None
-    return dict(map_tensors(file))
 
 
 def _arrays(scores: LoopScores, hidden: bool) -> Arrays:

@@ -7,6 +7,7 @@ Shapes: N examples, T loops, B rows of a batch, V classes, D width.
 """
 
 import hashlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,23 +234,31 @@ def extrapolation_levels(settings: RunSettings) -> range:
     return range(first, fitting)
 
 
-def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:
-    """The recording in `out`, if it is this one; another is refused, also one that lacks a signal."""
+def holds_same(out: Path, kind: str, files: Collection[str], expected: Mapping[str, Any]) -> bool:
+    """Whether `out` holds an artifact of this kind that says this of itself; one that says otherwise is refused."""
     remove_leftovers(out)
     if not (out / MANIFEST).is_file():
-        check_replaceable(out, RECORDING)
-        return None
+        check_replaceable(out, kind)
+        return False
     try:
         manifest = read_json(Manifest, out / MANIFEST, "manifest")
     except UserError:  # cut or altered since
-        check_replaceable(out, RECORDING, RECORDING_FILES)
-        return None
+        check_replaceable(out, kind, files)
+        return False
+    check_replaceable(out, kind, files)
     found = {**manifest.contents, **manifest.provenance}
-    changed = [name for name, value in {"split": split, **provenance}.items() if found.get(name) != value]
+    changed = [name for name, value in expected.items() if found.get(name) != value]
     if changed:
         raise UserError(
-            f"{out} holds another recording (different {', '.join(changed)}); choose another --out, or remove it."
+            f"{out} holds another {kind} (different {', '.join(changed)}); choose another --out, or remove it."
         )
+    return True
+
+
+def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:
+    """The recording in `out`, if it is this one; another is refused, also one that lacks a signal."""
+    if not holds_same(out, RECORDING, RECORDING_FILES, {"split": split, **provenance}):
+        return None
     try:
         recording = Trajectory.load(out)
     except UserError:  # cut or altered since: made again

@@ -18,12 +18,7 @@ def add_adapters(model: LoopedModel, rank: int, alpha: int, seed: int) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise UserError("Adapters need PEFT; install it with: pip install 'loopscope[peft]'.") from None
-    gate = getattr(model, "gate", None)
-    within = set() if gate is None else {id(each) for each in gate.modules()}
-    named = {name for name, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) not in within}
-    chosen = sorted(name for name in named if "lm_head" not in name)
-    if not chosen:
-        raise UserError("The model has no linear layers to adapt; train all of its weights.")
+    gate, chosen = getattr(model, "gate", None), adaptable_layers(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen), model)
@@ -31,6 +26,17 @@ def add_adapters(model: LoopedModel, rank: int, alpha: int, seed: int) -> None:
         parameter.requires_grad_("lora_" in name)
     if gate is not None:
         gate.requires_grad_(True)
+
+
+def adaptable_layers(model: LoopedModel) -> list[str]:
+    """The names of the linear layers that an adapter may change: all but the head and the gate."""
+    gate = getattr(model, "gate", None)
+    within = set() if gate is None else {id(each) for each in gate.modules()}
+    named = {name for name, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) not in within}
+    chosen = sorted(name for name in named if "lm_head" not in name)
+    if not chosen:
+        raise UserError("The model has no linear layers to adapt; train all of its weights.")
+    return chosen
 
 
 def merge_adapters(model: Any) -> Any:

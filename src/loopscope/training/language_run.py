@@ -37,7 +37,7 @@ from loopscope.config import (
 )
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
-from loopscope.models import LoopedModel, Ouro, OuroConfig
+from loopscope.models import LoopedModel, LoopState, Ouro, OuroConfig
 from loopscope.models.device import accumulator, upload
 from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.objectives import Objective, Unrolling
@@ -279,14 +279,28 @@ class TokenLosses(nn.Module):
         tokens = torch.from_numpy(batch.tokens)  # the model takes them there
         targets = upload(tokens[:, 1:].flatten(), device)
         taught = None if self._teacher is None else self._teacher(tokens[:, :-1])
-        embedded = self.model.begin(tokens[:, :-1])
+        return self.of_state(self.model.begin(tokens[:, :-1]), targets, taught, unrolling)
+
+    def of_state(
+        self,
+        embedded: LoopState,
+        targets: Tensor,
+        taught: Tensor | None = None,
+        unrolling: Unrolling | None = None,
+        chosen: Tensor | None = None,
+    ) -> BatchLosses:
+        """The same of tokens before their first loop: of all of them, or of the `chosen` ones [N], targets likewise."""
+
+        def of_chosen(values: Tensor) -> Tensor:
+            return values if chosen is None else values.index_select(0, chosen)
+
         if unrolling is not None:
             _, read = self.model.deepest(embedded, unrolling.loops, truncated=unrolling.truncated)
-            loss, right = self._answers(read, targets, taught)
+            loss, right = self._answers(of_chosen(read), targets, taught)
             return BatchLosses(loss[None], right[None], None, None)
         losses, correct, halts, detached = [], [], [], []
         for state in self.model.unroll(embedded):
-            pooled, read = self.model.read(state)
+            pooled, read = (of_chosen(each) for each in self.model.read(state))
             loss, right = self._answers(read, targets, taught)
             losses.append(loss)
             correct.append(right)

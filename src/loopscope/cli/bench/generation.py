@@ -2,8 +2,10 @@
 
 loopscope bench generation runs/small-ouro --text validation.txt --policy policy.json
 loopscope bench generation runs/small-ouro --text validation.txt --readout gate --threshold 0.5 --cache propagate
+loopscope bench generation runs/small-ouro --text validation.txt --readout top1 --threshold 0.8 --lossless --plain
 
-Every way continues the beginnings of documents with what really follows, so that all meet the same tokens.
+Every way continues the beginnings of documents with what really follows, so that all meet the same tokens; lossless
+text writes as many of its own, which are held against full depth's.
 """
 
 import argparse
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of
 from loopscope.cli.options import CACHE_MODES, add_shared, add_verb, count
-from loopscope.cli.output import percent, print_measured, print_note
+from loopscope.cli.output import percent, print_measured, print_note, print_table
 from loopscope.cli.policies import check_any_model, load_policy
 from loopscope.errors import UserError
 
@@ -31,6 +33,8 @@ def define(kinds: Any) -> None:
     parser.add_argument("--threshold", action="append", type=float, default=[], metavar="X", help="of each readout")
     caches = f"{', '.join(CACHE_MODES)} (repeatable; default: every one)"
     parser.add_argument("--cache", action="append", metavar="MODE", help=caches)
+    parser.add_argument("--lossless", action="store_true", help="and lossless text, drafted by each rule")
+    parser.add_argument("--plain", action="store_true", help="and full depth as public implementations write it")
     parser.add_argument("--prompts", type=count, default=16, metavar="N", help="documents (default: 16)")
     parser.add_argument("--prompt-tokens", type=count, default=64, metavar="N", help="default: 64")
     parser.add_argument("--new-tokens", type=count, default=64, metavar="N", help="default: 64")
@@ -44,7 +48,7 @@ def execute(options: argparse.Namespace) -> None:
         raise UserError("Every --readout needs its --threshold.")
     if not options.policy and not options.readout:
         raise UserError("Give a --policy, or a --readout with its --threshold.")
-    from loopscope.bench.generation import bench_generation
+    from loopscope.bench.generation import bench_generation, ways_of
     from loopscope.exits import ExitPolicy
     from loopscope.models import load_model
     from loopscope.models.hub import find_checkpoint
@@ -62,36 +66,43 @@ def execute(options: argparse.Namespace) -> None:
                 "measured without its promise."
             )
     with track("measuring") as advance:
+        ways = ways_of(policies, caches, options.lossless)
         result = bench_generation(
-            options.model, model, prompts, policies, caches, options.batch_size, options.rounds, advance
+            options.model, model, prompts, ways, options.batch_size, options.rounds, advance, options.plain
         )
     _print(result, options.json)
 
 
 def _print(result: "GenerationBench", as_json: bool) -> None:
-    rows = [
-        [
-            timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %",
-            "" if timing.threshold is None else f"{timing.threshold:.4g}",
-            timing.cache,
-            f"{timing.average_loops:.2f}",
-            f"{timing.run_loops:.2f}",
-            percent(timing.agreement),
-            f"{timing.kl:.4f}",
-            str(timing.speedup),
-            str(timing.realised),
-            f"{timing.cache_bytes / 2**20:.1f}",
-        ]
-        for timing in result.ways
-    ]
-    columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "speed-up", "realised", "cache, MiB"]
+    close, fast = [], []
+    for timing in result.ways:
+        name = timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %"
+        way = [name, "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
+        drafts = "" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}"
+        close.append([*way, f"{timing.average_loops:.2f}", f"{timing.run_loops:.2f}", percent(timing.agreement)])
+        close[-1] += [f"{timing.kl:.4f}", drafts, f"{timing.cache_bytes / 2**20:.1f}"]
+        ratios = (timing.speedup, timing.realised, timing.prompt_speedup, timing.writing_speedup)
+        fast.append([*way, *map(str, (*ratios, timing.realised_of_run))])
     title = (
         f"{result.model}: {result.prompts} prompts of {result.prompt_tokens} tokens, {result.new_tokens:,} after them, "
         f"{result.batch_size} at a time; full depth ({result.num_loops} loops): "
         f"{result.full_tokens_per_second} tokens a second. run: loops that were run for a token, for the cache too. "
-        f"agrees, KL: with full depth's prediction."
+        "agrees, KL: with full depth's prediction. drafts: those that stood."
     )
-    print_measured(result, title, columns, rows, as_json)
+    columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "drafts", "cache, MiB"]
+    print_measured(result, title, columns, close, as_json)
+    if as_json:
+        return
+    title = (
+        "Against full depth: all of it, and the share of what the average loops allow; until the first token, and "
+        "after it; after it, the share of what the loops that were run allow."
+    )
+    if (plain := result.plain) is not None:
+        title += (
+            f" Full depth itself is {plain.speedup} times as fast as the plain way, prompts {plain.prompt_speedup}, "
+            f"writing {plain.writing_speedup}; {plain.differing} tokens differ."
+        )
+    print_table(title, ["readout", "at", "cache", "speed-up", "realised", "prompts", "writing", "of loops run"], fast)
 
 
 def _prompts(folder: Path, options: argparse.Namespace) -> "list[Prompt]":

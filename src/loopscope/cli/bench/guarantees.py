@@ -3,6 +3,7 @@
 loopscope bench guarantees
 loopscope bench guarantees runs/demo/fixed-geometric/recordings/test --figure promises.png
 loopscope bench guarantees --calibrations 100 --examples 500 --json
+loopscope bench guarantees --population sequences --population "sequences, all or nothing"
 
 Calibrations on data drawn from populations whose risk is known, beside the usual way: the laxest threshold whose
 loss on the same data is within the limit. Recordings serve as populations for the price.
@@ -28,6 +29,7 @@ def define(kinds: Any) -> None:
     parser.add_argument("recordings", type=Path, nargs="*", metavar="RECORDING", help="populations for the price")
     parser.add_argument("--calibrations", type=count, default=1000, metavar="N", help="of each (default: 1,000)")
     parser.add_argument("--examples", type=count, default=2000, metavar="N", help="in each (default: 2,000)")
+    parser.add_argument("--population", action="append", default=[], metavar="NAME", help="only this one (repeatable)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it, as PNG and PDF")
     add_shared(parser, "--json")
 
@@ -42,7 +44,7 @@ def execute(options: argparse.Namespace) -> None:
 
     recordings = load_populations(options.recordings)
     with track("calibrating") as advance:
-        result = bench_guarantees(recordings, options.examples, options.calibrations, advance)
+        result = bench_guarantees(recordings, options.examples, options.calibrations, advance, options.population)
     if options.json:
         print_json(result)
     else:
@@ -86,6 +88,8 @@ def _print(result: "GuaranteeBench", options: argparse.Namespace) -> None:
         for each in result.coverage
     ]
     print_table(title, columns, rows)
+    if not result.price:
+        return
     sizes = sorted({each.examples for each in result.price})
     priced: dict[str, list[str]] = {}
     for each in result.price:

@@ -1,0 +1,163 @@
+"""Which token comes next? The likeliest, or one that is drawn; and a draft, checked against what full depth says.
+
+A draft that was drawn from the shares q of an early loop is kept with probability min(1, p / q), where p is its share
+at full depth; in place of one that is not, a token is drawn from what p has more than q. What is said then has the
+shares of full depth, whatever the drafts were (Leviathan et al., 2023).
+
+Shapes: n rows, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loopscope.arguments import as_count, as_number
+from loopscope.config import NonNegative, Settings
+from loopscope.engine.logit_stats import NO_ANSWER, check_answers, likeliest_classes
+from loopscope.errors import UserError
+from loopscope.models.device import accumulator, upload
+
+Integers = NDArray[np.int64]
+_MOST = 2**63
+Whole = Annotated[int, msgspec.Meta(ge=0, le=_MOST - 1)]
+
+
+class Sampling(Settings, frozen=True, kw_only=True):
+    """Temperature 0 takes the likeliest token."""
+
+    temperature: NonNegative = 0.0
+    top_k: Whole = 0  # 0: of all tokens
+    top_p: float = 1.0
+    seed: Whole = 0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            as_number(getattr(self, name), name)
+        for name in ("top_k", "seed"):
+            as_count(getattr(self, name), name, 0)
+        if not (0 <= self.temperature < math.inf and 0 <= self.top_k < _MOST and 0 <= self.seed < _MOST):
+            raise UserError("temperature, top_k and seed are numbers from 0 on, and below 2**63.")
+        if not 0 < self.top_p <= 1:
+            raise UserError("top_p is a number above 0 and up to 1.")
+
+
+def choose(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:
+    """The next token of every row, from its logits [n, V] and its own random numbers."""
+    if sampling.temperature == 0:
+        return _fetched(likeliest_classes(logits))
+    shares, tokens = _ranked_shares(logits, sampling)
+    picked = tokens.gather(1, _drawn(shares, draws)[:, None])[:, 0]
+    largest = logits.gather(1, tokens[:, :1])[:, 0]  # or a NaN, which is sorted to the front
+    return _fetched(picked.masked_fill(~largest.isfinite(), NO_ANSWER))
+
+
+class Draft:
+    """A token that was said at an early loop; where it was drawn, with the shares that it was drawn from."""
+
+    def __init__(self, token: int, loops: int, shares: Tensor | None) -> None:
+        self.token, self.loops = token, loops
+        self.shares = shares  # [V], by token
+
+
+def draft(
+    logits: Tensor, loops: Sequence[int], draws: Sequence[np.random.Generator], sampling: Sampling
+) -> list[Draft]:
+    """What every row says at this loop of its own."""
+    if sampling.temperature == 0:
+        tokens = _fetched(likeliest_classes(logits))
+        return [Draft(token, loop, None) for token, loop in zip(tokens, loops, strict=True)]
+    shares = _shares(logits, sampling)
+    tokens = _fetched(_drawn(shares, draws).masked_fill(~shares.sum(-1).isfinite(), NO_ANSWER))
+    return [Draft(*each) for each in zip(tokens, loops, shares, strict=True)]
+
+
+def verify(
+    logits: Tensor, drafts: Sequence[Sequence[Draft]], draws: Sequence[np.random.Generator], sampling: Sampling
+) -> list[tuple[int, int]]:
+    """For every row how many of its drafts stand, and the token after those.
+
+    `logits` [sum over rows of (drafts + 1), V] are full depth's where each draft was said, and after the last of them.
+    """
+    ends = np.cumsum([len(own) + 1 for own in drafts])
+    starts = [int(end) - len(own) - 1 for own, end in zip(drafts, ends, strict=True)]
+    if sampling.temperature == 0:
+        chosen = _fetched(likeliest_classes(logits))
+        kept = [_standing(own, chosen[start:]) for own, start in zip(drafts, starts, strict=True)]
+        return [(count, chosen[start + count]) for count, start in zip(kept, starts, strict=True)]
+    full = _shares(logits, sampling)
+    kept = _kept_drafts(full, drafts, starts, draws)
+    rows = upload(np.array(starts) + np.array(kept), logits.device)
+    left = full.index_select(0, rows)
+    for place, (count, own) in enumerate(zip(kept, drafts, strict=True)):
+        if count < len(own):
+            refused = own[count].shares
+            assert refused is not None
+            more = (left[place] - refused).clamp_(min=0)
+            left[place] = torch.where(more.sum() > 0, more, left[place])  # 0: they differ by rounding alone
+    tokens = _fetched(_drawn(left, draws).masked_fill(~left.sum(-1).isfinite(), NO_ANSWER))
+    return list(zip(kept, tokens, strict=True))
+
+
+def _kept_drafts(
+    full: Tensor, drafts: Sequence[Sequence[Draft]], starts: Sequence[int], draws: Sequence[np.random.Generator]
+) -> list[int]:
+    """How many drafts of every row stand before the first that does not."""
+    drafted = [each for own in drafts for each in own]
+    if not drafted:
+        return [0] * len(drafts)
+    rows = np.concatenate([start + np.arange(len(own)) for own, start in zip(drafts, starts, strict=True)])
+    said = upload(np.array([each.token for each in drafted]), full.device)
+    early = torch.stack([each.shares for each in drafted if each.shares is not None])
+    there = full.index_select(0, upload(rows, full.device))
+    both = torch.stack([shares.gather(1, said[:, None])[:, 0] for shares in (there, early)]).cpu().numpy()
+    kept, first = [], 0
+    for own, own_draws in zip(drafts, draws, strict=True):
+        part = both[:, first : first + len(own)]
+        count = 0
+        while count < len(own) and own_draws.random() * part[1, count] < part[0, count]:
+            count += 1
+        kept.append(count)
+        first += len(own)
+    return kept
+
+
+def _standing(drafts: Sequence[Draft], chosen: Sequence[int]) -> int:
+    """How many drafts are what was chosen, up to the first that is not."""
+    return next((place for place, each in enumerate(drafts) if each.token != chosen[place]), len(drafts))
+
+
+def _shares(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[n, V] the share of every token, by token; NaN where logits are not finite."""
+    shares, tokens = _ranked_shares(logits, sampling)
+    return torch.zeros_like(shares).scatter_(1, tokens, shares / shares.sum(-1, keepdim=True))
+
+
+def _ranked_shares(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """[n, V] shares of those tokens that may be drawn and 0 for others, likeliest first, and the tokens."""
+    ordered, tokens = (logits.to(accumulator(logits.device)) / sampling.temperature).sort(
+        dim=-1, descending=True, stable=True
+    )
+    shares = ordered.softmax(-1)
+    if sampling.top_k:
+        shares[:, sampling.top_k :] = 0
+    shares.masked_fill_(shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True), 0.0)
+    return shares, tokens
+
+
+def _drawn(shares: Tensor, draws: Sequence[np.random.Generator]) -> Tensor:
+    """[n] one place of every row of shares [n, V], which need not sum to 1."""
+    drawn = upload(torch.tensor([own.random() for own in draws], dtype=shares.dtype), shares.device)
+    summed = shares.cumsum(-1)
+    reached = summed > drawn[:, None] * summed[:, -1:]
+    return torch.where(reached.any(-1), reached.int().argmax(-1), shares.argmax(-1))  # none: by rounding
+
+
+def _fetched(tokens: Tensor) -> list[int]:
+    found: list[int] = check_answers(tokens.cpu().numpy()).tolist()
+    return found

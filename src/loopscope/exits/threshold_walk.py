@@ -1,0 +1,122 @@
+"""What do the thresholds of a readout lose, in the order in which they are tested, and how many of them are proven?
+
+Shapes: N examples, T loops, G thresholds.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.errors import UserError
+from loopscope.exits.betting_bound import betting_p_values
+from loopscope.exits.guarantee import BOUNDS, Bound
+from loopscope.exits.losses import RiskGroup, losses, risk_groups
+from loopscope.exits.risk_control import conformal, count_leading, fixed_sequence, p_values
+from loopscope.exits.risk_target import RiskTarget
+from loopscope.exits.sweep import Curve, crossings
+from loopscope.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How losses of sequences are tested; examples, which are lost or not, have the exact binomial test."""
+
+    bound: Bound
+    seed: int  # of the order in which sequences are bet on
+
+    def __post_init__(self) -> None:
+        if self.bound not in BOUNDS:
+            raise UserError(f"There is no bound {self.bound!r:.40}; choose one of {', '.join(BOUNDS)}.")
+        if self.seed >= 2**63:
+            raise UserError("A seed lies below 2**63; choose a smaller one.")
+
+    def order(self, units: int) -> NDArray[np.int64]:
+        """Drawn by lot: recordings may be sorted, and then their units are not alike from first to last."""
+        return np.random.default_rng([self.seed, 1]).permutation(units)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A readout's thresholds on some examples, in the order in which they are tested."""
+
+    readout: str
+    trajectory: Trajectory
+    risk_groups: list[RiskGroup]
+    thresholds: Curve  # [G]
+    loss: Curve  # [groups, G] summed over units
+    loops: Curve  # [G] averaged over units
+    crossed: NDArray[np.int64]  # [N, T-1] as `crossings` has it, of thresholds that come laxest first
+    lost: NDArray[np.bool_]  # [N, T]
+    order: NDArray[np.int64]  # [G] where each threshold is among those
+
+    @property
+    def units(self) -> Curve:
+        """[groups, 1]"""
+        return np.array([[group.units] for group in self.risk_groups], dtype=np.float64)
+
+    def fewest_loops(self, passed: int) -> float:
+        """Of these first thresholds."""
+        return float(self.loops[:passed].min(initial=self.trajectory.num_loops))
+
+    def proven(self, alpha: float, level: float | None, proof: Proof) -> int:
+        """How many thresholds, from the first on, keep the promise in every group; without a level, on average."""
+        if level is None:
+            pairs = zip(self.risk_groups, self.loss, strict=True)
+            return min(conformal(loss, group.units, alpha) for group, loss in pairs)
+        hopeful = slice(
+            count_leading(self.worst(alpha) < 1)
+        )  # more is lost than is allowed: there the walk ends anyhow
+        return fixed_sequence(self.p_values(alpha, level, proof, hopeful).max(axis=0), level)
+
+    def p_values(self, alpha: float, level: float, proof: Proof, places: slice = slice(None)) -> Curve:
+        """[groups, G] or those of these places in the walk only."""
+        found = []
+        for group, loss in zip(self.risk_groups, self.loss, strict=True):
+            if group.binary or proof.bound == "hoeffding_bentkus":
+                found.append(p_values(loss[places], group.units, alpha, group.binary))
+            else:
+                blocks = self._unit_losses(group, places, proof.order(group.units))
+                found.append(betting_p_values(blocks, group.units, alpha, level))
+        return np.stack(found)
+
+    def variance(self, number: int, place: int) -> float:
+        """Of the losses of a group's units at this place in the walk."""
+        group = self.risk_groups[number]
+        blocks = self._unit_losses(group, slice(place, place + 1), np.arange(group.units))
+        return float(np.concatenate(list(blocks)).var())
+
+    def _unit_losses(self, group: RiskGroup, places: slice, order: NDArray[np.int64]) -> Iterator[Curve]:
+        return group.unit_losses(self.crossed, self.lost, len(self.order), self.order[places], order)
+
+    def worst(self, allowed: float | Curve) -> Curve:
+        """[G] the loss of the group that is worst off, by what is allowed to it, [groups, 1] or one number."""
+        return np.asarray((self.loss / self.units / allowed).max(axis=0))
+
+
+def walk_thresholds(
+    readout: str, thresholds: Curve, trajectory: Trajectory, target: RiskTarget, order: NDArray[np.int64] | None = None
+) -> Walk:
+    """Along thresholds that come laxest first: in this order, or from the strictest on."""
+    crossed, size = crossings(readout, thresholds, trajectory), len(thresholds)
+    order = np.arange(size)[::-1] if order is None else order
+    lost = losses(target.loss, trajectory)
+    if target.in_expectation:
+        lost = never_falling(lost, crossed, size)
+    depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
+    parts = risk_groups(trajectory, target.per_difficulty)
+    (all_units,) = risk_groups(trajectory, per_difficulty=False)
+    loss = np.stack([group.totals(crossed, lost, size)[order] for group in parts])
+    loops = all_units.totals(crossed, depth, size)[order] / all_units.units
+    return Walk(readout, trajectory, parts, thresholds[order], loss, loops, crossed, lost, order)
+
+
+def never_falling(lost: NDArray[np.bool_], crossed: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    """[N, T] the losses as they count for conformal risk control: whatever a stricter threshold has lost stays lost.
+
+    Towards laxer thresholds an example exits at ever earlier loops, and only at those where some threshold stops it.
+    """
+    edges = np.zeros((len(lost), 1), dtype=np.int64)
+    stopped = np.diff(np.concatenate((edges, crossed, edges + size), axis=1), axis=1) > 0
+    return np.logical_or.accumulate((lost & stopped)[:, ::-1], axis=1)[:, ::-1]

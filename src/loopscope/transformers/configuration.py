@@ -1,0 +1,41 @@
+"""What do the configurations of looped checkpoints look like to transformers? As their `config.json` says, key by key.
+
+The keys are those of the Hub. What of them a network depends on, and which values are refused, stands beside the
+network (`loopscope.models`): these classes only carry them.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Base of the configurations; every key of the file is an attribute."""
+
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        kwargs.pop("auto_map", None)  # of the code beside the Hub's weights, which is not used and not saved
+        scaling = kwargs.pop("rope_scaling", None)
+        if scaling is not None:  # what transformers 5 calls rope_parameters
+            theta = {"rope_theta": kwargs.pop("rope_theta")} if "rope_theta" in kwargs else {}
+            kwargs["rope_parameters"] = {**scaling, **theta, **(kwargs.get("rope_parameters") or {})}
+        super().__post_init__(**kwargs)
+
+
+class OuroPretrainedConfig(LoopedPretrainedConfig):
+    model_type = "ouro"
+
+
+class HuginnPretrainedConfig(LoopedPretrainedConfig):
+    model_type = "huginn_raven"
+    attribute_map = {  # noqa: RUF012 - transformers' own way
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "block_size",
+    }
+
+
+class LoopedLlamaPretrainedConfig(LoopedPretrainedConfig):
+    model_type = "looped_llama"

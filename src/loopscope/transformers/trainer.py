@@ -1,0 +1,222 @@
+"""How is a looped model fine-tuned in transformers? By its `Trainer`, with an objective over depth.
+
+All that `Trainer` does stays as it is: data, optimizers, accumulation, precision, several processes, checkpoints and
+resuming, trackers. What is minimised are the objectives of `loopscope.objectives`, over tokens; what is logged goes by
+loop, too. Adapters are PEFT's, put on the model before it comes here (`lora_config`).
+
+Shapes: T loops, N tokens with a label.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from loopscope.arguments import as_count, check_kind
+from loopscope.config import build
+from loopscope.errors import UserError
+from loopscope.models import LoopedModel
+from loopscope.objectives import GATED, LoopLosses, Objective, Unrolling, log_exit_distribution
+from loopscope.training.adapters import adaptable_layers
+from loopscope.training.custom_objectives import UserFunction, custom_objective, load_objective
+from loopscope.transformers.modeling import LoopedForCausalLM, LoopedOutput, TeacherLogits
+
+
+class LoopTrainer(Trainer):  # type: ignore[misc]
+    """`Trainer` for Ouro, Huginn and looped Llamas, whole or with PEFT adapters.
+
+    `objective` is a built-in one by its name, an `Objective` with its settings, or a function of `LoopLosses`. With a
+    `teacher`, every loop is held against what that model says (after `teacher_loops` loops, if it is a looped one)
+    instead of the labels, which only say which tokens count.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *,
+        objective: Objective | str | UserFunction = "fixed_prior",
+        teacher: Any = None,
+        teacher_loops: int | None = None,
+        **options: Any,
+    ) -> None:
+        looped = _base(model).looped
+        self.objective = _objective(objective)
+        self._check_gate(looped)
+        super().__init__(model, args, **options)
+        if self.args.n_gpu > 1:
+            raise UserError(
+                "Several GPUs are trained by several processes; start this with torchrun or accelerate launch."
+            )
+        if self.args.label_smoothing_factor:
+            raise UserError("Objectives over depth have no label smoothing; leave out label_smoothing_factor.")
+        function = objective if callable(objective) else None
+        self._minimised = load_objective(self.objective, self.args.seed, function)
+        self._teacher = self._taught_by(teacher, teacher_loops)
+        self._sums = {training: _LoopSums(looped.num_loops) for training in (True, False)}
+
+    def _check_gate(self, looped: LoopedModel) -> None:
+        gate: Any = getattr(looped, "gate", None)
+        if self.objective.name not in GATED:
+            return
+        if gate is None:
+            raise UserError(
+                f"The objective '{self.objective.name}' trains a gate, and this model has none; choose another."
+            )
+        if hasattr(gate, "base_layer"):
+            raise UserError(
+                "An adapter on the gate would change nothing; leave the gate out of target_modules, and name it in "
+                "modules_to_save (lora_config does)."
+            )
+        if not any(parameter.requires_grad for parameter in gate.parameters()):
+            raise UserError(
+                f"The objective '{self.objective.name}' trains the gate, whose weights are held still; let them be "
+                "trained (modules_to_save of an adapter, which lora_config sets)."
+            )
+
+    def _taught_by(self, teacher: Any, loops: int | None) -> TeacherLogits | None:
+        if teacher is None:
+            if loops is not None:
+                raise UserError("teacher_loops is given without a teacher; name one.")
+            return None
+        if isinstance(teacher, (str, Path)):
+            teacher = AutoModelForCausalLM.from_pretrained(teacher)
+        check_kind(
+            teacher, PreTrainedModel, "The teacher", "a causal language model of transformers, or the folder of one"
+        )
+        ours, theirs = (each.config.vocab_size for each in (_base(self.model), teacher))
+        if ours != theirs:
+            raise UserError(f"The teacher has {theirs} tokens, and the model {ours}; take one with its tokenizer.")
+        depth: dict[str, int] = {}
+        if loops is not None:
+            if not isinstance(teacher, LoopedForCausalLM):
+                raise UserError("teacher_loops is given, and the teacher is no looped model; leave it out.")
+            depth = {"num_loops": as_count(loops, "teacher_loops")}
+        teacher = teacher.eval().requires_grad_(False).to(self.args.device)
+
+        @torch.no_grad()
+        def logits(tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+            found: Tensor = teacher(input_ids=tokens, attention_mask=attention_mask, **depth).logits
+            return found
+
+        return logits
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The objective of a batch; how many loops are drawn for it follows from the run's seed and the step."""
+        training, step = model.training, self.state.global_step
+        loops = self._sums[training].loops
+        unrolling = self.objective.unrolling(loops, self.args.seed, step) if training else None
+        found = model(**inputs, loop_losses=True, unrolling=unrolling, teacher=self._teacher)
+        self._sums[training].add(found, unrolling)
+        if training or not self.objective.is_custom:
+            loss = self._minimised(LoopLosses(found.cross_entropy, found.halt_logits, step, found.detached_halt_logits))
+        else:
+            loss = found.cross_entropy[-1].mean()
+        if num_items_in_batch is not None:
+            loss = loss * found.cross_entropy.shape[1] / num_items_in_batch
+            if self.args.average_tokens_across_devices:
+                loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        return (loss, found) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        """What is evaluated are the losses: logits of every loop would be too many."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        self._sums[False].clear()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output.metrics.update(self._by_loop(False, f"{metric_key_prefix}_"))
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs |= self._by_loop(True, "")
+        super().log(logs, *args, **kwargs)
+
+    def _by_loop(self, training: bool, prefix: str) -> dict[str, float]:
+        """Means over the tokens of all processes since the last time."""
+        sums = self._sums[training]
+        if sums.values is None:
+            return {}
+        found = self.accelerator.reduce(sums.values, "sum").tolist()
+        sums.clear()
+        metrics = {}
+        for loop, (tokens, loss, correct, exits) in enumerate(zip(*found, strict=True), start=1):
+            if tokens:
+                metrics[f"{prefix}loss_loop_{loop}"] = loss / tokens
+                metrics[f"{prefix}accuracy_loop_{loop}"] = correct / tokens
+                if sum(found[3]):
+                    metrics[f"{prefix}gate_exits_loop_{loop}"] = exits / tokens
+        return metrics
+
+
+class _LoopSums:
+    """Over the tokens of some batches [4, T]: how many, their losses, how many right, and the gate's exits."""
+
+    def __init__(self, loops: int) -> None:
+        self.loops = loops
+        self.values: Tensor | None = None
+
+    def clear(self) -> None:
+        self.values = None
+
+    def add(self, found: LoopedOutput, unrolling: Unrolling | None) -> None:
+        losses, correct = found.cross_entropy, found.correct
+        assert losses is not None
+        assert correct is not None
+        losses = losses.detach().float()
+        if self.values is None:
+            self.values = losses.new_zeros((4, self.loops))
+        last = self.loops if unrolling is None else unrolling.loops
+        part = self.values[:, last - len(losses) : last]
+        part[0] += losses.shape[1]
+        part[1] += losses.sum(1)
+        part[2] += correct.sum(1)
+        if found.halt_logits is not None:
+            part[3] += log_exit_distribution(found.halt_logits.detach().float()).exp().sum(1)
+
+
+def lora_config(model: Any, rank: int = 16, alpha: int = 32, **options: Any) -> Any:
+    """PEFT's settings for adapters on every linear layer of a looped model but its head; the gate is trained whole.
+
+    `options` are those of PEFT's `LoraConfig`.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise UserError("Adapters need PEFT; install it with: pip install 'loopscope[transformers]'.") from None
+    looped = _base(model).looped
+    gate = getattr(looped, "gate", None)
+    whole: Sequence[str] = [name for name, part in looped.named_modules() if gate is not None and part is gate]
+    settings = {"task_type": "CAUSAL_LM", "target_modules": adaptable_layers(looped), "modules_to_save": whole or None}
+    return LoraConfig(r=as_count(rank, "rank"), lora_alpha=as_count(alpha, "alpha"), **{**settings, **options})
+
+
+def _base(model: Any) -> LoopedForCausalLM:
+    """The looped model itself, without adapters around it."""
+    found = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(found, LoopedForCausalLM):
+        raise UserError(
+            f"The model must be an Ouro, a Huginn or a looped Llama from AutoModelForCausalLM, got a "
+            f"{type(found).__name__}; `import loopscope.transformers` before it is loaded."
+        )
+    return found
+
+
+def _objective(given: Objective | str | UserFunction) -> Objective:
+    if isinstance(given, Objective):
+        return given
+    return build(Objective, {"name": given}, "objective") if isinstance(given, str) else custom_objective(given)

@@ -1,0 +1,153 @@
+"""What is a deployment told beside its checkpoint? How many loops it runs, or by which policy its tokens exit.
+
+It stands under `loopscope` in vLLM's `hf_overrides`:
+
+    vllm serve FOLDER --hf-overrides '{"loopscope": {"policy": "policy.json", "exits_log": "exits.jsonl"}}'
+
+Everything is checked before an engine starts, and again in its workers.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loopscope.config import Loops, Settings, build
+from loopscope.errors import UserError
+from loopscope.exits import ExitPolicy
+from loopscope.exits.exit_state import ExitState
+from loopscope.exits.scope import Scope
+from loopscope.models.checkpoint import weights_sha256
+from loopscope.models.decoder_layers import DecoderConfig
+from loopscope.models.hub import find_checkpoint
+from loopscope.models.looped_llama import LoopedLlamaConfig
+from loopscope.models.ouro import OuroConfig
+
+KEY = "loopscope"
+_WHERE = f"hf_overrides: {KEY}"
+
+
+class DeploymentSettings(Settings, frozen=True, kw_only=True):
+    loops: Loops | None = None  # None: as many as the checkpoint says
+    policy: str | None = None  # a file; or by hand:
+    readout: str | None = None
+    threshold: float | None = None
+    without_promise: bool = False  # a rule that was calibrated for another cache is used without its promise
+    exits_log: str | None = None  # a file to which every token's loops are written
+
+    def __post_init__(self) -> None:
+        if (self.readout is None) != (self.threshold is None):
+            raise ValueError("a readout and its threshold are given together")
+        if self.policy is not None and self.readout is not None:
+            raise ValueError("the policy is given by its file or by hand, not both")
+        if self.without_promise and self.policy is None:
+            raise ValueError("only the policy of a file has a promise that it could be used without")
+        if self.exits_log is not None and self.policy is None and self.readout is None:
+            raise ValueError("without a policy all tokens take all loops, and there is nothing to log")
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """What is run: the model as it is configured, and how deep."""
+
+    config: OuroConfig | LoopedLlamaConfig
+    loops: int
+    policy: ExitPolicy | None = None  # None: every token goes through all of these loops
+    exits_log: str | None = None
+
+    @property
+    def head_attends(self) -> bool:
+        return isinstance(self.config, LoopedLlamaConfig) and self.config.coda > 0
+
+
+def read_deployment(configuration: dict[str, Any], checkpoint: str, revision: str | None, precision: str) -> Deployment:
+    """What a configuration with its overrides asks for, of the model in a folder or on the Hub; or a refusal.
+
+    A policy is held to the weights, depth, precision and cache that it was made for, as everywhere.
+    """
+    values = {name: value for name, value in configuration.items() if value is not None}
+    settings = build(DeploymentSettings, values.pop(KEY, {}), _WHERE)
+    kind: type[DecoderConfig] = LoopedLlamaConfig if values.get("model_type") == "looped_llama" else OuroConfig
+    config = build(kind, values, "The model's configuration")
+    assert isinstance(config, OuroConfig | LoopedLlamaConfig)
+    depth = config.total_ut_steps if isinstance(config, OuroConfig) else config.looping.loops
+    loops = settings.loops or depth
+    policy = _policy(settings)
+    if policy is None:
+        return Deployment(config, loops)
+    tied = policy.model is not None or policy.gate is not None
+    weights = weights_sha256(find_checkpoint(checkpoint, revision)) if tied else None
+    fixed = policy.readout == "fixed"
+    policy.check(weights, loops, Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision))
+    state = ExitState(policy, loops)  # refuses what can only be replayed
+    if fixed:  # all exit together, so that no later token lacks anything, whatever the rule of the cache
+        return Deployment(config, int(policy.threshold or 0))
+    if "gate_logits" in state.sources() and isinstance(config, LoopedLlamaConfig) and config.looping.gate == "none":
+        raise UserError(f"The model has no gate, so it cannot be run with the readout '{policy.readout}'.")
+    return Deployment(config, loops, policy, settings.exits_log)
+
+
+def _policy(settings: DeploymentSettings) -> ExitPolicy | None:
+    if settings.policy is None:
+        return None if settings.readout is None else ExitPolicy(settings.readout, settings.threshold)
+    policy = ExitPolicy.load(Path(settings.policy))
+    if settings.without_promise:
+        scope = msgspec.structs.replace(policy.scope, cache=None)
+        return replace(policy, guarantee=None, calibration_exits=None, scope=scope)
+    if policy.readout != "fixed" and policy.scope.cache not in (None, "propagate"):
+        raise UserError(
+            f"This policy was calibrated on text with the cache '{policy.scope.cache}', and vLLM writes with the cache "
+            "'propagate', for which it promises nothing; to use its rule all the same, add \"without_promise\": true."
+        )
+    return policy
+
+
+def deployment_of(vllm_config: Any) -> Deployment:
+    model = vllm_config.model_config
+    precision = model.quantization or str(model.dtype).removeprefix("torch.")
+    return read_deployment(model.hf_config.to_dict(), model.model, model.revision, precision)
+
+
+class DeploymentChecks:
+    """What vLLM asks of a model's configuration before it starts an engine."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        return
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """With a policy, switches off what would run other tokens than LoopScope, or other loops than are decided."""
+        deployment = deployment_of(vllm_config)
+        if deployment.policy is None:
+            return
+        vllm_config.model_config.enforce_eager = True
+        vllm_config.cache_config.enable_prefix_caching = False
+        scheduler = vllm_config.scheduler_config
+        if deployment.head_attends:
+            scheduler.enable_chunked_prefill = False
+        check_engine(vllm_config, deployment)
+
+
+def check_engine(vllm_config: Any, deployment: Deployment) -> None:
+    """Refuses what an exit policy cannot run with."""
+    if deployment.policy is None:
+        return
+    if not vllm_config.model_config.enforce_eager:
+        raise UserError(
+            "An exit policy decides while the model runs, which no recorded graph can; add --enforce-eager."
+        )
+    if vllm_config.cache_config.enable_prefix_caching:
+        raise UserError(
+            "What a text that exited early left in the cache is not what its tokens leave as a prompt; with an exit "
+            "policy add --no-enable-prefix-caching."
+        )
+    if vllm_config.speculative_config is not None:
+        raise UserError("An exit policy does not go together with speculative decoding; choose one of them.")
+    scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    if deployment.head_attends and (scheduler.enable_chunked_prefill or scheduler.max_num_batched_tokens < longest):
+        raise UserError(
+            "The layers after the loops read a whole prompt where its last token exits, so that with an exit policy it "
+            f"must fit into one step: set --max-num-batched-tokens to at least {longest}, and "
+            "--no-enable-chunked-prefill."
+        )

@@ -1,0 +1,242 @@
+"""Lossless text: is it what full depth says, whatever was drafted, and is no work of a draft done twice?"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import GOLDEN
+from scipy.stats import chisquare
+from test_generation import prompts, same
+from tiny_language import MODELS, tiny_ouro
+
+import loopscope as ls
+from loopscope.engine import GenerationStats, Prompt, Sampling, draft_length, generate, stream
+from loopscope.engine.draft_length import MOST_TOKENS, DraftLength
+from loopscope.engine.sampling import Draft
+from loopscope.models import LoopedModel
+
+POLICIES = [ls.ExitPolicy("fixed", 1), ls.ExitPolicy("top1", 0.075), ls.ExitPolicy("hidden_cosine", 0.3)]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoopedModel:
+    """At the first loop it says what it says at the last one about every other time."""
+    return tiny_ouro(num_hidden_layers=2)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting pays whatever comes of it."""
+    monkeypatch.setattr(draft_length, "_TOGETHER", 0.01)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("eager")
+def test_it_is_full_depths_text_token_for_token(name: str) -> None:
+    model = MODELS[name]()
+    whole = generate(model, prompts(4), max_new_tokens=16)
+    stats = GenerationStats()
+    late = ls.ExitPolicy("fixed", model.num_loops - 1)
+    for policy, batch_size in ((POLICIES[0], 1), (late, 3), (POLICIES[1], 2)):
+        texts = generate(
+            model, prompts(4), policy, max_new_tokens=16, lossless=True, batch_size=batch_size, stats=stats
+        )
+        for text, full in zip(texts, whole, strict=True):
+            assert (text.tokens, text.finish_reason) == (full.tokens, full.finish_reason)
+            assert text.accepted == sum(loops < model.num_loops for loops in text.loops) <= text.drafted
+    assert 0 < stats.accepted <= stats.drafted
+    assert stats.accepted < stats.drafted or name == "transformer"  # whose loops agree
+
+
+@pytest.mark.usefixtures("eager")
+def test_huginn_too_whose_head_attends() -> None:
+    model = ls.load_model(GOLDEN / "huginn-tiny")
+    asked = [Prompt(number, np.arange(1, 6 + number)) for number in range(3)]
+    whole, stats = generate(model, asked, max_new_tokens=14), GenerationStats()
+    for loops, batch_size in ((2, 1), (4, 3)):
+        policy = ls.ExitPolicy("fixed", loops)
+        texts = generate(model, asked, policy, max_new_tokens=14, lossless=True, batch_size=batch_size, stats=stats)
+        assert same_tokens(texts, whole)
+    assert 0 < stats.accepted < stats.drafted
+
+
+def test_nothing_of_a_draft_is_run_twice(model: LoopedModel) -> None:
+    """All loops of every token that stays, and of one that is taken back those that it went through."""
+    stats, per_text = GenerationStats(), {"drafted": 0, "accepted": 0}
+    texts = generate(model, prompts(), POLICIES[0], max_new_tokens=24, lossless=True, stats=stats)
+    for text in texts:
+        per_text = {name: count + getattr(text, name) for name, count in per_text.items()}
+    assert per_text == {"drafted": stats.drafted, "accepted": stats.accepted}
+    tokens = sum(len(prompt.tokens) for prompt in prompts()) + sum(len(text.tokens) - 1 for text in texts)
+    refused = stats.drafted - stats.accepted
+    assert 4 * tokens < stats.token_loops <= 4 * (tokens + refused)
+    assert (stats.tokens, stats.drafted > 0) == (5 * 24, True)
+
+
+def test_where_all_drafts_stand_only_the_loops_of_full_depth_run() -> None:
+    """One loop is all that it needs, so that the first says what the last one says."""
+    model = tiny_ouro(num_hidden_layers=1)
+    for name, weight in model.named_parameters():
+        if "layernorm_2" in name:
+            weight *= 1e-4
+    stats = GenerationStats()
+    texts = generate(model, prompts(), POLICIES[0], max_new_tokens=40, lossless=True, stats=stats)
+    assert stats.accepted == stats.drafted > 5 * 25
+    tokens = sum(len(prompt.tokens) for prompt in prompts()) + 5 * 39
+    assert stats.token_loops == 4 * tokens
+    assert all(
+        text.tokens == full.tokens
+        for text, full in zip(texts, generate(model, prompts(), max_new_tokens=40), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=1.0), Sampling(temperature=1.4, top_k=12), Sampling(temperature=0.9, top_p=0.7)],
+    ids=repr,
+)
+@torch.inference_mode()
+def test_drawn_text_has_the_probabilities_of_full_depth(sampling: Sampling) -> None:
+    """Of the second and third token after one prompt, which are a draft and what comes after it."""
+    model, draws, row = tiny_ouro(sure=3.0, vocab_size=12), 2000, np.array([7])
+    stats = GenerationStats()
+    texts = generate(
+        model,
+        [Prompt(0, row)] * draws,
+        POLICIES[0],
+        max_new_tokens=4,
+        sampling=sampling,
+        batch_size=draws,
+        lossless=True,
+        stats=stats,
+    )
+    assert draws / 10 < stats.accepted < stats.drafted - draws / 10
+    said = np.array([text.tokens for text in texts])
+    for place in (0, 1, 2):
+        befores, counts = np.unique(said[:, :place], axis=0, return_counts=True) if place else (said[:1, :0], [draws])
+        for before in befores[np.argsort(counts)[-2:]]:
+            there = (said[:, :place] == before).all(1)
+            found = np.bincount(said[there, place], minlength=12)
+            expected = found.sum() * probabilities(model, np.append(row, before), sampling)
+            assert found[expected == 0].sum() == 0
+            assert chisquare(found[expected > 0], expected[expected > 0]).pvalue > 1e-3
+
+
+def probabilities(model: LoopedModel, row: np.ndarray[Any, Any], sampling: Sampling) -> np.ndarray[Any, Any]:
+    """[V] of the next token at full depth, written out."""
+    logits = model.loops(torch.from_numpy(row)[None]).logits[-1, 0, -1].double().numpy() / sampling.temperature
+    shares = np.exp(logits - logits.max())
+    ranked = np.argsort(-shares, kind="stable")
+    shares[ranked[sampling.top_k or len(shares) :]] = 0
+    shares /= shares.sum()
+    reached = shares[ranked].cumsum() - shares[ranked] >= sampling.top_p
+    shares[ranked[reached]] = 0
+    return shares / shares.sum()
+
+
+def test_what_is_drawn_depends_on_the_prompt_alone(model: LoopedModel) -> None:
+    hot = Sampling(temperature=1.2, top_k=20, seed=3)
+    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": hot, "lossless": True}
+    alone = generate(model, prompts(), POLICIES[0], batch_size=1, **options)
+    for batch_size in (2, 5):
+        assert same(generate(model, prompts(), POLICIES[0], batch_size=batch_size, **options), alone)
+
+
+@pytest.mark.parametrize("place", [1, 6])
+def test_it_ends_where_full_depth_ends(model: LoopedModel, place: int) -> None:
+    """At a token, at a criterion that sees every token once and in order, and at the last that there is room for."""
+    whole = generate(model, prompts(), max_new_tokens=14)
+    stop, seen = whole[0].tokens[place], []
+
+    def criterion(key: Any, token: int) -> bool:
+        seen.append((key, token))
+        return token == stop
+
+    for options in ({"stop": [stop]}, {"stopping_criterion": criterion}):
+        short = generate(model, prompts(), max_new_tokens=14, **options)
+        asked, seen = seen, []
+        stats = GenerationStats()
+        texts = generate(model, prompts(), POLICIES[0], max_new_tokens=14, lossless=True, stats=stats, **options)
+        assert [text.tokens for text in texts] == [text.tokens for text in short]
+        assert [text.finish_reason for text in texts] == [text.finish_reason for text in short]
+        assert sorted(seen) == sorted(asked)
+        assert sum(text.drafted for text in texts) == stats.drafted
+    for room in (1, 2, 3):
+        texts = generate(model, prompts(), POLICIES[0], max_new_tokens=room, lossless=True)
+        assert [text.tokens for text in texts] == [text.tokens[:room] for text in whole]
+    long = [Prompt(0, np.ones(250, dtype=np.int64))]
+    assert same_tokens(generate(model, long, POLICIES[0], lossless=True), generate(model, long))
+
+
+def same_tokens(ours: Any, theirs: Any) -> bool:
+    return [each.tokens for each in ours] == [each.tokens for each in theirs]
+
+
+def test_logits_are_full_depths(model: LoopedModel) -> None:
+    expected = list(stream(model, prompts(1), max_new_tokens=12, with_logits=True))
+    found = list(stream(model, prompts(1), POLICIES[0], max_new_tokens=12, with_logits=True, lossless=True))
+    for ours, full in zip(found, expected, strict=True):
+        assert ours.logits is not None
+        assert full.logits is not None
+        assert torch.allclose(ours.logits, full.logits, atol=5e-5)
+
+
+def test_how_many_are_drafted_follows_how_many_stand(model: LoopedModel) -> None:
+    length = DraftLength(model)
+    first = length.tokens
+    drafts = [Draft(0, 1, None)] * (MOST_TOKENS - 1)
+    for _ in range(10):
+        length.update(drafts, len(drafts))
+    assert length.tokens == MOST_TOKENS > first > 1
+    for _ in range(60):
+        length.update(drafts, 0)
+        if length.tokens == 1:
+            break
+    assert length.tokens == 1
+    tried = []
+    for _ in range(40):
+        length.update([], 0)
+        tried.append(length.tokens)
+    assert 2 in tried  # it is tried again
+    by_loop = {}
+    for loop in (1, 2, 3):
+        by_loop[loop] = DraftLength(model)
+        for _ in range(60):
+            by_loop[loop].update([Draft(0, loop, None)] * 10, 9)
+    assert by_loop[1].tokens > by_loop[2].tokens > by_loop[3].tokens == 1  # late drafts save less
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "words"),
+    [
+        (None, {}, "full depth drafts nothing"),
+        (ls.ExitPolicy("fixed", 4), {}, "full depth drafts nothing"),
+        (POLICIES[0], {"cache": "propagate"}, "the cache 'full', not 'propagate'"),
+        (POLICIES[0], {"lossless": "yes"}, "lossless must be True or False"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: LoopedModel, policy: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ls.UserError, match=words):
+        generate(model, prompts(1), policy, **{"lossless": True, **options})
+
+
+def test_forced_tokens_are_no_drafts(model: LoopedModel) -> None:
+    with pytest.raises(ls.UserError, match="is no draft"):
+        generate(model, [Prompt(0, np.array([1]), np.array([2, 3]))], POLICIES[0], lossless=True)
+
+
+def test_prompts_with_policies_of_their_own_run_together(model: LoopedModel) -> None:
+    """As each would alone, whatever the others do; lossless or not."""
+    own = [ls.ExitPolicy("fixed", 2), POLICIES[1], None, POLICIES[2], ls.ExitPolicy("gate", 0.6)]
+    asked = [Prompt(each.key, each.tokens, policy=policy) for each, policy in zip(prompts(), own, strict=True)]
+    usual = ls.ExitPolicy("kl", 0.07)
+    for lossless in (False, True):
+        together = generate(model, asked, usual, max_new_tokens=9, batch_size=4, lossless=lossless)
+        alone = [
+            generate(model, [prompt], policy or usual, max_new_tokens=9, lossless=lossless)[0]
+            for prompt, policy in zip(prompts(), own, strict=True)
+        ]
+        assert same(together, alone)
+    with pytest.raises(ls.UserError, match="beyond the model's 4 loops"):
+        generate(model, [Prompt(0, np.array([1]), policy=ls.ExitPolicy("fixed", 9))], usual)

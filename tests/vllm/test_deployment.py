@@ -1,0 +1,109 @@
+"""Is a deployment what its overrides say, or refused? And is a log of exits read as it was written?"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import GOLDEN
+from tiny_language import looped_llama_config
+
+import loopscope as ls
+from loopscope.errors import UserError
+from loopscope.exits.scope import Scope
+from loopscope.models.checkpoint import weights_sha256
+from loopscope.vllm.deployment import Deployment, read_deployment
+from loopscope.vllm.exits_log import ExitsLog, TextExits, prompt_digest, read_exits
+
+FOLDER = GOLDEN / "ouro-tiny"
+
+
+def deployed(loopscope: dict[str, Any], **changes: Any) -> Deployment:
+    values = json.loads((FOLDER / "config.json").read_text())
+    return read_deployment({**values, **changes, "loopscope": loopscope}, str(FOLDER), None, "float32")
+
+
+def test_loops_are_the_checkpoints_or_fewer() -> None:
+    assert (deployed({}).loops, deployed({"loops": 2}).loops, deployed({}, total_ut_steps=3).loops) == (4, 2, 3)
+
+
+def test_a_fixed_policy_is_a_fixed_depth(tmp_path: Path) -> None:
+    ls.ExitPolicy("fixed", 3, scope=Scope(cache="full")).save(tmp_path / "policy.json")
+    found = deployed({"policy": str(tmp_path / "policy.json")})
+    assert (found.loops, found.policy) == (3, None)
+
+
+def test_a_policy_is_held_to_its_model_and_cache(tmp_path: Path) -> None:
+    path, told = tmp_path / "policy.json", {"policy": str(tmp_path / "policy.json")}
+    weights = weights_sha256(FOLDER)
+    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(unit="tokens", cache="full")).save(path)
+    with pytest.raises(UserError, match="promises nothing"):
+        deployed(told)
+    policy = deployed({**told, "without_promise": True}).policy
+    assert policy is not None
+    assert (policy.readout, policy.threshold, policy.model) == ("gate", 0.5, weights)
+    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(precision="bfloat16")).save(path)
+    with pytest.raises(UserError, match="weights in bfloat16"):
+        deployed(told)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"loop": 2}, "loop"),
+        ({"loops": 0}, "loops"),
+        ({"readout": "gate"}, "given together"),
+        ({"readout": "gate", "threshold": 0.5, "policy": "policy.json"}, "not both"),
+        ({"readout": "oracle", "threshold": 1}, "oracle"),
+        ({"readout": "fixed", "threshold": 5}, "beyond the model's 4 loops"),
+        ({"readout": "patience:3", "threshold": 0.5}, "patience:3"),
+        ({"exits_log": "exits.jsonl"}, "nothing to log"),
+        ({"without_promise": True}, "only the policy of a file"),
+        ({"policy": "nowhere.json"}, "nowhere.json"),
+        ("gate", "loopscope"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(told: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        deployed(told)
+
+
+def test_a_gate_that_is_not_there_is_refused() -> None:
+    values = looped_llama_config(looping={"gate": "none"})
+    with pytest.raises(UserError, match="no gate"):
+        read_deployment({**values, "loopscope": {"readout": "gate", "threshold": 0.5}}, "", None, "float32")
+
+
+class Step:
+    """What vLLM says of a step, for a log of it."""
+
+    def __init__(self, *requests: tuple[int, int, int, bool]) -> None:
+        blocks, new, lengths, prefilling = (np.array(part) for part in zip(*requests, strict=True))
+        self.ends = new.cumsum()
+        self.starts, self.lengths, self.first_blocks, self.prefilling = self.ends - new, lengths, blocks, prefilling
+
+
+def test_a_log_has_every_text_with_its_loops(tmp_path: Path) -> None:
+    """A prompt in two parts; a place in the cache that a second text takes after the first."""
+    log, path = ExitsLog(tmp_path / "exits.jsonl"), tmp_path / "exits.jsonl"
+    log.note(Step((7, 2, 2, True), (9, 1, 1, True)), np.array([5, 6, 8]), np.array([1, 2]), 4)
+    log.note(Step((7, 1, 3, True), (9, 1, 2, False)), np.array([4, 3]), np.array([3, 1]), 4)
+    log.note(Step((9, 1, 3, False), (7, 1, 4, False)), np.array([2, 2]), np.array([2, 2]), 2)
+    log.note(Step((9, 2, 2, True)), np.array([1, 1]), np.array([4]), 4)
+    texts, steps = read_exits(path)
+    assert texts == [
+        TextExits(3, prompt_digest([5, 6, 4]), [3, 2]),
+        TextExits(1, prompt_digest([8]), [2, 1, 2]),
+        TextExits(2, prompt_digest([1, 1]), [4]),
+    ]
+    assert [step.ran for step in steps] == [4, 4, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "[]", '{"ran": 1, "texts": [0], "loops": [1]}', '{"ran": 1, "texts": [0], "loops": []}']
+)
+def test_what_is_no_log_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "exits.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match="line 1"):
+        read_exits(tmp_path / "exits.jsonl")

@@ -1,0 +1,53 @@
+"""Does vLLM write what LoopScope writes, at full depth, at fewer loops, and on two workers?"""
+
+from pathlib import Path
+
+import pytest
+from tiny_language import write_outspoken
+from vllm_engines import GOLDEN_OURO, engine, expected, greedy, noted, some_prompts, write_looped_llama
+
+import loopscope as ls
+
+pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
+
+
+def test_the_golden_ouro_token_for_token() -> None:
+    prompts = some_prompts(97)
+    with engine(GOLDEN_OURO) as llm:
+        assert greedy(llm, prompts) == expected(GOLDEN_OURO, prompts)[0]
+
+
+def test_a_small_ouro_token_for_token_compiled(tmp_path: Path) -> None:
+    folder, prompts = write_outspoken(tmp_path / "small", total_ut_steps=4), some_prompts(600)
+    with engine(folder, enforce_eager=False) as llm:
+        assert greedy(llm, prompts) == expected(folder, prompts)[0]
+
+
+def test_a_looped_llama_token_for_token(tmp_path: Path) -> None:
+    looped_llama, prompts = write_looped_llama(tmp_path / "llama"), some_prompts(97)
+    with engine(looped_llama) as llm:
+        assert greedy(llm, prompts) == expected(looped_llama, prompts)[0]
+
+
+@pytest.mark.parametrize("how", ["loops", "total_ut_steps", "policy"])
+def test_fewer_loops_are_a_fixed_depth(how: str, tmp_path: Path) -> None:
+    prompts, policy = some_prompts(97), ls.ExitPolicy("fixed", 2)
+    policy.save(tmp_path / "policy.json")
+    options = {
+        "loops": {"loopscope": {"loops": 2}},
+        "total_ut_steps": {"hf_overrides": {"total_ut_steps": 2}},
+        "policy": {"loopscope": {"policy": str(tmp_path / "policy.json")}},
+    }
+    wanted, at_full_depth = expected(GOLDEN_OURO, prompts, policy)[0], expected(GOLDEN_OURO, prompts)[0]
+    assert wanted != at_full_depth
+    with engine(GOLDEN_OURO, **options[how]) as llm:
+        assert greedy(llm, prompts) == wanted
+
+
+def test_two_workers_write_the_same_and_exit_at_the_same_loops(tmp_path: Path) -> None:
+    prompts, log = some_prompts(97), tmp_path / "exits.jsonl"
+    tokens, loops = expected(GOLDEN_OURO, prompts, ls.ExitPolicy("gate", 0.5), "propagate")
+    rule = {"readout": "gate", "threshold": 0.5, "exits_log": str(log)}
+    with engine(GOLDEN_OURO, rule, tensor_parallel_size=2) as llm:
+        assert greedy(llm, prompts) == tokens
+    assert noted(log, prompts)[0] == loops
