@@ -98,6 +98,10 @@ def test_lines_on_each_other_are_drawn_once_and_said_to_be() -> None:
     assert [each.name for each in drawn.panels[0].lines] == ["entropy", "margin"]
     assert drawn.panels[0].same == (("entropy", "top1"),)
     assert ([each.name for each in drawn.panels[1].lines], drawn.merged) == (["entropy", "top1", "margin"], ())
+    third = Panel("three", [same, line("top1", rising + 0.1), line("margin", rising + 0.102)], 4, 0.9)
+    followed = Panel("four", [same, line("top1", rising + 0.005), line("margin", rising - 0.005)], 4, 0.9)
+    told = [panel.same for panel in chosen_lines([third, followed], [WHOLE, WHOLE]).panels]
+    assert told == [(("top1", "margin"),), (("entropy", "top1", "margin"),)]  # one that is drawn nowhere is said, too
     everywhere = chosen_lines([first, first], [WHOLE, WHOLE])
     assert everywhere.merged == (("entropy", "top1"),)
     made = frontiers([first, first])

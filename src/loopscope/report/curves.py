@@ -107,7 +107,7 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
     everywhere = set.intersection(*(set(panel.same) for panel in once)) if once else set()
     names = list(dict.fromkeys(line.name for panel in once for line in panel.lines))
     names.sort(key=_weight)
-    kept = set(names[:MOST])
+    kept, left_out = set(names[:MOST]), names[MOST:]
     panels = [
         replace(
             panel,
@@ -115,12 +115,12 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
             same=tuple(
                 told
                 for group in panel.same
-                if group not in everywhere and len(told := tuple(name for name in group if name in kept)) > 1
+                if group not in everywhere and len(told := tuple(name for name in group if name not in left_out)) > 1
             ),
         )
         for panel in once
     ]
-    return Drawn(panels, tuple(sorted(group for group in everywhere if group[0] in kept)), names[MOST:])
+    return Drawn(panels, tuple(sorted(group for group in everywhere if group[0] in kept)), left_out)
 
 
 def _weight(name: str) -> int:
