@@ -167,6 +167,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--hidden": {"action": "store_true", "help": "keep the pooled hidden states"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--open": {"action": "store_true", "help": "open the page in the browser"},
+    "--style": {
+        "choices": ("page", "paper"),
+        "default": "page",
+        "help": "of the figures: as on the page (default), or as wide as a column of a paper",
+    },
     "--product": {"action": "append", "metavar": "NAME", "help": "a product, or overview or paper (repeatable)"},
     "--rounds": {"type": rounds, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
