@@ -55,8 +55,11 @@ test-page: $(DEV)  ## the page of a report in a browser; `make browser` installs
 test-transformers: $(DEV)  ## looped models in transformers, PEFT and lm_eval's own model, the long tests too
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist $(PYTEST_DIST) -m '' tests/transformers
 
-test-vllm:  ## the tests of the vLLM plugin, in an environment of its own (3.5 GB, installed once)
+$(VLLM)/.ready: pyproject.toml scripts/vllm-env
 	scripts/vllm-env $(VLLM)
+	@touch $@
+
+test-vllm: $(VLLM)/.ready  ## the tests of the vLLM plugin, in an environment of its own (3.5 GB, installed once)
 	$(VLLM)/bin/python -m pytest -p no:cacheprovider -m '' -W default -s tests/vllm
 
 fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ="--seed 1" for others

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.inputs import check_readouts
-from loopscope.cli.options import READOUTS, add_shared, add_verb, check_new, values
+from loopscope.cli.options import BOUNDS, READOUTS, add_shared, add_verb, check_new, values
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.policies import load_gates
 from loopscope.errors import UserError
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from loopscope.exits.live_runs import LiveRuns, Recorded
     from loopscope.exits.risk_target import RiskTarget
     from loopscope.trajectory import Trajectory
-
-BOUNDS = ("betting", "hoeffding_bentkus")
 
 
 def define(subparsers: Any) -> None:

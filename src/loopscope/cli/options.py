@@ -13,6 +13,7 @@ Execute = Callable[[argparse.Namespace], int | None]
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16")
 CACHE_MODES: Final = ("full", "propagate", "latest")
+BOUNDS: Final = ("betting", "hoeffding_bentkus")
 CHECK_KINDS: Final = ("contract", "precision", "batch", "cache", "replay", "speed")
 """As the library has them, which need not be imported to refuse another name."""
 
@@ -166,6 +167,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--hidden": {"action": "store_true", "help": "keep the pooled hidden states"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--open": {"action": "store_true", "help": "open the page in the browser"},
+    "--style": {
+        "choices": ("page", "paper"),
+        "default": "page",
+        "help": "of the figures: as on the page (default), or as wide as a column of a paper",
+    },
     "--product": {"action": "append", "metavar": "NAME", "help": "a product, or overview or paper (repeatable)"},
     "--rounds": {"type": rounds, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},

@@ -162,8 +162,8 @@ def _record_text(options: argparse.Namespace) -> None:
 def _record_live(options: argparse.Namespace) -> None:
     if options.recording is None or options.out is None:
         raise UserError("Give the recording of the text with --recording, and with --out where the live run goes.")
-    asked = values(options, "max_drop", "confidence", "loss", "readout")
-    if options.policy is not None and (asked or options.gate or options.candidates is not None):
+    risk_options = values(options, "max_drop", "confidence", "loss", "readout")
+    if options.policy is not None and (risk_options or options.gate or options.candidates is not None):
         raise UserError("A policy is run as it is; leave out --max-drop, --confidence, --loss, --readout and the like.")
     check_any_model(options)
     check_readouts(options)
@@ -174,7 +174,7 @@ def _record_live(options: argparse.Namespace) -> None:
 
     recording = Trajectory.load(options.recording)
     gates = load_gates(options.gate, recording)
-    what: ExitPolicy | RiskTarget = RiskTarget(**{"loss": "disagreement", **asked})
+    what: ExitPolicy | RiskTarget = RiskTarget(**{"loss": "disagreement", **risk_options})
     if options.policy is not None:
         what = load_policy(options.policy, options.any_model)
     given = values(options, "candidates", "seed", "batch_size")

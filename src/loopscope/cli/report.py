@@ -26,7 +26,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--any-model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the report's folder")
     parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
-    add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--open")
+    add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--style", "--open")
 
 
 def execute(options: argparse.Namespace) -> None:
@@ -43,11 +43,11 @@ def execute(options: argparse.Namespace) -> None:
     sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
     results, details = analyse_models(sources, reference, targets)
     if options.product:
-        show_products(results, options.product, options.out, options.json)
+        show_products(results, options.product, options.out, options.json, options.style)
         return
     given = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
     given |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
-    given |= {"out": options.out}
+    given |= {"out": options.out, "style": None if options.style == "page" else options.style}
     command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(given)])
     write_and_show(results, details, options, options.out, ("overview",), (command, command))
 

@@ -36,7 +36,7 @@ def check_open(options: argparse.Namespace) -> None:
         raise UserError("--open opens the page, which --product does not write; leave one of them out.")
 
 
-def show_products(results: "Results", names: Sequence[str], folder: Path, as_json: bool = False) -> None:
+def show_products(results: "Results", names: Sequence[str], folder: Path, as_json: bool, style: str) -> None:
     """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
     from loopscope.report.charts import write_figure
     from loopscope.reproduction.products import PRODUCTS
@@ -49,10 +49,10 @@ def show_products(results: "Results", names: Sequence[str], folder: Path, as_jso
             continue
         table, figure = made[name].table, made[name].figure
         if figure is not None:
-            write_figure(figure, folder, name)
+            write_figure(figure, folder, name, style)
             printed.append({"name": name, "figure": f"{folder / name}.png"})
             if not as_json:
-                print_text(f"{folder / name}.png and .pdf")
+                print_text(f"{folder / name}.png, .pdf and .svg")
         elif table is not None:
             printed.append({"name": name, "title": table.title, "columns": table.columns, "rows": table.rows})
             if not as_json:
@@ -82,7 +82,7 @@ def write_and_show(
     from loopscope.reproduction.products import PRODUCTS
 
     made = PRODUCTS.make(results, products)
-    page = write_report(results, details, made, folder, *commands, markers(results))
+    page = write_report(results, details, made, folder, *commands, markers(results), options.style)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
         print_note(f"No browser could be started here; open {page} in one.")
     if options.json:

@@ -69,11 +69,11 @@ def define(subparsers: Any) -> None:
         group.add_argument("--data", metavar="DIR", help="the benchmarks' files (default: from the Hub)")
         group.add_argument("--limit", type=count, metavar="N", help="questions of every split")
         group.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16")
-        parser.set_defaults(product=None)  # of all but `report`
+        parser.set_defaults(product=None, style="page")  # of all but `report`
         if name == "run":
             _add_execution(parser)
         if name == "report":
-            add_shared(parser, "--product", "--open")
+            add_shared(parser, "--product", "--style", "--open")
 
 
 def define_demo(subparsers: Any, text: str | None) -> None:
@@ -82,7 +82,7 @@ def define_demo(subparsers: Any, text: str | None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     _add_compute(parser)
     _add_execution(parser)
-    parser.set_defaults(study="demo", product=None, device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
+    parser.set_defaults(study="demo", product=None, style="page", device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
 
 
 def _add_compute(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +154,7 @@ def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
     results = plan.results(store)
     folder = _out(options) / "report"
     if options.product:
-        show_products(results, options.product, folder, options.json)
+        show_products(results, options.product, folder, options.json, options.style)
         return
     given = {"set": options.set, **values(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
     given |= {"device": None if options.device == "cpu" == check_device("auto").type else options.device}

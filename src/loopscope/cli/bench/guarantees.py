@@ -37,7 +37,7 @@ def define(kinds: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     if options.figure is not None and options.figure.suffix != ".png":
-        raise UserError("The figure is written as PNG, and as PDF beside it; give a file that ends in .png.")
+        raise UserError("The figure is written as PNG, with PDF and SVG beside it; give a file that ends in .png.")
     if options.figure is not None:
         check_products(())
     recordings = load_populations(options.recordings)
@@ -51,9 +51,12 @@ def execute(options: argparse.Namespace) -> None:
     else:
         _print(result, options)
     if options.figure is not None:
-        from loopscope.report.charts import guarantee_panels, write_figure
+        from functools import partial
 
-        write_figure(guarantee_panels(result), options.figure.parent, options.figure.stem)
+        from loopscope.report.charts import write_figure
+        from loopscope.report.guarantee_figure import guarantee_panels
+
+        write_figure(partial(guarantee_panels, result), options.figure.parent, options.figure.stem)
 
 
 def load_populations(paths: Sequence[Path]) -> dict[str, "Trajectory"]:
