@@ -187,3 +187,12 @@ def test_a_policy_on_scores_per_character_decides_as_its_replay(
     right = recorded.correct[np.arange(20), policy.exit_loops(recorded) - 1]
     assert found["adaptive"].results[benchmark]["acc_norm,none"] == pytest.approx(right.mean())
     assert found["full"].results[benchmark]["acc_norm,none"] == pytest.approx(recorded.correct[:, -1].mean())
+
+
+def test_no_other_library_speaks(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where git would complain
+    assert main(["harness", str(checkpoint), "--tasks", "arc_easy", "--data", str(DATA), "--limit", "2"]) == 0
+    err = capfd.readouterr().err
+    assert all(line.startswith(("Device: ", "arc_easy: ")) for line in err.splitlines()), err

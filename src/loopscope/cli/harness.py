@@ -16,7 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of, working
+from loopscope.cli.devices import announce_device, device_of, working
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, count, values, whole
 from loopscope.cli.output import print_json, print_table
@@ -59,6 +59,7 @@ def execute(options: argparse.Namespace) -> None:
     given = values(options, "loops", "cache", "dtype", "batch_size", "batch_tokens", "think_end_token")
     with working(options, ", ".join(options.tasks)) as advance:
         model = load(options.model, policy=policy, device=str(device), progress=advance, **given)
+        announce_device(options)
         with redirect_stderr(StringIO()):  # lm_eval's bars and hints; ours goes where it went before
             found = evaluate(model, options.tasks, **values(options, "data", "limit", "shots", "chat"))
     if options.json:
