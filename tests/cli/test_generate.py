@@ -23,7 +23,7 @@ def test_a_prompt_is_continued_as_it_comes(checkpoint: str, capsys: pytest.Captu
     out, err = capsys.readouterr()
     assert out.count("[") == 6
     assert "6 tokens in" in err
-    assert "of 4 loops on average" in err
+    assert "of 4 loops a token on average" in err
 
 
 def test_many_prompts(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,27 +72,93 @@ def test_a_text_is_spelled_as_it_comes_without_decoding_it_again_and_again(monke
     assert text.rest() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_an_interrupted_run_leaves_what_was_finished(
-    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def lines_of(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("more", [(), ("--temperature", "0.9"), ("--temperature", "0.9", "--loops", "1", "--lossless")])
+def test_an_interrupted_run_goes_on_where_it_was(
+    more: tuple[str, ...],
+    checkpoint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n", encoding="utf-8")
-    whole = generation.stream
+    whole, asked = generation.stream, []
 
-    def cut(*given: Any, **options: Any) -> Iterator[Any]:
+    def cut(model: Any, prompts: Any, *given: Any, **options: Any) -> Iterator[Any]:
         """Text 1 goes on and on; 2 ends, then somebody presses Ctrl-C."""
-        for token in whole(*given, **options):
+        for token in whole(model, prompts, *given, **options):
             yield replace(token, finish_reason=None) if token.key == 0 else token
             if token.key == 1 and token.finish_reason:
                 raise KeyboardInterrupt
 
+    def noted(model: Any, prompts: Any, *given: Any, **options: Any) -> Iterator[Any]:
+        asked.extend(prompt.key for prompt in prompts)
+        return whole(model, prompts, *given, **options)
+
+    words = ("generate", checkpoint, "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3")
+    words += ("--batch-size", "2", *more)
+    assert run(*words, "--out", str(tmp_path / "undisturbed.jsonl")) == 0
+    texts, kept = tmp_path / "texts.jsonl", tmp_path / "texts.jsonl.unfinished"
     monkeypatch.setattr(generation, "stream", cut)
-    words = ("--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3", "--batch-size", "2")
-    assert run("generate", checkpoint, *words, "--out", str(tmp_path / "texts.jsonl")) == 130
-    (line,) = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert run(*words, "--out", str(texts)) == 130
+    assert "the same command goes on with the others" in capsys.readouterr().err
+    assert not texts.exists()
+    line = json.loads(kept.read_text(encoding="utf-8").split("\n")[1].partition(" ")[2])
     assert (line["number"], line["prompt"], len(line["tokens"])) == (2, "two", 3)
-    err = capsys.readouterr().err
-    assert "prompts that were finished are written" in err
-    assert "same command" not in err
+    damaged = kept.read_bytes().split(b"\n")[1].replace(b'"number": 2', b'"number": 1')
+    kept.write_bytes(kept.read_bytes() + damaged + b'\n012 {"number": 3, "pro')  # as a kill leaves it, and altered
+    monkeypatch.setattr(generation, "stream", noted)
+    assert run(*words, "--seed", "5", "--out", str(texts)) == 2
+    assert "has the texts of another command" in capsys.readouterr().err
+    assert run(*words, "--out", str(texts)) == 0
+    assert asked == [0, 2]
+    assert "1 of 3 texts were finished before" in capsys.readouterr().err
+    assert texts.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
+    assert not kept.exists()
+    assert run(*words, "--out", str(texts)) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_a_text_ends_before_a_string(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("generate", checkpoint, "The sun", "--max-new-tokens", "12")
+    assert run(*words, "--json") == 0
+    whole = json.loads(capsys.readouterr().out)["text"]
+    stop = whole[5:8]
+    assert run(*words, "--stop", "never said", "--stop", stop, "--json") == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["text"], line["finish_reason"]) == (whole.split(stop)[0], "stop")
+    for more in ((), ("--lossless", "--loops", "1")):
+        assert run(*words, "--stop", stop, *more) == 0
+        assert capsys.readouterr().out == f"{whole.split(stop)[0]}\n"
+    assert run(*words, "--stop", "never said") == 0
+    assert capsys.readouterr().out == f"{whole}\n"
+
+
+def test_prompts_have_rules_of_their_own(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ls.ExitPolicy("fixed", 3).save(tmp_path / "three.json")
+    rules = ({}, {"loops": 2}, {"readout": "fixed", "threshold": 1}, {"policy": "three.json"})
+    lines = "\n".join(json.dumps({"prompt": "The sun", **rule}) for rule in rules)
+    (tmp_path / "prompts.jsonl").write_text(lines, encoding="utf-8")
+    words = ("generate", checkpoint, "--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "3")
+    assert run(*words, "--out", str(tmp_path / "texts.jsonl")) == 0
+    assert [line["loops"][0] for line in lines_of(tmp_path / "texts.jsonl")] == [4, 2, 1, 3]
+    for wrong in ({"loops": 0}, {"loops": True}, {"readout": "fixed"}, {"loops": 1, "policy": "x"}, {"policy": 3}):
+        (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x", **wrong}), encoding="utf-8")
+        assert run(*words) == 2
+        assert "line 1 has a rule of its own that is none" in capsys.readouterr().err
+
+
+def test_a_policy_that_saves_no_time_is_named(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every other token goes deep, and makes the one before it catch up."""
+    words = ("generate", checkpoint, "The sun", "--max-new-tokens", "12")
+    said = {}
+    for policy in (("--loops", "2"), ("--loops", "4"), ("--readout", "margin", "--threshold", "0.1")):
+        assert run(*words, *policy) == 0
+        said[policy[-1]] = capsys.readouterr().err
+    assert [name for name, text in said.items() if "This saved no time" in text] == ["0.1"], said
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("record", "task", recorded, "--split", "test", "--examples", "7"), "another recording"),
         (("record", "task", recorded, "--split", "extrapolation", "--levels", "1-4"), "above 2"),
         (("evaluate", validation, tmp_path / "nowhere"), "There is no folder"),
-        (("evaluate", validation, recorded), "no manifest.json"),
+        (("evaluate", validation, tmp_path), "has no recording 'test'"),
+        (("evaluate", recorded / "recordings", "x", "y"), "two recordings"),
         (("evaluate", validation, corrupt), "trajectory.safetensors"),
         (("evaluate", validation, test, "--readout", "gate"), "has no gate"),
         (("evaluate", validation, test, "--readout", "mood"), "no readout 'mood'"),
@@ -278,7 +279,7 @@ def test_only_what_resumes_says_so_when_interrupted(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loopscope.training.read_settings", interrupted)
+    monkeypatch.setattr("loopscope.training.settings.read_settings", interrupted)
     monkeypatch.setattr("loopscope.models.hub.find_checkpoint", interrupted)
     monkeypatch.setattr("loopscope.studies.make_plan", interrupted)
     assert main(list(words)) == 130

@@ -155,6 +155,7 @@ def test_only_what_is_needed_runs(model: LoopedModel) -> None:
             stats = GenerationStats()
             generate(model, prompts(), ls.ExitPolicy("fixed", 1), max_new_tokens=count, cache=cache, stats=stats)
             assert stats.token_loops == tokens * (1 if count == 1 else loops) + 5 * (count - 1)
+            assert stats.prompt_loops == tokens * (1 if count == 1 else loops)
 
 
 @torch.inference_mode()

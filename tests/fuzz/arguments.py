@@ -71,7 +71,7 @@ GOOD: dict[str, Words] = {
     "bench generation": lambda w, c: [
         *("bench", "generation", w.checkpoint, "--text", w.documents["documents.txt"], "--readout", "margin"),
         *("--threshold", "0.5", "--prompts", "1", "--prompt-tokens", "2", "--new-tokens", "2", "--rounds", "1"),
-        *("--cache", "full"),
+        *("--cache", "full", *c.rng.choice(((), ("--lossless",), ("--plain",)))),
     ],
     "bench train": lambda w, c: ["bench", "train", "demo", *_TINY, "--rounds", "1", "--steps", "1"],
     "bench record": lambda w, c: ["bench", "record", w.run, "--rounds", "1", "--examples", "20"],

@@ -146,7 +146,7 @@ def _calls(world: World) -> dict[str, Call]:
         ),
         "Prompt": (
             lambda **given: ls.generate(language, [ls.Prompt(0, **given)], max_new_tokens=2),
-            {"tokens": tokens[0], "forced": None, "policy": policy},
+            {"tokens": tokens[0], "forced": None, "policy": policy, "number": 0},
         ),
         "Request": (
             lambda **given: list(ls.run(model, policy, [ls.Request(0, **given)])),

@@ -48,10 +48,23 @@ def prompts(world: World, case: Case) -> str:
     if answer["prompt"] != chosen:
         raise MisledError("a prompt is not what the file says")
     tokens = tokenizer(chosen)["input_ids"] if isinstance(chosen, str) else chat_prompt(tokenizer, chosen)
-    (alone,) = ls.generate(model, [ls.Prompt(0, np.array(tokens))], max_new_tokens=2, stop=[0, 1, 2])
+    loops = entries[number].get("loops") if path.suffix == ".jsonl" else None
+    policy = None if loops is None else ls.ExitPolicy("fixed", loops)
+    (alone,) = ls.generate(model, [ls.Prompt(0, np.array(tokens))], policy, max_new_tokens=2, stop=[0, 1, 2])
     if alone.tokens != answer["tokens"]:
         raise MisledError("a prompt gives another text than alone")
     return "other"
+
+
+def unfinished_texts(world: World, case: Case) -> str:
+    """What an interrupted command kept: it goes on to what it would have written, or is refused."""
+    kept = case.copy(world.unfinished_texts)
+    case.spoil(kept, writes=True)
+    out = kept.with_name(kept.name.removesuffix(".unfinished"))
+    case.command(*world.text_words(out))
+    if out.read_bytes() != world.whole_texts.read_bytes():
+        raise MisledError("the texts are not those of a command that was not interrupted")
+    return "same"
 
 
 def examples(world: World, case: Case) -> str:

@@ -14,6 +14,8 @@ from conftest import GATED, GOLDEN, TINY_OURO, random_trajectory, tiny_settings,
 from tiny_language import looped_llama_config, ouro_config, tiny_looped_llama, tiny_ouro
 
 import loopscope as ls
+from loopscope.cli import main
+from loopscope.cli.text_journal import TextJournal
 from loopscope.exits.fitted import load_fitted
 from loopscope.exits.readouts import Readout, register_readout
 from loopscope.exits.risk_target import RiskTarget
@@ -24,8 +26,9 @@ from loopscope.studies import make_plan
 from loopscope.studies.step_runner import do_step
 from loopscope.studies.steps import to_be_done
 from loopscope.training import train
-from loopscope.training.language_run import LanguageRun, read_pretrain_settings
+from loopscope.training.language_run import LanguageRun
 from loopscope.training.loop import train_run
+from loopscope.training.text_settings import read_pretrain_settings
 from loopscope.training.tokenizer import train_tokenizer
 
 SETTINGS = """\
@@ -92,7 +95,10 @@ HARDLY = (
     *("training.batch_size=4", "model.width=16"),
 )
 """Settings that train in no time."""
-PROMPTS = '{"prompt": "1 and 2"}\n{"prompt": "3 make 4. "}\n{"messages": [{"role": "user", "content": "5 and 6"}]}\n'
+PROMPTS = (
+    '{"prompt": "1 and 2"}\n{"prompt": "3 make 4. ", "loops": 1}\n'
+    '{"messages": [{"role": "user", "content": "5 and 6"}]}\n'
+)
 EXAMPLES = "+ 1 * 0 1\n* 2 2\n- 0 1\n"
 CPU = torch.device("cpu")
 
@@ -265,6 +271,34 @@ class World:
         (folder / "prompts.txt").write_text("1 and 2\n3 make\n")
         (folder / "examples.txt").write_text(EXAMPLES)
         return {path.name: path for path in folder.iterdir()}
+
+    def text_words(self, out: Path) -> list[str]:
+        """Of a command that continues prompts."""
+        given = ("generate", self.checkpoint, "--prompts", self.documents["prompts.txt"], "--max-new-tokens", 2)
+        return [str(word) for word in (*given, "--temperature", 1, "--device", "cpu", "--out", out)]
+
+    @cached_property
+    def whole_texts(self) -> Path:
+        """What it writes."""
+        out = self.folder / "whole.jsonl"
+        assert main(self.text_words(out)) == 0
+        return out
+
+    @cached_property
+    def unfinished_texts(self) -> Path:
+        """What is kept of it where it was interrupted after the first text."""
+        out = self.folder / "texts.jsonl"
+
+        def interrupted(journal: TextJournal, number: int, line: dict[str, Any]) -> None:
+            add(journal, number, line)
+            raise KeyboardInterrupt
+
+        add, TextJournal.add = TextJournal.add, interrupted  # type: ignore[method-assign]
+        try:
+            assert main(self.text_words(out)) == 130
+        finally:
+            TextJournal.add = add  # type: ignore[method-assign]
+        return out.with_name(f"{out.name}.unfinished")
 
     @cached_property
     def language_run(self) -> Path:

@@ -12,7 +12,8 @@ from tiny_language import hugging_face, outspoken
 import loopscope as ls
 from loopscope import harness
 from loopscope.engine import Prompt, generate
-from loopscope.harness.stop_strings import StopStrings, sampling_of
+from loopscope.engine.stop_strings import StopStrings
+from loopscope.harness.text_settings import sampling_of
 
 load = partial(harness.load, tokenizer=byte_pairs(), batch_tokens=600)
 TEXT = "A river carries small stones to the sea. Which of these does the work of the water? The wind helps it at times."

@@ -441,13 +441,11 @@ SCENES = (
         "generate",
         lambda inputs, out: [
             *("generate", inputs.checkpoint, "--prompts", inputs.prompts, "--max-new-tokens", 8, "--batch-size", 2),
-            *("--out", out, *_ONE),
+            *("--temperature", 0.8, "--loops", 1, "--lossless", "--out", out, *_ONE),
         ],
         "texts.jsonl",
         read=_read_lines,
-        growing={"texts.jsonl": "beginning"},
         refuses=True,
-        by_hand=True,
     ),
     Scene(
         "bench guarantees",

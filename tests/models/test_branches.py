@@ -10,7 +10,7 @@ from tiny_language import MODELS, VOCABULARY
 from torch import Tensor
 
 from loopscope.models import LoopedModel, LoopState
-from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
+from loopscope.models.kv_cache import AppendingRows, KVCache, Places, SharedPrefix
 from loopscope.models.layout import Layout
 
 Tokens = NDArray[np.int64]
@@ -181,14 +181,18 @@ def at(kv_cache: KVCache, loop: int, *rows: int) -> torch.Tensor:
     return torch.from_numpy(kv_cache.places(np.array(rows), np.full(len(rows), loop)))
 
 
+def put(kv_cache: KVCache, layer: str, loop: int, cells: list[int], keys: torch.Tensor) -> None:
+    """Keys, and values that are their opposites, at these cells of a loop."""
+    first = int(at(kv_cache, loop, 0))
+    places = Places(first * kv_cache.capacity + torch.tensor(cells), first // kv_cache.rows)
+    kv_cache.write(layer, loop > 0, places, keys.view(-1, 1, 1), -keys.view(-1, 1, 1))
+
+
 def test_what_a_cache_propagates() -> None:
     kv_cache = KVCache(2, 3, most_loops=4)
-    keys = torch.arange(6.0).view(6, 1, 1)
     for loop in (1, 2, 3):
-        first = int(at(kv_cache, loop, 0)) * 3
-        kv_cache.write("a", True, first + torch.arange(6), keys * loop, -keys * loop)
-    fourth = int(at(kv_cache, 2, 0)) * 3 + torch.tensor([4])
-    kv_cache.write("b", True, fourth, torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+        put(kv_cache, "a", loop, [0, 1, 2, 3, 4, 5], loop * torch.arange(6.0))
+    put(kv_cache, "b", 2, [4], torch.ones(1))
     kv_cache.propagate(2, range(3, 5), torch.tensor([1, 4]))
     assert kv_cache.read("a", True, at(kv_cache, 1, 0, 1), 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert kv_cache.read("a", True, at(kv_cache, 3, 0, 1), 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
@@ -198,26 +202,35 @@ def test_what_a_cache_propagates() -> None:
     in_place = kv_cache.read("a", True, slice(there, there + 1), 3).keys
     assert in_place.flatten().tolist() == [6, 8, 10]
     assert in_place.untyped_storage().nbytes() > in_place.nbytes  # no copy
-    assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 4)
+    assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 3)
 
 
 def test_a_cache_has_room_for_the_loops_that_were_asked_for() -> None:
-    kv_cache, one = KVCache(1, 2, most_loops=5), torch.ones(1, 1, 1)
-    taken = []
+    kv_cache, taken = KVCache(1, 2, most_loops=5), []
     for loop in (3, 1, 5, 2, 4):
-        kv_cache.write("a", True, at(kv_cache, loop, 0) * 2, one * loop, one)
+        put(kv_cache, "a", loop, [0], torch.tensor([float(loop)]))
         taken.append(kv_cache.nbytes // 16)
     assert taken == [1, 2, 4, 4, 5]
-    kv_cache.write("a", False, at(kv_cache, 0, 0) * 2, one * 9, one)  # what comes before the loops lies elsewhere
-    found = [kv_cache.read("a", loop > 0, at(kv_cache, loop, 0), 1).keys.item() for loop in range(6)]
-    assert found == [9, 1, 2, 3, 4, 5]
+    put(kv_cache, "a", 0, [0], torch.tensor([9.0]))  # what comes before the loops lies elsewhere
+    for loop, more in ((4, 1), (5, 2), (1, 1)):  # a layer that begins with the last of them has none before it
+        before = kv_cache.nbytes
+        put(kv_cache, "late", loop, [1], torch.tensor([10.0 * loop]))
+        assert kv_cache.nbytes == before + 16 * more
+    kv_cache.take(torch.tensor([0, 0]))
+    for row in (0, 1):
+        found = [kv_cache.read("a", loop > 0, at(kv_cache, loop, row), 1).keys.item() for loop in range(6)]
+        assert found == [9, 1, 2, 3, 4, 5]
+        assert [kv_cache.read("late", True, at(kv_cache, loop, row), 2).keys[0, 1].item() for loop in (1, 4, 5)] == [
+            10,
+            40,
+            50,
+        ]
 
 
 def test_one_place_for_all_loops() -> None:
     kv_cache = KVCache(1, 2, latest_only=True)
     for loop in (0, 1, 2):
-        keys = torch.full((1, 1, 1), float(loop))
-        kv_cache.write("a", loop > 0, at(kv_cache, loop, 0) * 2, keys, torch.zeros(1, 1, 1))
+        put(kv_cache, "a", loop, [0], torch.tensor([float(loop)]))
     found = [kv_cache.read("a", loop > 0, at(kv_cache, loop, 0), 1).keys.item() for loop in (0, 1, 2, 7)]
     assert found == [0, 2, 2, 2]
     kv_cache.grow(3)

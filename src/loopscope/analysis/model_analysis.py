@@ -64,7 +64,7 @@ from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED, own_name
 from loopscope.exits.sweep import Grid
 from loopscope.exits.thresholds import available_readouts
-from loopscope.reading import is_folder
+from loopscope.recording_places import ANALYSED, find_recordings, recorded_name
 from loopscope.trajectory import Trajectory
 
 
@@ -94,18 +94,11 @@ class ModelRecordings:
 
 
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
-    """The recordings in `run/recordings` (or in `run` itself): `validation` and `test`."""
-    folder = run / "recordings" if is_folder(run / "recordings") else run
-    if not is_folder(folder):
-        raise UserError(f"There is no folder {run}; give a run whose validation and test splits are recorded.")
-    for split in ("validation", "test"):
-        if not (folder / split).is_dir():
-            raise UserError(
-                f"{folder} has no recording '{split}'; make it with: loopscope record task {run} --split {split}."
-            )
-    whole = {split: Trajectory.load(folder / split) for split in ("validation", "test")}
+    """The recordings `validation` and `test` of a run, which may be given by its folder or by theirs."""
+    folder = find_recordings(run)
+    whole = {split: Trajectory.load(folder / split) for split in ANALYSED}
     validation, test = (only_unseen(each, unseen_only, folder / split) for split, each in whole.items())
-    return ModelRecordings(run.resolve().name, validation, test, unseen_only=unseen_only, whole_test=whole["test"])
+    return ModelRecordings(recorded_name(folder), validation, test, unseen_only=unseen_only, whole_test=whole["test"])
 
 
 def only_unseen(trajectory: Trajectory, unseen_only: bool, folder: Path) -> Trajectory:

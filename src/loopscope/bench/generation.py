@@ -55,7 +55,7 @@ class GenerationTiming(msgspec.Struct, frozen=True):
     prompt_speedup: Spread
     writing_speedup: Spread
     writing_loops: float  # that were run for a token that was written, those for the cache included
-    realised_of_run: Spread  # share of what the loops that were run in writing allow
+    realised_of_run: Spread  # share of what those allow; what prompts made up for while text was written is not in them
     tokens_per_second: Spread
     run_loops: float  # loops that were run for a token of text, those for the cache included
     cache_bytes: int
@@ -190,7 +190,7 @@ class _Measured:
     def __init__(self, seconds: dict[str, Seconds], title: str, text: _Text, way: Way) -> None:
         self.text, self.way = text, way
         self.seconds, self.prompt_seconds = seconds[title], seconds[f"{title}, prompts"]
-        self.stats, self.first = text.run(way), text.first().run(_for_prompts(way))
+        self.stats = text.run(way)
 
     @property
     def writing_seconds(self) -> Seconds:
@@ -199,8 +199,9 @@ class _Measured:
 
     @property
     def writing_loops(self) -> float:
-        """Loops of a token that is written after the first."""
-        return (self.stats.token_loops - self.first.token_loops) / max(1, self.stats.tokens - self.first.tokens)
+        """Loops of a token that is written, those that it made up for later included; not those of prompts."""
+        written = self.stats.tokens - len(self.text.prompts)  # the last one of a text goes through none
+        return (self.stats.token_loops - self.stats.prompt_loops) / max(1, written)
 
     def timing(self, full: "_Measured", reference: Tensor, freely: list[list[int]]) -> GenerationTiming:
         model, policy = self.text.model, self.way.policy or ExitPolicy("fixed", self.text.model.num_loops)

@@ -7,30 +7,33 @@ loopscope generate MODEL --prompts prompts.jsonl --loops 3 --out answers.jsonl -
 loopscope generate runs/small-ouro "Question: " --readout top1 --threshold 0.8 --lossless
 
 A policy comes from `loopscope record text MODEL FILE` and `loopscope calibrate RECORDING --loss disagreement`. In a
-file of prompts every line is one: plain text, or in a .jsonl file {"prompt": ...} or {"messages": [...]}. Answers are
-JSON lines, in the order of the prompts, each written when it and those before it are finished; an interrupted run
-leaves all that were finished, each with the number of its prompt.
+file of prompts every line is one: plain text, or in a .jsonl file {"prompt": ...} or {"messages": [...]}, which may
+have a rule of its own beside it: "loops", "readout" and "threshold", or "policy". Answers are JSON lines, in the order
+of the prompts. With --out, texts that are finished are kept in FILE.unfinished until all are: after an interruption
+the same command goes on from there.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import COMPUTE, add_shared, add_verb, check_new, count, values
+from loopscope.cli.devices import announce_device, device_of
+from loopscope.cli.inputs import check_readouts, find_model
+from loopscope.cli.options import COMPUTE, READOUTS, add_shared, add_verb, count, values
 from loopscope.cli.output import print_note
-from loopscope.cli.policies import check_any_model, load_policy
+from loopscope.cli.policies import check_any_model
+from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
 from loopscope.errors import UserError, visible
-from loopscope.reading import read_text
 
 if TYPE_CHECKING:
-    from loopscope.engine.generation import GenerationStats, Token
-    from loopscope.exits import ExitPolicy
+    from loopscope.engine.generation import GenerationStats, Prompt, Token
+    from loopscope.engine.stop_strings import StopStrings
+    from loopscope.models import LoopedModel
 
 
 def define(subparsers: Any) -> None:
@@ -41,7 +44,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
     rule = parser.add_mutually_exclusive_group()
     rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit policy (default: all loops)")
-    rule.add_argument("--readout", metavar="NAME", help="an exit rule, with --threshold")
+    rule.add_argument("--readout", metavar="NAME", help=f"an exit rule, with --threshold: {READOUTS}")
     rule.add_argument("--loops", type=count, metavar="N", help="every token through so many loops")
     parser.add_argument("--threshold", type=float, metavar="X", help="of --readout")
     add_shared(parser, "--any-model", "--with-readout")
@@ -58,107 +61,132 @@ def define(subparsers: Any) -> None:
         help="the text of full depth: the exit rule only says which tokens are drafts, which are verified together",
     )
     parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="a text ends before this (repeatable)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 (default): the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw among the likeliest N")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="draw among the likeliest that make up X")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
     parser.add_argument("--show-loops", action="store_true", help="after each token, the loops that it took")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, one a prompt")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, one a prompt; goes on where it was")
     add_shared(parser, "--dtype", *COMPUTE)
 
 
 def execute(options: argparse.Namespace) -> int:
     given = _given_prompts(options)
+    check_readouts(options)
+    usual = Rule(options.policy, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
+    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in given}  # a policy is loaded once
+    folder = find_model(options.model, text=True)
     from loopscope.config import build
     from loopscope.engine.generation import GenerationStats, Prompt, stream, token_budget
     from loopscope.engine.sampling import Sampling
+    from loopscope.engine.stop_strings import StopStrings
+    from loopscope.exits import ExitPolicy
     from loopscope.models import load_model
     from loopscope.models.checkpoint import end_tokens
-    from loopscope.models.hub import find_checkpoint
     from loopscope.models.tokenizer import load_tokenizer, stop_tokens
 
     sampling = build(Sampling, values(options, "temperature", "top_k", "top_p", "seed"), "the sampling")
-    folder = find_checkpoint(options.model)
     tokenizer = load_tokenizer(folder)
-    prompts = [Prompt(number, _encode(tokenizer, each, options.chat)) for number, each in enumerate(given)]
+    prompts = [
+        Prompt(number, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=number)
+        for number, each in enumerate(given)
+    ]
     model = load_model(folder, device_of(options), options.dtype)
     for prompt in prompts:
         token_budget(model, prompt, options.max_new_tokens)  # before anything is printed, not when its turn comes
-    policy, stats, start = _policy(options, model.num_loops), GenerationStats(), time.perf_counter()
-    tokens = stream(
-        model,
-        prompts,
-        policy,
-        stop=stop_tokens(tokenizer, end_tokens(folder)),
-        sampling=sampling,
-        stats=stats,
-        **values(options, "max_new_tokens", "cache", "lossless", "batch_size"),
-    )
-    if not _print_tokens(tokens, tokenizer, given, options):
+    announce_device(options)
+    texts, stats, start = StopStrings(tokenizer, options.stop), GenerationStats(), time.perf_counter()
+    ends = stop_tokens(tokenizer, end_tokens(folder))
+
+    def tokens(asked: list[Prompt]) -> "Iterator[Token]":
+        return stream(
+            model,
+            asked,
+            usual or ExitPolicy("fixed", model.num_loops),
+            stop=ends,
+            stopping_criterion=texts if options.stop else None,
+            sampling=sampling,
+            stats=stats,
+            **values(options, "max_new_tokens", "cache", "lossless", "batch_size"),
+        )
+
+    output = _Output(options, given, prompts, tokenizer, texts, ends)
+    if not output.write(tokens, lambda: _settings(options, given, model)):
         return 130
-    print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
+    if stats.tokens:
+        print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
+        processed = stats.tokens + sum(len(prompt.tokens) - 1 for prompt in output.asked)
+        if (wasted := _wasted(stats, processed, model.num_loops, options.lossless)) is not None:
+            print_note(wasted)
     return 0
+
+
+def _settings(options: argparse.Namespace, given: list[GivenPrompt], model: "LoopedModel") -> dict[str, Any]:
+    """What the texts depend on."""
+    names = ("chat", "readout", "threshold", "loops", "cache", "lossless", "max_new_tokens", "stop", "temperature")
+    found = {name: getattr(options, name) for name in (*names, "top_k", "top_p", "seed", "any_model")}
+    files = {each.rule.policy for each in given} | {options.policy}
+    policies = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None}
+    weights = {"weights": model.weights_sha256, "precision": model.precision, "policies": policies}
+    rules = [[str(part) for part in each.rule] for each in given]
+    return found | weights | {"prompts": [each.prompt for each in given], "rules": rules}
 
 
 def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
     speed = f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} a second)"
     if not lossless:
-        return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops on average."
+        return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops a token on average."
     stood = f"{stats.accepted:,} of {stats.drafted:,} drafts stood ({stats.accepted / max(1, stats.drafted):.0%})"
     return f"{speed}, as at full depth; {stood}, {stats.token_loops:,} loops of a token were run."
 
 
-def _given_prompts(options: argparse.Namespace) -> list[Any]:
-    """Texts, or lists of messages; what does not go together is refused before."""
+def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: bool) -> str | None:
+    """Says that a policy saved nothing, which its average loops do not show."""
+    if lossless:
+        if stats.accepted >= stats.drafted / 2:
+            return None
+        return "Most drafts fell, so that this is hardly faster than full depth; draft later, or where it is surer."
+    full = processed * num_loops
+    if stats.loops > 0.9 * stats.tokens * num_loops or stats.token_loops < 0.95 * full:
+        return None
+    return (
+        f"This saved no time: {stats.token_loops:,} of full depth's {full:,} loops were run, many of them for tokens "
+        "that had exited, because later ones went deeper; --cache propagate runs fewer, and --lossless writes full "
+        "depth's text."
+    )
+
+
+def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
+    """What is continued; what does not go together is refused before."""
     if (options.prompt is None) == (options.prompts is None):
         raise UserError("Give a prompt, or a file of them with --prompts.")
-    check_new(options.out)
+    if options.out is not None:
+        from loopscope.cli.text_journal import check_new_texts
+
+        check_new_texts(options.out)
     check_any_model(options)
     if (options.readout is None) != (options.threshold is None):
         raise UserError("An exit rule is --readout with its --threshold; give both.")
-    if options.lossless and options.policy is None and options.readout is None and options.loops is None:
+    if "" in options.stop:
+        raise UserError("--stop takes a text of at least one character.")
+    if (
+        options.lossless
+        and options.prompts is None
+        and Rule() == Rule(options.policy, options.readout, None, options.loops)
+    ):
         raise UserError(
             "--lossless needs a rule that says which tokens are drafts; give --policy, --readout or --loops."
         )
     if options.prompts is None:
-        return [options.prompt]
-    given = list(_read_prompts(options.prompts))
+        return [GivenPrompt(options.prompt)]
+    given = list(read_prompts(options.prompts))
     if not given:
         raise UserError(f"There is no prompt in {options.prompts}; write one a line.")
     return given
-
-
-def _read_prompts(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(read_text(path, "file with a prompt a line").split("\n"), start=1):
-        if not line.strip():
-            continue
-        prompt = line if path.suffix != ".jsonl" else _parse_prompt(line)
-        if prompt is None:
-            raise UserError(
-                f'{path}, line {number} is neither {{"prompt": "..."}} nor {{"messages": [{{"role": "...", "content": '
-                '"..."}, ...]}; correct it.'
-            )
-        yield prompt
-
-
-def _parse_prompt(line: str) -> str | list[dict[str, str]] | None:
-    """The text of a prompt, or the messages of a chat; None where it is neither."""
-    try:
-        entry = json.loads(line)
-        json.dumps(entry, allow_nan=False)  # NaN and numbers without end are Python's, not JSON's
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(entry, dict):
-        return None
-    messages, prompt = entry.get("messages"), entry.get("prompt")
-    if "messages" not in entry:
-        return prompt if isinstance(prompt, str) else None
-    well_formed = isinstance(messages, list) and all(
-        isinstance(each, dict) and all(isinstance(each.get(name), str) for name in ("role", "content"))
-        for each in messages
-    )
-    return messages if well_formed and messages else None
 
 
 def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
@@ -175,92 +203,100 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
     return np.array(tokens, dtype=np.int64)
 
 
-def _policy(options: argparse.Namespace, num_loops: int) -> "ExitPolicy":
-    from loopscope.exits import ExitPolicy
+class _Output:
+    """Where the texts go: one as it comes, or a line of each of many."""
 
-    if options.policy is not None:
-        return load_policy(options.policy, options.any_model)
-    if options.readout is not None:
-        return ExitPolicy(options.readout, options.threshold)
-    return ExitPolicy("fixed", options.loops or num_loops)
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        given: list[GivenPrompt],
+        prompts: list["Prompt"],
+        tokenizer: Any,
+        texts: "StopStrings",
+        ends: set[int],
+    ) -> None:
+        self._options, self._given, self._tokenizer, self._texts, self._ends = options, given, tokenizer, texts, ends
+        self.asked = prompts
+        """The prompts that are continued now; others were finished before."""
 
-
-def _print_tokens(tokens: Iterator["Token"], tokenizer: Any, given: list[Any], options: argparse.Namespace) -> bool:
-    """Prints one text as it comes, or writes lines of many; False where that was interrupted."""
-    live = len(given) == 1 and not options.json and options.out is None
-    try:
-        if live:
-            _print_live(tokens, tokenizer, options.show_loops)
-        else:
-            with _opened(options.out) as out:
-                _write_lines(tokens, tokenizer, given, out, options.lossless)
-    except KeyboardInterrupt:
-        print_note(
-            "\nloopscope: interrupted." if live else "loopscope: interrupted; prompts that were finished are written."
-        )
-        return False
-    return True
-
-
-def _print_live(tokens: Iterator["Token"], tokenizer: Any, show_loops: bool) -> None:
-    from loopscope.models.tokenizer import Detokenizer
-
-    text, shown = Detokenizer(tokenizer), visible if sys.stdout.isatty() else str
-    for token in tokens:
-        print(shown(text.add(token.token)), end=f"[{token.loops}]" if show_loops else "", flush=True)
-    print(shown(text.rest()))
-
-
-@contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO]:
-    """Where the lines go; a file that got none is not left."""
-    if path is None:
-        yield sys.stdout
-        return
-    from loopscope.writing import locked, room_for
-
-    with room_for(path), locked(path), path.open("a", encoding="utf-8") as out:
-        check_new(path)
+    def write(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
+        """Writes the texts that these tokens make; False where that was interrupted."""
+        live = len(self._given) == 1 and not self._options.json and self._options.out is None
         try:
-            yield out
-        finally:
-            out.flush()
-            if not out.tell():
-                path.unlink()
+            if live:
+                self._print_live(tokens(self.asked))
+            elif self._options.out is None:
+                self._print_lines(tokens(self.asked))
+            else:
+                self._keep_lines(tokens, settings())
+        except KeyboardInterrupt:
+            goes_on = "; texts that were finished are kept, and the same command goes on with the others"
+            print_note(f"{'' if not live else chr(10)}loopscope: interrupted{goes_on if self._options.out else ''}.")
+            return False
+        return True
 
+    def _print_live(self, tokens: Iterator["Token"]) -> None:
+        """A text that may end at a string is shown as far as that cannot have begun."""
+        from loopscope.models.tokenizer import Detokenizer
 
-def _write_lines(tokens: Iterator["Token"], tokenizer: Any, given: list[Any], out: TextIO, lossless: bool) -> None:
-    """A line for every prompt that is finished, in their order; at the end, whatever it is, also for those after it."""
-    from loopscope.models.tokenizer import decode
+        text, shown, said = Detokenizer(self._tokenizer), visible if sys.stdout.isatty() else str, 0
+        for token in tokens:
+            new = text.add(token.token)
+            if self._options.stop:
+                sure = self._texts.sure(token.key)
+                new, said = sure[said:], max(said, len(sure))
+            print(shown(new), end=f"[{token.loops}]" if self._options.show_loops else "", flush=True)
+        print(shown(self._texts.text(0, self._ends)[said:] if self._options.stop else text.rest()))
 
-    generated: dict[int, list[Token]] = {}
-    finished: set[int] = set()
-    following = 0
+    def _print_lines(self, tokens: Iterator["Token"]) -> None:
+        """A line for every prompt that is finished, in their order."""
+        finished: dict[int, dict[str, Any]] = {}
+        following = 0
+        try:
+            for number, line in self._lines(tokens):
+                finished[number] = line
+                while following in finished:
+                    _print_line(finished.pop(following))
+                    following += 1
+        finally:  # whatever ended it, also those after one that is not finished
+            for _, line in sorted(finished.items()):
+                _print_line(line)
 
-    def write(number: int) -> None:
-        finished.remove(number)
-        own = generated.pop(number)
-        line = {
-            "number": number + 1,
-            "prompt": given[number],
-            "text": decode(tokenizer, [each.token for each in own]),
-            "tokens": [each.token for each in own],
-            "loops": [each.loops for each in own],
-            "finish_reason": own[-1].finish_reason,
-        }
-        if lossless:
-            stood = sum(each.accepted for each in own)
-            line |= {"drafted": stood + sum(each.taken_back for each in own), "accepted": stood}
-        print(visible(json.dumps(line, ensure_ascii=False)), file=out, flush=True)
+    def _keep_lines(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: object) -> None:
+        from loopscope.cli.text_journal import text_journal
 
-    try:
+        with text_journal(self._options.out, settings, len(self._given)) as journal:
+            if journal.lines:
+                print_note(f"{len(journal.lines):,} of {len(self._given):,} texts were finished before; going on.")
+            self.asked = [prompt for prompt in self.asked if prompt.key not in journal.lines]
+            for number, line in self._lines(tokens(self.asked)) if self.asked else ():
+                journal.add(number, line)
+
+    def _lines(self, tokens: Iterator["Token"]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The numbers of prompts as they are finished, and what is written of them."""
+        from loopscope.models.tokenizer import decode
+
+        generated: dict[int, list[Token]] = {}
         for token in tokens:
             generated.setdefault(token.key, []).append(token)
-            if token.finish_reason:
-                finished.add(token.key)
-            while following in finished:
-                write(following)
-                following += 1
-    finally:
-        for number in sorted(finished):
-            write(number)
+            if token.finish_reason is None:
+                continue
+            own, number = generated.pop(token.key), token.key
+            said = [each.token for each in own]
+            line = {
+                "number": number + 1,
+                "prompt": self._given[number].prompt,
+                "text": self._texts.text(number, self._ends) if self._options.stop else decode(self._tokenizer, said),
+                "tokens": said,
+                "loops": [each.loops for each in own],
+                "finish_reason": token.finish_reason,
+            }
+            if self._options.lossless:
+                stood = sum(each.accepted for each in own)
+                line |= {"drafted": stood + sum(each.taken_back for each in own), "accepted": stood}
+            self._texts.forget(number)
+            yield number, line
+
+
+def _print_line(line: dict[str, Any]) -> None:
+    print(visible(json.dumps(line, ensure_ascii=False)), flush=True)

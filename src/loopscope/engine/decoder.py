@@ -61,6 +61,7 @@ class Decoder:
         self._head_cache = KVCache(1, 64, latest_only, most_loops=self._depth)  # of a head that attends
         self._tokens: Integers = np.zeros((rows, 64), dtype=np.int64)
         self._lengths: Integers = np.zeros(rows, dtype=np.int64)
+        self._prompts: Integers = np.zeros(rows, dtype=np.int64)  # how many of them are the prompt's
         self._loops: Integers = np.zeros(rows, dtype=np.int64)  # that the last token has been through
         self._cached: Integers = np.zeros((rows, self._depth + 1), dtype=np.int64)  # tokens through each loop
         self._head_cached: Integers = np.zeros_like(self._cached)  # tokens that the head has read at each loop
@@ -72,6 +73,8 @@ class Decoder:
         self._kind: type[LoopState] = LoopState
         self.token_loops = 0
         """Tokens times loops that were run, those for the cache included."""
+        self.prompt_loops = 0
+        """Those of them that were tokens of prompts, whenever they were run."""
 
     @property
     def cache_bytes(self) -> int:
@@ -81,7 +84,8 @@ class Decoder:
         """A row begins with its prompt, which runs with the next steps; its policy is asked from now on, or later."""
         self._grow(len(prompt), row + 1)
         self._tokens[row, : len(prompt)] = prompt
-        self._lengths[row], self._loops[row], self._prefilling[row] = len(prompt), 0, True
+        self._lengths[row] = self._prompts[row] = len(prompt)
+        self._loops[row], self._prefilling[row] = 0, True
         self._read[row] = len(prompt) - 1
         self._cached[row] = self._head_cached[row] = 0
         self._group_of[row] = self._group(policy)
@@ -186,6 +190,7 @@ class Decoder:
         state = states[0] if len(states) == 1 else self._kind.join(states)
         state = self._model.step(state.with_cache(AppendingRows(self._kv_cache, rows, cached, loops)))
         self.token_loops += int(counts.sum())
+        self.prompt_loops += int((self._prompts[rows] - cached).clip(0, counts).sum())
         for loop, part in _loop_slices(counts, loops):
             self._kv_cache.write_states("hidden", loop, indices[part], state.hidden[part])
         self._cached[rows, loops] += counts
@@ -310,6 +315,9 @@ def _portions(missing: Integers) -> Iterator[Integers]:
 
 def _loop_slices(counts: Integers, loops: Integers) -> Iterator[tuple[int, slice]]:
     """The tokens of rows of so many tokens at each loop; the rows are sorted by loop."""
+    if loops[0] == loops[-1]:
+        yield int(loops[0]), slice(0, int(counts.sum()))
+        return
     first = 0
     for loop in np.unique(loops).tolist():
         last = first + int(counts[loops == loop].sum())

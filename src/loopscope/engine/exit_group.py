@@ -48,6 +48,8 @@ class ExitGroup:
 
     def keep(self, kept: NDArray[np.bool_]) -> Integers:
         """Those where the mask is false are asked no more; who they are."""
+        if kept.all():
+            return self.rows[:0]
         gone, self.rows = self.rows[~kept], self.rows[kept]
         self._exit_state.keep(kept)
         return gone

@@ -20,7 +20,7 @@ from loopscope.arguments import as_count, as_token_row, check_kind, check_list
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
 from loopscope.engine.request_batch import require_vocabulary
-from loopscope.engine.sampling import Draft, Sampling, choose, draft, verify
+from loopscope.engine.sampling import Draft, Sampling, draft, next_tokens, verify
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
@@ -40,6 +40,7 @@ class Prompt:
     tokens: Integers
     forced: Integers | None = None  # what is said next, whatever the model would say: to see what it thinks of it
     policy: ExitPolicy | None = None  # of this prompt alone
+    number: int | None = None  # of its random numbers (default: its place among the prompts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +63,7 @@ class GenerationStats:
     tokens: int = 0
     loops: int = 0  # over all tokens
     token_loops: int = 0  # that were run: prompts, and what the cache needed, included
+    prompt_loops: int = 0  # those of them that were tokens of prompts
     drafted: int = 0  # of lossless text: tokens that were said early
     accepted: int = 0  # those that full depth says, too
     cache_bytes: int = 0
@@ -129,6 +131,7 @@ def stream(
             number, prompt = following
             check_kind(prompt, Prompt, "What is continued", "a Prompt")
             own = policies.of(prompt)
+            number = number if prompt.number is None else _draws_number(prompt.number)
             rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number, model)
             decoder.prefill(row, rows[row].tokens, own, asked=not lossless)
         if not rows:
@@ -150,7 +153,8 @@ def stream(
                 stats.tokens, stats.loops = stats.tokens + 1, stats.loops + loops[place]
                 stats.accepted += (stood := place + 1 < len(tokens))
                 stats.drafted += stood + taken_back
-                stats.token_loops, stats.cache_bytes = decoder.token_loops, decoder.cache_bytes
+                stats.token_loops, stats.prompt_loops = decoder.token_loops, decoder.prompt_loops
+                stats.cache_bytes = decoder.cache_bytes
                 logits = exits.logits[first + place] if with_logits else None
                 yield Token(rows[row].prompt.key, token, loops[place], finish_reason, logits, stood, taken_back)
                 if finish_reason is not None:
@@ -180,6 +184,13 @@ def generate(
         text.drafted += token.accepted + token.taken_back
         text.accepted += token.accepted
     return texts
+
+
+def _draws_number(number: int) -> int:
+    """Which random numbers are a prompt's."""
+    if as_count(number, "The number of a prompt", 0) >= 2**63:
+        raise UserError("The number of a prompt must be below 2**63.")
+    return int(number)
 
 
 class _Policies:
@@ -251,7 +262,7 @@ class _Said(NamedTuple):
 
 def _said(rows: dict[int, _Row], exits: Exits, sampling: Sampling) -> list[_Said]:
     """One token of every row that exits."""
-    chosen = choose(exits.logits, [rows[row].draws for row in exits.rows.tolist()], sampling)
+    chosen = next_tokens(exits.logits, [rows[row].draws for row in exits.rows.tolist()], sampling)
     found = []
     for place, (row, loops, token) in enumerate(zip(exits.rows.tolist(), exits.loops.tolist(), chosen, strict=True)):
         forced = rows[row].prompt.forced

@@ -47,7 +47,7 @@ class Sampling(Settings, frozen=True, kw_only=True):
             raise UserError("top_p is a number above 0 and up to 1.")
 
 
-def choose(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:
+def next_tokens(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:
     """The next token of every row, from its logits [n, V] and its own random numbers."""
     if sampling.temperature == 0:
         return _fetched(likeliest_classes(logits))

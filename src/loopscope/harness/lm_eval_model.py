@@ -24,9 +24,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from loopscope.engine import Prompt, Request, choices, run, stream
 from loopscope.engine.decoder import CacheMode
+from loopscope.engine.stop_strings import StopStrings
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
-from loopscope.harness.stop_strings import StopStrings, longest_first, sampling_of
+from loopscope.harness.text_settings import longest_first, sampling_of
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.chat_template import render_chat
 from loopscope.models.checkpoint import end_tokens

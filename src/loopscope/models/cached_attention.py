@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loopscope.models.attention import Rotary, causal_attention, masked_attention
 from loopscope.models.device import upload
-from loopscope.models.kv_cache import AppendingRows, Integers, KeysValues, SharedPrefix
+from loopscope.models.kv_cache import AppendingRows, Integers, KeysValues, Places, SharedPrefix
 from loopscope.models.layout import AttentionGroup, Layout, count_up
 from loopscope.models.packed_attention import packed_attention
 
@@ -43,13 +43,14 @@ def cached_attention(
     cache = layout.cache
     if layout.branches is None and cache is None:
         return packed_attention(projected, heads, layout, rotary)
-    query, key, value = torch.split(projected, list(heads), 1)
+    turned, value = projected[:, : heads[0] + heads[1]], projected[:, heads[0] + heads[1] :]
     if rotary is not None:
-        angles = layout.compute_once((rotary, key.dtype), lambda: _angles(layout, rotary, key.dtype))
-        query, key = (rotary.apply_rotary(part, angles) for part in (query, key))
+        angles = layout.compute_once((rotary, value.dtype), lambda: _angles(layout, rotary, value.dtype))
+        turned = rotary.apply_rotary(turned, angles)
+    query, key = turned[:, : heads[0]], turned[:, heads[0] :]
     if isinstance(cache, AppendingRows):
         _write_kv_cache(layout, cache, layer, key, value)
-    out = torch.empty_like(query)
+    out = None
     for number, group in enumerate(layout.groups):
         attention = _GroupAttention(query, key, value, layout, number, group, layer)
         if isinstance(cache, AppendingRows):
@@ -61,8 +62,9 @@ def cached_attention(
             if scatter.states is None:
                 return tokens.flatten(1)
             tokens = tokens if scatter.cells is None else tokens.index_select(0, scatter.cells)
+            out = query.new_empty(query.shape) if out is None else out
             out.index_copy_(0, scatter.states, tokens)
-    return out.flatten(1)
+    return query.flatten(1) if out is None else out.flatten(1)  # None: there are no rows
 
 
 def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,14 +73,14 @@ def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _write_kv_cache(layout: Layout, cache: AppendingRows, layer: str, key: Tensor, value: Tensor) -> None:
-    indices = layout.compute_once("written", lambda: _cache_indices(layout, cache))
-    cache.kv_cache.write(layer, cache.looped, indices, key, value)
+    places = layout.compute_once("written", lambda: _written_places(layout, cache))
+    cache.kv_cache.write(layer, cache.looped, places, key, value)
 
 
-def _cache_indices(layout: Layout, cache: AppendingRows) -> Tensor:
-    """[S] where tokens go in the cache."""
-    places = np.repeat(cache.places, layout.counts.lengths)
-    return upload(places * cache.kv_cache.capacity + layout.host_positions, layout.device)
+def _written_places(layout: Layout, cache: AppendingRows) -> Places:
+    rows = cache.places
+    indices = np.repeat(rows, layout.counts.lengths) * cache.kv_cache.capacity + layout.host_positions
+    return Places(upload(indices, layout.device), int(rows.min(initial=0)) // cache.kv_cache.rows)
 
 
 class _GroupAttention(NamedTuple):

@@ -10,6 +10,7 @@ its rows, H heads, K head width, D width.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,13 @@ class KeysValues(NamedTuple):
     values: Tensor  # [L, R, C, H, K]
 
 
+class Places(NamedTuple):
+    """Where tokens go in a cache."""
+
+    indices: Tensor  # [P] place times capacity plus position
+    first: int  # the first loop, of those in the cache, that is among them
+
+
 @dataclass(eq=False)
 class KVCache:
     """With `latest_only`, all loops share one place, which holds what the last loop that a token went through left."""
@@ -36,6 +44,7 @@ class KVCache:
     most_loops: int = 1  # that it will be asked for, as far as one knows
     _slots: dict[int, int] = field(default_factory=dict, init=False)  # where each loop lies, from 1 on
     _keys_values: dict[tuple[str, bool], KeysValues] = field(default_factory=dict, init=False)  # looped, or before
+    _firsts: dict[tuple[str, bool], int] = field(default_factory=dict, init=False)  # the first loop that a layer has
     _states: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)  # [R, C, D]
 
     def places(self, rows: Integers, loops: Integers) -> Integers:
@@ -45,18 +54,21 @@ class KVCache:
         slots = {loop: self._slots.setdefault(loop, len(self._slots)) for loop in sorted(set(loops.tolist()))}
         return np.array([slots[loop] for loop in loops.tolist()], dtype=np.int64) * self.rows + rows
 
-    def write(self, layer: str, looped: bool, indices: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [P, H, K] of tokens at these indices (place times capacity plus position)."""
-        found = self._allocated(layer, looped, keys, values)
+    def write(self, layer: str, looped: bool, places: Places, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [P, H, K] of tokens."""
+        found = self._allocated(layer, looped, places.first, keys, values)
+        before = self._firsts[layer, looped] * self.rows * self.capacity
+        indices = places.indices - before if before else places.indices
         for stored, new in zip(found, (keys, values), strict=True):
             stored.view(-1, *new.shape[1:]).index_copy_(0, indices, new)
 
     def read(self, layer: str, looped: bool, places: Tensor | slice, upto: int) -> KeysValues:
         """[B, `upto`, H, K] those of the first tokens at these places: of neighbours where they are, else a copy."""
         found = (stored.flatten(0, 1)[:, :upto] for stored in self._keys_values[layer, looped])
+        before = self._firsts[layer, looped] * self.rows
         if isinstance(places, slice):
-            return KeysValues(*(stored[places] for stored in found))
-        return KeysValues(*(stored.index_select(0, places) for stored in found))
+            return KeysValues(*(stored[places.start - before : places.stop - before] for stored in found))
+        return KeysValues(*(stored.index_select(0, places - before if before else places) for stored in found))
 
     def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
         """States [P, D] of tokens (row times capacity plus position), from which their next loop can begin later."""
@@ -75,10 +87,11 @@ class KVCache:
         own, *deeper = (self._slot(each) for each in (loop, *loops))
         size = self.rows * self.capacity
         for (layer, looped), found in list(self._keys_values.items()):
-            if looped and own < len(found.keys):
-                keys, values = (stored[own].flatten(0, 1).index_select(0, indices) for stored in found)
+            place = own - self._firsts[layer, looped]
+            if looped and 0 <= place < len(found.keys):
+                keys, values = (stored[place].flatten(0, 1).index_select(0, indices) for stored in found)
                 for slot in deeper:
-                    self.write(layer, looped, indices + slot * size, keys, values)
+                    self.write(layer, looped, Places(indices + slot * size, slot), keys, values)
 
     def grow(self, capacity: int, rows: int = 0) -> None:
         """Makes room for longer rows, or for more of them."""
@@ -96,9 +109,9 @@ class KVCache:
         """Keeps the rows of these numbers, in that order, each as often as it is named: the beams of a search."""
         self.rows = len(rows)
         for key, found in self._keys_values.items():
-            self._keys_values[key] = KeysValues(*(stored.index_select(0, rows.to(stored.device)) for stored in found))
-        for name, stored in self._states.items():
-            self._states[name] = stored.index_select(0, rows.to(stored.device))
+            self._keys_values[key] = KeysValues(*(stored.index_select(1, rows.to(stored.device)) for stored in found))
+        for name, states in self._states.items():
+            self._states[name] = states.index_select(0, rows.to(states.device))
 
     @property
     def nbytes(self) -> int:
@@ -108,22 +121,27 @@ class KVCache:
     def _slot(self, loop: int) -> int:
         return int(self.places(np.zeros(1, dtype=np.int64), np.array([loop]))[0]) // self.rows
 
-    def _allocated(self, layer: str, looped: bool, keys: Tensor, values: Tensor) -> KeysValues:
-        """The tensors of a layer, with room for all loops that were asked for."""
-        needed = len(self._slots) if looped and not self.latest_only else 1
-        found = self._keys_values.get((layer, looped))
+    def _allocated(self, layer: str, looped: bool, first: int, keys: Tensor, values: Tensor) -> KeysValues:
+        """The tensors of a layer, with room for the loops from this one on that were asked for."""
+        key, end = (layer, looped), len(self._slots) if looped and not self.latest_only else 1
+        found = self._keys_values.get(key)
         if found is None:
-            shapes = ((needed, self.rows, self.capacity, *each.shape[1:]) for each in (keys, values))
+            self._firsts[key] = first
+            shapes = ((end - first, self.rows, self.capacity, *each.shape[1:]) for each in (keys, values))
             found = KeysValues(*(keys.new_zeros(shape) for shape in shapes))
-        elif len(found.keys) < needed:
-            loops = max(needed, min(self.most_loops, 2 * len(found.keys)))
-            found = KeysValues(*(self._grown(stored, loops) for stored in found))
-        self._keys_values[layer, looped] = found
+        elif (before := max(0, self._firsts[key] - first)) or end - self._firsts[key] > len(found.keys):
+            self._firsts[key] -= before
+            needed = end - self._firsts[key]
+            room = min(self.most_loops - self._firsts[key], 2 * len(found.keys))
+            loops = max(needed, before + len(found.keys), room)
+            found = KeysValues(*(self._grown(stored, loops, before) for stored in found))
+        self._keys_values[key] = found
         return found
 
-    def _grown(self, stored: Tensor, loops: int) -> Tensor:
+    def _grown(self, stored: Tensor, loops: int, before: int = 0) -> Tensor:
+        """The same in a larger tensor, with room for so many loops before what there is."""
         grown = stored.new_zeros((loops, self.rows, self.capacity, *stored.shape[3:]))
-        grown[: stored.shape[0], : stored.shape[1], : stored.shape[2]] = stored
+        grown[before : before + len(stored), : stored.shape[1], : stored.shape[2]] = stored
         return grown
 
 
@@ -139,12 +157,12 @@ class AppendingRows:
     def take(self, rows: Integers) -> "AppendingRows":
         return AppendingRows(self.kv_cache, self.rows[rows], self.cached[rows], self.loops[rows])
 
-    @property
+    @cached_property
     def looped(self) -> bool:
         """Whether the rows are in the loops, or before them."""
         return bool(self.loops.any())
 
-    @property
+    @cached_property
     def places(self) -> Integers:
         """[B] where they lie in the cache."""
         return self.kv_cache.places(self.rows, self.loops)

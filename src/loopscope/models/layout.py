@@ -222,6 +222,9 @@ class Layout:
     @cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
         keys = np.zeros(len(self.lengths), dtype=np.int64) if self.cache is None else self.cache.group_keys
+        lengths = self.counts.lengths
+        if len(keys) and (lengths == lengths[0]).all() and (keys == keys[0]).all():  # tokens of text: one of each row
+            return (self._group(slice(0, len(keys)), int(lengths[0])),)
         each = torch.from_numpy(np.stack((self.counts.lengths, keys), 1))
         alike, counts = torch.unique_consecutive(each, return_counts=True, dim=0)
         edges, first, row, tokens, longest, previous = [], 0, 0, 0, 0, -1

@@ -228,8 +228,8 @@ def paired_table(results: Results) -> Table | None:
         [
             model.label,
             f"{each.first} - {each.second}",
-            f"{100 * each.accuracy.value:+.2f} [{100 * each.accuracy.low:+.2f}, {100 * each.accuracy.high:+.2f}]",
-            f"{each.loops.value:+.2f} [{each.loops.low:+.2f}, {each.loops.high:+.2f}]",
+            f"{100 * each.accuracy.value:+z.2f} [{100 * each.accuracy.low:+z.2f}, {100 * each.accuracy.high:+z.2f}]",
+            f"{each.loops.value:+z.2f} [{each.loops.low:+z.2f}, {each.loops.high:+z.2f}]",
             f"{each.only_first_right:,} / {each.only_second_right:,}",
         ]
         for model in results.models
@@ -307,7 +307,7 @@ def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
 def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
     if gap is None:
         return absent
-    text = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
+    text = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]"
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
         shares = f" ({gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%})" if with_shares else ""
         return f"{text} @{percent_text(gap.accuracy)}{shares}"

@@ -1,14 +1,9 @@
-"""Where does a text end that lm_eval asks for, and how is it drawn? At strings, not tokens; by its own settings."""
+"""Where does a text end that is to end at strings, not tokens?"""
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from loopscope.engine import Prompt, Sampling
-from loopscope.errors import UserError
 from loopscope.models.tokenizer import Detokenizer, decode
-
-_NEUTRAL = (None, False, 0, 1)
-"""Values of generation settings that change nothing, whatever the setting."""
 
 
 class StopStrings:
@@ -31,7 +26,22 @@ class StopStrings:
     def text(self, key: int, ends: Collection[int]) -> str:
         """Up to the first string, or the token, that ended it."""
         tokens = self._texts[key].tokens
-        text = self._answer(decode(self._tokenizer, tokens[:-1] if tokens[-1] in ends else tokens))
+        return self._cut(self._answer(decode(self._tokenizer, tokens[:-1] if tokens[-1] in ends else tokens)))
+
+    def sure(self, key: int) -> str:
+        """The text so far, without what may be the beginning of a string that ends it."""
+        text = self._cut(self._answer(self._texts[key].text))
+        held = range(min(self._longest - 1, len(text)), 0, -1)
+        for count in held:
+            if any(string.startswith(text[-count:]) for string in self._until):
+                return text[:-count]
+        return text
+
+    def forget(self, key: int) -> None:
+        """A text that is not asked for again."""
+        self._texts.pop(key, None)
+
+    def _cut(self, text: str) -> str:
         for string in self._until:
             text = text.split(string, 1)[0]
         return text
@@ -41,24 +51,3 @@ class StopStrings:
 
     def _ended(self, text: str) -> bool:
         return any(string in text for string in self._until)
-
-
-def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
-    """lm_eval's settings of a text's tokens; those that are not known must change nothing."""
-    rest = dict(options)
-    temperature = float(rest.pop("temperature", 0.0) or 0.0)
-    if not rest.pop("do_sample", False):
-        temperature = 0.0
-    known = {name: rest.pop(name) for name in ("top_k", "top_p") if rest.get(name) is not None}
-    for name, value in rest.items():
-        if value not in _NEUTRAL:
-            raise UserError(f"A task asks for '{name}' = {value} in its texts, and LoopScope has no such setting.")
-    try:
-        return Sampling(temperature=temperature, seed=seed, **known)
-    except ValueError as error:
-        raise UserError(f"A task asks for texts in a way that cannot be: {error}.") from None
-
-
-def longest_first(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """So that the cache grows once, and no long one is left for the end."""
-    return sorted(prompts, key=lambda prompt: -len(prompt.tokens))

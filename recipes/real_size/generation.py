@@ -1,0 +1,156 @@
+"""What does text cost at a real size, and what takes the time? With random weights, or any checkpoint.
+
+    python recipes/real_size/generation.py build runs/ouro-254m --size 254      (or 5; --calm 0.05: loops that agree)
+    python recipes/real_size/generation.py bench runs/ouro-254m --batch-size 8 --lossless --plain
+    python recipes/real_size/generation.py profile runs/ouro-254m --loops 2 --context 128 1024 4096
+
+`bench` is `loopscope bench generation` on random tokens, with the margin whose tokens take --loops on average, and
+prints its JSON. `profile` says for every context which share of a token's time matrix products, attention, copies and
+the rest take, and Python between them. Both take any checkpoint that LoopScope reads.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import loopscope as ls
+from loopscope.bench.generation import bench_generation, ways_of
+from loopscope.engine.generation import Prompt, stream
+from loopscope.models import LoopedModel
+from loopscope.models.checkpoint import save_model
+from loopscope.models.ouro import Ouro, read_ouro_config
+from loopscope.progress import track
+from loopscope.writing import write_json
+
+SIZES = {
+    5: {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4},
+    254: {"vocab_size": 49152, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12},
+}
+"""In millions of parameters: the small Ouro of recipes/small_ouro, and one of which a loop is bound by its weights."""
+SHARED = {
+    "architectures": ["OuroForCausalLM"],
+    "model_type": "ouro",
+    "max_position_embeddings": 8192,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "total_ut_steps": 4,
+    "early_exit_threshold": 1.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "eos_token_id": 0,
+}
+KINDS = {
+    "matrix products": ("aten::addmm", "aten::mm", "aten::bmm", "aten::linear", "aten::matmul"),
+    "attention": ("aten::scaled_dot", "aten::_scaled_dot", "aten::_softmax", "aten::baddbmm"),
+    "copies": ("aten::copy_", "aten::index", "aten::cat", "aten::clone", "aten::gather", "aten::_to_copy"),
+}
+
+
+def build(out: Path, size: int, calm: float) -> dict[str, Any]:
+    heads = SIZES[size]["hidden_size"] // 64
+    heads = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 64}
+    write_json(out / "config.json", {**SHARED, **SIZES[size], **heads})
+    with torch.device("meta"):
+        model = Ouro(read_ouro_config(out))
+    draw = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if "norm" in name:  # the norms after attention and MLP: what a loop adds to its state
+            tensors[name] = torch.full(tensor.shape, calm if "layernorm_2" in name else 1.0)
+        else:
+            tensors[name] = torch.empty(tensor.shape).normal_(std=0.02, generator=draw)
+    save_model(tensors, out)
+    return {"parameters": sum(tensor.numel() for tensor in tensors.values()), "calm": calm}
+
+
+def texts(model: LoopedModel, count: int, length: int, new: int) -> list[Prompt]:
+    draw = np.random.default_rng(0)
+    return [
+        Prompt(key, draw.integers(0, model.vocab_size, length), draw.integers(0, model.vocab_size, new))
+        for key in range(count)
+    ]
+
+
+@torch.inference_mode()
+def margin_for(model: LoopedModel, loops: float) -> ls.ExitPolicy:
+    """The margin at which random tokens exit after so many loops on average."""
+    rows = torch.from_numpy(np.random.default_rng(1).integers(0, model.vocab_size, (4, 48)))
+    top = model.loops(rows).logits.float().topk(2, -1).values
+    margins = (top[..., 0] - top[..., 1]).flatten(1)[:-1].numpy()  # the last loop ends whatever comes
+    low, high = 0.0, float(margins.max())
+    for _ in range(40):
+        middle = (low + high) / 2
+        stops = np.vstack((margins >= middle, np.ones(margins.shape[1], dtype=bool)))
+        low, high = (middle, high) if stops.argmax(0).mean() + 1 < loops else (low, middle)
+    return ls.ExitPolicy("margin", low)
+
+
+def measure(model: LoopedModel, name: str, options: argparse.Namespace) -> Any:
+    policies = [margin_for(model, options.loops), ls.ExitPolicy("fixed", round(options.loops))]
+    ways = ways_of(policies, ["full", "propagate"], False)
+    if options.lossless:
+        ways += ways_of([ls.ExitPolicy("fixed", 1)], [], True)
+    prompts = texts(model, options.prompts or options.batch_size, options.length, options.new)
+    with track("measuring") as advance:
+        return bench_generation(name, model, prompts, ways, options.batch_size, options.rounds, advance, options.plain)
+
+
+def profiled(model: LoopedModel, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Where the time of a token goes, by context."""
+    policy = ls.ExitPolicy("fixed", model.num_loops) if options.loops is None else margin_for(model, options.loops)
+    found = []
+    for context in options.context:
+        tokens = stream(model, texts(model, options.batch_size, context, options.new), policy)
+        for _ in range(options.batch_size):  # the prompts
+            next(tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as profiling:
+            began = time.perf_counter()
+            written = sum(1 for _ in tokens)
+            seconds = time.perf_counter() - began
+        spent: Counter[str] = Counter()
+        for event in profiling.key_averages():
+            kind = next((kind for kind, names in KINDS.items() if event.key.startswith(names)), "other operations")
+            spent[kind] += event.self_cpu_time_total / 1e6
+        spent["Python"] = max(0.0, seconds - sum(spent.values()))
+        shares = {kind: round(each / seconds, 3) for kind, each in spent.most_common()}
+        found.append({"context": context, "milliseconds_a_token": 1e3 * seconds / written, "shares": shares})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("build", "bench", "profile"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", type=int, choices=tuple(SIZES), default=254, help="million parameters (build)")
+    parser.add_argument("--calm", type=float, default=1.0, help="how much a loop changes its state (build)")
+    parser.add_argument("--loops", type=float, help="average of the margin (bench: 2; profile: full depth)")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--prompts", type=int, help="default: the batch size (bench)")
+    parser.add_argument("--length", type=int, default=32, help="of a prompt (bench)")
+    parser.add_argument("--new", type=int, default=24, help="tokens after it")
+    parser.add_argument("--context", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096], help="(profile)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lossless", action="store_true", help="and lossless text, drafted at loop 1 (bench)")
+    parser.add_argument("--plain", action="store_true", help="and the plain way at full depth (bench)")
+    options = parser.parse_args()
+    if options.what == "build":
+        print(json.dumps(build(options.folder, options.size, options.calm), indent=2))
+        return
+    model = ls.load_model(options.folder)
+    if options.what == "bench":
+        options.loops = options.loops or 2.0
+        print(json.dumps(msgspec.to_builtins(measure(model, str(options.folder), options)), indent=2))
+    else:
+        print(json.dumps(profiled(model, options), indent=2))
+
+
+if __name__ == "__main__":
+    main()
