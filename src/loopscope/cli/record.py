@@ -198,8 +198,10 @@ def _record_live(options: argparse.Namespace) -> None:
         return
     title = (
         f"{options.out}: {runs.num_examples:,} next tokens of {documents:,} {runs.split} documents, run with the cache "
-        f"'{options.cache}'; {len(lost)} of {runs.contents.planned} candidates, up to the first that is not proven."
+        f"'{options.cache}'"
     )
+    if options.policy is None:
+        title += f"; {len(lost)} of {runs.contents.planned} candidates, up to the first that is not proven"
     cells = [
         [f"{threshold:.6g}", f"{deep:.3f}", percent(share, 2)]
         for threshold, deep, share in zip(runs.thresholds.tolist(), loops.tolist(), lost.tolist(), strict=True)

@@ -174,8 +174,8 @@ def _marked(line: Line, number: int) -> set[int]:
     if line.name in POINTS or size <= _MARKS:
         return set(range(size))
     start, end = line.loops[0], line.loops[-1]
-    wanted = [start + (end - start) * (each + 0.15 + 0.13 * (number % 6)) / _MARKS for each in range(_MARKS)]
-    return {int(abs(line.loops - x).argmin()) for x in wanted}
+    spaced = [start + (end - start) * (each + 0.15 + 0.13 * (number % 6)) / _MARKS for each in range(_MARKS)]
+    return {int(abs(line.loops - x).argmin()) for x in spaced}
 
 
 def _difficulties(

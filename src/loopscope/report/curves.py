@@ -113,9 +113,9 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
             panel,
             lines=[line for line in panel.lines if line.name in kept],
             same=tuple(
-                told
+                named
                 for group in panel.same
-                if group not in everywhere and len(told := tuple(name for name in group if name not in left_out)) > 1
+                if group not in everywhere and len(named := tuple(name for name in group if name not in left_out)) > 1
             ),
         )
         for panel in once
@@ -124,8 +124,8 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
 
 
 def _weight(name: str) -> int:
-    """Points and gates are drawn before any others, which come in the order of the panels."""
-    return 0 if name in POINTS else 1 if name.startswith(("gate", "fitted")) else 2
+    """Points, models' own gates and what a figure is about are drawn first, others in the order of the panels."""
+    return 0 if name in POINTS else 1 if name == "gate" or name.startswith(("gate,", "fitted")) else 2
 
 
 def _once(panel: Panel, height: float) -> Panel:

@@ -46,7 +46,7 @@ def every_exit_distribution(results: Results) -> Drawing | None:
 
 def every_signal(results: Results) -> Drawing | None:
     rows = [signal_panels(seeds, SIGNAL_TITLES, f"{label}: ") for label, seeds in every_group(results)]
-    per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 else None
+    per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1 else None
     return difficulty_chart([panel for row in rows for panel in row], shared=False, per_row=per_row)
 
 

@@ -42,10 +42,10 @@ class FigureStyle:
         """About the width of a letter."""
         return 0.53 * self.font
 
-    def columns(self, panels: int, wanted: int | None = None) -> int:
+    def columns(self, panels: int, per_row: int | None = None) -> int:
         """So that at most one place of the grid is left, for the key."""
-        if wanted is not None and wanted <= self.most_columns and panels % wanted == 0:
-            return wanted
+        if per_row is not None and per_row <= self.most_columns and panels % per_row == 0:
+            return per_row
         if panels <= min(self.most_columns, 3):
             return panels
         return 3 if self.most_columns >= 3 and panels % 3 != 1 else 2

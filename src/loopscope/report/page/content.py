@@ -142,11 +142,11 @@ def summary(results: Results) -> str:
     models = {model.name: model for model in results.models}
     verdicts = [{models[name].verdict for name in group.names} for group in results.groups]
     counts = Counter(next(iter(each)) for each in verdicts if len(each) == 1)
-    said = [text.format(counts[verdict]) for verdict, text in _PARTS.items() if counts[verdict]]
-    said = [text.replace("1 are references", "1 is the reference").replace("1 get ", "1 gets ") for text in said]
+    parts = [text.format(counts[verdict]) for verdict, text in _PARTS.items() if counts[verdict]]
+    parts = [text.replace("1 are references", "1 is the reference").replace("1 get ", "1 gets ") for text in parts]
     if mixed := sum(len(each) > 1 for each in verdicts):
-        said.append(f"the seeds of {mixed} disagree")
-    return f"Of {len(results.groups)} models, {', '.join(said[:-1])}{' and ' * (len(said) > 1)}{said[-1]}."
+        parts.append(f"the seeds of {mixed} disagree")
+    return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{' and ' * (len(parts) > 1)}{parts[-1]}."
 
 
 def scope(results: Results) -> str:
