@@ -602,7 +602,7 @@ def gate_only(made: ls.Trajectory) -> ls.Trajectory:
     return ls.Trajectory(predictions=made.predicted, labels=made.labels, gate_logits=made.gate_logits, split=made.split)
 
 
-ZERO = "Zero for every model with a gate: its own gate is its best readout."
+ZERO = "Zero for every model here that has a gate: it is its best readout."
 
 
 def test_nothing_is_minus_zero(browser: Browser) -> None:

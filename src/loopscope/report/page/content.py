@@ -146,7 +146,7 @@ def summary(results: Results) -> str:
     parts = [text.replace("1 are references", "1 is the reference").replace("1 get ", "1 gets ") for text in parts]
     if mixed := sum(len(each) > 1 for each in verdicts):
         parts.append(f"the seeds of {mixed} disagree")
-    return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{' and ' * (len(parts) > 1)}{parts[-1]}."
+    return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{', and ' * (len(parts) > 1)}{parts[-1]}."
 
 
 def scope(results: Results) -> str:

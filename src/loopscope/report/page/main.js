@@ -9,8 +9,8 @@ const ABSENT = {
 };
 
 const ZERO = {
-  "readout gap": "Zero for every model with a gate: its own gate is its best readout.",
-  "trajectory gap": "Zero for every model: none takes longer than the reference.",
+  "readout gap": "Zero for every model here that has a gate: it is its best readout.",
+  "trajectory gap": "Zero for every model here: none takes longer than the reference.",
 };
 
 function gapCharts(groups) {
@@ -32,7 +32,7 @@ function gapCharts(groups) {
     const chart = place.clientWidth < 480 ? head.charts.gap_narrow : head.charts.gap;
     if (!rows.length) say(place, ABSENT[gap]);
     else if (rows.every(({ value, low, high }) => value === 0 && low === 0 && high === 0))
-      say(place, ZERO[gap] ?? "Zero for every model that has it.");
+      say(place, ZERO[gap] ?? "Zero for every model here that has it.");
     else draw(place, gap.replace(" ", "-"), chart, { gaps: rows, every });
   }
 }
