@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 DEMO := .venv/.demo
 DEV := .venv/.dev
 RAY := .venv/.ray
+DOCS := .venv/.docs
 VLLM ?= .venv-vllm
 
 # `make test` has one worker a core, or as many as asked for (0: one test after the other). The tests of a file stay together and share its fixtures.
@@ -30,6 +31,10 @@ $(RAY): $(DEV)
 	$(PIP) -e '.[report,dev,ray]'
 	@touch $@
 
+$(DOCS): $(DEMO)
+	$(PIP) -e '.[report,docs]'
+	@touch $@
+
 install: $(DEV)  ## create .venv and install everything for development into it
 
 demo: $(DEMO)  ## train, record, diagnose and report five small looped Transformers
@@ -50,8 +55,11 @@ test-page: $(DEV)  ## the page of a report in a browser; `make browser` installs
 test-transformers: $(DEV)  ## looped models in transformers, PEFT and lm_eval's own model, the long tests too
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist $(PYTEST_DIST) -m '' tests/transformers
 
-test-vllm:  ## the tests of the vLLM plugin, in an environment of its own (3.5 GB, installed once)
+$(VLLM)/.ready: pyproject.toml scripts/vllm-env
 	scripts/vllm-env $(VLLM)
+	@touch $@
+
+test-vllm: $(VLLM)/.ready  ## the tests of the vLLM plugin, in an environment of its own (3.5 GB, installed once)
 	$(VLLM)/bin/python -m pytest -p no:cacheprovider -m '' -W default -s tests/vllm
 
 fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ="--seed 1" for others
@@ -60,10 +68,16 @@ fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ=
 browser: $(DEV)  ## install a Chromium for the tests of the page; asks the system's package manager, with sudo if need be
 	@scripts/browser
 
+docs: $(DOCS)  ## the site of these docs, into site/: strict, searchable, readable without a server
+	$(BIN)/python scripts/site.py
+
+results: $(DEMO)  ## the results of the paper's study at demo scale, into docs/results; hours, or what is finished
+	@scripts/results
+
 check: $(DEV)  ## linter, formatter, type checker, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-.PHONY: help install demo test test-all test-transformers test-vllm fuzz kills test-page browser check
+.PHONY: help docs results install demo test test-all test-transformers test-vllm fuzz kills test-page browser check

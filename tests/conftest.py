@@ -13,8 +13,9 @@ import loopscope as ls
 from loopscope.exits import readouts
 from loopscope.questions import BENCHMARKS
 from loopscope.training import RunSettings, read_settings, train
-from loopscope.training.language_run import LanguageRun, PretrainSettings, read_pretrain_settings
+from loopscope.training.language_run import LanguageRun
 from loopscope.training.loop import train_run
+from loopscope.training.text_settings import PretrainSettings, read_pretrain_settings
 
 GOLDEN = Path(__file__).parent / "golden"
 os.environ["COLUMNS"] = "110"  # tables are as wide as without a terminal, also under pytest-xdist, which says 80

@@ -4,7 +4,7 @@
 
 `--texts` holds `train.txt`, `validation.txt` and `test.txt` (documents between `<|endoftext|>`). The run goes on where
 it was interrupted, with the same command. `--out` gets the merged model (a checkpoint in the layout of the Hub), the
-recordings of the model before and after, and the exit policy.
+recordings of the model before, after, and after with the gate that it had, and the exit policy.
 """
 
 import argparse
@@ -71,10 +71,23 @@ def tune(start: Path, texts: Path, out: Path, options: argparse.Namespace) -> Pa
     if options.train == "adapters":
         model = model.merge_and_unload()
     model.save_pretrained(out / "model")
+    copy_tokenizer(start, out / "model")
+    return out / "model"
+
+
+def with_old_gate(tuned: Path, start: Path, out: Path) -> Path:
+    """The tuned model with the gate that it had: the same trajectory and accuracy, so that gates alone are compared."""
+    model, old = (AutoModelForCausalLM.from_pretrained(each) for each in (tuned, start))
+    model.looped.gate.load_state_dict(old.looped.gate.state_dict())
+    model.save_pretrained(out)
+    copy_tokenizer(start, out)
+    return out
+
+
+def copy_tokenizer(start: Path, out: Path) -> None:
     for name in BESIDE_WEIGHTS:
         if (start / name).is_file() and name != "generation_config.json":
-            shutil.copy(start / name, out / "model" / name)
-    return out / "model"
+            shutil.copy(start / name, out / name)
 
 
 def main() -> None:
@@ -93,20 +106,33 @@ def main() -> None:
     options = parser.parse_args()
     tuned = tune(options.start, options.texts, options.out, options)
 
+    out = options.out
+    models = {
+        "before": options.start,
+        "old gate": with_old_gate(tuned, options.start, out / "old-gate"),
+        "after": tuned,
+    }
     recordings = {
         (name, split): record_text(
-            folder, [options.texts / f"{split}.txt"], split, options.out / "recordings" / name / split, context=64
+            folder,
+            [options.texts / f"{split}.txt"],
+            split,
+            out / "recordings" / name.replace(" ", "-") / split,
+            context=64,
         )
-        for name, folder in (("before", options.start), ("after", tuned))
+        for name, folder in models.items()
         for split in ("validation", "test")
     }
-    for name in ("before", "after"):
+    for name in models:
         validation, test = (recordings[name, split] for split in ("validation", "test"))
         accuracy = ", ".join(f"{each:.1%}" for each in test.correct.mean(0))
+        found = ls.diagnose(validation, test)
         print(f"{name}: next tokens of the test text right after every loop: {accuracy}")
-        print(ls.diagnose(validation, test).sentence)
+        print(f"  {found.sentence}\n  {found.target_sentence}")
+        for row in found.rows:
+            print("  " + "; ".join(row))
     policy = ls.calibrate(recordings["after", "validation"], options.max_drop)
-    policy.save(options.out / "policy.json")
+    policy.save(out / "policy.json")
     test = recordings["after", "test"]
     exits = policy.exit_loops(test)
     right = test.correct[range(len(exits)), exits - 1].mean()

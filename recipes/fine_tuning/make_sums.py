@@ -3,7 +3,7 @@
     python recipes/fine_tuning/make_sums.py --out sums
 
 `base-train.txt` and `base-validation.txt` are of numbers with one or two digits, for a model to begin with;
-`train.txt`, `validation.txt` and `test.txt` of numbers with three, for what it is fine-tuned on. No sum is in two files.
+`train.txt`, `validation.txt` and `test.txt` of numbers with three, to fine-tune on. No sum is in two files.
 """
 
 import argparse

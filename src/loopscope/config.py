@@ -5,7 +5,6 @@ only knows how to fill one.
 """
 
 import hashlib
-import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import msgspec
 
 from loopscope.errors import UserError
 from loopscope.reading import DEEPEST, is_there, json_depth, read_bytes, read_text
+from loopscope.validation import describe_misfit
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"{source}: {_sentence(error)}") from None
+        raise UserError(f"{source}: {describe_misfit(error, kind)}") from None
     except UnicodeEncodeError:
         raise UserError(f"{source}: a text holds half a character, which no file can hold; leave it out.") from None
 
@@ -92,7 +92,7 @@ def read_json(kind: type[T], path: Path, what: str) -> T:
             raise RecursionError
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {_sentence(error)}") from None
+        raise UserError(f"{path}: {describe_misfit(error, kind)}") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable {what}: {_briefly(error)}.") from None
 
@@ -166,13 +166,3 @@ def _briefly(error: Exception) -> str:
     if "integer string conversion" in str(error):
         return "a number has thousands of digits"
     return str(error).rstrip(".")
-
-
-def _sentence(error: msgspec.ValidationError) -> str:
-    """msgspec says `Expected ... - at `$.task.modulus``; say the key first."""
-    message, _, where = str(error).partition(" - at `$")
-    key = where.rstrip("`").lstrip(".")
-    message = re.sub("^Object ", "the table ", message.rstrip(".")).replace(
-        "contains unknown field", "has an unknown key"
-    )
-    return f"{key}: {message}." if key else f"{message}."

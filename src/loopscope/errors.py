@@ -6,9 +6,11 @@ What is said may quote a file or an argument, and it goes to a terminal: `visibl
 terminal would obey, and `brief` keeps it short.
 """
 
+import difflib
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 _LIBRARIES = ("loopscope", "numpy", "scipy", "torch")
@@ -16,6 +18,7 @@ _LIBRARIES = ("loopscope", "numpy", "scipy", "torch")
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 """Control characters, marks that reorder a line, and halves of characters."""
 _LONGEST = 450
+_LONGEST_NAME = 255
 
 
 class UserError(ValueError):
@@ -33,6 +36,18 @@ def visible(text: str, keep: str = "\n\t") -> str:
 def brief(message: str, longest: int = _LONGEST) -> str:
     """A message in one visible line; one that is too long loses its middle: what is wrong, and what to do, stay."""
     return _shortened(visible(_shortened(" ".join(message.splitlines()), longest), keep=""), longest)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'margin'?)`, to be put behind a name that does not exist; empty where none is close."""
+    close = closest(name, known)
+    return "" if close is None else f" (did you mean '{close}'?)"
+
+
+def closest(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The one of these names that another was probably meant to be; `alike` is from 0 to 1."""
+    close = [] if len(name) > _LONGEST_NAME else difflib.get_close_matches(name, list(known), 1, alike)
+    return close[0] if close else None
 
 
 def _shortened(text: str, longest: int) -> str:

@@ -9,23 +9,26 @@
 - module:function: whatever a function of the user's makes of the same losses. Settings only name it: training alone
   imports it (`training/custom_objectives.py`), so that a checkpoint's file never makes anybody run code.
 
-Shapes: T loops, B rows. Everything about q is computed in log space and in float32 or wider.
+Shapes: T loops, B rows. Everything about q is computed in log space and in float32 or wider. PyTorch is imported where
+it computes, so that settings can be read, and refused, without it.
 """
+
+from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import numpy as np
-import torch
-import torch.nn.functional as F
 from msgspec import UNSET, UnsetType
-from torch import Tensor
 
 from loopscope.config import Count, NonNegative, Settings
 from loopscope.tasks import Draws
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FLOOR = -1e4
 """Log-probabilities below this are held there: exp of it is 0, and 0 times it is 0, where 0 times -inf is not."""
@@ -102,6 +105,9 @@ class Objective(Settings, frozen=True, kw_only=True):
     def depth_prior(self, loops: int) -> Tensor:
         """pi [T] in float64; for `final` all weight lies on the last loop."""
         if self.name == "final":
+            import torch
+            import torch.nn.functional as F
+
             return F.one_hot(torch.tensor(loops - 1), loops).double()
         return uniform_prior(loops) if self.prior == "uniform" else geometric_prior(self.geometric_lambda, loops)
 
@@ -120,7 +126,7 @@ class Objective(Settings, frozen=True, kw_only=True):
         """How many loops a step of training runs on average."""
         if self.name != "random_depth":
             return loops
-        return float((self.depth_prior(loops) * torch.arange(1, loops + 1)).sum())
+        return float(self.depth_prior(loops).numpy() @ np.arange(1, loops + 1))
 
     def loss(self, losses: Tensor, gate_logits: Tensor | None) -> Tensor:
         """The mean objective of a batch from its cross-entropies [T, B] and halt logits [T, B].
@@ -144,17 +150,24 @@ class Objective(Settings, frozen=True, kw_only=True):
 
 
 def uniform_prior(loops: int) -> Tensor:
+    import torch
+
     return torch.full((loops,), 1.0 / loops, dtype=torch.float64)
 
 
 def geometric_prior(lam: float, loops: int) -> Tensor:
     """lam (1 - lam)^(t-1), truncated: the last loop takes all that is left."""
+    import torch
+
     survival = (1.0 - lam) ** torch.arange(loops, dtype=torch.float64)
     return torch.cat((lam * survival[:-1], survival[-1:]))
 
 
 def log_exit_distribution(gate_logits: Tensor) -> Tensor:
     """log q [T, B]: exit at t with probability sigmoid(g_t) if not before; the last loop takes all that is left."""
+    import torch
+    import torch.nn.functional as F
+
     log_continue = F.logsigmoid(-gate_logits[:-1])
     reached = [torch.zeros_like(gate_logits[0])]  # a running sum: cumsum on CUDA is not deterministic
     for step in log_continue:

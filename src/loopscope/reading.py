@@ -6,10 +6,10 @@ end, nesting without end, and bytes that are no text are refused before anything
 
 import re
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, closest
 
 DEEPEST = 64
 """Tables or lists inside one another; no file of ours comes near."""
@@ -59,10 +59,19 @@ def _answered(question: Callable[[], bool]) -> bool:
         return False
 
 
+def near(path: Path) -> str:
+    """What may be meant by a path that is not there: ` (did you mean runs/demo?)`, if its folder has such a name."""
+    try:
+        close = closest(path.name, [each.name for each in islice(path.parent.iterdir(), 1000)], 0.8)
+    except OSError:
+        return ""
+    return "" if close is None or close == path.name else f" (did you mean {path.with_name(close)}?)"
+
+
 def require_file(path: Path, what: str) -> None:
     """Refuses what is not there, and a folder, a device or a pipe, on which a reader could wait for ever."""
     if not is_there(path):
-        raise UserError(f"There is no file {path}; give a {what}.")
+        raise UserError(f"There is no file {path}{near(path)}; give a {what}.")
     if path.is_file():
         return
     if path.is_dir():

@@ -11,7 +11,6 @@ from simulated import CLASSES, pair, simulated
 
 import loopscope as ls
 from loopscope.analysis import WITHIN_A_POINT, Subject, as_targets, diagnose_subject, target_level
-from loopscope.analysis.diagnosis import GAP_COLUMNS
 from loopscope.analysis.stoppers import with_stoppers
 from loopscope.analysis.targets import best_loop, chance, harm_of_depth, is_above_chance, reference_loop
 
@@ -83,7 +82,7 @@ def test_at_chance_there_is_no_verdict_and_nine_of_ten_models_that_guess_get_non
     diagnosis = ls.diagnose(*pair(right=0.0))
     test = simulated("test", right=0.0)
     loop = best_loop(simulated("validation", right=0.0))
-    assert (diagnosis.verdict, diagnosis.blamed, diagnosis.rows) == ("no verdict", (), [])
+    assert (diagnosis.verdict, diagnosis.blamed, diagnosis.table) == ("no verdict", (), [])
     said = f"right in {test.correct[:, loop - 1].mean():.1%} of 1,500 test examples, and chance is 25%"
     assert diagnosis.sentence.startswith("No verdict: at loop 3")
     assert said in diagnosis.sentence
@@ -108,7 +107,7 @@ def test_a_model_at_60_percent_is_diagnosed_where_it_is() -> None:
         f"The target is {100 * diagnosis.target.accuracy:.2f}%: 1 point below full depth, on validation data." in text
     )
     assert "Gaps are at the highest whole percent that both sides reach" in text
-    assert text.splitlines()[3].split("  ")[0] == GAP_COLUMNS[0]
+    assert text.splitlines()[3].split("  ")[0] == "gap"
     assert repr(diagnosis) == text
     assert ls.diagnose(*pair(right=0.47)).blamed == ()  # the same with a good gate
 

@@ -55,6 +55,14 @@ def test_decisions_of_a_sequence_are_no_examples() -> None:
     assert counted.broken > DELTA + 2 * counted.broken_error
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_bets_save_loops_that_hoeffding_bentkus_does_not(name: str) -> None:
+    found = measured(name)
+    assert found["promise"].loops < found["promise, Hoeffding-Bentkus"].loops
+    assert found["promise, Hoeffding-Bentkus"].broken <= DELTA
+
+
 def test_the_populations_are_what_they_say() -> None:
     known = {population.name: population for population in populations()}
     thinking = known["overthinking"].trajectory.correct

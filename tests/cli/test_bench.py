@@ -98,7 +98,7 @@ def test_bench_exits_of_a_policy(mine: Path, policy: Path, capsys: pytest.Captur
     assert run(*words, "--readout", "kl") == 0
     table = capsys.readouterr().out
     assert "margin, loss ≤ 10 %" in table
-    assert "│ kl " in table
+    assert "\nkl " in table
     assert "needs the run" in refusal(capsys, "bench", "exits", "--policy", policy)
 
 

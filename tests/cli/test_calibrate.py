@@ -168,10 +168,14 @@ def test_sequences_are_counted_not_their_tokens(texts: Path, capsys: pytest.Capt
     words = ("calibrate", texts / "validation", "--readout", "margin", "--out", texts / "policy.json")
     sentence = refusal(capsys, *words, "--max-drop", 0.05)
     assert "takes 59 tested sequences, and there are 16; record 74 in all" in sentence
-    assert run(*words, "--max-drop", 0.2) == 0
+    other = (*words[:-1], texts / "other.json", "--max-drop", 0.2, "--bound", "hoeffding_bentkus")
+    assert run(*other) == 0
     out = capsys.readouterr().out
     assert "on average over sequences" in out
     assert "of 16 sequences, p = 0.028 (at most 0.05)" in out
+    assert "Hoeffding-Bentkus" in out
+    assert run(*words, "--max-drop", 0.2) == 0
+    assert "bets" in capsys.readouterr().out
     assert run("evaluate", texts / "test", "--policy", texts / "policy.json", "--json") == 1
     held = json.loads(capsys.readouterr().out)
     (risk,) = held["guarantee"]["risks"]

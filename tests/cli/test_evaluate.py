@@ -64,8 +64,8 @@ def test_evaluate_takes_two_recordings_or_one_with_a_policy(
     mine: Path, policy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = (recording_of(mine, "validation"), recording_of(mine, "test"))
-    assert "Give two recordings" in refusal(capsys, "evaluate", recording_of(mine, "test"))
-    assert "give one recording" in refusal(capsys, "evaluate", *both, "--policy", policy)
+    assert "or two recordings" in refusal(capsys, "evaluate", *[recording_of(mine, "test")] * 3)
+    assert "give one run or recording" in refusal(capsys, "evaluate", *both, "--policy", policy)
     assert "no readouts" in refusal(
         capsys, "evaluate", recording_of(mine, "test"), "--policy", policy, "--readout", "margin"
     )

@@ -17,8 +17,11 @@ import torch
 
 import loopscope.cli
 from cli.conftest import run, settings
+from loopscope.analysis.diagnosis import Diagnosis, Gap
+from loopscope.analysis.targets import TargetLevel, as_target
+from loopscope.analysis.timings import Spread
 from loopscope.cli import VERBS, main, make_parser
-from loopscope.cli.output import print_json, print_note, print_table, print_text
+from loopscope.cli.output import percent, print_json, print_note, print_table, print_text
 from loopscope.engine import generation
 from loopscope.progress import track
 
@@ -67,7 +70,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("record", "task", recorded, "--split", "test", "--examples", "7"), "another recording"),
         (("record", "task", recorded, "--split", "extrapolation", "--levels", "1-4"), "above 2"),
         (("evaluate", validation, tmp_path / "nowhere"), "There is no folder"),
-        (("evaluate", validation, recorded), "no manifest.json"),
+        (("evaluate", validation, tmp_path), "has no recording 'test'"),
+        (("evaluate", recorded / "recordings", "x", "y"), "two recordings"),
         (("evaluate", validation, corrupt), "trajectory.safetensors"),
         (("evaluate", validation, test, "--readout", "gate"), "has no gate"),
         (("evaluate", validation, test, "--readout", "mood"), "no readout 'mood'"),
@@ -278,8 +282,35 @@ def test_only_what_resumes_says_so_when_interrupted(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loopscope.training.read_settings", interrupted)
+    monkeypatch.setattr("loopscope.training.settings.read_settings", interrupted)
     monkeypatch.setattr("loopscope.models.hub.find_checkpoint", interrupted)
     monkeypatch.setattr("loopscope.studies.make_plan", interrupted)
     assert main(list(words)) == 130
     assert ("same command" in capsys.readouterr().err) == resumes
+
+
+def test_a_table_fits_80_columns_and_loses_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    columns = ["readout", *(f"measured quantity {number}" for number in range(12))]
+    rows = [["a rather long name of a readout", *(f"{number}.00 [0.00, 0.00]" for number in range(12))]] * 2
+    print_table("title", columns, rows, keys=1)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert all(out.count(f"{number}.00 [0.00, 0.00]") >= 2 for number in range(12))
+    assert "…" not in out
+    print_table("", ["what", ""], [["a promise", "words " * 40]])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.count("words") == 40
+
+
+def test_no_number_is_minus_zero() -> None:
+    assert percent(-1e-9) == "0.0 %"
+    tiny = Gap("margin", "entropy", 0.9, 0.9, 1.5, 1.5, -1e-4, -2e-4, -1e-5, 1.0, 1.0, 1.0, 1000)
+    level = TargetLevel(as_target(0.9), 0.9, None, 4, 0.9)
+    diagnosis = Diagnosis(level, 0.5, "margin", tiny, None, None, None, (), "neither", "Neither part is to blame.")
+    assert "+0.00 [+0.00, +0.00]" in str(diagnosis)
+    assert "-0.00" not in str(diagnosis)
+    assert str(Spread(1.5, 1.5, 1.5)) == "1.5"  # of one round

@@ -14,7 +14,7 @@ COMMON = {"split", "hidden", "with_readout", "out", "device", "threads", "json"}
 OPTIONS = {
     "task": COMMON | {"run", "examples", "levels", "no_logits"},
     "text": COMMON | {"model", "files", "context", "limit", "dtype"},
-    "benchmark": COMMON | {"model", "name", "data", "limit", "mean_state", "batch_tokens", "dtype"},
+    "benchmark": COMMON | {"model", "name", "data", "limit", "mean_state", "batch_tokens", "dtype", "shots"},
 }
 
 
@@ -107,4 +107,4 @@ def test_record_says_what_may_be_recorded(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as stop:
         run("record", "runs/mine", "--split", "test")
     assert stop.value.code == 2
-    assert "invalid choice: 'runs/mine' (choose from 'task', 'text', 'benchmark')" in capsys.readouterr().err
+    assert "invalid choice: 'runs/mine' (choose from 'task', 'text', 'live', 'benchmark')" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def exits_log(world: World, case: Case) -> str:
     path.write_text(_LOG)
     case.spoil(path)
     texts, steps = read_exits(path)
-    lines = [json.loads(line) for line in path.read_bytes().decode("utf-8-sig").split("\n") if line.strip()]
+    lines = [json.loads(line) for line in path.read_bytes().decode("utf-8-sig").split("\n")[:-1] if line.strip()]
     if [step.loops for step in steps] != [line["loops"] for line in lines]:
         raise MisledError("the loops are not those of the file")
     parts = sum(len(line.get("prompts", {})) for line in lines)  # of prompts in parts only the last counts

@@ -11,8 +11,8 @@ from typing import Any
 from loopscope.config import plain
 from loopscope.studies import make_plan
 from loopscope.training import check_memory, estimate_time, read_settings
-from loopscope.training.language_run import read_pretrain_settings
 from loopscope.training.settings import RunSettings
+from loopscope.training.text_settings import read_pretrain_settings
 
 from .mutations import STRINGS, toml_text
 from .runner import Case, MisledError

@@ -26,8 +26,9 @@ from loopscope.studies import make_plan
 from loopscope.studies.step_runner import do_step
 from loopscope.studies.steps import to_be_done
 from loopscope.training import train
-from loopscope.training.language_run import LanguageRun, read_pretrain_settings
+from loopscope.training.language_run import LanguageRun
 from loopscope.training.loop import train_run
+from loopscope.training.text_settings import read_pretrain_settings
 from loopscope.training.tokenizer import train_tokenizer
 
 SETTINGS = """\

@@ -195,3 +195,17 @@ def test_many_models_are_a_table_with_their_gaps(tmp_path: Path) -> None:
     rows = [re.findall(r"<td.*?</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", table)]
     assert header[-1] == "reachable room"
     assert [(len(row), row[-1]) for row in rows] == [(len(header), "<td>nothing learned</td>")] * 9  # of 60 examples
+
+
+def test_a_missed_target_is_replaced_by_a_relative_one_where_there_is_one() -> None:
+    models = [ModelRecordings(name, *pair(right=0.47, rows=90, seed=seed)) for seed, name in enumerate("ab")]
+    cells = {}
+    for targets in ([0.99], [0.99, ls.Target(below_full_depth=0.05)]):
+        results = analyse_models(models, None, targets)[0]
+        cells[len(targets)] = [cell for row in tables.headline(results).rows for cell in row[2:5]]
+    assert all(cell.startswith("N/A") for cell in cells[1])
+    frontier = results.models[0].frontier("fixed")
+    assert frontier is not None
+    level = results.models[0].targets["full-5"]
+    assert cells[2][0] == f"{frontier.depth_at['full-5']:.2f} @{round(100 * level.reached, 2):g}%"
+    assert not any("N/A" in cell for cell in cells[2])

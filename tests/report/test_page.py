@@ -5,6 +5,7 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -487,18 +488,128 @@ def test_twenty_large_models_stay_small_and_open(tmp_path: Path, browser: Browse
         assert len(tab.locator("#exit-map .mark-rect [aria-label]").all()) == 40 * 8
 
 
-def test_a_relative_target_is_where_the_slider_and_the_threshold_begin(tmp_path: Path, browser: Browser) -> None:
+def test_a_relative_target_is_where_the_slider_begins_whatever_test_data_say(tmp_path: Path, browser: Browser) -> None:
     models = {"sixty": pair(right=0.47), "chance": pair(right=0.0), "single": pair(right=0.8, loops=1)}
     page = ls.report(models, tmp_path / "relative")
     with opened(browser, page) as tab:
         assert "N/A" not in tab.locator("#diagnosis-top").inner_text()
-        lowest = min(ls.diagnose(*each).target.reached for each in models.values())
+        diagnosis = ls.diagnose(*models["sixty"])  # the only one with a verdict
         said = float(tab.locator("#target-text").inner_text().removesuffix(" %"))
-        assert 0 <= 100 * lowest - said < 0.5
-        diagnosis = ls.diagnose(*models["sixty"])
+        assert 0 <= 100 * diagnosis.target.accuracy - said < 0.5
         choose(tab, 0, diagnosis.best_readout)
+        chosen = tab.get_by_role("button", name="Most accurate on validation data")
+        assert chosen.get_attribute("aria-pressed") == "true"
         tab.get_by_role("button", name="D@full-1 on test data").click()
         facts = tab.locator("#point dd").all_inner_texts()
         depth = ls.sweep(diagnosis.best_readout, *models["sixty"]).depth_at(diagnosis.target.reached)
         assert facts[1].startswith(f"{depth:.2f} ")
         assert not re.search(r"\b(NaN|undefined|null|Infinity)\b|e\+308", tab.locator("main").inner_text())
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_links_land_where_they_say(report: tuple[Path, Results], browser: Browser, width: int) -> None:
+    def place(tab: Page, name: str) -> float:
+        """How far below the top it is, or beyond what the end of the page allows."""
+        return float(
+            tab.evaluate(
+                """(name) => document.getElementById(name).getBoundingClientRect().top
+                - Math.max(0, scrollY + innerHeight - document.documentElement.scrollHeight + 2) * 1e6""",
+                name,
+            )
+        )
+
+    with opened(browser, report[0], width=width) as tab:
+        names = [str(link.get_attribute("href"))[1:] for link in tab.locator("nav a, .contents a").all()]
+        assert {"closer", "signals", "paired", "made"} <= set(names)
+        for name in names:
+            tab.evaluate("(name) => { location.hash = name; }", name)
+            tab.wait_for_timeout(700)  # figures on the way are drawn, and push it down
+            assert place(tab, name) <= 130, name
+            assert place(tab, name) >= 0 or place(tab, name) < -1e5, name
+    for name in ("trajectories", "signals", "ordering"):  # opened there
+        tab = browser.new_page(viewport={"width": width, "height": 900})
+        tab.goto(f"{report[0].as_uri()}#{name}")
+        tab.wait_for_selector("body[data-ready]")
+        tab.wait_for_timeout(1500)
+        assert 0 <= place(tab, name) <= 130, name
+        tab.close()
+
+
+def test_a_phone_has_a_menu_whole_names_and_hints_for_fingers(report: tuple[Path, Results], browser: Browser) -> None:
+    with opened(browser, report[0], width=390, height=800, has_touch=True, is_mobile=True) as tab:
+        links = tab.locator("nav a")
+        assert not links.first.is_visible()
+        tab.tap("#sections")
+        assert all(link.is_visible() for link in links.all())
+        tab.tap("nav a[href='#frontiers-all']")
+        assert not links.first.is_visible()
+        assert tab.get_by_text("Tap a mark").is_visible()
+        assert not tab.get_by_text("Point at a mark").is_visible()
+        for box in tab.locator("#legend-readouts input").all():
+            box.check()
+        lines = tab.evaluate(
+            """() => [...document.querySelectorAll("#depth-table td:nth-child(2) bdi")].map((it) => {
+                const range = document.createRange();
+                range.selectNodeContents(it);
+                return [it.textContent, new Set([...range.getClientRects()].map((box) => box.top)).size];
+            })"""
+        )
+        assert {"stopper:classifier", "hidden_change"} <= {name for name, _ in lines}
+        assert {count for _, count in lines} == {1}
+        first = tab.locator("#depth-table td").first
+        tab.locator("#depth-table").evaluate("(it) => it.parentNode.scrollBy(80, 0)")
+        box = first.bounding_box()
+        assert box is not None
+        assert box["x"] >= 0  # which model it is stays in sight
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_many_models_open_with_a_summary_and_filters(tmp_path: Path, browser: Browser) -> None:
+    models = {f"late{seed}": pair(right=0.9, rows=60, late_gate=True, seed=seed) for seed in range(7)}
+    models |= {f"good{seed}": pair(right=0.9, rows=60, seed=seed) for seed in range(2)}
+    page = ls.report(models, tmp_path)
+    with opened(browser, page) as tab:
+        blamed = [ls.diagnose(*each).verdict for each in models.values()].count("readout")
+        assert f"Of 9 models, the readout is to blame in {blamed}" in tab.locator(".summary").inner_text()
+        rows, cards = tab.locator(".glance tbody tr:visible"), tab.locator(".card:visible")
+        assert (rows.count(), cards.count()) == (6, 6)
+        tab.click("#model-all")
+        assert (rows.count(), cards.count()) == (9, 9)
+        tab.fill("#model-find", "good")
+        assert (rows.count(), cards.count()) == (2, 2)
+        tab.fill("#model-find", "")
+        tab.check("#model-filters input[value='readout']")
+        assert rows.count() == blamed
+        tab.fill("#model-find", "late3")
+        assert tab.locator("#gap-room svg").count() == 1
+        tab.evaluate("location.hash = 'card-8'")  # hidden by both filters
+        tab.locator("#card-8").wait_for(state="visible")
+        assert (rows.count(), tab.locator("#model-find").input_value()) == (9, "")
+
+
+def test_what_is_zero_everywhere_is_said_and_not_drawn(tmp_path: Path, browser: Browser) -> None:
+    models = {name: tuple(map(gate_only, pair(right=0.99, seed=seed))) for seed, name in enumerate("ab")}
+    diagnoses = [ls.diagnose(*each) for each in models.values()]
+    assert {each.best_readout for each in diagnoses} == {"gate"}
+    with opened(browser, ls.report(models, tmp_path)) as tab:
+        assert tab.locator("#gap-readout").inner_text() == ZERO
+        assert tab.locator("#gap-readout svg").count() == 0
+        assert tab.locator("#gap-room svg").count() == 1
+
+
+def gate_only(made: ls.Trajectory) -> ls.Trajectory:
+    """Without logits: no other signal is as good as its gate."""
+    return ls.Trajectory(predictions=made.predicted, labels=made.labels, gate_logits=made.gate_logits, split=made.split)
+
+
+ZERO = "Zero for every model with a gate: its own gate is its best readout."
+
+
+def test_nothing_is_minus_zero(browser: Browser) -> None:
+    script = (files("loopscope.report.page") / "data.js").read_text()
+    tab = browser.new_page()
+    shown = tab.evaluate(
+        f"() => {{ {script}; return [fixed(-0.001, 2), fixed(-0.006, 2), percent(-1e-9), fixed(0.125, 2)]; }}"
+    )
+    assert shown == ["0.00", "-0.01", "0.0 %", "0.12"]
+    tab.close()

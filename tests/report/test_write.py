@@ -50,7 +50,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
 
 def test_everything_is_there(report: tuple[Path, Results]) -> None:
     names = {"frontiers", "forced_exits", "exit_distributions", "signals"}
-    expected = {f"{name}.{kind}" for name in names for kind in ("png", "pdf")} | {
+    expected = {f"{name}.{kind}" for name in names for kind in ("png", "pdf", "svg")} | {
         "report.html",
         "results.json",
         "tables.md",
@@ -58,7 +58,7 @@ def test_everything_is_there(report: tuple[Path, Results]) -> None:
     folder = report[0].parent
     assert {path.name for path in folder.iterdir()} == expected
     for path in folder.iterdir():
-        head = {".png": b"\x89PNG", ".pdf": b"%PDF"}.get(path.suffix)
+        head = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<svg"}.get(path.suffix)
         assert head is None or path.read_bytes().startswith(head)
 
 

@@ -23,7 +23,7 @@ from loopscope.studies.checkpoint_steps import Join, Score, Time
 from loopscope.studies.step_runner import do_step
 from loopscope.studies.steps import Analyse, Fit, Step
 
-OURO = str(Path(__file__).parents[2] / "studies" / "ouro.toml")
+OURO = "ouro"
 SMALL = """
 title = "Small"
 targets = [0.5]

@@ -280,8 +280,7 @@ def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.Captu
     assert "There is no study 'nowhere.toml'" in capsys.readouterr().err
     assert main(["study", "report", str(TINY), *out]) == 2
     assert "Nothing of this study is analysed yet" in capsys.readouterr().err
-    paper = Path(__file__).parents[2] / "studies" / "paper.toml"
-    assert main(["study", "run", str(paper), *out]) == 2
+    assert main(["study", "run", "paper", *out]) == 2
     assert "start it anyway with --force" in capsys.readouterr().err
     assert main(["study", "run", str(TINY), *out, "--device", "foo"]) == 2
     assert "device 'foo' is not available" in capsys.readouterr().err
@@ -406,9 +405,9 @@ def test_a_study_says_first_what_is_wrong_with_an_objective(tmp_path: Path, monk
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("name", ["mano.toml", "paper.toml"])
+@pytest.mark.parametrize("name", ["mano", "paper"])
 def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
-    plan = make_plan(str(Path(__file__).parents[2] / "studies" / name), [])
+    plan = make_plan(name, [])
     runs = [model.training.settings for model in plan.models]
 
     def settings(task: str, gate: str, prior: str, decoupled: bool = False) -> set[tuple[float, float, int]]:
@@ -431,7 +430,7 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
     }
     assert len(hosts) == 6
     assert {run.model.loops for run in runs} == {6}
-    if name == "mano.toml":
+    if name == "mano":
         for task, gate in product(("mano", "parity"), ("linear", "mlp")):
             for prior, lam in (("uniform", 0), ("geometric", 0.3)):
                 assert settings(task, gate, prior, decoupled=True) == {(lam, 0.1, seed) for seed in range(3)}

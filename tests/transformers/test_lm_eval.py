@@ -12,7 +12,7 @@ from tiny_language import write_outspoken
 
 import loopscope.transformers  # noqa: F401 - registers
 from loopscope import harness
-from loopscope.harness.__main__ import main
+from loopscope.harness.__main__ import run_lm_eval
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def outspoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("batch_size", [5, pytest.param(1, marks=pytest.mark.long)])
 def test_hf_scores_slices_as_ours_does(outspoken: Path, batch_size: int) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -68,7 +68,7 @@ doc_to_target: "{{{{a}}}}"
         words = ["--model", model, "--model_args", f"pretrained={outspoken}", "--tasks", str(tmp_path / "some.yaml")]
         out = tmp_path / model
         monkeypatch.setattr(sys, "argv", ["lm_eval", *words, "--device", "cpu", "--output_path", str(out)])
-        main()
+        run_lm_eval()
         (path,) = out.rglob("results_*.json")
         found.append(json.loads(path.read_text())["results"]["some"])
     assert found[0]["acc,none"] == found[1]["acc,none"]

@@ -39,7 +39,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(folder, tiny_looped_llama(tie_word_embeddings=True), looped_llama_config(tie_word_embeddings=True))
 
 
-@pytest.fixture(params=["ouro", "huginn", "llama"])
+LONG = pytest.mark.long
+
+
+@pytest.fixture(params=["ouro", pytest.param("huginn", marks=LONG), "llama"])
 def folder(request: pytest.FixtureRequest, llama: Path) -> Path:
     return {"ouro": OURO, "huginn": HUGINN, "llama": llama}[request.param]
 
@@ -158,6 +161,22 @@ def test_a_cache_changes_nothing(folder: Path, side: str) -> None:
 
 
 @torch.no_grad()
+def test_rows_of_a_cache_are_repeated_and_forgotten() -> None:
+    model, (one, other) = load(OURO), (text[None, :4] for text in rows() if len(text) > 4)
+    cache = model(torch.cat((one, other)), use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 4
+    later = torch.tensor([[5], [6], [7], [8]])
+    whole = torch.cat((torch.cat((one, one, other, other)), later), 1)
+    torch.testing.assert_close(model(later, past_key_values=cache).logits, model(whole).logits[:, -1:])
+    with pytest.raises(ls.UserError, match="assistant"):
+        cache.crop(1)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.batch_size, cache.nbytes) == (0, -1, 0)
+    torch.testing.assert_close(model(one, past_key_values=cache).logits, model(one).logits)
+
+
+@torch.no_grad()
 def test_a_cache_that_was_read_at_the_last_loop_only() -> None:
     """What a coda kept of earlier loops is not there, and is not made up."""
     model, text = load(HUGINN), rows()[0][None]
@@ -242,6 +261,7 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own compiler
 @torch.no_grad()
 @pytest.mark.parametrize("path", [OURO, HUGINN], ids=["ouro", "huginn"])
+@LONG
 def test_compiled_mlps(path: Path) -> None:
     model, text = load(path), rows()[0][None]
     expected, names = model(text).logits, list(model.state_dict())
@@ -302,8 +322,9 @@ def test_configurations_of_the_hub(tmp_path: Path) -> None:
     )
     folder = write(tmp_path / "hub", tiny_ouro(), given)
     (folder / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
-    model = load(folder)
-    model.save_pretrained(tmp_path / "saved")
+    model = load(folder, trust_remote_code=True)
+    load(folder).save_pretrained(tmp_path / "saved")
+    assert torch.equal(model.lm_head.weight, load(tmp_path / "saved").lm_head.weight)
     assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert AutoConfig.from_pretrained(tmp_path / "saved").rope_theta == 10_000.0
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -348,7 +369,7 @@ def test_generates_what_the_engine_generates(folder: Path) -> None:
     assert torch.equal(written, slow)
 
 
-@pytest.mark.parametrize("mode", ["full", "propagate", "latest"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("propagate", marks=LONG), pytest.param("latest", marks=LONG)])
 def test_generates_under_a_policy_as_the_engine_does(folder: Path, mode: str, tmp_path: Path) -> None:
     model, ours = load(folder), ls.load_model(folder)
     tokens, mask = padded(rows(), "left")
@@ -361,6 +382,10 @@ def test_generates_under_a_policy_as_the_engine_does(folder: Path, mode: str, tm
     out = model.generate(tokens, attention_mask=mask, return_dict_in_generate=True, **given)
     assert new_tokens(out.sequences, tokens) == [text.tokens for text in expected]
     assert np.array_equal(out.loops.numpy(), loops)
+    if mode == "full":
+        free = {name: value for name, value in given.items() if name not in ("policy", "cache")}
+        full_depth = model.generate(tokens, attention_mask=mask, do_sample=False, **free)
+        assert torch.equal(model.generate(tokens, attention_mask=mask, lossless=True, **given), full_depth)
     policy.save(tmp_path / "policy.json")
     assert torch.equal(
         model.generate(tokens, attention_mask=mask, **{**given, "policy": tmp_path / "policy.json"}), out.sequences
@@ -428,9 +453,12 @@ def test_what_a_policy_does_not_go_with() -> None:
         "output_scores": {"output_scores": True, "return_dict_in_generate": True},
         "assistant": {"assistant_model": model},
         "no cache 'some'": {"cache": "some"},
+        "name one": {"policy": None, "lossless": True},
     }.items():
         with pytest.raises(ls.UserError, match=match):
-            model.generate(tokens, attention_mask=mask, policy=ls.ExitPolicy("margin", 0.5), max_new_tokens=4, **given)
+            model.generate(
+                tokens, attention_mask=mask, max_new_tokens=4, **{"policy": ls.ExitPolicy("margin", 0.5), **given}
+            )
     with pytest.raises(ls.UserError, match="training mode"):
         model.train().generate(tokens, attention_mask=mask, policy=ls.ExitPolicy("margin", 0.5), max_new_tokens=4)
 

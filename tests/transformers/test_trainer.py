@@ -17,12 +17,19 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_language import write_ouro
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import loopscope as ls
 from loopscope.objectives import LoopLosses, Objective
 from loopscope.training.custom_objectives import load_objective
-from loopscope.training.language_run import TokenLosses, TokenWindows
+from loopscope.training.language_run import LanguageRun, TokenLosses, TokenWindows
 from loopscope.transformers import LoopTrainer, lora_config
 
 
@@ -68,7 +75,7 @@ def test_an_adapter_lowers_the_loss_of_every_loop_and_becomes_a_checkpoint(ouro:
     base = load(ouro)
     before = {name: each.clone() for name, each in base.state_dict().items()}
     model = get_peft_model(base, lora_config(base, rank=8, lora_dropout=0.05))
-    run = trainer(model, tmp_path, "decoupled_gate", max_steps=60)
+    run = trainer(model, tmp_path, "decoupled_gate", max_steps=50)
     first = run.evaluate()
     run.train()
     last = run.evaluate()
@@ -83,11 +90,14 @@ def test_an_adapter_lowers_the_loss_of_every_loop_and_becomes_a_checkpoint(ouro:
     assert torch.equal(frozen["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
 
     again = PeftModel.from_pretrained(load(ouro), tmp_path / "adapter")
+    by_transformers = load(tmp_path / "adapter")  # which finds the model that the adapter is for
     tokens = torch.tensor([row["input_ids"] for row in text(2, 4)])
     model.eval()
     with torch.no_grad():
         expected = model(tokens, output_loop_logits=True)
         loaded = again(tokens, output_loop_logits=True)
+        logits = by_transformers(tokens).logits
+    torch.testing.assert_close(logits, expected.logits, atol=1e-4, rtol=1e-4)
     again.merge_and_unload().save_pretrained(tmp_path / "merged")
     with torch.no_grad():
         merged = ls.load_model(tmp_path / "merged").loops(tokens)
@@ -179,6 +189,27 @@ def test_metrics_go_by_loop_to_whoever_listens(ouro: Path, tmp_path: Path) -> No
     for logs in evaluated:
         assert all(f"eval_loss_loop_{loop}" in logs for loop in (1, 2, 3))
         assert logs["eval_loss"] == pytest.approx(logs["eval_loss_loop_3"], rel=1e-4)
+
+
+def test_transformers_own_trainer_trains_the_last_loop(ouro: Path, tmp_path: Path) -> None:
+    model = load(ouro)
+    run = Trainer(model, arguments(tmp_path, max_steps=20), train_dataset=text(0), eval_dataset=text(1, 16))
+    first = run.evaluate()["eval_loss"]
+    run.train()
+    assert run.evaluate()["eval_loss"] < first
+    assert run.predict(text(1, 16)).predictions.shape == (16, 17, 50)
+
+
+def test_what_is_saved_says_how_it_was_trained(tiny_ouro: LanguageRun, tmp_path: Path) -> None:
+    """It is not the model of the run that it began with any more."""
+    run = trainer(load(tiny_ouro.folder), tmp_path, "random_depth", max_steps=1)
+    run.train()
+    run.save_model(str(tmp_path / "tuned"))
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert "run" not in config
+    assert config["fine_tuning"]["objective"]["name"] == "random_depth"
+    assert config["fine_tuning"]["start"]["objective"]["name"] == "learned_gate"
+    assert ls.load_model(tmp_path / "tuned").num_loops == 3
 
 
 def finished(folder: Path) -> dict[str, Tensor]:
@@ -287,6 +318,7 @@ def _with(folder: Path, **options: Any) -> tuple[Any, Any]:
     return base, lora_config(base, **{"modules_to_save": None, **options})
 
 
+@pytest.mark.long
 def test_every_kind_is_trained(tmp_path: Path) -> None:
     """Huginn has no gate, and its head is its embedding."""
     for objective in ("fixed_prior", Objective(name="random_depth", truncated=1)):

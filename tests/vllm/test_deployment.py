@@ -43,6 +43,8 @@ def test_a_policy_is_held_to_its_model_and_cache(tmp_path: Path) -> None:
     policy = deployed({**told, "without_promise": True}).policy
     assert policy is not None
     assert (policy.readout, policy.threshold, policy.model) == ("gate", 0.5, weights)
+    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(unit="tokens", cache="propagate")).save(path)
+    assert deployed(told).policy == ls.ExitPolicy.load(path)
     ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(precision="bfloat16")).save(path)
     with pytest.raises(UserError, match="weights in bfloat16"):
         deployed(told)
@@ -98,6 +100,17 @@ def test_a_log_has_every_text_with_its_loops(tmp_path: Path) -> None:
         TextExits(2, prompt_digest([1, 1]), [4]),
     ]
     assert [step.ran for step in steps] == [4, 4, 2, 4]
+
+
+def test_a_log_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """A line that was not finished is left out; texts of the next deployment are others."""
+    path = tmp_path / "exits.jsonl"
+    ExitsLog(path).note(Step((7, 2, 2, True)), np.array([5, 6]), np.array([1]), 4)
+    with path.open("a") as file:
+        file.write('{"ran": 2, "texts": [0], "lo')
+    assert [text.loops for text in read_exits(path)[0]] == [[1]]
+    ExitsLog(path).note(Step((7, 2, 2, True)), np.array([5, 6]), np.array([3]), 4)
+    assert [text.loops for text in read_exits(path)[0]] == [[1], [3]]
 
 
 @pytest.mark.parametrize(

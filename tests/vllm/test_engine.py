@@ -1,10 +1,19 @@
 """Does vLLM write what LoopScope writes, at full depth, at fewer loops, and on two workers?"""
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from tiny_language import write_outspoken
-from vllm_engines import GOLDEN_OURO, engine, expected, greedy, noted, some_prompts, write_looped_llama
+from vllm_engines import (
+    GOLDEN_OURO,
+    engine,
+    expected,
+    greedy,
+    noted,
+    some_prompts,
+    write_looped_llama,
+    write_small_ouro,
+)
 
 import loopscope as ls
 
@@ -18,7 +27,7 @@ def test_the_golden_ouro_token_for_token() -> None:
 
 
 def test_a_small_ouro_token_for_token_compiled(tmp_path: Path) -> None:
-    folder, prompts = write_outspoken(tmp_path / "small", total_ut_steps=4), some_prompts(600)
+    folder, prompts = write_small_ouro(tmp_path / "small"), some_prompts(300)
     with engine(folder, enforce_eager=False) as llm:
         assert greedy(llm, prompts) == expected(folder, prompts)[0]
 
@@ -44,10 +53,12 @@ def test_fewer_loops_are_a_fixed_depth(how: str, tmp_path: Path) -> None:
         assert greedy(llm, prompts) == wanted
 
 
-def test_two_workers_write_the_same_and_exit_at_the_same_loops(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("readout", "threshold"), [("gate", 0.5), ("margin", 0.3)])
+def test_two_workers_write_the_same_and_exit_at_the_same_loops(readout: str, threshold: float, tmp_path: Path) -> None:
     prompts, log = some_prompts(97), tmp_path / "exits.jsonl"
-    tokens, loops = expected(GOLDEN_OURO, prompts, ls.ExitPolicy("gate", 0.5), "propagate")
-    rule = {"readout": "gate", "threshold": 0.5, "exits_log": str(log)}
+    tokens, loops = expected(GOLDEN_OURO, prompts, ls.ExitPolicy(readout, threshold), "propagate")
+    assert len(set(chain(*loops))) > 2
+    rule = {"readout": readout, "threshold": threshold, "exits_log": str(log)}
     with engine(GOLDEN_OURO, rule, tensor_parallel_size=2) as llm:
         assert greedy(llm, prompts) == tokens
     assert noted(log, prompts)[0] == loops

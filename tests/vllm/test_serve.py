@@ -1,4 +1,4 @@
-"""Does `vllm serve` answer a client of OpenAI's, streamed, with a policy from its file?"""
+"""Does `vllm serve` answer a client of OpenAI's, streamed, with a certified policy from its file?"""
 
 import json
 import os
@@ -7,29 +7,34 @@ import subprocess
 import sys
 import time
 import urllib.request
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from benchmark_slices import byte_pairs
-from tiny_language import write_outspoken
-from vllm_engines import expected, noted
+from vllm_engines import SENTENCES, expected, noted, write_small_ouro
 
 import loopscope as ls
+from loopscope.cli import main
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
 
-TEXTS = ("The sun", "A plant needs water and", "Where would a person go to see many different animals? The answer:")
+TEXTS = ("The sun", "3 and 4 make", "Plants grow, as the sun makes them grow, and 12 and 5 make 17, as")
 
 
 def test_a_streamed_answer(tmp_path: Path) -> None:
     from openai import OpenAI
+    from tokenizers import Tokenizer
 
-    folder, log = write_outspoken(tmp_path / "small", total_ut_steps=4), tmp_path / "exits.jsonl"
-    policy = ls.ExitPolicy("gate", 0.5)
-    policy.save(folder / "policy.json")
-    prompts = [byte_pairs().encode(text) for text in TEXTS]
+    folder, log = write_small_ouro(tmp_path / "small"), tmp_path / "exits.jsonl"
+    certify(folder, tmp_path)
+    policy = ls.ExitPolicy.load(tmp_path / "text.json")
+    assert policy.guarantee is not None
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in TEXTS]
     tokens, loops = expected(folder, prompts, policy, "propagate", new=12)
-    told = {"loopscope": {"policy": str(folder / "policy.json"), "exits_log": str(log)}}
+    assert len(set(chain(*loops))) > 1
+    told = {"loopscope": {"policy": str(tmp_path / "text.json"), "exits_log": str(log)}}
+    texts: list[str] = []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,11 +58,25 @@ def test_a_streamed_answer(tmp_path: Path) -> None:
                 assert len(parts) > 3
                 said = [token for part in parts for token in part.choices[0].model_extra["token_ids"]]
                 assert said == wanted
-                assert "".join(part.choices[0].text for part in parts) == byte_pairs().decode(wanted)
+                texts.append("".join(part.choices[0].text for part in parts))
+                assert tokenizer.decode(wanted).startswith(texts[-1])  # a character that is not complete is not sent
         finally:
             server.terminate()
             server.wait(60)
+    assert any(texts)
     assert noted(log, prompts, new=12)[0] == loops
+
+
+def certify(folder: Path, out: Path) -> None:
+    """Calibrates a policy for the cache that vLLM has: `text.json`."""
+    (out / "mine.txt").write_text("<|endoftext|>".join(SENTENCES))
+    text, live, limit = str(out / "text"), str(out / "live"), ("--max-drop", "0.3", "--cache", "propagate")
+    for words in (
+        ("record", "text", str(folder), str(out / "mine.txt"), "--split", "validation", "--out", text),
+        ("record", "live", str(folder), str(out / "mine.txt"), "--recording", text, *limit, "--out", live),
+        ("calibrate", live, "--loss", "disagreement", *limit, "--out", str(out / "text.json")),
+    ):
+        assert main(words) == 0
 
 
 def _wait(server: "subprocess.Popen[bytes]", url: str, output: Path) -> None:

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 from conftest import GOLDEN
-from tiny_language import looped_llama_config, tiny_looped_llama
+from tiny_language import looped_llama_config, tiny_looped_llama, write_ouro
 
 import loopscope as ls
 from loopscope.models.checkpoint import save_model
+from loopscope.training.tokenizer import train_tokenizer
 from loopscope.vllm.exits_log import StepExits, prompt_digest, read_exits
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 
 LENGTHS = (1, 2, 3, 5, 8, 9, 13, 14, 20, 27, 31, 32, 33, 47, 50, 64)
 NEW = 24
+SENTENCES = [f"{a} and {b} make {a + b}, as the sun makes plants grow." for a in range(30) for b in range(10)]
 GOLDEN_OURO = GOLDEN / "ouro-tiny"
 
 
@@ -64,6 +66,13 @@ def noted(path: Path, prompts: list[list[int]], new: int = NEW) -> tuple[list[li
     texts, steps = read_exits(path)
     loops = {text.prompt: text.loops for text in texts}
     return [loops[prompt_digest(prompt)][:new] for prompt in prompts], steps
+
+
+def write_small_ouro(folder: Path) -> Path:
+    """The checkpoint of an Ouro with a tokenizer and with opinions."""
+    folder.mkdir(parents=True)
+    train_tokenizer(SENTENCES, 300, 256, folder)
+    return write_ouro(folder, sure=8.0, vocab_size=300, num_hidden_layers=2)
 
 
 def write_looped_llama(folder: Path, **changes: Any) -> Path:

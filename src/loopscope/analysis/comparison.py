@@ -32,14 +32,14 @@ class Comparison:
     def rows(self) -> list[list[str]]:
         """What is compared, the difference, and its interval."""
         accuracy, loops, gap = self.selected.accuracy, self.selected.loops, self.depth
-        bounds = f"[{100 * accuracy.low:+.2f}, {100 * accuracy.high:+.2f}]"
+        bounds = f"[{100 * accuracy.low:+z.2f}, {100 * accuracy.high:+z.2f}]"
         rows = [
-            ["accuracy", f"{100 * accuracy.value:+.2f} %", bounds],
-            ["loops", f"{loops.value:+.3f}", f"[{loops.low:+.3f}, {loops.high:+.3f}]"],
+            ["accuracy", f"{100 * accuracy.value:+z.2f} %", bounds],
+            ["loops", f"{loops.value:+z.3f}", f"[{loops.low:+z.3f}, {loops.high:+z.3f}]"],
         ]
         if gap is not None:
             name = f"D@{percent_text(gap.accuracy).removesuffix('%')}"
-            rows.append([name, f"{gap.value:+.3f}", f"[{gap.low:+.3f}, {gap.high:+.3f}]"])
+            rows.append([name, f"{gap.value:+z.3f}", f"[{gap.low:+z.3f}, {gap.high:+z.3f}]"])
         return rows
 
     def __str__(self) -> str:

@@ -53,7 +53,9 @@ from loopscope.trajectory import Trajectory
 _FEWEST = 30
 """With fewer test examples than this a bootstrap interval says nothing."""
 NO_VERDICT = "no verdict"
-GAP_COLUMNS = ["gap", "between", "at", "loops", "95 % interval", "both reach it", "each reaches the target"]
+_COLUMNS = ["gap", "between", "loops [95 % interval]", "at"]
+_REACHED = ["both reach it", "each reaches the target"]
+"""Shares of the resamples."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Diagnosis:
         if room is None or reachable is None or self.verdict == NO_VERDICT or room.accuracy != reachable.accuracy:
             return ""
         rule = f"the rule learned on all signals ({own_name(reachable.second)})"
-        size = f"{reachable.value:+.2f} loops [{reachable.low:+.2f}, {reachable.high:+.2f}]"
+        size = f"{reachable.value:+z.2f} loops [{reachable.low:+z.2f}, {reachable.high:+z.2f}]"
         found = f"{rule} reaches {size} of them" if reachable.sign > 0 else f"{rule} reaches none for certain ({size})"
         return (
             f"Room left: a rule that knows the labels would save {room.value:.2f} loops at "
@@ -137,24 +139,26 @@ class Diagnosis:
         return " ".join(filter(None, (self.target.sentence, text if lower else "")))
 
     @property
-    def rows(self) -> list[list[str]]:
-        """The gaps as a table, a row each, under GAP_COLUMNS."""
-        return [
-            [
+    def table(self) -> list[list[str]]:
+        """The gaps, a row each, below the names of the columns; which resamples reach what, where not all do."""
+        found = {name: gap for name, gap in self.gaps.items() if gap is not None}
+        always = all(
+            min(gap.reached, gap.first_reaches_target, gap.second_reaches_target) == 1 for gap in found.values()
+        )
+        rows = [[*_COLUMNS, *([] if always else _REACHED)]] if found else []
+        for name, gap in found.items():
+            row = [
                 name.removesuffix(" gap"),
                 f"{gap.first} ({gap.first_depth:.2f}) - {gap.second} ({gap.second_depth:.2f})",
+                f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]",
                 percent_text(gap.accuracy),
-                f"{gap.value:+.2f}",
-                f"[{gap.low:+.2f}, {gap.high:+.2f}]",
-                f"{gap.reached:.1%}",
-                f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%} ({percent_text(gap.target)})",
             ]
-            for name, gap in self.gaps.items()
-            if gap is not None
-        ]
+            shares = f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%} ({percent_text(gap.target)})"
+            rows.append([*row, *([] if always else [f"{gap.reached:.1%}", shares])])
+        return rows
 
     def __str__(self) -> str:
-        table = [GAP_COLUMNS, *self.rows] if self.rows else []
+        table = self.table
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
         return "\n".join(
@@ -366,12 +370,23 @@ def _sentence(
         depth = subject.curves(best).depth_at(level.reached)[0]
         reached = f" With {best} it reaches {percent_text(level.reached)} in {depth:.2f} loops on average."
         return f"It is the reference, and has no gate of its own.{'' if np.isnan(depth) else reached}{ceiling}"
-    findings = f"{_on_readout(subject, readout)}; {_on_trajectory(subject, reference, trajectory)}"
+    findings = "; ".join(_findings(subject, reference, readout, trajectory, verdict))
     if subject.test.num_examples < _FEWEST:
         head = f"Nothing can be told from {subject.test.num_examples} test examples"
     else:
         head = _HEADS[verdict]
     return f"{head}: {findings}.{ceiling}"
+
+
+def _findings(
+    subject: Subject, reference: Subject | None, readout: Gap | None, trajectory: Gap | None, verdict: str
+) -> tuple[str, str]:
+    """What is said of both parts, that first which is the reason for the verdict."""
+    on_readout, on_trajectory = _on_readout(subject, readout), _on_trajectory(subject, reference, trajectory)
+    open_trajectory = trajectory is None or not (trajectory.sign or trajectory.is_nothing)
+    if verdict == "trajectory" or (verdict == "cannot tell" and open_trajectory):
+        return on_trajectory, on_readout
+    return on_readout, on_trajectory
 
 
 _HEADS = {
@@ -405,7 +420,7 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
 
 def _compared(name: str, other: str, gap: Gap, question: str) -> str:
     at = percent_text(gap.accuracy)
-    size = f"{gap.value:+.2f} loops [{gap.low:+.2f}, {gap.high:+.2f}]"
+    size = f"{gap.value:+z.2f} loops [{gap.low:+z.2f}, {gap.high:+z.2f}]"
     if gap.is_nothing:
         return f"{name} takes as many loops as {other} to reach {at}"
     if gap.sign == 0:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
+from loopscope.analysis.bootstrap import intervals, resampled_sums
 from loopscope.errors import UserError
 from loopscope.exits import signal
 from loopscope.trajectory import Trajectory
@@ -25,11 +26,13 @@ _MOST_BINS = 50
 
 @dataclass(frozen=True)
 class ByDifficulty:
-    """A quantity of every loop, averaged within each bin."""
+    """A quantity of every loop, averaged within each bin, with 95 % bootstrap intervals over the bin's examples."""
 
     levels: list[float]  # [L]; the median of each bin where difficulty is continuous
     counts: list[int]  # [L] examples of each bin
     values: Means  # [L, T]
+    low: Means  # [L, T]
+    high: Means  # [L, T]
 
 
 def difficulty_bins(trajectory: Trajectory) -> tuple[list[float], NDArray[np.int64]]:
@@ -49,8 +52,17 @@ def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> ByDifficulty:
     """The bin means of [N, T] values."""
     levels, bins = difficulty_bins(trajectory)
     counts = np.bincount(bins)
+    members = [values[bins == level].astype(np.float32) for level in range(len(levels))]
+    with np.errstate(invalid="ignore"):  # an infinite signal has no interval
+        bounds = [intervals(resampled_sums(each) / len(each)) for each in members]
+    low, high = np.stack([each.low for each in bounds]), np.stack([each.high for each in bounds])
+    return ByDifficulty(levels, counts.tolist(), _bin_means(values, bins), low, high)
+
+
+def _bin_means(values: NDArray[Any], bins: NDArray[np.int64]) -> Means:
+    """[L, T] of [N, T] values."""
     sums = np.stack([np.bincount(bins, weights=column) for column in values.T], axis=1)
-    return ByDifficulty(levels, counts.tolist(), sums / counts[:, None])
+    return sums / np.bincount(bins)[:, None]
 
 
 def forced_accuracy(trajectory: Trajectory) -> ByDifficulty:
@@ -85,12 +97,14 @@ def difficulty_ordering(name: str, trajectory: Trajectory) -> Ordering:
     if trajectory.difficulty is None:
         raise UserError("The recording has no difficulties, so nothing can be ordered by them.")
     sign = -1.0 if name in _HARDER_IS_LOWER else 1.0
-    binned, values = signal_by_difficulty(name, trajectory), signal(name, trajectory)
+    values = signal(name, trajectory)
+    levels, bins = difficulty_bins(trajectory)
+    means = _bin_means(values, bins)
     loops = [loop for loop in range(trajectory.num_loops) if not np.isnan(values[:, loop]).any()]
     if any(np.ptp(values[:, loop]) == 0 for loop in loops):
         return Ordering(None, None)
     return Ordering(
-        _mean_correlation([(np.array(binned.levels), binned.values[:, loop]) for loop in loops], sign),
+        _mean_correlation([(np.array(levels), means[:, loop]) for loop in loops], sign),
         _mean_correlation([(trajectory.difficulty, values[:, loop]) for loop in loops], sign),
     )
 

@@ -34,7 +34,7 @@ from loopscope.analysis import (
     target_level,
 )
 from loopscope.analysis.benchmarks import benchmark_result
-from loopscope.analysis.bootstrap import Curves, resampled_curves
+from loopscope.analysis.bootstrap import Curves, intervals, resampled_curves
 from loopscope.analysis.diagnosis import without_verdict
 from loopscope.analysis.labels import model_label, recorded_run
 from loopscope.analysis.results import assemble_results
@@ -53,6 +53,7 @@ from loopscope.analysis.threshold_details import (
     DetailedFrontier,
     ThresholdDetails,
     detailed_frontier,
+    rounded,
     threshold_details,
 )
 from loopscope.config import digest
@@ -63,7 +64,7 @@ from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED, own_name
 from loopscope.exits.sweep import Grid
 from loopscope.exits.thresholds import available_readouts
-from loopscope.reading import is_folder
+from loopscope.recording_places import ANALYSED, find_recordings, recorded_name
 from loopscope.trajectory import Trajectory
 
 
@@ -93,18 +94,11 @@ class ModelRecordings:
 
 
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
-    """The recordings in `run/recordings` (or in `run` itself): `validation` and `test`."""
-    folder = run / "recordings" if is_folder(run / "recordings") else run
-    if not is_folder(folder):
-        raise UserError(f"There is no folder {run}; give a run whose validation and test splits are recorded.")
-    for split in ("validation", "test"):
-        if not (folder / split).is_dir():
-            raise UserError(
-                f"{folder} has no recording '{split}'; make it with: loopscope record task {run} --split {split}."
-            )
-    whole = {split: Trajectory.load(folder / split) for split in ("validation", "test")}
+    """The recordings `validation` and `test` of a run, which may be given by its folder or by theirs."""
+    folder = find_recordings(run)
+    whole = {split: Trajectory.load(folder / split) for split in ANALYSED}
     validation, test = (only_unseen(each, unseen_only, folder / split) for split, each in whole.items())
-    return ModelRecordings(run.resolve().name, validation, test, unseen_only=unseen_only, whole_test=whole["test"])
+    return ModelRecordings(recorded_name(folder), validation, test, unseen_only=unseen_only, whole_test=whole["test"])
 
 
 def only_unseen(trajectory: Trajectory, unseen_only: bool, folder: Path) -> Trajectory:
@@ -205,31 +199,36 @@ def analyse_model(
 def frontier_result(detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:
     """A frontier whose curve has the points that are drawn, and whose depths are of all of its grid."""
     shown = detail.on_grid
-    curve = (detail.resampled.right[0, shown], detail.resampled.loops[0, shown])
     thresholds = [] if detail.frontier.readout == "oracle" else detail.thresholds[shown].tolist()
-    points = (thresholds, *((each / evaluation.num_examples).tolist() for each in curve))
-    return _frontier_result(detail.frontier, detail.depths, points, levels, evaluation)
+    return _frontier_result(
+        detail.frontier, detail.depths, (thresholds, detail.resampled.at(shown)), levels, evaluation
+    )
 
 
 def _paper_result(frontier: Frontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:
     thresholds = [] if frontier.readout == "oracle" else frontier.thresholds.tolist()
-    points = (thresholds, frontier.accuracy.tolist(), frontier.average_loops.tolist())
-    depths = resampled_curves(frontier.readout, frontier.thresholds, evaluation)
-    return _frontier_result(frontier, depths, points, levels, evaluation)
+    curves = resampled_curves(frontier.readout, frontier.thresholds, evaluation)
+    return _frontier_result(frontier, curves, (thresholds, curves), levels, evaluation)
 
 
 def _frontier_result(
     frontier: Frontier,
     depths: Curves,
-    points: tuple[list[float], list[float], list[float]],
+    points: tuple[list[float], Curves],
     levels: Sequence[TargetLevel],
     evaluation: Trajectory,
 ) -> FrontierResult:
-    point = frontier.select()
+    point, (thresholds, drawn) = frontier.select(), points
+    accuracy, loops = drawn.right / drawn.examples, drawn.loops / drawn.examples
+    bounds = intervals(accuracy)
     means = resampled_sums(exits_of(point.policy, evaluation)) / evaluation.num_examples
     return FrontierResult(
         frontier.readout,
-        *points,
+        thresholds,
+        accuracy[0].tolist(),
+        loops[0].tolist(),
+        rounded(bounds.low.tolist()),
+        rounded(bounds.high.tolist()),
         {level.target.key: frontier.depth_at(level.reached) for level in levels},
         {level.target.key: interval(depths.depth_at(level.reached)) for level in levels},
         {level.target.key: frontier.calibration_depth_at(level.accuracy) for level in levels},
@@ -307,4 +306,5 @@ def _group(provenance: dict[str, Any], name: str) -> str:
 
 def _binned(table: ByDifficulty) -> Binned:
     values = [[None if np.isnan(value) else value for value in row] for row in table.values.tolist()]
-    return Binned([float(level) for level in table.levels], table.counts, values)
+    bounds = (rounded(each.tolist()) for each in (table.low, table.high))
+    return Binned([float(level) for level in table.levels], table.counts, values, *bounds)

@@ -12,13 +12,15 @@ from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, Over
 from loopscope.analysis.timings import QuestionBench
 from loopscope.exits.guarantee import Guarantee
 
-RESULTS_SCHEMA = 6
+RESULTS_SCHEMA = 7
 
 
 class Binned(msgspec.Struct, frozen=True):
     levels: list[float]
     counts: list[int]
     values: list[list[float | None]]  # [levels][loops]; null where there is no value
+    low: list[list[float | None]]  # of the 95 % interval over the examples of a difficulty
+    high: list[list[float | None]]
 
 
 class Selected(msgspec.Struct, frozen=True):
@@ -45,6 +47,8 @@ class FrontierResult(msgspec.Struct, frozen=True):
     thresholds: list[float]
     accuracy: list[float]
     average_loops: list[float]
+    accuracy_low: list[float]  # of the 95 % interval over test examples
+    accuracy_high: list[float]
     depth_at: dict[str, float | None]  # on the evaluation curve, as in the paper
     depth_interval: dict[str, Interval | None]  # over test examples
     calibration_depth_at: dict[str, float | None]

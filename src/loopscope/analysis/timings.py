@@ -11,6 +11,9 @@ class Spread(msgspec.Struct, frozen=True):
     upper_quartile: float
 
     def __str__(self) -> str:
+        """With its quartiles; of a single round there are none."""
+        if self.lower_quartile == self.upper_quartile:
+            return _short(self.median)
         return f"{_short(self.median)} [{_short(self.lower_quartile)}, {_short(self.upper_quartile)}]"
 
 

@@ -40,7 +40,7 @@ All of it at once, on a small task (some minutes on two CPU cores):
   loopscope demo --out runs/demo
 
 The paper's study, scaled down until it runs on two CPU cores in two hours:
-  loopscope study run studies/mano.toml
+  loopscope study run mano
 
 Or stage by stage:
   loopscope train demo --out runs/mine

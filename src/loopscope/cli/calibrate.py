@@ -1,13 +1,14 @@
 """Choose a threshold that comes with a promise.
 
-loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 --confidence 0.95
-loopscope calibrate VALIDATION --loss disagreement --readout margin --out strict.json     (needs no labels)
-loopscope calibrate VALIDATION --per-difficulty --unseen --distinct
+loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
+loopscope calibrate RUN --loss disagreement --readout margin --out strict.json     (needs no labels)
+loopscope calibrate RUN --per-difficulty --unseen --distinct
 loopscope calibrate LIVE --loss disagreement --cache propagate     (text: a live run, by loopscope record live)
-loopscope evaluate TEST --policy policy.json
+loopscope evaluate runs/mine --policy policy.json
 loopscope run runs/mine examples.txt --policy policy.json
 
-With probability --confidence over the draw of the recording, exiting early loses at most --max-drop against full depth.
+A run stands for its validation recording. With probability --confidence over the draw of the recording, exiting early
+loses at most --max-drop against full depth.
 A fifth of the recording gives the thresholds and chooses the readouts, the rest tests them; --grid gives them from
 another recording. Refused, with the number of examples that it takes, where that cannot be proven.
 A promise for text holds for one cache: that of a recording is `full`, another takes a live run.
@@ -18,10 +19,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.options import add_shared, add_verb, check_new, values
+from loopscope.cli.inputs import check_readouts
+from loopscope.cli.options import BOUNDS, READOUTS, add_shared, add_verb, check_new, values
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.policies import load_gates
 from loopscope.errors import UserError
+from loopscope.recording_places import find_recording
 
 if TYPE_CHECKING:
     from loopscope.exits import ExitPolicy
@@ -29,13 +32,14 @@ if TYPE_CHECKING:
     from loopscope.exits.risk_target import RiskTarget
     from loopscope.trajectory import Trajectory
 
-BOUNDS = ("betting", "hoeffding_bentkus")
-
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "calibrate", __doc__, execute)
     parser.add_argument(
-        "recording", type=Path, help="a recording (or a live run) that is not for evaluation: validation"
+        "recording",
+        type=Path,
+        metavar="RUN|RECORDING",
+        help="a run, a recording that is not for evaluation, or a live run",
     )
     parser.add_argument("--max-drop", type=float, default=0.01, metavar="X", help="the loss allowed (default: 0.01)")
     sure = parser.add_mutually_exclusive_group()
@@ -43,7 +47,12 @@ def define(subparsers: Any) -> None:
     sure.add_argument("--in-expectation", action="store_true", help="a promise on average instead (conformal)")
     losses = "gap (default): wrong where full depth is right; disagreement: unlike full depth, which needs no labels"
     parser.add_argument("--loss", choices=("gap", "disagreement"), default="gap", help=losses)
-    parser.add_argument("--readout", default="auto", metavar="NAME", help="default: auto, the one with fewest loops")
+    parser.add_argument(
+        "--readout",
+        default="auto",
+        metavar="NAME",
+        help=f"default: auto, the one with fewest loops; or one of {READOUTS}",
+    )
     add_shared(parser, "--gate")
     parser.add_argument("--cache", metavar="MODE", help="of text: the cache that the promise is to be for")
     bounds = "of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
@@ -60,11 +69,13 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     check_new(options.out)
+    folder = find_recording(options.recording, "validation")
+    check_readouts(options)
     from loopscope.exits.live_runs import LiveRuns
     from loopscope.exits.recorded import load_recorded
     from loopscope.exits.risk_target import RiskTarget
 
-    recording = load_recorded(options.recording)
+    recording = load_recorded(folder)
     names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
     target = RiskTarget(**values(options, *names))
     check_cache(recording, options.cache)
@@ -131,12 +142,13 @@ def _print(policy: "ExitPolicy", path: Path) -> None:
     guarantee = policy.guarantee
     assert guarantee is not None
     low, high = guarantee.average_loops_interval
+    mean = "" if guarantee.tested.sequences is None else ", mean over sequences"
     rows = [
         ["exits by", str(policy)],
         ["decides about", str(policy.scope)],
         ["chosen among", ", ".join(guarantee.candidates)],
-        ["loops to expect", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
-        ["loops where the observed loss meets the limit", f"{guarantee.average_loops_at_limit:.3f}"],
+        [f"loops to expect{mean}", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
+        [f"loops where the observed loss meets the limit{mean}", f"{guarantee.average_loops_at_limit:.3f}"],
     ]
     if guarantee.full_depth_accuracy is not None:
         rows.append(["accuracy at full depth", percent(guarantee.full_depth_accuracy)])

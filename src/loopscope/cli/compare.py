@@ -12,17 +12,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.options import AT, add_shared, add_verb, target_accuracies
+from loopscope.cli.inputs import check_readouts, find_run
+from loopscope.cli.options import AT, READOUTS, add_shared, add_verb, target_accuracies
 from loopscope.cli.output import print_json, print_table
 from loopscope.cli.policies import load_gates
+from loopscope.recording_places import find_recordings
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "compare", __doc__, execute)
     parser.add_argument("run", type=Path, help="a run whose validation and test splits are recorded")
-    parser.add_argument("first", metavar="READOUT", help="the first readout")
+    parser.add_argument("first", metavar="READOUT", help=f"the first readout: {READOUTS}")
     parser.add_argument("second", metavar="OTHER", help="the second readout")
-    parser.add_argument("--with", type=Path, metavar="RUN", dest="other", help="the run of the second (default: RUN)")
+    parser.add_argument(
+        "--with", metavar="RUN", dest="other", help="the run of the second, by folder or name (default: RUN)"
+    )
     add_shared(parser, "--gate")
     parser.add_argument("--at", type=float, metavar="X", help=AT)
     add_shared(parser, "--unseen", "--with-readout", "--json")
@@ -30,13 +34,18 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     target = None if options.at is None else target_accuracies([options.at])[0]
+    find_recordings(options.run)
+    second = None if options.other is None else find_run(options.other, [options.run])
+    if second is not None:
+        find_recordings(second)
+    check_readouts(options, options.first, options.second)
     from loopscope.analysis import compare
     from loopscope.analysis.model_analysis import read_recordings
     from loopscope.exits import attach
 
     recorded = read_recordings(options.run, options.unseen)
     gates = load_gates(options.gate, recorded.validation)
-    other = None if options.other is None else read_recordings(options.other, options.unseen)
+    other = None if second is None else read_recordings(second, options.unseen)
     compared = compare(
         attach(recorded.validation, gates),
         attach(recorded.test, gates),

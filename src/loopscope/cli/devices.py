@@ -2,12 +2,16 @@
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from loopscope.cli.output import print_note
 
 if TYPE_CHECKING:
     import torch
+
+    from loopscope.progress import ProgressCallback
 
 
 def device_of(options: argparse.Namespace) -> "torch.device":
@@ -26,12 +30,36 @@ def device_of(options: argparse.Namespace) -> "torch.device":
 
 
 def resolve_auto(options: argparse.Namespace) -> None:
-    """Puts what `auto` takes in its place, and says so once."""
+    """Puts what `auto` takes in its place."""
     if options.device != "auto":
         return
     from loopscope.models.device import check_device
 
     options.device = str(check_device("auto"))
-    if os.environ.get("RANK", "0") == "0":
-        other = "no GPU was found" if options.device == "cpu" else "--device cpu takes the CPU"
-        print_note(f"Device: {options.device} ({other}).")
+    other = "no GPU was found" if options.device == "cpu" else "--device cpu takes the CPU"
+    options.chosen_device = f"Device: {options.device} ({other})."
+
+
+def announce_device(options: argparse.Namespace) -> None:
+    """Says once what `auto` took: when the work begins, so that nothing is announced that is then refused."""
+    note = getattr(options, "chosen_device", None)
+    if note is not None and os.environ.get("RANK", "0") == "0":
+        print_note(note)
+    options.chosen_device = None
+
+
+@contextmanager
+def working(options: argparse.Namespace, title: str, *notes: str) -> "Iterator[ProgressCallback]":
+    """Shows progress; at its first step says what it runs on, and these notes."""
+    from loopscope.progress import track
+
+    waiting = list(notes)
+    with track(title) as advance:
+
+        def announced(done: int, total: int, note: str) -> None:
+            announce_device(options)
+            while waiting:
+                print_note(waiting.pop(0))
+            advance(done, total, note)
+
+        yield announced

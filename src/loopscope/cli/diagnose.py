@@ -1,6 +1,6 @@
 """Say which part is to blame, the trajectory or the readout.
 
-loopscope diagnose runs/demo/linear-gate --reference runs/demo/fixed-geometric --unseen
+loopscope diagnose runs/demo/linear-gate --reference fixed-geometric --unseen
 loopscope diagnose runs/demo/linear-gate --at 0.9 --json
 
 A run needs its validation and test splits recorded; a folder that holds two recordings named so will do.
@@ -10,35 +10,42 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.options import AT, add_shared, add_verb, target_accuracies
+from loopscope.cli.inputs import find_run
+from loopscope.cli.options import AT, REFERENCE, add_shared, add_verb, target_accuracies
 from loopscope.cli.output import print_json, print_table, print_text
+from loopscope.recording_places import find_recordings
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "diagnose", __doc__, execute)
-    parser.add_argument("run", type=Path, help="the run to be diagnosed")
-    parser.add_argument("--reference", type=Path, metavar="RUN", help="the run whose trajectory is the measure")
+    parser.add_argument("run", type=Path, help="the run to be diagnosed, or the folder of its recordings")
+    parser.add_argument("--reference", metavar="RUN", help=REFERENCE)
     parser.add_argument("--at", type=float, metavar="X", help=AT)
     add_shared(parser, "--unseen", "--with-readout", "--json")
 
 
 def execute(options: argparse.Namespace) -> None:
     target = None if options.at is None else target_accuracies([options.at])[0]
+    find_recordings(options.run)
+    measure = None if options.reference is None else find_run(options.reference, [options.run])
+    if measure is not None:
+        find_recordings(measure)
     from loopscope.analysis import diagnose_subject
-    from loopscope.analysis.diagnosis import GAP_COLUMNS
     from loopscope.analysis.model_analysis import read_recordings
 
     subject = read_recordings(options.run, options.unseen).subject
     reference = None
-    if options.reference is not None:
-        same = options.reference.resolve() == options.run.resolve()
-        reference = subject if same else read_recordings(options.reference, options.unseen).subject
+    if measure is not None:
+        same = find_recordings(measure).resolve() == find_recordings(options.run).resolve()
+        reference = subject if same else read_recordings(measure, options.unseen).subject
     diagnosis = diagnose_subject(subject, reference, target)
     if options.json:
         print_json(diagnosis)
         return
     print_text(diagnosis.sentence)
-    if diagnosis.target_sentence:
-        print_text(diagnosis.target_sentence)
-    if diagnosis.rows:
-        print_table("", GAP_COLUMNS, diagnosis.rows)
+    for sentence in (diagnosis.target_sentence, diagnosis.room_sentence):
+        if sentence:
+            print_text(sentence)
+    if diagnosis.table:
+        columns, *rows = diagnosis.table
+        print_table("", columns, rows, keys=2)

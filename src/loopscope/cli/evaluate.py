@@ -1,10 +1,11 @@
 """Sweep the readouts of a recording.
 
-loopscope evaluate runs/demo/recordings/validation runs/demo/recordings/test
+loopscope evaluate runs/demo/fixed-geometric
 loopscope evaluate VALIDATION TEST --readout margin --readout gate --at 0.95 --json
-loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.json
-loopscope evaluate runs/demo/fixed-geometric/recordings/test --policy policy.json --monitor --audit 0.1
+loopscope evaluate runs/demo/fixed-geometric --policy policy.json
+loopscope evaluate runs/demo/fixed-geometric --policy policy.json --monitor --audit 0.1
 
+A run stands for its recordings: thresholds are chosen on validation and evaluated on test.
 With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken. A promise
 for text with the cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
 With --monitor: played as a stream, in their order, when do exits, or the losses of those that are audited, no longer
@@ -15,10 +16,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.options import AT, add_shared, add_verb, target_accuracies
+from loopscope.cli.inputs import check_readouts
+from loopscope.cli.options import AT, READOUTS, add_shared, add_verb, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_table, print_text
 from loopscope.cli.policies import check_any_model, load_gates, load_policy
 from loopscope.errors import UserError
+from loopscope.recording_places import find_recording, find_recordings
 
 if TYPE_CHECKING:
     from loopscope.analysis import HeldOut, TargetLevel
@@ -32,8 +35,8 @@ ALPHA = 0.01
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "evaluate", __doc__, execute)
-    two = "the one that thresholds are chosen on and the one they are evaluated on; with --policy a held-out one"
-    parser.add_argument("recordings", type=Path, nargs="+", metavar="RECORDING", help=two)
+    two = "a run; or the recording that thresholds are chosen on, and that of evaluation; with --policy a held-out one"
+    parser.add_argument("recordings", type=Path, nargs="+", metavar="RUN|RECORDING", help=two)
     parser.add_argument("--policy", type=Path, metavar="FILE", help="check this policy on one held-out recording")
     add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--monitor", action="store_true", help="watch the recording as a stream under the policy")
@@ -41,7 +44,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--alpha", type=float, metavar="A", help=alarms)
     audits = "with --monitor: share whose losses it sees, by lot (default: all; 0: exits alone)"
     parser.add_argument("--audit", type=float, metavar="S", help=audits)
-    parser.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: all)")
+    parser.add_argument("--readout", action="append", metavar="NAME", help=f"{READOUTS} (repeatable; default: all)")
     add_shared(parser, "--gate")
     parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
     add_shared(parser, "--json")
@@ -59,11 +62,9 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _evaluate_readouts(options: argparse.Namespace) -> int:
-    if len(options.recordings) != 2:
-        raise UserError(
-            "Give two recordings: the one that thresholds are chosen on, and the one that they are evaluated on."
-        )
     accuracies = target_accuracies(options.at or [])
+    folders = _two_recordings(options.recordings)
+    check_readouts(options)
     from loopscope.analysis import as_targets, target_level
     from loopscope.analysis.diagnosis import without_verdict
     from loopscope.analysis.model_analysis import frontier_result
@@ -73,7 +74,7 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
     from loopscope.exits.thresholds import available_readouts
     from loopscope.trajectory import Trajectory
 
-    calibration, evaluation = (Trajectory.load(path) for path in options.recordings)
+    calibration, evaluation = (Trajectory.load(path) for path in folders)
     gates = load_gates(options.gate, calibration)
     calibration, evaluation = attach(calibration, gates), attach(evaluation, gates)
     names = options.readout or available_readouts(calibration, evaluation)
@@ -91,6 +92,19 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
     return 0
 
 
+def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
+    """The calibration and the evaluation recording, of a run or one by one."""
+    if len(given) == 1:
+        folder = find_recordings(given[0])
+        return folder / "validation", folder / "test"
+    if len(given) != 2:
+        raise UserError(
+            "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "
+            "evaluated on."
+        )
+    return find_recording(given[0], "validation"), find_recording(given[1], "test")
+
+
 def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", levels: "list[TargetLevel]") -> None:
     rows = []
     for frontier in frontiers:
@@ -105,8 +119,12 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
                 f"{point.average_loops:.2f}",
             ]
         )
+    sequences = evaluation.sequences
+    what = (
+        "examples" if sequences is None else f"tokens of {len(set(sequences.tolist())):,} sequences; means over tokens"
+    )
     title = (
-        f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} examples. D@X: least average loops on the "
+        f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} {what}. D@X: least average loops on the "
         "evaluation curve that reach X. Selected: the most accurate threshold on calibration data, evaluated."
         + "".join(
             f" {level.target.label}: {' '.join(filter(None, (level.sentence, level.depths_sentence)))}"
@@ -120,11 +138,14 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
 
 def _evaluate_policy(options: argparse.Namespace) -> int:
     if len(options.recordings) != 1 or options.readout or options.gate or options.at:
-        raise UserError("With --policy, give one recording, of held-out examples, and no readouts, gates or targets.")
+        raise UserError(
+            "With --policy, give one run or recording, of held-out examples, and no readouts, gates or targets."
+        )
+    folder = find_recording(options.recordings[0], "test")
     from loopscope.analysis import hold_out
     from loopscope.exits.recorded import load_recorded
 
-    policy, recording = load_policy(options.policy, options.any_model), load_recorded(options.recordings[0])
+    policy, recording = load_policy(options.policy, options.any_model), load_recorded(folder)
     if options.monitor:
         return _monitor(policy, recording, options)
     held = hold_out(policy, recording)
@@ -138,11 +159,12 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
 def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
     """How a policy did, and whether its promise was kept."""
     loops, drop, check = held.average_loops, held.drop, held.guarantee
-    rows = [["loops", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
+    mean = "" if held.sequences is None else ", mean over sequences"
+    rows = [[f"loops{mean}", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
     if held.accuracy is not None and drop is not None and held.full_depth_accuracy is not None:
-        rows.append(["accuracy", percent(held.accuracy.value, 2)])
+        rows.append([f"accuracy{mean}", percent(held.accuracy.value, 2)])
         rows.append(["accuracy at full depth", percent(held.full_depth_accuracy, 2)])
-        rows.append(["drop", f"{percent(drop.value, 2)} [{100 * drop.low:.2f}, {100 * drop.high:.2f}]"])
+        rows.append(["drop", f"{percent(drop.value, 2)} [{100 * drop.low:z.2f}, {100 * drop.high:z.2f}]"])
     if check is not None and len(check.risks) > 1:
         for risk in check.risks:
             bounds = f"[{100 * risk.low:.2f}, {100 * risk.high:.2f}]"

@@ -9,9 +9,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_group, add_shared, add_verb, check_new, count, values
 from loopscope.cli.output import print_json, print_note, print_text
 from loopscope.errors import UserError
+from loopscope.recording_places import find_recording
 
 _GATES, _STOPPERS = ("linear", "mlp"), ("induction", "classifier")
 
@@ -26,11 +28,11 @@ def _define_fit(kinds: Any) -> None:
     text = """Fit a gate or a stopper to a recording of the train split.
 
 loopscope record task runs/mine --split train --hidden --examples 20000
-loopscope gate fit runs/mine/recordings/train --out gates/linear
-loopscope gate fit runs/mine/recordings/train --kind mlp --objective utility --out gates/mlp-utility
-loopscope gate fit runs/mine/recordings/train --kind induction --out gates/induction
-loopscope evaluate VALIDATION TEST --gate gates/linear            (both recorded with --hidden)
-loopscope calibrate VALIDATION --gate gates/induction --readout stopper:induction --out policy.json
+loopscope gate fit runs/mine --out gates/linear
+loopscope gate fit runs/mine --kind mlp --objective utility --out gates/mlp-utility
+loopscope gate fit runs/mine --kind induction --out gates/induction
+loopscope evaluate runs/mine --gate gates/linear            (its splits recorded with --hidden)
+loopscope calibrate runs/mine --gate gates/induction --readout stopper:induction --out policy.json
 loopscope run runs/mine examples.txt --gate gates/linear
 
 ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility: whether
@@ -40,7 +42,12 @@ linear and mlp read states, so the recording keeps them (--hidden). A stopper re
 of the one before: induction, by backward induction, how much going on is worth; classifier, whether exiting loses.
 """
     parser = add_verb(kinds, "fit", text, _fit)
-    parser.add_argument("recording", type=Path, help="a recording, not of the test split")
+    parser.add_argument(
+        "recording",
+        type=Path,
+        metavar="RUN|RECORDING",
+        help="a run whose train split is recorded, or a recording, not of test",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the gate's folder")
     parser.add_argument("--kind", choices=(*_GATES, *_STOPPERS), default="linear", help="default: linear")
     parser.add_argument("--objective", choices=("ponder", "utility"), help="of a gate (default: ponder)")
@@ -73,16 +80,14 @@ The checkpoint's own gate must have the same form: Ouro's is linear.
 
 def _fit(options: argparse.Namespace) -> None:
     check_new(options.out)
-    from loopscope.progress import track
-    from loopscope.training.gate_fitting import fit_gate, gate_settings
-    from loopscope.trajectory import Trajectory
-
     of_gates, of_stoppers = ("objective", "pairing", "prior", "geometric_lambda", "beta", "steps"), ("gain",)
     theirs, others = (of_stoppers, of_gates) if options.kind in _STOPPERS else (of_gates, of_stoppers)
     if wrong := [name for name in others if getattr(options, name) is not None]:
         flag = "--lambda" if wrong[0] == "geometric_lambda" else f"--{wrong[0]}"
         raise UserError(f"{flag} is not for --kind {options.kind}; leave it out.")
-    recording = Trajectory.load(options.recording)
+    from loopscope.trajectory import Trajectory
+
+    recording = Trajectory.load(find_recording(options.recording, "train"))
     names = ("kind", "seed", *theirs)
     if options.kind in _STOPPERS:
         from loopscope.exits import fit_stopper
@@ -96,6 +101,9 @@ def _fit(options: argparse.Namespace) -> None:
             print_text(f"{options.out}: a stopper ({stopper.kind}), fitted to {recording.num_examples:,} examples.")
             print_text(f"It reads {read}.")
         return
+    from loopscope.progress import track
+    from loopscope.training.gate_fitting import fit_gate, gate_settings
+
     settings = gate_settings(recording, values(options, *names))
     with track("fitting") as advance:
         gate = fit_gate(recording, settings, advance)
@@ -107,8 +115,12 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _write(options: argparse.Namespace) -> None:
+    check_new(options.out)
+    find_model(options.checkpoint)
     from loopscope.exits import FittedGate
+
+    gate = FittedGate.load(options.gate)
     from loopscope.training.gate_fitting import write_back
 
-    write_back(FittedGate.load(options.gate), options.checkpoint, options.out)
+    write_back(gate, options.checkpoint, options.out)
     print_note(f"{options.out} is {options.checkpoint} with the fitted gate.")

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import COMPUTE, add_shared, add_verb, count, values
+from loopscope.cli.devices import announce_device, device_of
+from loopscope.cli.inputs import check_readouts, find_model
+from loopscope.cli.options import COMPUTE, READOUTS, add_shared, add_verb, count, values
 from loopscope.cli.output import print_note
 from loopscope.cli.policies import check_any_model
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
@@ -43,7 +44,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
     rule = parser.add_mutually_exclusive_group()
     rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit policy (default: all loops)")
-    rule.add_argument("--readout", metavar="NAME", help="an exit rule, with --threshold")
+    rule.add_argument("--readout", metavar="NAME", help=f"an exit rule, with --threshold: {READOUTS}")
     rule.add_argument("--loops", type=count, metavar="N", help="every token through so many loops")
     parser.add_argument("--threshold", type=float, metavar="X", help="of --readout")
     add_shared(parser, "--any-model", "--with-readout")
@@ -75,6 +76,10 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     given = _given_prompts(options)
+    check_readouts(options)
+    usual = Rule(options.policy, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
+    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in given}  # a policy is loaded once
+    folder = find_model(options.model, text=True)
     from loopscope.config import build
     from loopscope.engine.generation import GenerationStats, Prompt, stream, token_budget
     from loopscope.engine.sampling import Sampling
@@ -82,13 +87,10 @@ def execute(options: argparse.Namespace) -> int:
     from loopscope.exits import ExitPolicy
     from loopscope.models import load_model
     from loopscope.models.checkpoint import end_tokens
-    from loopscope.models.hub import find_checkpoint
     from loopscope.models.tokenizer import load_tokenizer, stop_tokens
 
     sampling = build(Sampling, values(options, "temperature", "top_k", "top_p", "seed"), "the sampling")
-    folder = find_checkpoint(options.model)
     tokenizer = load_tokenizer(folder)
-    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in given}  # a policy is loaded once
     prompts = [
         Prompt(number, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=number)
         for number, each in enumerate(given)
@@ -96,7 +98,7 @@ def execute(options: argparse.Namespace) -> int:
     model = load_model(folder, device_of(options), options.dtype)
     for prompt in prompts:
         token_budget(model, prompt, options.max_new_tokens)  # before anything is printed, not when its turn comes
-    usual = Rule(options.policy, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
+    announce_device(options)
     texts, stats, start = StopStrings(tokenizer, options.stop), GenerationStats(), time.perf_counter()
     ends = stop_tokens(tokenizer, end_tokens(folder))
 
@@ -137,7 +139,7 @@ def _settings(options: argparse.Namespace, given: list[GivenPrompt], model: "Loo
 def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
     speed = f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} a second)"
     if not lossless:
-        return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops on average."
+        return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops a token on average."
     stood = f"{stats.accepted:,} of {stats.drafted:,} drafts stood ({stats.accepted / max(1, stats.drafted):.0%})"
     return f"{speed}, as at full depth; {stood}, {stats.token_loops:,} loops of a token were run."
 

@@ -11,10 +11,13 @@ policy decides, and how lm_eval is called from Python.
 """
 
 import argparse
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.inputs import find_model
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, count, values, whole
 from loopscope.cli.output import print_json, print_table
 from loopscope.cli.policies import check_any_model, load_policy
@@ -44,16 +47,20 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    from loopscope.harness.task_names import check_tasks
+
     check_any_model(options)
+    policy = None if options.policy is None else load_policy(options.policy, options.any_model)
+    check_tasks(options.tasks, options.data)
+    find_model(options.model, text=True)
     from loopscope.harness import evaluate, load
-    from loopscope.progress import track
 
     device = device_of(options)
-    policy = None if options.policy is None else load_policy(options.policy, options.any_model)
     given = values(options, "loops", "cache", "dtype", "batch_size", "batch_tokens", "think_end_token")
-    with track(", ".join(options.tasks)) as advance:
+    with working(options, ", ".join(options.tasks)) as advance:
         model = load(options.model, policy=policy, device=str(device), progress=advance, **given)
-        found = evaluate(model, options.tasks, **values(options, "data", "limit", "shots", "chat"))
+        with redirect_stderr(StringIO()):  # lm_eval's bars and hints; ours goes where it went before
+            found = evaluate(model, options.tasks, **values(options, "data", "limit", "shots", "chat"))
     if options.json:
         print_json(found)
     else:
@@ -79,5 +86,8 @@ def _print(found: "Evaluation", name: str) -> None:
                     "" if loops is None else f"{loops.average_loops:.3f}",
                 ]
             )
-    title = f"{name}: {found.model['exit_policy']}, of {found.model['num_loops']} loops. ±: standard error"
-    print_table(title, ["task", "metric", "value", "shots", "documents", "average loops"], rows)
+    title = (
+        f"{name}: {found.model['exit_policy']}, of {found.model['num_loops']} loops. ±: standard error. "
+        "loops: mean over questions, or over tokens of texts"
+    )
+    print_table(title, ["task", "metric", "value", "shots", "documents", "loops"], rows)

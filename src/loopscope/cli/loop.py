@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, add_verb, check_new, count, whole
 from loopscope.cli.output import print_json, print_text
 
@@ -51,6 +52,8 @@ def _layers(text: str) -> range:
 
 def _execute(options: argparse.Namespace) -> None:
     check_new(options.out)
+    if not Path(options.checkpoint).exists():
+        find_model(options.checkpoint)  # on the Hub
     from loopscope.models import loop
 
     made = loop(

@@ -6,15 +6,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from loopscope.errors import UserError, brief
+from loopscope.errors import UserError, brief, did_you_mean
 
 Execute = Callable[[argparse.Namespace], int | None]
 """What a verb does; the exit code is 0 where it returns nothing."""
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16")
 CACHE_MODES: Final = ("full", "propagate", "latest")
+BOUNDS: Final = ("betting", "hoeffding_bentkus")
 CHECK_KINDS: Final = ("contract", "precision", "batch", "cache", "replay", "speed")
 """As the library has them, which need not be imported to refuse another name."""
+
+PRESETS: Final = "demo, demo-parity, paper, paper-parity"
+STUDIES: Final = "demo, mano, ouro, paper"
+BENCHMARKS: Final = "mmlu, arc_easy, arc_challenge, openbookqa, hellaswag, commonsense_qa"
+READOUTS: Final = (
+    "gate, entropy, top1, margin, kl, logit_change, hidden_change, hidden_cosine, patience, settling, "
+    "hidden_acceleration, fixed"
+)
+"""What is listed where a name is asked for."""
 
 _NAMED = {"dtype": ("precision", PRECISIONS), "cache": ("cache", CACHE_MODES), "only": ("check", CHECK_KINDS)}
 
@@ -25,10 +35,12 @@ def check_names(options: argparse.Namespace) -> None:
         names = getattr(options, option, None) or ()
         for name in (names,) if isinstance(names, str) else names:
             if name not in known:
-                raise UserError(f"There is no {what} '{name}'; choose one of {', '.join(known)}.")
+                hint = did_you_mean(name, known)
+                raise UserError(f"There is no {what} '{name}'{hint}; choose one of {', '.join(known)}.")
     device = getattr(options, "device", "cpu")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        raise UserError(f"The device '{device}' is not available here; choose auto, cpu, cuda, cuda:1 or mps.")
+        hint = did_you_mean(device, ("auto", "cpu", "cuda", "mps"))
+        raise UserError(f"The device '{device}'{hint} is not available here; choose auto, cpu, cuda, cuda:1 or mps.")
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -43,10 +55,28 @@ def check_words(words: Sequence[str]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in a visible line what is wrong; its subparsers are of its kind."""
+    """Says in a visible line what is wrong, and what was probably meant; its subparsers are of its kind."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        super().error(brief(message))
+        super().error(brief(self._with_meant(message)))
+
+    def _with_meant(self, message: str) -> str:
+        """The message with a verb or choice that is close to what was typed, or an option close to an unknown one."""
+        if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message, re.DOTALL):
+            hint = did_you_mean(wrong[1], re.findall(r"[\w.:-]+", wrong[2]))
+            return message.replace(" (choose from", f"{hint} (choose from", 1)
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in self._words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                return f"{message}; there is no option {name}{did_you_mean(name, known)}"
+        return message
 
 
 class VersionAction(argparse.Action):
@@ -137,6 +167,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--hidden": {"action": "store_true", "help": "keep the pooled hidden states"},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--open": {"action": "store_true", "help": "open the page in the browser"},
+    "--style": {
+        "choices": ("page", "paper"),
+        "default": "page",
+        "help": "of the figures: as on the page (default), or as wide as a column of a paper",
+    },
     "--product": {"action": "append", "metavar": "NAME", "help": "a product, or overview or paper (repeatable)"},
     "--rounds": {"type": rounds, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
@@ -152,6 +187,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 }
 """Options that mean the same wherever they are."""
 AT = "the target accuracy (default: 1 point below full depth on validation data)"
+REFERENCE = "the run whose trajectory is the measure: its folder, or its name if it is one of these or beside them"
 COMPUTE = ("--device", "--threads", "--json")
 
 

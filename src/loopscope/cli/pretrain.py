@@ -17,11 +17,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.inputs import check_texts, find_model
 from loopscope.cli.options import COMPUTE, add_shared, add_verb
-from loopscope.cli.output import print_note, print_trained
+from loopscope.cli.output import print_trained
 from loopscope.cli.workers import with_workers
 from loopscope.errors import UserError
+from loopscope.reading import require_file
 
 if TYPE_CHECKING:
     from loopscope.training.parallel import Workers
@@ -41,37 +43,50 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    if options.teacher is not None and options.start is None:
+        raise UserError("--teacher is for a checkpoint that is trained further; give it with --start.")
+    require_file(options.settings, "TOML file")
+    check_texts((*options.text, *options.validation))
+    for checkpoint in (options.start, options.teacher):
+        if checkpoint is not None:
+            find_model(checkpoint)
+    _read_settings(options)
     with_workers(options, _pretrain)
 
 
+def _read_settings(options: argparse.Namespace) -> Any:
+    from loopscope.training.text_settings import read_continue_settings, read_pretrain_settings
+
+    read = read_pretrain_settings if options.start is None else read_continue_settings
+    return read(options.settings, options.set)
+
+
 def _pretrain(options: argparse.Namespace, workers: "Workers") -> None:
-    from loopscope.progress import clock, silent, track
-    from loopscope.training.continued_run import ContinuedRun, read_continue_settings
+    from loopscope.progress import clock, silent
+    from loopscope.training.continued_run import ContinuedRun
     from loopscope.training.estimate import time_for
-    from loopscope.training.language_run import LanguageRun, TextRun, read_pretrain_settings
+    from loopscope.training.language_run import LanguageRun, TextRun
     from loopscope.training.loop import train_run
     from loopscope.training.run_folder import steps_done
 
-    if options.teacher is not None and options.start is None:
-        raise UserError("--teacher is for a checkpoint that is trained further; give it with --start.")
+    notes: list[str] = []
     texts = tuple(options.text), tuple(options.validation)
     with workers.together():
         run: TextRun
         device = device_of(options)
         if options.start is not None:
-            further = read_continue_settings(options.settings, options.set)
-            run = ContinuedRun(further, *texts, options.out, options.start, options.teacher)
+            run = ContinuedRun(_read_settings(options), *texts, options.out, options.start, options.teacher)
             flops, width = run.flops, run.width
         else:
-            settings = read_pretrain_settings(options.settings, options.set)
+            settings = _read_settings(options)
             run = LanguageRun(settings, *texts, options.out)
             flops, width = settings.flops, settings.model.hidden_size
         left = run.settings.training.steps - steps_done(options.out)
         if workers.is_main and left and not options.force:
             expected = time_for(flops * left, width, device, workers)
             expected.check()
-            print_note(f"{left:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
-    with track("training") if workers.is_main else nullcontext(silent) as advance:
+            notes.append(f"{left:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
+    with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
         result = train_run(run, device, advance, workers)
     if workers.is_main:
         print_trained(result, f"{result.folder}: the validation sample's next tokens.", options.json)

@@ -10,11 +10,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, count, levels, values, whole
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.inputs import check_readouts, check_run, check_texts, find_model
+from loopscope.cli.options import BENCHMARKS, COMPUTE, add_group, add_shared, add_verb, count, levels, values, whole
 from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table
 from loopscope.cli.policies import check_any_model, load_gates, load_policy
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from loopscope.exits import ExitPolicy
@@ -81,7 +82,7 @@ with each, up to the first that is not proven to lose at most --max-drop.
     parser = add_verb(kinds, "live", text, _record_live, resumes=True)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="the text of the recording")
-    parser.add_argument("--recording", type=Path, metavar="DIR", help="of that text, by loopscope record text")
+    parser.add_argument("--recording", type=Path, metavar="DIR", help="of that text, as `record text` makes it")
     parser.add_argument("--cache", default="propagate", metavar="MODE", help="full, propagate (default) or latest")
     parser.add_argument("--policy", type=Path, metavar="FILE", help="one policy, for all documents")
     parser.add_argument("--max-drop", type=float, metavar="X", help="the loss allowed (default: 0.01)")
@@ -104,7 +105,7 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
 """
     parser = add_verb(kinds, "benchmark", text, _record_benchmark, resumes=True)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
-    parser.add_argument("name", metavar="NAME", help="a benchmark (docs/benchmarks.md has the six)")
+    parser.add_argument("name", metavar="NAME", help=f"a benchmark: {BENCHMARKS}")
     parser.add_argument("--split", default="validation", help=_SPLIT)
     parser.add_argument("--limit", type=count, metavar="N", help="at most so many questions")
     parser.add_argument("--shots", type=whole, metavar="N", help="few-shot examples (default: the benchmark's own)")
@@ -117,12 +118,15 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
 def _record_task(options: argparse.Namespace) -> None:
     if options.split is None:
         raise UserError("Say which split is to be recorded, for instance with --split validation.")
-    from loopscope.progress import track
+    from loopscope.tasks.task import check_task_split
+
+    check_run(options.run)
+    check_task_split(options.split)
     from loopscope.recording import Keep, record_task
 
     out = options.out or options.run / "recordings" / options.split
     keep = Keep(logits=not options.no_logits, hidden=options.hidden)
-    with track(f"recording {options.split}") as advance:
+    with working(options, f"recording {options.split}") as advance:
         recording = record_task(
             options.run, options.split, out, keep, options.examples, options.levels, device_of(options), advance
         )
@@ -133,12 +137,14 @@ def _record_task(options: argparse.Namespace) -> None:
 
 
 def _record_text(options: argparse.Namespace) -> None:
+    _check_split("text", options.split)
     out = _out(options, options.split)
-    from loopscope.progress import track
+    check_texts(options.files)
+    find_model(options.model, text=True)
     from loopscope.recording import record_text
 
     device, given = device_of(options), values(options, "context", "limit", "hidden", "dtype")
-    with track(f"recording {options.split}") as advance:
+    with working(options, f"recording {options.split}") as advance:
         recording = record_text(
             options.model, options.files, options.split, out, device=device, progress=advance, **given
         )
@@ -156,22 +162,25 @@ def _record_text(options: argparse.Namespace) -> None:
 def _record_live(options: argparse.Namespace) -> None:
     if options.recording is None or options.out is None:
         raise UserError("Give the recording of the text with --recording, and with --out where the live run goes.")
-    asked = values(options, "max_drop", "confidence", "loss", "readout")
-    if options.policy is not None and (asked or options.gate or options.candidates is not None):
+    risk_options = values(options, "max_drop", "confidence", "loss", "readout")
+    if options.policy is not None and (risk_options or options.gate or options.candidates is not None):
         raise UserError("A policy is run as it is; leave out --max-drop, --confidence, --loss, --readout and the like.")
     check_any_model(options)
+    check_readouts(options)
+    check_texts(options.files)
+    find_model(options.model, text=True)
     from loopscope.exits.risk_target import RiskTarget
-    from loopscope.progress import track
-    from loopscope.recording import record_live
     from loopscope.trajectory import Trajectory
 
     recording = Trajectory.load(options.recording)
     gates = load_gates(options.gate, recording)
-    what: ExitPolicy | RiskTarget = RiskTarget(**{"loss": "disagreement", **asked})
+    what: ExitPolicy | RiskTarget = RiskTarget(**{"loss": "disagreement", **risk_options})
     if options.policy is not None:
         what = load_policy(options.policy, options.any_model)
     given = values(options, "candidates", "seed", "batch_size")
-    with track(f"running with the cache '{options.cache}'") as advance:
+    from loopscope.recording import record_live
+
+    with working(options, f"running with the cache '{options.cache}'") as advance:
         runs = record_live(
             *(options.model, options.files, recording, options.out, options.cache, what),
             gates=gates,
@@ -189,8 +198,10 @@ def _record_live(options: argparse.Namespace) -> None:
         return
     title = (
         f"{options.out}: {runs.num_examples:,} next tokens of {documents:,} {runs.split} documents, run with the cache "
-        f"'{options.cache}'; {len(lost)} of {runs.contents.planned} candidates, up to the first that is not proven."
+        f"'{options.cache}'"
     )
+    if options.policy is None:
+        title += f"; {len(lost)} of {runs.contents.planned} candidates, up to the first that is not proven"
     cells = [
         [f"{threshold:.6g}", f"{deep:.3f}", percent(share, 2)]
         for threshold, deep, share in zip(runs.thresholds.tolist(), loops.tolist(), lost.tolist(), strict=True)
@@ -199,16 +210,18 @@ def _record_live(options: argparse.Namespace) -> None:
 
 
 def _record_benchmark(options: argparse.Namespace) -> None:
-    if options.split not in ("train", "validation", "test"):
-        raise UserError(f"A benchmark has no split '{options.split}'; choose train, validation or test.")
+    _check_split("benchmark", options.split)
+    from loopscope.questions.benchmarks import benchmark_named
+
+    benchmark_named(options.name)
     out = _out(options, options.name, options.split)
+    find_model(options.model, text=True)
     from loopscope.analysis.benchmarks import metric_accuracies
-    from loopscope.progress import track
     from loopscope.recording import record_benchmark
 
     device, given = device_of(options), values(options, "data", "limit", "shots", "hidden", "dtype", "batch_tokens")
     given["mean"] = options.mean_state
-    with track(f"{options.name}, {options.split}") as advance:
+    with working(options, f"{options.name}, {options.split}") as advance:
         recording = record_benchmark(
             options.model, options.name, options.split, out, device=device, progress=advance, **given
         )
@@ -218,6 +231,14 @@ def _record_benchmark(options: argparse.Namespace) -> None:
     summary = {"recording": str(out), "split": options.split, "questions": questions, "metric": metric}
     title = f"{out}: {questions:,} {options.split} questions, scored by {metric}. Forced exits:"
     print_by_loop(title, summary | {"loops": recording.num_loops}, metric_accuracies(recording), options.json)
+
+
+def _check_split(what: str, split: str) -> None:
+    splits = ("train", "validation", "test")
+    if split not in splits:
+        raise UserError(
+            f"A {what} has no split '{split}'{did_you_mean(split, splits)}; choose train, validation or test."
+        )
 
 
 def _out(options: argparse.Namespace, *place: str) -> Path:

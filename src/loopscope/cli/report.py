@@ -11,39 +11,54 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.options import AT, add_shared, add_verb, option_words, target_accuracies
+from loopscope.cli.inputs import find_run
+from loopscope.cli.options import AT, REFERENCE, add_shared, add_verb, option_words, target_accuracies
 from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
 from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
+from loopscope.recording_places import find_recordings, recorded_name
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "report", __doc__, execute)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs whose splits are recorded")
-    parser.add_argument("--reference", metavar="NAME", help="the name of the run whose trajectory is the measure")
+    parser.add_argument("--reference", metavar="RUN", help=REFERENCE)
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
     add_shared(parser, "--any-model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the report's folder")
     parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
-    add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--open")
+    add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--style", "--open")
 
 
 def execute(options: argparse.Namespace) -> None:
     targets = target_accuracies(options.at or [])
     check_any_model(options)
     check_open(options)
+    runs, reference = _runs(options)
     check_products(options.product or ())
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
 
-    sources = [read_recordings(run, options.unseen) for run in options.runs]
+    sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
     policies = policies_by_model(options.policy, models, options.any_model)
     sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
-    results, details = analyse_models(sources, options.reference, targets)
+    results, details = analyse_models(sources, reference, targets)
     if options.product:
-        show_products(results, options.product, options.out, options.json)
+        show_products(results, options.product, options.out, options.json, options.style)
         return
     given = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
     given |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
-    given |= {"out": options.out}
+    given |= {"out": options.out, "style": None if options.style == "page" else options.style}
     command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(given)])
     write_and_show(results, details, options, options.out, ("overview",), (command, command))
+
+
+def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
+    """The runs that are shown, and the name of the reference, which is one of them."""
+    runs = [find_recordings(run) for run in options.runs]
+    if options.reference is None:
+        return runs, None
+    measure = find_recordings(find_run(options.reference, options.runs))
+    name = recorded_name(measure)
+    if (name, measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
+        runs.insert(0, measure)
+    return runs, name

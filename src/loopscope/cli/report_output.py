@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopscope.cli.output import print_json, print_note, print_table, print_text
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from loopscope.analysis.schema import Results
@@ -21,7 +21,14 @@ def check_products(names: Sequence[str]) -> None:
         from loopscope.reproduction.products import PRODUCTS
     except ImportError as error:
         raise UserError(f"The report needs {error.name}; install it with: pip install 'loopscope[report]'.") from None
-    PRODUCTS.names(names)
+    known = (*PRODUCTS.groups, *PRODUCTS.recipes)
+    for name in names:
+        if name not in known:
+            groups = ", ".join(PRODUCTS.groups)
+            raise UserError(
+                f"There is no product '{name}'{did_you_mean(name, known)}; choose a group ({groups}), or one of those "
+                "that docs/paper.md lists."
+            )
 
 
 def check_open(options: argparse.Namespace) -> None:
@@ -29,7 +36,7 @@ def check_open(options: argparse.Namespace) -> None:
         raise UserError("--open opens the page, which --product does not write; leave one of them out.")
 
 
-def show_products(results: "Results", names: Sequence[str], folder: Path, as_json: bool = False) -> None:
+def show_products(results: "Results", names: Sequence[str], folder: Path, as_json: bool, style: str) -> None:
     """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
     from loopscope.report.charts import write_figure
     from loopscope.reproduction.products import PRODUCTS
@@ -42,10 +49,10 @@ def show_products(results: "Results", names: Sequence[str], folder: Path, as_jso
             continue
         table, figure = made[name].table, made[name].figure
         if figure is not None:
-            write_figure(figure, folder, name)
+            write_figure(figure, folder, name, style)
             printed.append({"name": name, "figure": f"{folder / name}.png"})
             if not as_json:
-                print_text(f"{folder / name}.png and .pdf")
+                print_text(f"{folder / name}.png, .pdf and .svg")
         elif table is not None:
             printed.append({"name": name, "title": table.title, "columns": table.columns, "rows": table.rows})
             if not as_json:
@@ -63,9 +70,8 @@ def write_and_show(
     folder: Path,
     products: Sequence[str],
     commands: tuple[str, str],
-    only_headline: bool = False,
 ) -> None:
-    """Writes the report, then prints its tables (or only those that matter most), the first last, and its verdicts.
+    """Writes the report, then prints its verdicts and the tables that matter most; the page has all.
 
     `commands` are the one that made it and the one that makes its products again.
     """
@@ -76,16 +82,16 @@ def write_and_show(
     from loopscope.reproduction.products import PRODUCTS
 
     made = PRODUCTS.make(results, products)
-    page = write_report(results, details, made, folder, *commands, markers(results))
+    page = write_report(results, details, made, folder, *commands, markers(results), options.style)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
         print_note(f"No browser could be started here; open {page} in one.")
     if options.json:
         print_json(results)
         return
-    shown = [each.table for each in made if each.table is not None and (not only_headline or each.name in _HEADLINES)]
-    for table in reversed(shown):
-        print_table(table.title, table.columns, table.rows)
     models = {model.name: model for model in results.models}
     for model in (models[group.names[0]] for group in results.groups if group.names):
-        print_text(f"\n{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}")
-    print_text(f"\nThe report: {page}")
+        print_text(f"{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}\n")
+    for product in made:
+        if product.table is not None and product.name in _HEADLINES:
+            print_table(product.table.title, product.table.columns, product.table.rows)
+    print_text(f"All tables and figures: {page}")

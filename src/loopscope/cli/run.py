@@ -22,8 +22,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import add_shared, add_verb, check_new, count
+from loopscope.cli.devices import announce_device, device_of
+from loopscope.cli.inputs import check_readouts, check_run
+from loopscope.cli.options import READOUTS, add_shared, add_verb, check_new, count
 from loopscope.cli.output import percent, print_note
 from loopscope.cli.policies import check_any_model, load_policy
 from loopscope.errors import UserError
@@ -47,7 +48,9 @@ def define(subparsers: Any) -> None:
     parser.add_argument("run", type=Path, help="the folder of a finished run")
     parser.add_argument("examples", help="a file with one example a line, or - for standard input")
     rule = parser.add_mutually_exclusive_group()
-    rule.add_argument("--readout", default="margin", metavar="NAME", help="the exit rule (default: margin)")
+    rule.add_argument(
+        "--readout", default="margin", metavar="NAME", help=f"the exit rule: {READOUTS} (default: margin)"
+    )
     rule.add_argument("--gate", type=Path, metavar="DIR", help="a fitted gate as the exit rule")
     rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit rule and its threshold from a policy file")
     add_shared(parser, "--any-model", "--with-readout")
@@ -59,13 +62,15 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     _check(options)
-    from loopscope.engine import in_order, run
-    from loopscope.models import load_model
     from loopscope.training.settings import read_run_settings
 
     settings = read_run_settings(options.run)
     policy = _policy(options)
+    from loopscope.engine import in_order, run
+    from loopscope.models import load_model
+
     model = load_model(options.run, device_of(options))
+    announce_device(options)
     total = right = loops = 0
     with _lines(options.examples) as lines, _output(options.out) as out:
         reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
@@ -88,11 +93,13 @@ def execute(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace) -> None:
     source = options.examples
     if source != "-" and not _already_open(Path(source)):
-        require_file(Path(source), "file with one example a line, or - for the input,")
+        require_file(Path(source), "file with one example a line (- is the standard input)")
     check_new(options.out)
     check_any_model(options)
     if options.policy is not None and options.threshold is not None:
         raise UserError("A policy file has its own threshold; leave out --threshold.")
+    check_run(options.run)
+    check_readouts(options)
 
 
 def _already_open(path: Path) -> bool:

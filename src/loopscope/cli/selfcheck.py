@@ -14,7 +14,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.inputs import check_texts, find_model
 from loopscope.cli.options import CHECK_KINDS, COMPUTE, add_shared, add_verb, rounds
 from loopscope.cli.output import print_json, print_note, print_table
 from loopscope.reading import read_text
@@ -36,15 +37,14 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
+    check_texts([] if options.text is None else [options.text])
+    folder = find_model(options.model, text=options.text is not None)
     from loopscope.checks.selfcheck import selfcheck
     from loopscope.models import load_model
-    from loopscope.models.hub import find_checkpoint
-    from loopscope.progress import track
 
     device = device_of(options)
-    folder = find_checkpoint(options.model)
     text = _tokens(folder, options.text)
-    with track("checking") as advance:
+    with working(options, "checking") as advance:
         found = selfcheck(
             options.model,
             lambda dtype: load_model(folder, device, dtype),

@@ -1,9 +1,9 @@
 """Run a study: many runs, one file, one report.
 
-loopscope study plan studies/mano.toml
-loopscope study run studies/mano.toml
-loopscope study status studies/mano.toml
-loopscope study report studies/mano.toml
+loopscope study plan mano
+loopscope study run mano
+loopscope study status mano
+loopscope study report mano
 """
 
 import argparse
@@ -12,14 +12,15 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of, resolve_auto
-from loopscope.cli.options import add_group, add_shared, add_verb, count, option_words, values
+from loopscope.cli.devices import device_of, resolve_auto, working
+from loopscope.cli.options import STUDIES, add_group, add_shared, add_verb, count, option_words, values
 from loopscope.cli.output import print_json, print_note, print_table, print_text
 from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
     from loopscope.studies import Model, Plan
+    from loopscope.studies.study_file import Study
 
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
 _STEPS |= {"analysis": "analyses", "timing": "timings"}
@@ -29,27 +30,27 @@ _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 _KIND_HELP = {
     "plan": """List what a study makes, and what of it is there.
 
-loopscope study plan studies/mano.toml
-loopscope study plan studies/paper.toml --json
+loopscope study plan mano
+loopscope study plan paper --json
 """,
     "run": """Make whatever is missing, then the report.
 
-loopscope study run studies/mano.toml
-loopscope study run studies/mano.toml --workers 4 --threads 2
-loopscope study run studies/paper.toml --engine ray --address auto --device cuda --out /shared/paper
-loopscope study run studies/ouro.toml --device cuda
-loopscope study run studies/ouro.toml --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
+loopscope study run mano
+loopscope study run mano --workers 4 --threads 2
+loopscope study run paper --engine ray --address auto --device cuda --out /shared/paper
+loopscope study run ouro --device cuda
+loopscope study run ouro --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
 
 An interrupted study continues with the same command. Whatever another study made already is used again.
 """,
     "status": """Say how far a study has come.
 
-loopscope study status studies/mano.toml
+loopscope study status mano
 """,
     "report": """Write the report of what is finished.
 
-loopscope study report studies/mano.toml                          (of what is finished so far)
-loopscope study report studies/mano.toml --product gate_summary   (one table; docs/paper.md lists all products)
+loopscope study report mano                          (of what is finished so far)
+loopscope study report mano --product gate_summary   (one table; docs/paper.md lists all products)
 """,
 }
 
@@ -58,7 +59,7 @@ def define(subparsers: Any) -> None:
     kinds = add_group(subparsers, "study", __doc__)
     for name, execute in (("plan", _plan), ("run", execute_run), ("status", _status), ("report", _report_finished)):
         parser = add_verb(kinds, name, _KIND_HELP[name], execute, resumes=name == "run")
-        parser.add_argument("study", help="a TOML file, or a study that ships with LoopScope (demo)")
+        parser.add_argument("study", help=f"a TOML file, or a study that ships with LoopScope: {STUDIES}")
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/NAME-OF-THE-FILE")
         _add_compute(parser)
         add_shared(parser, "--device")
@@ -68,11 +69,11 @@ def define(subparsers: Any) -> None:
         group.add_argument("--data", metavar="DIR", help="the benchmarks' files (default: from the Hub)")
         group.add_argument("--limit", type=count, metavar="N", help="questions of every split")
         group.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16")
-        parser.set_defaults(product=None)  # of all but `report`
+        parser.set_defaults(product=None, style="page")  # of all but `report`
         if name == "run":
             _add_execution(parser)
         if name == "report":
-            add_shared(parser, "--product", "--open")
+            add_shared(parser, "--product", "--style", "--open")
 
 
 def define_demo(subparsers: Any, text: str | None) -> None:
@@ -81,7 +82,7 @@ def define_demo(subparsers: Any, text: str | None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     _add_compute(parser)
     _add_execution(parser)
-    parser.set_defaults(study="demo", product=None, device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
+    parser.set_defaults(study="demo", product=None, style="page", device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
 
 
 def _add_compute(parser: argparse.ArgumentParser) -> None:
@@ -101,20 +102,18 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 def execute_run(options: argparse.Namespace) -> None:
     if options.address is not None and options.engine != "ray":
         raise UserError("--address is of a Ray cluster; add --engine ray.")
-    from loopscope.progress import track
-    from loopscope.studies import run_study
-    from loopscope.studies.run import training_time
-
+    check_products(_check(options).products)
     plan, store = _make_plan(options)
-    check_products(plan.study.products)
     plan.check_names(_out(options))
+    from loopscope.studies.run import run_study, training_time
+
     if options.engine == "local":
         device_of(options)
         if not options.force:
             for expected in training_time(plan.steps, store, options.device):
                 expected.check()
     compute = (options.engine, options.address, options.device, options.threads, options.workers)
-    with track(plan.study.title) as advance:
+    with working(options, plan.study.title) as advance:
         try:
             run_study(plan, store, advance, *compute)
         finally:
@@ -124,8 +123,8 @@ def execute_run(options: argparse.Namespace) -> None:
 
 def _report_finished(options: argparse.Namespace) -> None:
     check_open(options)
+    check_products(options.product or _check(options).products)
     plan, store = _make_plan(options)
-    check_products(options.product or plan.study.products)
     if missing := sum(not model.analysis.done(store) for model in plan.models):
         print_note(f"{missing} of {len(plan.models)} models are not analysed yet; the report is of the others.")
     _report(options, plan, store)
@@ -133,6 +132,7 @@ def _report_finished(options: argparse.Namespace) -> None:
 
 def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
     """The plan and its store. With other threads or devices floats add up otherwise: those are other artifacts."""
+    _check(options)
     from loopscope.studies import make_plan
 
     resolve_auto(options)
@@ -141,13 +141,20 @@ def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
     return make_plan(options.study, options.set, arithmetic, values(options, *_CHECKPOINT_OPTIONS)), _store(options)
 
 
+def _check(options: argparse.Namespace) -> "Study":
+    """The study, if all of it can be read."""
+    from loopscope.studies.study_file import check_study
+
+    return check_study(options.study, options.set, values(options, *_CHECKPOINT_OPTIONS))[0]
+
+
 def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
     from loopscope.models.device import check_device
 
     results = plan.results(store)
     folder = _out(options) / "report"
     if options.product:
-        show_products(results, options.product, folder, options.json)
+        show_products(results, options.product, folder, options.json, options.style)
         return
     given = {"set": options.set, **values(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
     given |= {"device": None if options.device == "cpu" == check_device("auto").type else options.device}
@@ -156,15 +163,15 @@ def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
         shlex.join(["loopscope", "study", kind, options.study, *option_words(given)]) for kind in ("run", "report")
     )
     details = plan.details(results, store)
-    write_and_show(results, details, options, folder, plan.study.products, (run, report), only_headline=True)
+    write_and_show(results, details, options, folder, plan.study.products, (run, report))
 
 
 def _plan(options: argparse.Namespace) -> None:
+    plan, store = _make_plan(options)
     from loopscope.progress import clock
     from loopscope.studies.run import training_time
     from loopscope.studies.steps import Train
 
-    plan, store = _make_plan(options)
     if options.json:
         models = [{"name": model.name, "run": (model.training or model.analysis).key} for model in plan.models]
         steps = [

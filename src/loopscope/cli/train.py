@@ -15,9 +15,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import COMPUTE, add_shared, add_verb
-from loopscope.cli.output import print_note, print_trained
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.options import COMPUTE, PRESETS, add_shared, add_verb
+from loopscope.cli.output import print_trained
 from loopscope.cli.workers import with_workers
 
 if TYPE_CHECKING:
@@ -26,20 +26,24 @@ if TYPE_CHECKING:
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "train", __doc__, execute, resumes=True)
-    parser.add_argument("settings", help="a preset (demo, paper) or a TOML file")
+    parser.add_argument("settings", help=f"a preset ({PRESETS}) or a TOML file")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder")
     add_shared(parser, "--set", "--force", *COMPUTE)
 
 
 def execute(options: argparse.Namespace) -> None:
+    from loopscope.training.settings import read_settings
+
+    read_settings(options.settings, options.set)
     with_workers(options, _train)
 
 
 def _train(options: argparse.Namespace, workers: "Workers") -> None:
-    from loopscope.progress import clock, silent, track
+    from loopscope.progress import clock, silent
     from loopscope.training import check_memory, estimate_time, read_settings, train
     from loopscope.training.run_folder import steps_done
 
+    notes: list[str] = []
     with workers.together():
         settings = read_settings(options.settings, options.set)
         device = device_of(options)
@@ -48,8 +52,8 @@ def _train(options: argparse.Namespace, workers: "Workers") -> None:
             check_memory(settings, device, workers)
             expected = estimate_time(settings, device, start, workers)
             expected.check()
-            print_note(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
-    with track("training") if workers.is_main else nullcontext(silent) as advance:
+            notes.append(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
+    with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
         result = train(settings, options.out, device, advance, workers)
     if workers.is_main:
         state = "was finished already" if start == steps else f"went on from step {start:,}" if start else "is finished"

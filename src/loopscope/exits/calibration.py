@@ -282,4 +282,5 @@ def _refusal(walk: Walk, counted: Trajectory, target: RiskTarget, proof: Proof, 
     rates = (walk.loss / walk.units)[:, first]
     worst = int(rates.argmax())
     spread = walk.variance(worst, first) if proof.bound == "betting" else None
-    return not_safe(walk.readout, walk.risk_groups[worst], float(rates[worst]), spread, counted, target, split)
+    safest = f"the safest threshold of '{walk.readout}' that lets anybody exit early"
+    return not_safe(safest, walk.risk_groups[worst], float(rates[worst]), spread, counted, target, split)

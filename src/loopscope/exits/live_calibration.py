@@ -1,8 +1,8 @@
 """How does text that is run live get a promise? A replay proposes candidates; each is tested as it ran.
 
 A fifth of the documents of a recording proposes: the readout that takes the fewest loops, and a few of its thresholds,
-from cautious to bold by what they lose in a replay. The order is fixed before the others are run, so the walk along it
-(`exits.risk_control`) may end with the first candidate that is not proven, and nobody need run those behind it.
+from cautious to bold by the loops that they save in a replay. The order is fixed before any is run, so the walk along
+it (`exits.risk_control`) may end with the first candidate that is not proven, and nobody need run those behind it.
 
 Shapes: C candidates, N decisions.
 """
@@ -36,7 +36,9 @@ from loopscope.trajectory import Trajectory
 
 CANDIDATES = 12
 _BOLDEST = 1.2
-"""What the last candidate loses in a replay, by what is allowed: live runs mostly lose more."""
+"""What a candidate may lose in a replay, by what is allowed: live runs mostly lose more."""
+_ROUNDING = 1e-9
+"""Averages of loops are exact to this."""
 _NORMAL_95 = 1.959964
 
 Values = NDArray[np.float64]
@@ -76,12 +78,13 @@ def propose_candidates(
     readouts = candidate_readouts(target, attached)
     best = proposals(readouts, attached, tested, target)[0]
     walk = walk_thresholds(best.readout, best.thresholds, attached, target)
-    lost = walk.worst(target.max_drop)
-    chosen: list[int] = []
+    allowed = np.flatnonzero((walk.worst(target.max_drop) <= _BOLDEST) & (walk.loops < recording.num_loops))
+    saved = recording.num_loops - walk.loops[allowed]
     count = min(as_count(count, "The number of candidates"), len(walk.thresholds))
-    for level in _BOLDEST * np.arange(1, count + 1) / count:
-        within = np.flatnonzero((lost <= level) & (walk.loops < recording.num_loops))
-        if len(within) and (place := int(within[walk.loops[within].argmin()])) not in chosen:
+    chosen: list[int] = []
+    for level in saved.max(initial=0.0) * np.arange(1, count + 1) / count:
+        within = np.flatnonzero(saved <= level + _ROUNDING)
+        if len(within) and (place := int(allowed[within[saved[within].argmax()]])) not in chosen:
             chosen.append(place)
     if not chosen:
         raise NotProven(
@@ -150,8 +153,10 @@ def certify_live(runs: LiveRuns, target: RiskTarget, seed: int = 0, bound: Bound
     lost = document_losses(runs, target)
     passed = fixed_sequence(p, target.delta)
     if not passed:
-        rate, spread = float(lost[:, 0].mean()), float(lost[:, 0].var())
-        raise not_safe(runs.rule.readout, documents, rate, spread, runs, target, split=True)
+        rate, spread = float(lost[:, 0].mean()), float(lost[:, 0].var()) if bound == "betting" else None
+        safest = f"the most cautious candidate ({runs.policy(0)}, {runs.loops[0].mean():.2f} loops)"
+        remedy = "run more --candidates, which begin more cautiously, try another readout, or ask for less"
+        raise not_safe(safest, documents, rate, spread, runs, target, True, remedy)
     depths = np.stack([documents.means(each) for each in runs.loops], axis=1)
     loops = depths.mean(axis=0)
     place = int(loops[:passed].argmin())
@@ -191,4 +196,5 @@ def certify_live(runs: LiveRuns, target: RiskTarget, seed: int = 0, bound: Bound
         order_seed=seed if bound == "betting" and not documents.binary else None,
     )
     exits = CalibrationExits.of(depths[:, place], contents.num_loops, sequences=True)
-    return replace(runs.policy(place), guarantee=guarantee, calibration_exits=exits)
+    weights = runs.provenance.get("weights_sha256")
+    return replace(runs.policy(place), model=weights, scope=runs.scope, guarantee=guarantee, calibration_exits=exits)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from loopscope.arguments import check_kind
 from loopscope.config import digest
-from loopscope.errors import UserError, reason
+from loopscope.errors import UserError, did_you_mean, reason
 from loopscope.exits.signals import CONVERGENCE, FITTED_GATE, SIGNALS, STOPPER, Array, Source
 from loopscope.exits.steps import hidden_acceleration, one_loop, patience, running_cdf, settling, two_loops
 
@@ -223,8 +223,8 @@ def readout_kind(name: str) -> ReadoutKind:
         return found.exits
     if name not in READOUTS:
         raise UserError(
-            f"There is no readout '{name}'; choose one of {', '.join(READOUTS)}, {FITTED_GATE}NAME, {STOPPER}NAME, or "
-            "import the module that defines it."
+            f"There is no readout '{name}'{did_you_mean(name, READOUTS)}; choose one of {', '.join(READOUTS)}, "
+            f"{FITTED_GATE}NAME, {STOPPER}NAME, or import the module that defines it."
         )
     return READOUTS[name]
 

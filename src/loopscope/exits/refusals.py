@@ -32,9 +32,16 @@ def too_few(tested: int, difficulty: float | None, counted: Counted, target: Ris
 
 
 def not_safe(
-    readout: str, group: RiskGroup, rate: float, spread: float | None, counted: Counted, target: RiskTarget, split: bool
+    safest: str,
+    group: RiskGroup,
+    rate: float,
+    spread: float | None,
+    counted: Counted,
+    target: RiskTarget,
+    split: bool,
+    remedy: str = "try another readout, or ask for less",
 ) -> NotProven:
-    """Not even the safest threshold that lets anybody exit early is proven; this group loses the most by it.
+    """Not even the safest is proven; this group loses the most by it.
 
     `spread` is the variance of the losses of its units, where bets on them were the test.
     """
@@ -44,17 +51,14 @@ def not_safe(
     else:
         needed = min_units(target.max_drop, level, rate, group.binary)
     observed = (
-        f"Even the safest threshold of '{readout}' that lets anybody exit early loses {100 * rate:.2f} % of the "
-        f"{group.units:,} tested {_what(group.difficulty, counted)}"
+        f"Even {safest} loses {100 * rate:.2f} % of the {group.units:,} tested {_what(group.difficulty, counted)}"
     )
     if needed is None:
-        return NotProven(
-            f"{observed}, so no number of them would prove it; try another readout, or ask for less.", None
-        )
+        return NotProven(f"{observed}, so no number of them would prove it; {remedy}.", None)
     record = _to_record(needed, group.difficulty, counted, target, split)
     return NotProven(
-        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} in all{_population(target)}, try "
-        "another readout, or ask for less.",
+        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} in all{_population(target)}, "
+        f"{remedy}.",
         record,
     )
 

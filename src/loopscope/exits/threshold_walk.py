@@ -65,20 +65,20 @@ class Walk:
         if level is None:
             pairs = zip(self.risk_groups, self.loss, strict=True)
             return min(conformal(loss, group.units, alpha) for group, loss in pairs)
-        hopeful = slice(
-            count_leading(self.worst(alpha) < 1)
-        )  # more is lost than is allowed: there the walk ends anyhow
-        return fixed_sequence(self.p_values(alpha, level, proof, hopeful).max(axis=0), level)
+        tried = slice(None)
+        if any(_bet_on(group, proof) for group in self.risk_groups):
+            tried = slice(count_leading(self.worst(alpha) < 1))  # more is lost than is allowed: no bets on that
+        return fixed_sequence(self.p_values(alpha, level, proof, tried).max(axis=0), level)
 
     def p_values(self, alpha: float, level: float, proof: Proof, places: slice = slice(None)) -> Curve:
         """[groups, G] or those of these places in the walk only."""
         found = []
         for group, loss in zip(self.risk_groups, self.loss, strict=True):
-            if group.binary or proof.bound == "hoeffding_bentkus":
-                found.append(p_values(loss[places], group.units, alpha, group.binary))
-            else:
+            if _bet_on(group, proof):
                 blocks = self._unit_losses(group, places, proof.order(group.units))
                 found.append(betting_p_values(blocks, group.units, alpha, level))
+            else:
+                found.append(p_values(loss[places], group.units, alpha, group.binary))
         return np.stack(found)
 
     def variance(self, number: int, place: int) -> float:
@@ -93,6 +93,10 @@ class Walk:
     def worst(self, allowed: float | Curve) -> Curve:
         """[G] the loss of the group that is worst off, by what is allowed to it, [groups, 1] or one number."""
         return np.asarray((self.loss / self.units / allowed).max(axis=0))
+
+
+def _bet_on(group: RiskGroup, proof: Proof) -> bool:
+    return proof.bound == "betting" and not group.binary
 
 
 def walk_thresholds(

@@ -7,7 +7,7 @@ import sys
 from loopscope.errors import UserError
 
 
-def main() -> None:
+def run_lm_eval() -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
 
@@ -20,7 +20,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        run_lm_eval()
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.config import Settings
 from loopscope.errors import UserError
+from loopscope.harness.task_names import check_tasks
 from loopscope.questions import BENCHMARKS
 from loopscope.questions.lm_eval_tasks import (
     reading_benchmark,
@@ -71,7 +72,7 @@ def evaluate(
     from lm_eval import simple_evaluate
 
     before = dict(model.used)
-    with templates_compiled_once(), _prepared(tasks, data) as prepared:
+    with templates_compiled_once(), _environment_left_alone(), _prepared(tasks, data) as prepared:
         _check_shots(prepared.tasks, shots)
         evaluated = simple_evaluate(
             model,
@@ -97,6 +98,19 @@ def evaluate(
             if (new := count - count_before)
         },
     )
+
+
+@contextmanager
+def _environment_left_alone() -> Iterator[None]:
+    """lm_eval asks git and pip about the machine, for what is not used here; git complains where there is none."""
+    from lm_eval import evaluator
+
+    functions = evaluator.get_git_commit_hash, evaluator.add_env_info
+    evaluator.get_git_commit_hash, evaluator.add_env_info = (lambda: None), (lambda storage: None)
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash, evaluator.add_env_info = functions
 
 
 @dataclass(frozen=True)
@@ -168,10 +182,8 @@ def _local(name: str, data: Path, folder: Path, manager: Any) -> Any:
         if name == benchmark.name or name in benchmark.tasks:
             break
     else:
-        raise UserError(
-            f"A folder of data is read for {', '.join(BENCHMARKS)}; for '{name}' write a task definition that names "
-            "its files, and give its path as the task."
-        )
+        check_tasks([name], data)
+        raise AssertionError(f"{name} is a benchmark")
     found: dict[str, Any] = {}
     with reading_benchmark(benchmark.title, data):
         for subject in subjects_of(benchmark, data):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.config import Positions, Vocabulary, build, digest, read_json
+from loopscope.config import digest, read_json
 from loopscope.errors import UserError
+from loopscope.models.configuration import CONFIG, INDEX, WEIGHTS, ModelType, read_checkpoint_config
 from loopscope.models.contract import LoopedModel
 from loopscope.models.device import check_device
 from loopscope.models.gates import Gate
@@ -29,39 +30,15 @@ from loopscope.models.huginn import Huginn, read_huginn_config
 from loopscope.models.looped_llama import SOURCES, LoopedLlama, read_looped_llama_config
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.run_hashes import check_hashes, known_sha256
-from loopscope.models.transformer import LoopedTransformer, TransformerSettings
+from loopscope.models.transformer import LoopedTransformer
 from loopscope.reading import is_plain_name
 from loopscope.writing import atomic_file, write_json
-
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
 
 BESIDE_WEIGHTS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("generation_config.json", "chat_template.jinja"),
 )
 """What a checkpoint may have beside its configuration and weights, and keeps when another is made of it."""
-
-
-class ModelType(msgspec.Struct, frozen=True):
-    model_type: str
-
-
-class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The `config.json` of LoopScope's own checkpoints."""
-
-    model_type: Literal["loopscope"] = "loopscope"
-    schema_version: Literal[1] = 1
-    vocab_size: Vocabulary
-    block_size: Positions
-    model: TransformerSettings
-    run: dict[str, Any]  # the settings of the run that trained it
-
-
-class _Trained(msgspec.Struct, frozen=True):
-    model: TransformerSettings
 
 
 class ShardIndex(msgspec.Struct, frozen=True):
@@ -102,16 +79,6 @@ def model_without_weights(path: Path) -> LoopedModel:
         raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {', '.join(_BUILDERS)}{loops}.")
     with torch.device("meta"):
         return _BUILDERS[kind](path)
-
-
-def read_checkpoint_config(folder: Path) -> CheckpointConfig:
-    config = read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")
-    if "model" in config.run and build(_Trained, config.run, f"{folder / CONFIG}: run").model != config.model:
-        raise UserError(
-            f"{folder / CONFIG} contradicts itself: its model is not that of the run's settings; put the file back as "
-            "training wrote it."
-        )
-    return config
 
 
 def _own(folder: Path) -> LoopedModel:

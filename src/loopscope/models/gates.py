@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-GateKind = Literal["none", "linear", "mlp"]
+from loopscope.models.configuration import GateKind
 
 
 class Gate(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loopscope.arguments import as_path
 from loopscope.errors import UserError
-from loopscope.reading import is_folder
+from loopscope.reading import is_folder, near
 
 _DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,7 +21,7 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
         return path
     name, _, pinned = str(source).partition("@")
     if not _NAME.fullmatch(name) or str(source).startswith("."):
-        raise UserError(f"There is no folder {path}; give the folder of a checkpoint, or its name on the Hub.")
+        raise UserError(f"There is no folder {path}{near(path)}; give that of a checkpoint, or its name on the Hub.")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

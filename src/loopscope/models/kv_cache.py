@@ -110,8 +110,8 @@ class KVCache:
         self.rows = len(rows)
         for key, found in self._keys_values.items():
             self._keys_values[key] = KeysValues(*(stored.index_select(1, rows.to(stored.device)) for stored in found))
-        for name, stored in self._states.items():
-            self._states[name] = stored.index_select(0, rows.to(stored.device))
+        for name, states in self._states.items():
+            self._states[name] = states.index_select(0, rows.to(states.device))
 
     @property
     def nbytes(self) -> int:

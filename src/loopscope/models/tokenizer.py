@@ -23,8 +23,7 @@ def load_tokenizer(source: str | Path) -> Any:
         from transformers import PreTrainedTokenizerFast
     except ImportError:
         raise UserError("Text needs transformers; install it with: pip install 'loopscope[lm]'.") from None
-    if is_folder(Path(source)) and not (Path(source) / FILE).is_file():
-        raise UserError(f"{source} has no {FILE}; put the model's tokenizer files there.")
+    require_tokenizer(source)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(source))
         tokenizer.eos_token_id  # noqa: B018 - of the wrong type where the file is wrong
@@ -34,6 +33,12 @@ def load_tokenizer(source: str | Path) -> Any:
     except BaseException as error:  # the Hub out of reach, or a file that is no tokenizer, over which Rust may panic
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"No tokenizer could be read from {source} ({reason}).") from None
+
+
+def require_tokenizer(source: str | Path) -> None:
+    """Refuses a folder without one."""
+    if is_folder(Path(source)) and not (Path(source) / FILE).is_file():
+        raise UserError(f"{source} has no {FILE}; put the model's tokenizer files there.")
 
 
 def stop_tokens(tokenizer: Any, configured: Collection[int] = ()) -> set[int]:

@@ -7,37 +7,19 @@ Shapes: B rows, P tokens of all rows, D width, V vocabulary.
 """
 
 import math
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Layers, Loops, Positions, Settings, Width
 from loopscope.models.attention import Rotary
 from loopscope.models.cached_attention import cached_attention
+from loopscope.models.configuration import TransformerSettings
 from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
-from loopscope.models.gates import Gate, GateKind
+from loopscope.models.gates import Gate
 from loopscope.models.layout import Layout
 from loopscope.models.packed_attention import packed_attention_at
 
 _ROTARY_BASE = 10_000.0
-
-
-class TransformerSettings(Settings, frozen=True, kw_only=True):
-    """Defaults are the paper's."""
-
-    layers: Layers = 4
-    heads: Width = 4
-    width: Width = 512
-    loops: Loops = 6
-    block_size: Positions | None = None  # None: as many positions as the task needs
-    bias: bool = True
-    gate: GateKind = "none"
-    positions: Literal["rotary", "learned"] = "rotary"
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads or (self.positions == "rotary" and self.width // self.heads % 2):
-            raise ValueError(f"width {self.width} does not divide into {self.heads} heads of an even width")
 
 
 class LoopedTransformer(LoopedModel):

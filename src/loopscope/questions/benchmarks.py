@@ -10,7 +10,7 @@ import msgspec
 
 from loopscope.arguments import as_count
 from loopscope.config import Settings
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 
 Metric = Literal["acc", "acc_norm"]
 Split = Literal["train", "validation", "test"]
@@ -106,6 +106,8 @@ BENCHMARKS = {
 def benchmark_named(name: str, shots: int | None = None) -> Benchmark:
     """With so many few-shot examples in place of the paper's."""
     if not isinstance(name, str) or name not in BENCHMARKS:
-        raise UserError(f"There is no benchmark '{name}'; there are {', '.join(BENCHMARKS)}.")
+        raise UserError(
+            f"There is no benchmark '{name}'{did_you_mean(str(name), BENCHMARKS)}; there are {', '.join(BENCHMARKS)}."
+        )
     found = BENCHMARKS[name]
     return found if shots is None else msgspec.structs.replace(found, shots=as_count(shots, "shots", 0))

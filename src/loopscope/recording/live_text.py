@@ -92,7 +92,7 @@ def record_live(
     provenance |= {
         "thresholds": planned.thresholds.tolist(),
         "rule": _identity(planned.rule),
-        "asked": None if isinstance(what, ExitPolicy) else plain(what),
+        "risk_target": None if isinstance(what, ExitPolicy) else plain(what),
         "seed": seed,
         "batch_size": batch_size,
     }
@@ -219,7 +219,7 @@ class _Run:
         assert predicted.sum() == planned.tested.num_examples
 
     def candidate(self, place: int) -> tuple[Integers, Integers]:
-        """[N] the loops that every token took, and what it said."""
+        """[N] the loops that every token took, and what it predicted."""
         loops = np.zeros(self._planned.tested.num_examples, dtype=np.int64)
         predictions = np.zeros_like(loops)
         for number, group in enumerate(self._groups):
@@ -242,13 +242,13 @@ class _Run:
         for window in group.tolist():
             tokens = windows.tokens[windows.starts[window] : windows.starts[window] + windows.lengths[window]]
             prompts.append(Prompt(window, tokens[:1], tokens[1:]))
-        rows, loops, said = [], [], []
+        rows, loops, predicted = [], [], []
         written = dict.fromkeys(group.tolist(), 0)
         for token in stream(self._model, prompts, policy, cache=self._cache, batch_size=self._rows, with_logits=True):
             assert token.logits is not None
             rows.append(int(self._starts[token.key]) + written[token.key])
             loops.append(token.loops)
-            said.append(likeliest_classes(token.logits))
+            predicted.append(likeliest_classes(token.logits))
             written[token.key] += 1
-        predictions = torch.stack(said).cpu().numpy()
+        predictions = torch.stack(predicted).cpu().numpy()
         return {"rows": np.array(rows), "loops": np.array(loops), "predictions": predictions.astype(np.int64)}

@@ -234,6 +234,29 @@ def extrapolation_levels(settings: RunSettings) -> range:
     return range(first, fitting)
 
 
+_DIFFERS = {
+    "split": "of another split",
+    "weights_sha256": "of another model",
+    "precision": "in another precision",
+    "dtype": "in another precision",
+    "run": "of another run",
+    "text_sha256": "of other texts",
+    "context": "with another context",
+    "examples": "with another number of examples",
+    "documents": "with another number of documents",
+    "levels": "of other difficulties",
+    "benchmark": "of another benchmark",
+    "questions_sha256": "of other questions",
+    "lm_eval": "by another version of lm_eval",
+    "shard": "of another part",
+    "state": "of other states",
+    "asked": "for another promise",
+    "keeps_logits": "with logits in one of them only",
+    "keeps_hidden": "with hidden states in one of them only",
+}
+"""How another recording differs, in words; the rest is called as it is."""
+
+
 def holds_same(out: Path, kind: str, files: Collection[str], expected: Mapping[str, Any]) -> bool:
     """Whether `out` holds an artifact of this kind that says this of itself; one that says otherwise is refused."""
     remove_leftovers(out)
@@ -249,9 +272,8 @@ def holds_same(out: Path, kind: str, files: Collection[str], expected: Mapping[s
     found = {**manifest.contents, **manifest.provenance}
     changed = [name for name, value in expected.items() if found.get(name) != value]
     if changed:
-        raise UserError(
-            f"{out} holds another {kind} (different {', '.join(changed)}); choose another --out, or remove it."
-        )
+        differs = ", ".join(dict.fromkeys(_DIFFERS.get(name, f"with another {name}") for name in changed))
+        raise UserError(f"{out} holds another {kind} ({differs}); choose another --out, or remove it.")
     return True
 
 

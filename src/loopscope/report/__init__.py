@@ -24,6 +24,7 @@ class _Report(ModuleType):
         reference: str | None = None,
         targets: "Sequence[float | Target] | None" = None,
         policies: "Mapping[str, Sequence[ExitPolicy]] | None" = None,
+        style: str = "page",
     ) -> Path:
         """See `loopscope.report.write.report`."""
         from loopscope.errors import UserError
@@ -33,7 +34,7 @@ class _Report(ModuleType):
         except ImportError as error:
             needed = f"The report needs {error.name}; install it with: pip install 'loopscope[report]'."
             raise UserError(needed) from None
-        return report(models, out, reference, targets, policies)
+        return report(models, out, reference, targets, policies, style)
 
 
 sys.modules[__name__].__class__ = _Report

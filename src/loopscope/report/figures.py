@@ -1,10 +1,14 @@
-"""The figures of a report that show every model, and the panels that they are made of."""
+"""The figures of a report that show every model, and the panels that they are made of.
+
+Runs that differ in their seed only share a panel.
+"""
 
 from collections.abc import Iterable, Sequence
 
 from loopscope.analysis.schema import Binned, ModelResult, Results
 from loopscope.exits.signals import CONVERGENCE, STOPPER
-from loopscope.report.charts import Binning, Line, Panel, Specification, difficulty_chart, frontiers, in_rows
+from loopscope.report.charts import Drawing, difficulty_chart, frontiers
+from loopscope.report.curves import Binning, Line, Panel
 
 SIGNAL_TITLES = {
     "entropy": "entropy",
@@ -12,67 +16,83 @@ SIGNAL_TITLES = {
     "kl": "predictive KL",
     "hidden_change": "hidden-state displacement",
 }
+Seeds = Sequence[ModelResult]
+"""Runs that differ in their seed only."""
 
 
-def every_frontier(results: Results) -> Specification | None:
-    """Without learned stoppers, which mostly lie on the best single readout; tables and the page have them."""
-    panels = []
-    for model in results.models:
-        names = [each.readout for each in model.frontiers if not each.readout.startswith(STOPPER)]
-        panels.append(frontier_panel(model.label, readout_lines(model, names), model))
-    return frontiers(panels)
+def every_group(results: Results) -> list[tuple[str, Seeds]]:
+    models = {model.name: model for model in results.models}
+    groups = [(group, [models[name] for name in group.names]) for group in results.groups]
+    return [(group.label if len(seeds) > 1 else seeds[0].label, seeds) for group, seeds in groups]
 
 
-def every_forced_exit(results: Results) -> Specification | None:
-    return forced_exits(in_rows([(model.label, model) for model in results.models], 2))
+def every_frontier(results: Results) -> Drawing | None:
+    """Those that validation chooses first; without learned stoppers, which mostly lie on the best single readout."""
+    groups = every_group(results)
+    best = [model.diagnosis.best_readout for _, seeds in groups for model in seeds]
+    known = [each.readout for _, seeds in groups for each in seeds[0].frontiers]
+    names = dict.fromkeys(["fixed", "gate", "oracle", *sorted(best, key=best.count, reverse=True), *known])
+    shown = [name for name in names if not name.startswith(STOPPER)]
+    return frontiers([frontier_panel(label, readout_lines(seeds, shown), seeds) for label, seeds in groups])
 
 
-def every_exit_distribution(results: Results) -> Specification | None:
-    return exit_distributions(in_rows([(model.label, model) for model in results.models if model.exit_distribution], 2))
+def every_forced_exit(results: Results) -> Drawing | None:
+    return forced_exits(every_group(results))
 
 
-def every_signal(results: Results) -> Specification | None:
-    rows = [signal_panels(model, SIGNAL_TITLES, f"{model.label}: ") for model in results.models]
-    return difficulty_chart(rows, shared=False)
+def every_exit_distribution(results: Results) -> Drawing | None:
+    return exit_distributions(every_group(results))
 
 
-def frontier_panel(title: str, lines: list[Line], model: ModelResult) -> Panel:
-    return Panel(title, lines, len(model.forced_accuracy), model.diagnosis.target.reached)
+def every_signal(results: Results) -> Drawing | None:
+    rows = [signal_panels(seeds, SIGNAL_TITLES, f"{label}: ") for label, seeds in every_group(results)]
+    per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1 else None
+    return difficulty_chart([panel for row in rows for panel in row], shared=False, per_row=per_row)
 
 
-def readout_lines(model: ModelResult, readouts: Iterable[str]) -> list[Line]:
-    return [Line.of(frontier) for name in readouts if (frontier := model.frontier(name)) is not None]
+def frontier_panel(title: str, lines: list[Line], seeds: Seeds) -> Panel:
+    targets = [model.diagnosis.target.accuracy for model in seeds]
+    return Panel(title, lines, len(seeds[0].forced_accuracy), sum(targets) / len(targets))
 
 
-def signal_panels(
-    model: ModelResult, names: Iterable[str], prefix: str, more: dict[str, Binned] | None = None
-) -> list[Binning]:
-    """`more` continues the difficulties of the test split."""
+def readout_lines(seeds: Seeds, readouts: Iterable[str]) -> list[Line]:
+    return [line for name in readouts if (line := readout_line(seeds, name)) is not None]
+
+
+def readout_line(seeds: Seeds, readout: str, name: str | None = None) -> Line | None:
+    found = [frontier for model in seeds if (frontier := model.frontier(readout)) is not None]
+    return Line.of(found, name) if found else None
+
+
+def signal_panels(seeds: Seeds, names: Iterable[str], prefix: str, harder: bool = False) -> list[Binning]:
+    """`harder` continues the difficulties of the test split with those beyond training's."""
     panels = []
     for name in names:
-        if name in model.signals:
-            table = model.signals[name]
-            if more is not None:
-                extra = more[name]
-                table = Binned(table.levels + extra.levels, table.counts + extra.counts, table.values + extra.values)
-            panels.append(
-                Binning(prefix + SIGNAL_TITLES[name], SIGNAL_TITLES[name], table, 2 if name in CONVERGENCE else 1)
-            )
+        if all(name in model.signals for model in seeds):
+            tables = [_continued(model, name) if harder else model.signals[name] for model in seeds]
+            title = SIGNAL_TITLES[name]
+            panels.append(Binning(prefix + title, title, tables, 2 if name in CONVERGENCE else 1))
     return panels
 
 
-def forced_exits(rows: Iterable[Sequence[tuple[str, ModelResult]]]) -> Specification | None:
-    panels = [[Binning(title, "accuracy", model.forced_accuracy_by_difficulty) for title, model in row] for row in rows]
-    return difficulty_chart(panels, percent=True)
+def _continued(model: ModelResult, name: str) -> Binned:
+    table = model.signals[name]
+    if model.extrapolation is None:
+        return table
+    more = model.extrapolation.signals[name]
+    values, low, high = table.values + more.values, table.low + more.low, table.high + more.high
+    return Binned(table.levels + more.levels, table.counts + more.counts, values, low, high)
 
 
-def exit_distributions(rows: Iterable[Sequence[tuple[str, ModelResult]]]) -> Specification | None:
+def forced_exits(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
     panels = [
-        [
-            Binning(title, "exit probability", model.exit_distribution)
-            for title, model in row
-            if model.exit_distribution is not None
-        ]
-        for row in rows
+        Binning(title, "accuracy", [model.forced_accuracy_by_difficulty for model in seeds]) for title, seeds in groups
     ]
     return difficulty_chart(panels, percent=True)
+
+
+def exit_distributions(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
+    named = [
+        (title, [model.exit_distribution for model in seeds if model.exit_distribution]) for title, seeds in groups
+    ]
+    return difficulty_chart([Binning(title, "exit probability", each) for title, each in named if each], percent=True)

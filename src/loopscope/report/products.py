@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from loopscope.analysis.schema import Results
 from loopscope.errors import UserError
 from loopscope.report import figures, tables
-from loopscope.report.charts import Specification
+from loopscope.report.charts import Drawing
 from loopscope.report.tables import Table
 
 
@@ -19,12 +19,12 @@ class Product:
     note: str
     paper: str  # what it is the counterpart of, or nothing
     table: Table | None = None
-    figure: Specification | None = None
+    figure: Drawing | None = None
 
 
 @dataclass(frozen=True)
 class Figure:
-    make: Callable[[Results], Specification | None]
+    make: Callable[[Results], Drawing | None]
     title: str
     note: str
     label: str = ""  # of what it is the counterpart of
@@ -73,7 +73,8 @@ class Catalogue:
 
 CURVES = (
     "Test accuracy against average loops as each readout's threshold is swept; the upper left is better. Dashed: the "
-    "target accuracy. The oracle exits at the first correct loop. "
+    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries: tables and the "
+    "page have the other readouts. "
 )
 SIGNALS = "Bin means of the signals at every loop. Convergence signals compare a loop with the one before: no loop 1. "
 

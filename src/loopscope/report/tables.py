@@ -27,18 +27,22 @@ class Table:
 def headline(results: Results) -> Table:
     """What a reader looks for first: the depth each model needs, and the part that is to blame."""
     target = results.targets[0]
+    relative = next((each for each in results.targets if each.accuracy is None), target)
     models = {model.name: model for model in results.models}
     rows = []
     for group in results.groups:
         members = [models[name] for name in group.names]
+        at = f" @{percent_text(min(model.targets[relative.key].reached for model in members))}"
         best = [model.diagnosis.best_readout for model in members]
         depths = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
         verdicts = Counter(model.verdict for model in members)
         lower = read_lower(members, target)
+        fallback = [_depth_of(model, readout, relative.key) for model, readout in zip(members, best, strict=True)]
+        own = {name: values[relative.key] for name, values in group.depth_at.items()}
         shown = [
-            f"{group.depth_at['fixed'][target.key]}{lower}",
-            f"{group.depth_at['gate'][target.key]}{lower}" if "gate" in group.depth_at else "no gate",
-            f"{over_seeds(depths)}{lower}, {'/'.join(dict.fromkeys(best))}",
+            _depth_or(group.depth_at["fixed"][target.key], lower, own["fixed"], at),
+            _depth_or(group.depth_at["gate"][target.key], lower, own["gate"], at) if "gate" in own else "no gate",
+            f"{_depth_or(over_seeds(depths), lower, over_seeds(fallback), at)}, {'/'.join(dict.fromkeys(best))}",
         ]
         rows.append(
             [
@@ -48,7 +52,9 @@ def headline(results: Results) -> Table:
                 ", ".join(name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()),
             ]
         )
-    missed = "N/A: none does" if target.accuracy is not None else "@: at a lower one, where test data do not reach it"
+    missed = "@: at a lower one, where test data do not reach it"
+    if target.accuracy is not None:
+        missed = "N/A: none does" if relative is target else f"@: where none does, that of {relative.label}"
     note = (
         f"Least average loops on the test curve that reach {target.meaning} ({missed}), with a fixed depth, with the "
         "model's own gate, and with the readout that validation data choose. Over several seeds: mean ± sample "
@@ -56,6 +62,11 @@ def headline(results: Results) -> Table:
     )
     columns = ["model", "best loop", "fixed depth", "own gate", "best readout", "to blame"]
     return Table(f"{target.label} and the part to blame", note, columns, rows)
+
+
+def _depth_or(depth: OverSeeds, lower: str, other: OverSeeds, at: str) -> str:
+    """A depth, or where no seed has it the one at a relative target, and at which accuracy that is."""
+    return f"{other}{at}" if depth.mean is None and other.mean is not None else f"{depth}{lower}"
 
 
 def _depth_of(model: ModelResult, readout: str, target: str) -> float | None:
@@ -217,8 +228,8 @@ def paired_table(results: Results) -> Table | None:
         [
             model.label,
             f"{each.first} - {each.second}",
-            f"{100 * each.accuracy.value:+.2f} [{100 * each.accuracy.low:+.2f}, {100 * each.accuracy.high:+.2f}]",
-            f"{each.loops.value:+.2f} [{each.loops.low:+.2f}, {each.loops.high:+.2f}]",
+            f"{100 * each.accuracy.value:+z.2f} [{100 * each.accuracy.low:+z.2f}, {100 * each.accuracy.high:+z.2f}]",
+            f"{each.loops.value:+z.2f} [{each.loops.low:+z.2f}, {each.loops.high:+z.2f}]",
             f"{each.only_first_right:,} / {each.only_second_right:,}",
         ]
         for model in results.models
@@ -296,7 +307,7 @@ def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
 def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
     if gap is None:
         return absent
-    text = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]"
+    text = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]"
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
         shares = f" ({gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%})" if with_shares else ""
         return f"{text} @{percent_text(gap.accuracy)}{shares}"

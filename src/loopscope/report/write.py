@@ -12,6 +12,7 @@ from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.splits import is_pair
 from loopscope.report.charts import write_figure
+from loopscope.report.layout import figure_style
 from loopscope.report.markdown import markdown
 from loopscope.report.page import render
 from loopscope.report.page.data import Marker
@@ -28,17 +29,19 @@ def report(
     reference: str | None = None,
     targets: Sequence[float | Target] | None = None,
     policies: Mapping[str, Sequence[ExitPolicy]] | None = None,
+    style: str = "page",
 ) -> Path:
     """Writes a report on models by name, each with its validation and test recordings, and returns its page.
 
     `reference` names the model whose trajectory is the measure. Without targets it is made at 1 point below full
-    depth. `policies` are calibrated ones, by model.
+    depth. `policies` are calibrated ones, by model. `style="paper"` writes figures as wide as a column.
     """
     if not isinstance(models, Mapping) or not all(map(is_pair, models.values())):
         raise UserError('A report is of models by name, each with two recordings: {"mine": (validation, test)}.')
     own = {} if policies is None else policies
     check_mapping(models, "models")
     check_mapping(own, "policies")
+    figure_style(style)
     out = as_path(out, "The folder of a report")
     if any(
         not isinstance(each, ExitPolicy) for policy in own.values() for each in check_kind(policy, Sequence, *_LIST)
@@ -51,7 +54,7 @@ def report(
         raise UserError("A report needs at least one model: a name, and its validation and test recordings.")
     results, details = analyse_models(sources, reference, targets)
     command = f"loopscope.report(models, {str(out)!r})"
-    return write_report(results, details, OVERVIEW.make(results, ["overview"]), Path(out), command)
+    return write_report(results, details, OVERVIEW.make(results, ["overview"]), Path(out), command, style=style)
 
 
 def write_report(
@@ -62,14 +65,18 @@ def write_report(
     command: str,
     again: str = "",
     markers: Sequence[Marker] = (),
+    style: str = "page",
 ) -> Path:
-    """Writes the report and returns its page; for command, again and markers see `page.render`."""
+    """Writes the report and returns its page; for command, again and markers see `page.render`.
+
+    The style is that of the figures' files: the page has its own.
+    """
     with only_writer(folder):
         remove_scratch(folder)
         write_json(folder / "results.json", results)
         for each in products:
             if each.figure is not None:
-                write_figure(each.figure, folder, each.name)
+                write_figure(each.figure, folder, each.name, style)
         write_bytes(folder / "tables.md", markdown(products).encode())
         write_bytes(folder / "report.html", render(results, details, products, command, again, markers).encode())
     return folder / "report.html"

@@ -154,7 +154,7 @@ def ouro_refitted(results: Results) -> Table | None:
         for gap in each.result.fitted_gaps:
             fitted, other = each.result.frontier(gap.first), each.result.frontier(gap.second)
             if fitted is not None and other is not None:
-                more = f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}] @{100 * gap.accuracy:g}%"
+                more = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}] @{100 * gap.accuracy:g}%"
                 points = [gap.second, _at(other), gap.first, _at(fitted)]
                 rows.append([each.benchmark.model, each.benchmark.title, *points, more])
     note = (

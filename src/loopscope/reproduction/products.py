@@ -4,19 +4,18 @@ from dataclasses import replace
 from functools import partial
 
 from loopscope.analysis.schema import Results
-from loopscope.report.charts import Specification
+from loopscope.report.charts import Drawing
 from loopscope.report.products import CURVES, OVERVIEW, SIGNALS, Catalogue, Figure, Recipe, TableOf
 from loopscope.report.tables import Table
 from loopscope.reproduction import figures, ouro_tables, tables
 from loopscope.reproduction.published import published
 from loopscope.reproduction.variants import GEOMETRIC, UNIFORM, on_paper_grid
 
-_FIRST = "One seed (the first) is drawn. "
-_FRONTIERS, _SIGNALS = CURVES + _FIRST, SIGNALS + _FIRST
-_GATES = CURVES + "Readouts without a gate run on the fixed-prior trajectory, gates on their own. " + _FIRST
-_FORCED = "Accuracy of every loop, without any exit rule. " + _FIRST
-_EXITS = "How the gates spread their exits over the loops. " + _FIRST
-_BEYOND = SIGNALS + "Difficulties beyond those of training are included. " + _FIRST
+_FRONTIERS, _SIGNALS = CURVES, SIGNALS
+_GATES = CURVES + "Readouts without a gate run on the fixed-prior trajectory, gates on their own. "
+_FORCED = "Accuracy of every loop, without any exit rule. "
+_EXITS = "How the gates spread their exits over the loops. "
+_BEYOND = SIGNALS + "Difficulties beyond those of training are included. "
 
 PAPER: dict[str, Recipe] = {
     "teaser": Figure(figures.teaser, "Teaser", _FRONTIERS, "fig:teaser"),
@@ -204,7 +203,7 @@ def _on_grid(recipe: Recipe) -> Recipe:
     return replace(recipe, make=partial(_table_on_grid, recipe))
 
 
-def _figure_on_grid(recipe: Figure, results: Results) -> Specification | None:
+def _figure_on_grid(recipe: Figure, results: Results) -> Drawing | None:
     return recipe.make(on_paper_grid(results))
 
 

@@ -127,7 +127,7 @@ def posthoc_gaps(results: Results) -> Table | None:
                     f"{gap.first} - {gap.second}",
                     f"{100 * gap.accuracy:g}%",
                     str(values),
-                    f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]",
+                    f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]",
                     f"{sum(each.sign < 0 for each in over)}, {sum(each.sign > 0 for each in over)}",
                 ]
             )

@@ -18,7 +18,7 @@ from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readout_kind
 from loopscope.exits.risk_target import AUTO, RiskTarget
-from loopscope.models.checkpoint import CONFIG
+from loopscope.models.configuration import CONFIG
 from loopscope.objectives import Objective
 from loopscope.questions import BENCHMARKS, Split
 from loopscope.recording import extrapolation_levels
@@ -31,8 +31,8 @@ from loopscope.studies.study_file import (
     Study,
     StudyPart,
     StudyRun,
+    check_study,
     checkpoints_of,
-    read_study,
     runs_of,
     usual_objective,
 )
@@ -129,9 +129,7 @@ def make_plan(
 
     `a.b=c` overrides change every run of it, `changes` (models, benchmarks, data, limit, dtype) its checkpoints.
     """
-    study, beside = read_study(source)
-    if overrides and not study.parts:
-        raise UserError(f"'--set {overrides[0]}' changes training runs, and {source} has none.")
+    study, beside = check_study(source, overrides, changes or {})
     models = [model for part in study.parts for model in _models(part, study, beside, overrides, arithmetic)]
     for entry in checkpoints_of(study, changes or {}):
         models += _scored(entry, study, arithmetic)

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, plain, read_toml
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 from loopscope.exits.risk_target import RiskTarget
-from loopscope.models.gates import GateKind
+from loopscope.models.configuration import GateKind
 from loopscope.objectives import BUILT_IN, Objective
 from loopscope.questions import BENCHMARKS
 from loopscope.reading import is_file
@@ -163,8 +163,20 @@ def read_study(source: str) -> tuple[Study, Path]:
     shipped = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
     path = Path(str(folder / f"{source}.toml")) if source in shipped else Path(source)
     if not is_file(path):
-        raise UserError(f"There is no study '{source}'; give a TOML file, or one of: {', '.join(shipped)}.")
+        hint = did_you_mean(Path(source).stem, shipped)
+        raise UserError(f"There is no study '{source}'{hint}; give a TOML file, or one of: {', '.join(shipped)}.")
     return build(Study, read_toml(path), source), path.parent
+
+
+def check_study(source: str, overrides: list[str], changes: Mapping[str, Any]) -> tuple[Study, Path]:
+    """What `read_study` gives, after every run and checkpoint of it was read, without PyTorch."""
+    study, beside = read_study(source)
+    if overrides and not study.parts:
+        raise UserError(f"'--set {overrides[0]}' changes training runs, and {source} has none.")
+    checkpoints_of(study, changes)
+    for part in study.parts:
+        runs_of(part, beside, overrides)
+    return study, beside
 
 
 def checkpoints_of(study: Study, changes: Mapping[str, Any]) -> list[Checkpoints]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.config import Seed, Settings
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 from loopscope.tasks.draws import Draws, Integers
 
 SplitSize = Annotated[int, msgspec.Meta(ge=1, le=10**8)]
@@ -56,6 +56,11 @@ class Examples:
         for group in np.split(order, np.flatnonzero(np.diff(self.lengths[order])) + 1):
             for start in range(0, len(group), size):
                 yield group[start : start + size]
+
+
+def check_task_split(name: str) -> None:
+    if name not in SPLITS:
+        raise UserError(f"There is no split '{name}'{did_you_mean(name, SPLITS)}; choose one of {', '.join(SPLITS)}.")
 
 
 class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
@@ -109,8 +114,7 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
 
         `extrapolation` needs `levels` beyond the range of training.
         """
-        if name not in SPLITS:
-            raise UserError(f"There is no split '{name}'; choose one of {', '.join(SPLITS)}.")
+        check_task_split(name)
         if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
             raise UserError(
                 f"The extrapolation split needs difficulties above {self.levels[-1]}, the hardest of training."

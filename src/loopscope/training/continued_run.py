@@ -5,18 +5,18 @@ is held against the text, or against what a teacher says of it (distillation: KL
 Llama is the model that it was made from. The folder of the run is a checkpoint of the same kind as its start.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from loopscope.artifacts import sha256
-from loopscope.config import Count, Settings, build, plain, read_json, read_toml
+from loopscope.config import plain, read_json
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.checkpoint import (
@@ -28,38 +28,12 @@ from loopscope.models.checkpoint import (
     weights_sha256,
 )
 from loopscope.models.tokenizer import FILE as TOKENIZER
-from loopscope.objectives import GATED, Objective
+from loopscope.objectives import GATED
 from loopscope.training.adapters import add_adapters, merge_adapters
 from loopscope.training.language_run import TextRun, TokenLosses
 from loopscope.training.loop import TrainingRun
-from loopscope.training.settings import Training, overridden
+from loopscope.training.text_settings import ContinueSettings
 from loopscope.writing import write_bytes
-
-
-class Adapters(Settings, frozen=True, kw_only=True):
-    """Low-rank adapters in place of all weights."""
-
-    rank: Count = 16
-    alpha: Count = 32
-
-
-class ContinueSettings(Settings, frozen=True, kw_only=True):
-    context: Count = 256  # tokens of a window
-    targets: Literal["text", "teacher"] = "text"  # what each loop is held against
-    teacher_loops: Count = 1  # at which the teacher is read: a looped Llama's loop 1 is what it was made from
-    objective: Objective = Objective()
-    adapters: Adapters | None = None  # None: all weights are trained
-    training: Training = Training()
-    loops: Count | None = None  # those of the model, which the start says
-
-    @property
-    def num_loops(self) -> int:
-        assert self.loops is not None, "a run fills it in"
-        return self.loops
-
-
-def read_continue_settings(source: Path, overrides: Sequence[str]) -> ContinueSettings:
-    return build(ContinueSettings, overridden(read_toml(source), overrides), str(source))
 
 
 @dataclass(frozen=True)

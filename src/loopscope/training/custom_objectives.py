@@ -7,6 +7,8 @@ another run. Only training imports it (`load_objective`), and tries it on made-u
 Shapes: T loops, B rows.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib
 import importlib.util
@@ -17,23 +19,25 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import torch
 from msgspec import UNSET
-from torch import Tensor
 
 from loopscope.arguments import check_mapping
 from loopscope.config import build, digest
 from loopscope.errors import UserError, reason
 from loopscope.objectives import LoopLosses, Objective, Option
 
-LossFunction = Callable[[LoopLosses], Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LossFunction = Callable[[LoopLosses], "Tensor"]
 """The mean loss of a batch."""
 GateTraining = Literal["none", "joint", "decoupled"]
 """Whether a gate is trained, and whether what it learns reaches the states that it reads."""
-UserFunction = Callable[..., Tensor]
+UserFunction = Callable[..., "Tensor"]
 """Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
 
 
@@ -45,6 +49,9 @@ class CustomObjective:
 
     def __call__(self, loops: LoopLosses) -> Tensor:
         """Its random numbers follow from the run's seed and the step, so a resumed run draws the same ones."""
+        import torch
+        from torch import Tensor
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(digest([self.seed, loops.step])[:8], 16))
             try:
@@ -117,6 +124,8 @@ def try_objective(
     objective: LossFunction, loops: int, has_gate: bool, steps: int, device: torch.device
 ) -> GateTraining:
     """Tries it on made-up numbers, at the first step and the last; says how it would train a gate."""
+    import torch
+
     joint = decoupled = False
     for step in (0, steps - 1):
         rows = loops + 2  # not as many as loops: a loss [T] is no loss [B]

@@ -21,30 +21,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loopscope.artifacts import sha256
-from loopscope.config import (
-    Count,
-    Epsilon,
-    Layers,
-    Loops,
-    Positions,
-    RotaryBase,
-    Settings,
-    Vocabulary,
-    Width,
-    build,
-    plain,
-    read_toml,
-)
+from loopscope.config import plain
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
-from loopscope.models import LoopedModel, LoopState, Ouro, OuroConfig
+from loopscope.models import LoopedModel, LoopState, Ouro
 from loopscope.models.device import accumulator, upload
 from loopscope.models.tokenizer import FILE as TOKENIZER
-from loopscope.objectives import Objective, Unrolling
+from loopscope.objectives import Unrolling
 from loopscope.training.loop import BatchLosses, TrainingRun, epoch_rows
 from loopscope.training.run_folder import DATA_FILE
-from loopscope.training.settings import Training, overridden
-from loopscope.training.tokenizer import SMALLEST, TOKENIZER_CONFIG, train_tokenizer
+from loopscope.training.text_settings import PretrainSettings
+from loopscope.training.tokenizer import TOKENIZER_CONFIG, train_tokenizer
 from loopscope.writing import write_json
 
 _VALIDATED = 16
@@ -53,68 +40,6 @@ _EMBEDDING = 0.3
 """The spread of the first embeddings: at 1, PyTorch's, AdamW takes long to move them."""
 _END = 0
 """The token between documents."""
-
-
-class OuroShape(Settings, frozen=True, kw_only=True):
-    """The architecture, under the names of Ouro's `config.json`."""
-
-    hidden_size: Width = 256
-    intermediate_size: Width = 704
-    num_hidden_layers: Layers = 4
-    num_attention_heads: Width = 4
-    num_key_value_heads: Width | None = None  # default: as many as heads
-    total_ut_steps: Loops = 4
-    max_position_embeddings: Positions = 4_096
-    rope_theta: RotaryBase = 10_000.0
-    rms_norm_eps: Epsilon = 1e-6
-    tie_word_embeddings: bool = False
-
-
-class PretrainSettings(Settings, frozen=True, kw_only=True):
-    model: OuroShape = OuroShape()
-    vocab_size: Vocabulary = 4_096  # of the tokenizer that is trained
-    context: Count = 256  # tokens of a window
-    objective: Objective = Objective(name="learned_gate", prior="uniform", beta=0.05)
-    training: Training = Training()
-
-    def __post_init__(self) -> None:
-        if self.context > self.model.max_position_embeddings:
-            raise ValueError("context is longer than model.max_position_embeddings")
-        if self.vocab_size < SMALLEST:
-            raise ValueError(f"vocab_size must be at least {SMALLEST}: all bytes, and the special tokens")
-        self.ouro  # noqa: B018 - refuses a shape that Ouro does not have
-
-    @property
-    def ouro(self) -> OuroConfig:
-        shape, layers = self.model, self.model.num_hidden_layers
-        return OuroConfig(
-            **{**plain(shape), "num_key_value_heads": shape.num_key_value_heads or shape.num_attention_heads},
-            vocab_size=self.vocab_size,
-            hidden_act="silu",
-            head_dim=shape.hidden_size // shape.num_attention_heads,
-            attention_bias=False,
-            mlp_bias=False,
-            use_sliding_window=False,
-            layer_types=["full_attention"] * layers,
-        )
-
-    @property
-    def num_loops(self) -> int:
-        return self.model.total_ut_steps
-
-    @property
-    def flops(self) -> float:
-        """Multiply-adds x 2 of one training step, forward and backward; a token looks at half of its window."""
-        shape, ouro = self.model, self.ouro
-        keys = ouro.num_key_value_heads * ouro.head_width
-        layer = 2 * shape.hidden_size * (shape.hidden_size + keys) + 3 * shape.hidden_size * shape.intermediate_size
-        layer += shape.hidden_size * self.context
-        token = shape.num_hidden_layers * layer + shape.hidden_size * self.vocab_size
-        return 6.0 * self.objective.expected_loops(self.num_loops) * token * self.context * self.training.batch_size
-
-
-def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
-    return build(PretrainSettings, overridden(read_toml(source), overrides), str(source))
 
 
 @dataclass(frozen=True)

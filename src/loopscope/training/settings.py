@@ -20,11 +20,10 @@ from loopscope.config import (
     read_toml,
     with_overrides,
 )
-from loopscope.errors import UserError
-from loopscope.models import TransformerSettings, read_checkpoint_config
-from loopscope.models.checkpoint import CONFIG, ModelType
+from loopscope.errors import UserError, did_you_mean
+from loopscope.models.configuration import CONFIG, ModelType, TransformerSettings, read_checkpoint_config
 from loopscope.objectives import GATED, Objective
-from loopscope.reading import is_file, is_folder
+from loopscope.reading import is_file, is_folder, near
 from loopscope.tasks import Mano, Parity
 
 
@@ -116,7 +115,7 @@ def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 def read_run_settings(run: Path) -> RunSettings:
     """The settings of the run in a folder."""
     if not is_folder(run):
-        raise UserError(f"There is no folder {run}; give the folder of a finished run.")
+        raise UserError(f"There is no folder {run}{near(run)}; give the folder of a finished run.")
     kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
     if kind != "loopscope":
         raise UserError(f"{run} is a checkpoint of type '{kind}', not a LoopScope run: it has no task of its own.")
@@ -139,5 +138,6 @@ def _tables(source: str) -> dict[str, Any]:
     if source in presets():
         return read_toml(Path(str(files("loopscope") / "presets" / f"{source}.toml")))
     if not is_file(Path(source)):
-        raise UserError(f"'{source}' is neither a preset ({', '.join(presets())}) nor a TOML file.")
+        hint = did_you_mean(source, presets())
+        raise UserError(f"'{source}'{hint} is neither a preset ({', '.join(presets())}) nor a TOML file.")
     return read_toml(Path(source))

@@ -48,6 +48,7 @@ def adaptive_decoding(
     generation_config: GenerationConfig,
     policy: ExitPolicy,
     cache: CacheMode,
+    lossless: bool = False,
     streamer: Any = None,
     **inputs: Any,
 ) -> Tensor | AdaptiveGenerateOutput:
@@ -69,6 +70,7 @@ def adaptive_decoding(
         stop=() if ends is None else ends.flatten().tolist(),
         cache=cache,
         sampling=_sampling(generation_config),
+        lossless=lossless,
         batch_size=len(rows),
     ):
         found[token.key].append((token.token, token.loops))

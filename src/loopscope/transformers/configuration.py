@@ -4,15 +4,20 @@ The keys are those of the Hub. What of them a network depends on, and which valu
 network (`loopscope.models`): these classes only carry them.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 
 class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Base of the configurations; every key of the file is an attribute."""
+    """Base of the configurations; every key of the file is an attribute.
 
-    keys_to_ignore_at_inference = ("past_key_values",)
+    A file may not name its architecture; vLLM asks for it.
+    """
+
+    architecture: ClassVar[str]
+
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers adds to a list
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # of the code beside the Hub's weights, which is not used and not saved
@@ -21,14 +26,15 @@ class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
             theta = {"rope_theta": kwargs.pop("rope_theta")} if "rope_theta" in kwargs else {}
             kwargs["rope_parameters"] = {**scaling, **theta, **(kwargs.get("rope_parameters") or {})}
         super().__post_init__(**kwargs)
+        self.architectures: list[str] = getattr(self, "architectures", None) or [self.architecture]
 
 
 class OuroPretrainedConfig(LoopedPretrainedConfig):
-    model_type = "ouro"
+    model_type, architecture = "ouro", "OuroForCausalLM"
 
 
 class HuginnPretrainedConfig(LoopedPretrainedConfig):
-    model_type = "huginn_raven"
+    model_type, architecture = "huginn_raven", "RavenForCausalLM"
     attribute_map = {  # noqa: RUF012 - transformers' own way
         "hidden_size": "n_embd",
         "num_attention_heads": "n_heads",
@@ -38,4 +44,4 @@ class HuginnPretrainedConfig(LoopedPretrainedConfig):
 
 
 class LoopedLlamaPretrainedConfig(LoopedPretrainedConfig):
-    model_type = "looped_llama"
+    model_type, architecture = "looped_llama", "LoopedLlamaForCausalLM"

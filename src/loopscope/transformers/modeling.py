@@ -302,20 +302,24 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         *args: Any,
         policy: ExitPolicy | str | Path | None = None,
         cache: CacheMode = "full",
+        lossless: bool = False,
         streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As transformers does it; with an exit policy, or a file of one, by LoopScope's engine, every token as deep as
         the policy says.
 
-        `cache` is what later tokens find of one that left early, as in `loopscope.generate`.
+        `cache` is what later tokens find of one that left early, and with `lossless` the text is that of full depth, as
+        in `loopscope.generate`.
         """
+        if policy is None and lossless:
+            raise UserError("lossless is of an exit policy, which says what is drafted; name one.")
         if policy is None:
             return super().generate(inputs, *args, streamer=streamer, **kwargs)
         if kwargs.get("assistant_model") is not None:
             raise UserError("An exit policy and an assistant do not go together; leave out one of them.")
         rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
-        decoding = partial(adaptive_decoding, policy=rule, cache=cache, streamer=streamer)
+        decoding = partial(adaptive_decoding, policy=rule, cache=cache, lossless=lossless, streamer=streamer)
         return super().generate(inputs, *args, custom_generate=decoding, streamer=streamer, **kwargs)
 
 

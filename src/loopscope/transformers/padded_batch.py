@@ -38,7 +38,7 @@ class LoopedCache(Cache):  # type: ignore[misc]
     def begin(self, rows: int, loops: int, read: Collection[int]) -> None:
         """Before tokens of so many rows go through `loops` loops, and the head reads them at those of `read`."""
         if self._kv_cache is None:
-            self._kv_cache, self.lengths = KVCache(rows, 64), np.zeros(rows, dtype=np.int64)
+            self._kv_cache, self.lengths = KVCache(rows, 64, most_loops=loops), np.zeros(rows, dtype=np.int64)
             self._loops, self._read = loops, frozenset(read)
         if rows != self._kv_cache.rows:
             raise UserError(f"The cache holds {self._kv_cache.rows} rows, and the batch has {rows}; begin another.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from loopscope.arguments import as_count, check_kind
-from loopscope.config import build
+from loopscope.config import build, plain
 from loopscope.errors import UserError
 from loopscope.models import LoopedModel
 from loopscope.objectives import GATED, LoopLosses, Objective, Unrolling, log_exit_distribution
@@ -103,6 +103,15 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
             return found
 
         return logits
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The configuration that is saved says what was minimised; of a run of LoopScope it was only the start."""
+        config = _base(self.model).config
+        config.fine_tuning = {"objective": plain(self.objective), "seed": self.args.seed}
+        if hasattr(config, "run"):
+            config.fine_tuning["start"] = config.run
+            del config.run
+        return super().train(*args, **kwargs)
 
     def compute_loss(
         self,

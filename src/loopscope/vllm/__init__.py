@@ -10,10 +10,9 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from loopscope.vllm.configuration import register_configurations
+    import loopscope.transformers  # by whose configurations vLLM reads those of looped models
     from loopscope.vllm.deployment import DeploymentChecks
 
-    register_configurations()
     for name, path in ARCHITECTURES.items():
         ModelRegistry.register_model(name, path)
         MODELS_CONFIG_MAP[name] = DeploymentChecks

@@ -70,8 +70,8 @@ def _noting(backend: Any) -> Any:
 def _batch(common: Any) -> StepBatch:
     if common.is_prefilling is None:
         raise UserError(
-            "This model runner of vLLM does not say which requests are at their prompt, as an exit policy must know; "
-            "set VLLM_USE_V2_MODEL_RUNNER=0."
+            "This version of vLLM does not say which requests are at their prompt, as an exit policy must know; "
+            "install one that LoopScope was tried with: pip install 'loopscope[vllm]'."
         )
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
     here = np.flatnonzero(np.diff(bounds))  # others are padding

@@ -119,7 +119,8 @@ class DeploymentChecks:
     def verify_and_update_config(vllm_config: Any) -> None:
         """With a policy, switches off what would run other tokens than LoopScope, or other loops than are decided."""
         deployment = deployment_of(vllm_config)
-        if deployment.policy is None:
+        if deployment.policy is None:  # vLLM keeps compiled graphs by what its configuration says, not by a file's
+            vllm_config.model_config.hf_config.loopscope = {"loops": deployment.loops}
             return
         vllm_config.model_config.enforce_eager = True
         vllm_config.cache_config.enable_prefix_caching = False
@@ -144,6 +145,8 @@ def check_engine(vllm_config: Any, deployment: Deployment) -> None:
         )
     if vllm_config.speculative_config is not None:
         raise UserError("An exit policy does not go together with speculative decoding; choose one of them.")
+    if deployment.exits_log is not None and vllm_config.parallel_config.data_parallel_size > 1:
+        raise UserError("Several engines (data parallelism) cannot write one exits_log; leave it out.")
     scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     if deployment.head_attends and (scheduler.enable_chunked_prefill or scheduler.max_num_batched_tokens < longest):
         raise UserError(

@@ -23,7 +23,8 @@ from loopscope.errors import UserError
 from loopscope.reading import read_text
 
 Integers = NDArray[np.int64]
-_LARGEST = 1 << 30
+_LARGEST, _LONGEST = 1 << 30, 1 << 22
+"""Bytes of a log, and of a line."""
 
 
 class StepExits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,10 +58,11 @@ def prompt_digest(tokens: Iterable[int]) -> str:
 
 
 def read_exits(path: str | Path) -> tuple[list[TextExits], list[StepExits]]:
-    """The texts in the order in which they were begun, and the steps."""
+    """The texts in the order in which they were begun, and the steps; without a line that is still being written."""
     texts: dict[int, TextExits] = {}
     steps = []
-    for number, line in enumerate(read_text(Path(path), "log of exits", _LARGEST).split("\n"), start=1):
+    *lines, _ = read_text(Path(path), "log of exits", _LARGEST).split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -79,13 +81,13 @@ def read_exits(path: str | Path) -> tuple[list[TextExits], list[StepExits]]:
 
 
 class ExitsLog:
-    """Appends steps to a file."""
+    """Appends steps to a file, which may be that of an earlier deployment."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._texts: dict[int, int] = {}  # by the first block of their cache
         self._prompts: dict[int, list[int]] = {}
-        self._begun = 0
+        self._begun = _cut_unfinished(self._path)  # a text takes more than a byte, so no earlier one has this number
 
     def note(self, batch: Any, tokens: Integers, loops: Integers, ran: int) -> None:
         """A step with these tokens of its requests, who exited at these loops [N]."""
@@ -104,3 +106,15 @@ class ExitsLog:
         line: dict[str, Any] = {"ran": ran, "texts": texts, "loops": loops}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line | ({"prompts": prompts} if prompts else {})) + "\n")
+
+
+def _cut_unfinished(path: Path) -> int:
+    """The size of a log, after a line that a worker which was killed did not finish is gone."""
+    if not path.exists():
+        return 0
+    with path.open("r+b") as file:
+        size = file.seek(max(0, path.stat().st_size - _LONGEST))
+        tail = file.read()
+        size += tail.rfind(b"\n") + 1
+        file.truncate(size)
+    return size

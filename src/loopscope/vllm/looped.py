@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from loopscope.engine.exit_group import ExitGroup
+from loopscope.errors import UserError
 from loopscope.models.device import upload
 from loopscope.vllm.batch import StepBatch, current_batch
 from loopscope.vllm.deployment import check_engine, deployment_of
@@ -125,6 +126,8 @@ class ServedModel(nn.Module):
         intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
+        if inputs_embeds is not None:
+            raise UserError("A looped model takes prompts as tokens or text, not as embeddings.")
         policy = self.deployment.policy
         batch = None if policy is None else current_batch(str(self.looped_attention[0].attn[0].layer_name))
         if policy is None or batch is None:

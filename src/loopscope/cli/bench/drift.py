@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "drift", __doc__, execute)
-    parser.add_argument("recordings", type=Path, nargs="*", metavar="RECORDING", help="further populations")
+    parser.add_argument("recordings", type=Path, nargs="*", metavar="RUN|RECORDING", help="further populations")
     parser.add_argument("--streams", type=count, default=1000, metavar="N", help="of each kind (default: 1,000)")
     parser.add_argument("--examples", type=count, default=2000, metavar="N", help="to calibrate on (default: 2,000)")
     parser.add_argument("--length", type=count, default=5000, metavar="N", help="of a stream (default: 5,000)")
@@ -31,10 +31,10 @@ def define(kinds: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    recordings = load_populations(options.recordings)
     from loopscope.bench.drift import bench_drift
     from loopscope.progress import track
 
-    recordings = load_populations(options.recordings)
     with track("watching streams") as advance:
         result = bench_drift(
             recordings, options.alpha, options.streams, options.examples, options.length, progress=advance
@@ -64,7 +64,7 @@ def _print(result: "DriftBench", streams: int) -> None:
     print_table(title, columns, rows)
     title = f"The same with a change after {result.change:,}; delay: median and quartiles, in examples"
     columns = ["population", "change", "loops", "risk, %", "before it", "detected", "by exits", "delay"]
-    print_table(title, columns, [_row(each) for each in result.changed])
+    print_table(title, columns, [_row(each) for each in result.changed], keys=2)
 
 
 def _row(each: "Detections") -> list[str]:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of
-from loopscope.cli.options import add_shared, add_verb, count
+from loopscope.cli.inputs import check_readouts, check_run
+from loopscope.cli.options import PRESETS, READOUTS, add_shared, add_verb, count
 from loopscope.cli.output import machine_line, percent, print_json, print_table
 from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
 from loopscope.errors import UserError
+from loopscope.recording_places import find_recordings
 
 if TYPE_CHECKING:
     from loopscope.bench.exits import BenchedModel, ExitBench
@@ -23,12 +25,14 @@ if TYPE_CHECKING:
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "exits", __doc__, execute)
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="recorded runs (default: random weights)")
-    parser.add_argument("--readout", action="append", metavar="NAME", help="a readout (repeatable; default: several)")
+    parser.add_argument("--readout", action="append", metavar="NAME", help=f"{READOUTS} (repeatable; default: several)")
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
     add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--batch-size", type=count, metavar="N", help="rows (default: 64 at random, else the fastest)")
     parser.add_argument("--waiting", action="store_true", help="also the batch in which all wait for the slowest")
-    parser.add_argument("--settings", default="paper", help="preset or TOML file of the random model (default: paper)")
+    parser.add_argument(
+        "--settings", default="paper", help=f"of the random model: a TOML file or {PRESETS} (default: paper)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of it")
     parser.add_argument("--examples", type=count, default=2048, metavar="N", help="for random weights (default: 2048)")
     parser.add_argument("--loops", type=float, default=1.3, metavar="X", help="average loops of it (default: 1.3)")
@@ -37,9 +41,17 @@ def define(kinds: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    from loopscope.training.settings import read_settings
+
     check_any_model(options)
     if options.policy and not options.runs:
         raise UserError("A policy needs the run that it was calibrated for; give its folder, too.")
+    for run in options.runs:
+        check_run(run)
+        find_recordings(run)
+    check_readouts(options)
+    if not options.runs:
+        read_settings(options.settings, options.set)
     from loopscope.bench.exits import bench_exits
     from loopscope.progress import track
 
@@ -69,7 +81,7 @@ def _models(options: argparse.Namespace) -> "list[BenchedModel]":
 
 def _print(result: "ExitBench") -> None:
     waiting = any(timing.waiting_realised for timing in result.policies)
-    columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
+    columns = ["readout", "accuracy", "loops", "a token", "ms", "speed-up", "realised"]
     columns += [*(["waiting"] if waiting else []), "batch", "close", "differ"]
     full, depth = "" if result.full_accuracy is None else percent(result.full_accuracy), f"{result.num_loops:.2f}"
     rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", ""]]
@@ -91,8 +103,8 @@ def _print(result: "ExitBench") -> None:
             ]
         )
     title = (
-        f"{result.model}: {result.examples:,} examples. ms: of an example. realised: share of the ideal speed-up (the "
-        f"paper's: {result.paper_realised}). close: within 1e-5 of the threshold. differ: unlike the replay. "
-        f"{machine_line(result.machine)}"
+        f"{result.model}: {result.examples:,} examples. loops: mean over examples; a token: mean over tokens. "
+        f"ms: of an example. realised: share of the ideal speed-up (the paper's: {result.paper_realised}). "
+        f"close: within 1e-5 of the threshold. differ: unlike the replay. {machine_line(result.machine)}"
     )
     print_table(title, columns, rows)

@@ -12,8 +12,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import CACHE_MODES, add_shared, add_verb, count
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.inputs import check_texts, find_model
+from loopscope.cli.options import CACHE_MODES, READOUTS, add_shared, add_verb, count
 from loopscope.cli.output import percent, print_measured, print_note, print_table
 from loopscope.cli.policies import check_any_model, load_policy
 from loopscope.errors import UserError
@@ -29,7 +30,7 @@ def define(kinds: Any) -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="a text")
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help="(repeatable)")
     add_shared(parser, "--any-model", "--with-readout")
-    parser.add_argument("--readout", action="append", default=[], metavar="NAME", help="a rule (repeatable)")
+    parser.add_argument("--readout", action="append", default=[], metavar="NAME", help=f"{READOUTS} (repeatable)")
     parser.add_argument("--threshold", action="append", type=float, default=[], metavar="X", help="of each readout")
     caches = f"{', '.join(CACHE_MODES)} (repeatable; default: every one)"
     parser.add_argument("--cache", action="append", metavar="MODE", help=caches)
@@ -48,15 +49,15 @@ def execute(options: argparse.Namespace) -> None:
         raise UserError("Every --readout needs its --threshold.")
     if not options.policy and not options.readout:
         raise UserError("Give a --policy, or a --readout with its --threshold.")
-    from loopscope.bench.generation import bench_generation, ways_of
+    check_texts(options.text)
     from loopscope.exits import ExitPolicy
-    from loopscope.models import load_model
-    from loopscope.models.hub import find_checkpoint
-    from loopscope.progress import track
 
     policies = [load_policy(path, options.any_model) for path in options.policy]
     policies += [ExitPolicy(name, at) for name, at in zip(options.readout, options.threshold, strict=True)]
-    folder = find_checkpoint(options.model)
+    folder = find_model(options.model, text=True)
+    from loopscope.bench.generation import bench_generation, ways_of
+    from loopscope.models import load_model
+
     model = load_model(folder, device_of(options), options.dtype)
     prompts, caches = _prompts(folder, options), options.cache or list(CACHE_MODES)
     for policy in policies:
@@ -65,7 +66,7 @@ def execute(options: argparse.Namespace) -> None:
                 f"{policy} was calibrated for the cache '{policy.scope.cache}'; with {' and '.join(others)} it is "
                 "measured without its promise."
             )
-    with track("measuring") as advance:
+    with working(options, "measuring") as advance:
         ways = ways_of(policies, caches, options.lossless)
         result = bench_generation(
             options.model, model, prompts, ways, options.batch_size, options.rounds, advance, options.plain
@@ -90,7 +91,7 @@ def _print(result: "GenerationBench", as_json: bool) -> None:
         "agrees, KL: with full depth's prediction. drafts: those that stood."
     )
     columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "drafts", "cache, MiB"]
-    print_measured(result, title, columns, close, as_json)
+    print_measured(result, title, columns, close, as_json, keys=3)
     if as_json:
         return
     title = (
@@ -102,7 +103,9 @@ def _print(result: "GenerationBench", as_json: bool) -> None:
             f" Full depth itself is {plain.speedup} times as fast as the plain way, prompts {plain.prompt_speedup}, "
             f"writing {plain.writing_speedup}; {plain.differing} tokens differ."
         )
-    print_table(title, ["readout", "at", "cache", "speed-up", "realised", "prompts", "writing", "of loops run"], fast)
+    print_table(
+        title, ["readout", "at", "cache", "speed-up", "realised", "prompts", "writing", "of loops run"], fast, keys=3
+    )
 
 
 def _prompts(folder: Path, options: argparse.Namespace) -> "list[Prompt]":

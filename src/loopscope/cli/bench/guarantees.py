@@ -18,6 +18,7 @@ from loopscope.cli.options import add_shared, add_verb, count
 from loopscope.cli.output import percent, print_json, print_table
 from loopscope.cli.report_output import check_products
 from loopscope.errors import UserError
+from loopscope.recording_places import find_recording, recorded_name
 
 if TYPE_CHECKING:
     from loopscope.bench.guarantees import GuaranteeBench
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "guarantees", __doc__, execute)
-    parser.add_argument("recordings", type=Path, nargs="*", metavar="RECORDING", help="populations for the price")
+    parser.add_argument("recordings", type=Path, nargs="*", metavar="RUN|RECORDING", help="populations for the price")
     parser.add_argument("--calibrations", type=count, default=1000, metavar="N", help="of each (default: 1,000)")
     parser.add_argument("--examples", type=count, default=2000, metavar="N", help="in each (default: 2,000)")
     parser.add_argument("--population", action="append", default=[], metavar="NAME", help="only this one (repeatable)")
@@ -36,13 +37,13 @@ def define(kinds: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     if options.figure is not None and options.figure.suffix != ".png":
-        raise UserError("The figure is written as PNG, and as PDF beside it; give a file that ends in .png.")
+        raise UserError("The figure is written as PNG, with PDF and SVG beside it; give a file that ends in .png.")
     if options.figure is not None:
         check_products(())
+    recordings = load_populations(options.recordings)
     from loopscope.bench.guarantees import bench_guarantees
     from loopscope.progress import track
 
-    recordings = load_populations(options.recordings)
     with track("calibrating") as advance:
         result = bench_guarantees(recordings, options.examples, options.calibrations, advance, options.population)
     if options.json:
@@ -50,19 +51,23 @@ def execute(options: argparse.Namespace) -> None:
     else:
         _print(result, options)
     if options.figure is not None:
-        from loopscope.report.charts import guarantee_panels, write_figure
+        from functools import partial
 
-        write_figure(guarantee_panels(result), options.figure.parent, options.figure.stem)
+        from loopscope.report.charts import write_figure
+        from loopscope.report.guarantee_figure import guarantee_panels
+
+        write_figure(partial(guarantee_panels, result), options.figure.parent, options.figure.stem)
 
 
 def load_populations(paths: Sequence[Path]) -> dict[str, "Trajectory"]:
     """Recordings by the names of their runs."""
     from loopscope.trajectory import Trajectory
 
-    names = [_run_name(path) for path in paths]
+    found = [find_recording(path, "test") for path in paths]
+    names = [recorded_name(path.parent) if path.parent.name == "recordings" else path.absolute().name for path in found]
     if len(set(names)) < len(names):
         raise UserError("Two of the recordings are of one run; give one of each.")
-    return {name: Trajectory.load(path) for name, path in zip(names, paths, strict=True)}
+    return {name: Trajectory.load(path) for name, path in zip(names, found, strict=True)}
 
 
 def _print(result: "GuaranteeBench", options: argparse.Namespace) -> None:
@@ -84,7 +89,7 @@ def _print(result: "GuaranteeBench", options: argparse.Namespace) -> None:
         ]
         for each in result.coverage
     ]
-    print_table(title, columns, rows)
+    print_table(title, columns, rows, keys=2)
     if not result.price:
         return
     sizes = sorted({each.examples for each in result.price})
@@ -96,9 +101,3 @@ def _print(result: "GuaranteeBench", options: argparse.Namespace) -> None:
     )
     columns = ["population", "hindsight", *(f"{size:,}" for size in sizes)]
     print_table(title, columns, [[name, *cells] for name, cells in priced.items()])
-
-
-def _run_name(recording: Path) -> str:
-    """The name of the run that a recording is of, as folders usually are; else its own."""
-    path = recording.absolute()
-    return path.parent.parent.name if path.parent.name == "recordings" else path.name

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli.devices import device_of
+from loopscope.cli.inputs import check_run
 from loopscope.cli.options import add_shared, add_verb, count
 from loopscope.cli.output import print_measured
 
@@ -23,6 +24,10 @@ def define(kinds: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    from loopscope.tasks.task import check_task_split
+
+    check_run(options.run)
+    check_task_split(options.split)
     from loopscope.bench.recording import bench_record
     from loopscope.progress import track
 

@@ -7,25 +7,31 @@ loopscope bench scoring ByteDance/Ouro-1.4B --benchmark mmlu --limit 100
 import argparse
 from typing import Any
 
-from loopscope.cli.devices import device_of
-from loopscope.cli.options import add_shared, add_verb, count
+from loopscope.cli.devices import device_of, working
+from loopscope.cli.inputs import find_model
+from loopscope.cli.options import BENCHMARKS, add_shared, add_verb, count
 from loopscope.cli.output import print_measured
 
 
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "scoring", __doc__, execute)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
-    parser.add_argument("--benchmark", default="arc_challenge", metavar="NAME", help="default: arc_challenge")
+    parser.add_argument(
+        "--benchmark", default="arc_challenge", metavar="NAME", help=f"{BENCHMARKS} (default: arc_challenge)"
+    )
     parser.add_argument("--limit", type=count, default=16, metavar="N", help="questions (default: 16)")
     add_shared(parser, "--data", "--device", "--dtype", "--rounds", "--threads", "--json")
 
 
 def execute(options: argparse.Namespace) -> None:
+    from loopscope.questions.benchmarks import benchmark_named
+
+    benchmark_named(options.benchmark)
+    find_model(options.model, text=True)
     from loopscope.bench.scoring import bench_scoring
-    from loopscope.progress import track
 
     device, questions = device_of(options), (options.model, options.benchmark, options.data, options.limit)
-    with track("measuring") as advance:
+    with working(options, "measuring") as advance:
         result = bench_scoring(*questions, options.rounds, advance, device, options.dtype)
     rows = [
         ["one pass, ms a question", str(result.milliseconds)],

@@ -8,25 +8,28 @@ import argparse
 from typing import Any
 
 from loopscope.cli.devices import device_of
-from loopscope.cli.options import add_shared, add_verb, count
+from loopscope.cli.options import PRESETS, add_shared, add_verb, count
 from loopscope.cli.output import print_measured
 
 
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "train", __doc__, execute)
-    parser.add_argument("settings", nargs="?", default="demo", help="a preset or a TOML file (default: demo)")
+    parser.add_argument(
+        "settings", nargs="?", default="demo", help=f"a TOML file or a preset: {PRESETS} (default: demo)"
+    )
     parser.add_argument("--steps", type=count, default=4, metavar="N", help="steps of each way a round (default: 4)")
     add_shared(parser, "--set", "--rounds", "--threads", "--json")
     parser.set_defaults(device="cpu")
 
 
 def execute(options: argparse.Namespace) -> None:
+    from loopscope.training.settings import read_settings
+
+    settings = read_settings(options.settings, options.set)
     from loopscope.bench.training import bench_train
     from loopscope.progress import track
-    from loopscope.training import read_settings
 
     device_of(options)
-    settings = read_settings(options.settings, options.set)
     with track("measuring training") as advance:
         result = bench_train(settings, options.settings, options.rounds, options.steps, advance)
     rows = [

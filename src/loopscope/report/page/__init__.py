@@ -15,14 +15,15 @@ from jinja2 import Environment
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.errors import visible
-from loopscope.report.page.content import cards, made_of, scope
+from loopscope.report.layout import STYLES
+from loopscope.report.page.content import cards, made_of, scope, summary
 from loopscope.report.page.data import Marker, packed, page_head, thinned
 from loopscope.report.page.policy import content_security_policy
 from loopscope.report.products import Product
 
 LARGEST = 8_000_000
 """Bytes that the page may have; what is too much is left out of the parts of single models."""
-_SCRIPTS = ("data.js", "charts.js", "tables.js", "frontiers.js", "model.js", "examples.js", "main.js")
+_SCRIPTS = ("data.js", "charts.js", "tables.js", "models.js", "frontiers.js", "model.js", "examples.js", "main.js")
 
 
 def render(
@@ -47,13 +48,14 @@ def render(
         "version": results.loopscope,
         "target": results.targets[0],
         "scope": scope(results),
+        "summary": summary(results),
         "cards": cards(results),
         "products": products,
         "made": made_of(results),
         "command": command,
         "again": again,
         "head": packed(page_head(results, everything, markers)),
-        "figures": {each.name: packed(each.figure) for each in products if each.figure is not None},
+        "figures": {each.name: packed(each.figure(STYLES["page"])) for each in products if each.figure is not None},
         "policy": content_security_policy([libraries, script], [style]),
         "style": style,
         "libraries": libraries,

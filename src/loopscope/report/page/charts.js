@@ -14,8 +14,7 @@ function painted(value) {
   if (typeof value === "string") return Object.hasOwn(head.dark, value) ? head.dark[value] : value;
   if (Array.isArray(value)) return value.map(painted);
   if (value === null || typeof value !== "object") return value;
-  const { scheme, reverse, ...rest } = value;
-  if (scheme === "viridis" && reverse) return { ...rest, scheme: { name: scheme, extent: [1, 0.3] } };
+  if (value.scheme?.extent) return { ...value, scheme: { ...value.scheme, extent: [1, 0.42] } }; // no dark blue on black
   return Object.fromEntries(Object.entries(value).map(([name, each]) => [name, painted(each)]));
 }
 
@@ -36,12 +35,12 @@ function theme(specification, dark) {
 }
 
 function sized(specification, data, width) {
-  const { set, rows } = specification.usermeta ?? {};
+  const { set, rows, step = 22 } = specification.usermeta ?? {};
   if (specification.width !== "container") return specification;
   const size = { width, autosize: { type: "fit-x", contains: "padding" } };
   if (rows)
     size.height = Math.max(
-      22 * new Set(data[set].map((row) => row[rows])).size,
+      step * new Set(data[set].map((row) => row[rows])).size,
       8 * data[set].length * (rows === "model"),
     );
   return { ...specification, ...size };
@@ -87,6 +86,15 @@ async function embed(place, chart) {
   chart.result?.finalize();
   chart.result = await vegaEmbed(place, { ...shown, config: theme(specification, isDark()) }, options);
   chart.view = chart.result.view;
+}
+
+// A sentence where there is nothing to draw.
+function say(place, textContent) {
+  const known = drawn.get(place);
+  if (known) place.nextSibling.remove();
+  known?.last.then(() => known.result?.finalize());
+  drawn.delete(place);
+  place.replaceChildren(make("p", { className: "note", textContent }));
 }
 
 function tools(place) {

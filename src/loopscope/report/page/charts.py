@@ -8,12 +8,12 @@ from typing import Any
 
 import altair as alt
 
-from loopscope.report.charts import Specification
+from loopscope.report.layout import Specification
 
 _SHARE = alt.Axis(format="%")
 _LOOP = alt.X("loop:O", title="loop", axis=alt.Axis(labelAngle=0))
 _LEVEL = alt.Y("level:O", title="difficulty", sort="descending")
-_VIRIDIS = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0.95, 0.25]))  # seen on light and on dark ground
+_VIRIDIS = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0.75, 0.0]))  # charts.js has another for dark ground
 
 _SEEDS = alt.YOffset("offset:Q", scale=alt.Scale(domain=[-1, 1]))
 _DIFFICULTY = alt.Color("level:Q", title="difficulty", scale=_VIRIDIS, legend=alt.Legend(tickMinStep=1))
@@ -23,7 +23,9 @@ def page_charts() -> dict[str, Specification]:
     """By name; the width of all of them is their container's."""
     charts = {
         "gap": _gap(),
+        "gap_narrow": _gap(narrow=True),
         "frontiers": _frontiers(),
+        "frontiers_touch": _frontiers(drag=False),
         "exits": _exits().encode(color=_DIFFICULTY, order="level:Q"),
         "exits_of_all": _exits(),
         "map": _map(),
@@ -34,9 +36,16 @@ def page_charts() -> dict[str, Specification]:
     return {name: chart.to_dict() for name, chart in charts.items()}
 
 
-def _gap() -> alt.LayerChart:
-    """A row a model, its seeds beside each other; all charts have the same rows, with or without the gap."""
-    y = alt.Y("model:N", title=None, sort=None, axis=alt.Axis(labelLimit=230, ticks=False, domain=False, grid=True))
+def _gap(narrow: bool = False) -> alt.LayerChart:
+    """A row a model, its seeds beside each other; all charts have the same rows, with or without the gap.
+
+    On a narrow page a model's name has a line for each of its parts.
+    """
+    whole: dict[str, Any] = (
+        {} if not narrow else {"labelExpr": "split(replace(datum.label, ': ', ', '), ', ')", "labelLineHeight": 12}
+    )
+    axis = alt.Axis(labelLimit=130 if narrow else 230, ticks=False, domain=False, grid=True, **whole)
+    y = alt.Y("model:N", title=None, sort=None, axis=axis)
     rows = alt.Chart(alt.NamedData("every")).encode(y=y, yOffset=_SEEDS)
     zero = rows.mark_point(opacity=0).encode(x=alt.X("value:Q", title="average loops", axis=alt.Axis(tickCount=5)))
     line = alt.Chart(alt.NamedData("every")).mark_rule(strokeDash=[3, 3], color="#888888").encode(x="max(value):Q")
@@ -50,11 +59,15 @@ def _gap() -> alt.LayerChart:
     points = base.mark_point(filled=True, size=70, opacity=1).encode(
         x="value:Q", shape=alt.Shape("shape:N", scale=None)
     )
-    return (zero + line + bars + points).properties(width="container", usermeta={"set": "every", "rows": "model"})
+    usermeta = {"set": "every", "rows": "model", "step": 50 if narrow else 22}
+    return (zero + line + bars + points).properties(width="container", usermeta=usermeta)
 
 
-def _frontiers() -> alt.LayerChart:
-    """One set of rows: the points of all lines, and marks beside them (the paper's numbers, D@X), each its own line."""
+def _frontiers(drag: bool = True) -> alt.LayerChart:
+    """One set of rows: the points of all lines, and marks beside them (the paper's numbers, D@X), each its own line.
+
+    Where a finger would drag, it moves the page and not the chart.
+    """
     x = alt.X(
         "loops:Q",
         title="average loops",
@@ -77,7 +90,7 @@ def _frontiers() -> alt.LayerChart:
     )
     target = alt.Chart(alt.NamedData("target")).mark_rule(strokeDash=[4, 4], color="#888888").encode(y="accuracy:Q")
     zoom = alt.selection_interval(
-        name="zoom", bind="scales", zoom="wheel![event.ctrlKey || event.metaKey || event.shiftKey]"
+        name="zoom", bind="scales", translate=drag, zoom="wheel![event.ctrlKey || event.metaKey || event.shiftKey]"
     )
     return (target + lines + points.add_params(zoom)).properties(width="container", height=420)
 

@@ -124,6 +124,31 @@ def _uncounted(text: str, seeds: int) -> str:
     return text.replace(f" ({seeds} of {seeds})", "")
 
 
+_PARTS = {
+    "readout": "the readout is to blame in {}",
+    "trajectory": "the trajectory is to blame in {}",
+    "readout and trajectory": "both are to blame in {}",
+    "neither": "neither is in {}",
+    "cannot tell": "it cannot be told of {}",
+    NO_VERDICT: "{} get no verdict",
+    "the reference": "{} are references",
+}
+
+
+def summary(results: Results) -> str:
+    """What is found of several models, in a sentence; seeds of a model that disagree are counted apart."""
+    if len(results.groups) < 2:
+        return ""
+    models = {model.name: model for model in results.models}
+    verdicts = [{models[name].verdict for name in group.names} for group in results.groups]
+    counts = Counter(next(iter(each)) for each in verdicts if len(each) == 1)
+    parts = [text.format(counts[verdict]) for verdict, text in _PARTS.items() if counts[verdict]]
+    parts = [text.replace("1 are references", "1 is the reference").replace("1 get ", "1 gets ") for text in parts]
+    if mixed := sum(len(each) > 1 for each in verdicts):
+        parts.append(f"the seeds of {mixed} disagree")
+    return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{' and ' * (len(parts) > 1)}{parts[-1]}."
+
+
 def scope(results: Results) -> str:
     """Of what the report is, in a sentence."""
     runs, counts = len(results.models), sorted({model.test_examples for model in results.models})

@@ -23,7 +23,8 @@ function button(textContent, click) {
 function fixed(value, digits) {
   const below = Math.floor(value * 10 ** digits);
   const between = Number.isInteger(value * 2 ** (digits + 1)) && value * 10 ** digits - below === 0.5;
-  return (between && below % 2 === 0 ? below / 10 ** digits : value).toFixed(digits);
+  const text = (between && below % 2 === 0 ? below / 10 ** digits : value).toFixed(digits);
+  return Number(text) === 0 ? text.replace("-", "") : text;
 }
 
 const percent = (share, digits = 1) => `${fixed(100 * share, digits)} %`;

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.outcomes import OUTCOMES
 from loopscope.analysis.schema import Binned, ModelResult, Results
 from loopscope.analysis.threshold_details import (
@@ -18,7 +19,8 @@ from loopscope.analysis.threshold_details import (
     ThresholdDetails,
     rounded,
 )
-from loopscope.report.charts import DARK, MODELS, Specification, Style, styles_of
+from loopscope.report.colours import DARK, MODELS, Look, looks_of
+from loopscope.report.layout import Specification
 from loopscope.report.page.charts import page_charts
 from loopscope.report.page.content import seed_of
 from loopscope.report.tables import gap_cells
@@ -54,7 +56,7 @@ class PageModel(msgspec.Struct, frozen=True):
     seed: str
     loops: int
     examples: int
-    target: float  # the accuracy of the report's first target
+    target: float | None  # the accuracy of the report's first target; null where there is no verdict
     best: str  # the readout that validation chooses
     gaps: dict[str, PageGap]
     curves: list[ReadoutCurve]
@@ -62,11 +64,12 @@ class PageModel(msgspec.Struct, frozen=True):
 
 class PageHead(msgspec.Struct, frozen=True):
     label: str  # of the depth at the report's first target
+    verdicts: list[list[str]]  # of the runs of each group
     slider_targets: list[float]
     groups: list[str]
     models: list[PageModel]
     paper: list[Marker]
-    styles: dict[str, Style]  # readout -> colour and shape
+    styles: dict[str, Look]  # readout -> colour and shape
     colours: tuple[str, ...]  # of models
     dark: dict[str, str]  # what a colour is on a dark ground
     outcomes: tuple[str, ...]
@@ -93,20 +96,22 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             seed=seed_of(model),
             loops=len(model.forced_accuracy),
             examples=model.test_examples,
-            target=model.diagnosis.target.reached,
+            target=None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
             best=model.diagnosis.best_readout,
             gaps=_gaps(model),
             curves=own.curves,
         )
         for model, own in zip(results.models, details, strict=True)
     ]
+    verdicts = {model.name: model.verdict for model in results.models}
     return PageHead(
         label=results.targets[0].label,
+        verdicts=[[verdicts[name] for name in group.names] for group in results.groups],
         slider_targets=details[0].slider_targets,
         groups=[group.label for group in results.groups],
         models=models,
         paper=list(markers),
-        styles=styles_of({curve.readout for model in models for curve in model.curves}),
+        styles=looks_of({curve.readout for model in models for curve in model.curves}),
         colours=MODELS,
         dark=DARK,
         outcomes=OUTCOMES,
@@ -193,7 +198,8 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _brief(table: Binned) -> Binned:
-    return Binned(rounded(table.levels), table.counts, [rounded(row) for row in table.values])
+    """Without its intervals, which figures have and the page's own charts do not show."""
+    return Binned(rounded(table.levels), table.counts, [rounded(row) for row in table.values], [], [])
 
 
 def packed(value: Any) -> str:

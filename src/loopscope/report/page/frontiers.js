@@ -75,17 +75,13 @@ function startFrontiers() {
   return updateFrontiers();
 }
 
-// Where the target is each model's own, the lowest.
-const lowestTarget = () => Math.min(...head.models.map((model) => model.target));
-
-// The report's target, or the highest accuracy below it that a line reaches.
-function firstStop() {
-  const first = head.slider_targets.findLastIndex((stop) => stop <= lowestTarget());
-  const reached = shownLines().map(({ curve }) =>
-    curve.depth.findLastIndex((depth, stop) => depth !== null && stop <= first),
-  );
-  return Math.max(Number($("target").min), ...reached);
+// The report's target, which test data have no say in; where it is each model's own, the lowest.
+function lowestTarget() {
+  const known = head.models.map((model) => model.target).filter((target) => target !== null);
+  return known.length ? Math.min(...known) : 0.5;
 }
+
+const firstStop = () => head.slider_targets.findLastIndex((stop) => stop <= lowestTarget() + 1e-9);
 
 function setAll(on) {
   head.models.forEach((_, index) => (on ? lines.models.add(index) : lines.models.delete(index)));
@@ -280,7 +276,7 @@ function updateFrontiers() {
   return draw(
     $("frontier-chart"),
     "frontiers",
-    head.charts.frontiers,
+    matchMedia("(hover: none)").matches ? head.charts.frontiers_touch : head.charts.frontiers,
     { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: [{ accuracy: target }] },
     shown.map(({ model, curve, colour, shape, fill = colour }) => ({
       line: `${model.label}, ${curve.readout}`,

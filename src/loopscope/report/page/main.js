@@ -8,23 +8,32 @@ const ABSENT = {
   "reachable room": "No rule could be learned: too few examples, or no signals.",
 };
 
-function gapCharts() {
-  const every = head.models.map((model) => {
-    const members = head.models.filter((other) => other.group === model.group);
+const ZERO = {
+  "readout gap": "Zero for every model with a gate: its own gate is its best readout.",
+  "trajectory gap": "Zero for every model: none takes longer than the reference.",
+};
+
+function gapCharts(groups) {
+  const models = head.models.filter((model) => groups.has(model.group));
+  const every = models.map((model) => {
+    const members = models.filter((other) => other.group === model.group);
     const offset = members.length > 1 ? (1.3 * members.indexOf(model)) / (members.length - 1) - 0.65 : 0;
     return { model: head.groups[model.group], seed: model.seed || model.name, offset, value: 0 };
   });
   for (const place of document.querySelectorAll("[data-gap]")) {
     const { gap } = place.dataset;
-    const rows = head.models.flatMap((model, index) => {
+    const rows = models.flatMap((model, index) => {
       const { value, low, high, blamed, text } = model.gaps[gap];
       const look = { colour: blamed ? BLAMED[gap] : "#8A8A8A", shape: blamed ? "diamond" : "circle" };
       return value === null
         ? []
         : [{ ...every[index], value, low, high, gap: text, text: blamed ? "blamed" : "not blamed", ...look }];
     });
-    if (rows.length) draw(place, gap.replace(" ", "-"), head.charts.gap, { gaps: rows, every });
-    else place.replaceChildren(make("p", { className: "note", textContent: ABSENT[gap] }));
+    const chart = place.clientWidth < 480 ? head.charts.gap_narrow : head.charts.gap;
+    if (!rows.length) say(place, ABSENT[gap]);
+    else if (rows.every(({ value, low, high }) => value === 0 && low === 0 && high === 0))
+      say(place, ZERO[gap] ?? "Zero for every model that has it.");
+    else draw(place, gap.replace(" ", "-"), chart, { gaps: rows, every });
   }
 }
 
@@ -40,6 +49,28 @@ function whenNear(element, act) {
   watcher.observe(element);
 }
 
+// A link lands where it says, also while charts above it grow, until the reader moves.
+let landing = null;
+function land() {
+  landing = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (landing?.hidden) showEveryModel();
+  landing?.scrollIntoView();
+}
+
+function startLinks() {
+  for (const moved of ["wheel", "touchstart", "pointerdown", "keydown"])
+    addEventListener(moved, () => (landing = null), { passive: true });
+  addEventListener("hashchange", land);
+  addEventListener("click", (event) => {
+    if (event.target.closest?.("a[href^='#']")) setTimeout(land); // also where it is the address already
+  });
+  new ResizeObserver(() => landing?.scrollIntoView()).observe(document.querySelector("main"));
+  const menu = (open) => $("sections").setAttribute("aria-expanded", open);
+  $("sections").addEventListener("click", () => menu($("sections").ariaExpanded !== "true"));
+  $("links").addEventListener("click", () => menu(false));
+  land();
+}
+
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
   $("theme").textContent = name === "dark" ? "◐ Light" : "◐ Dark";
@@ -52,7 +83,8 @@ async function start() {
     copyable(table);
     widen(table);
   }
-  gapCharts();
+  startLinks();
+  startModels();
   await startFrontiers();
   startExamples();
   await startCloser();

@@ -67,7 +67,7 @@ function chooseReadout(name) {
       return jump;
     }),
   );
-  choosePlace(reached ?? curve.chosen);
+  choosePlace(curve.chosen); // what is shown first, validation data choose
 }
 
 function choosePlace(place) {
@@ -157,9 +157,7 @@ function exitCharts(line, place, deep, model) {
 
 function mapOf(place, name, table) {
   if (!table) {
-    if (drawn.has(place)) place.nextSibling.remove();
-    drawn.delete(place);
-    place.replaceChildren(make("p", { className: "note", textContent: "This model has no gate of its own." }));
+    say(place, "This model has no gate of its own.");
     return;
   }
   const cells = table.values.flatMap((row, level) =>
@@ -191,11 +189,12 @@ function trajectories() {
       $("signal-charts").append(figure);
     }
     const table = part.signals[name];
-    const rows = table.values.flatMap((row, level) =>
-      row.map((value, loop) => ({ level: table.levels[level], loop: loop + 1, value })),
-    );
-    draw(figure.querySelector(".chart"), `signal-${name}`, head.charts.signal, {
-      signal: rows.filter((row) => row.value !== null),
-    });
+    const rows = table.values
+      .flatMap((row, level) => row.map((value, loop) => ({ level: table.levels[level], loop: loop + 1, value })))
+      .filter((row) => row.value !== null);
+    const place = figure.querySelector(".chart");
+    if (rows.every((row) => row.value === rows[0].value))
+      say(place, rows.length ? `It is ${short(rows[0].value)} everywhere.` : "It has no value.");
+    else draw(place, `signal-${name}`, head.charts.signal, { signal: rows });
   }
 }

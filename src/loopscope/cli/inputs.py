@@ -1,0 +1,70 @@
+"""Is what the arguments name there, and is it what is meant? Said before PyTorch or lm_eval is imported."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from loopscope.errors import UserError, did_you_mean
+from loopscope.reading import is_folder, require_file
+from loopscope.recording_places import run_of_recordings
+
+
+def check_texts(paths: Iterable[Path]) -> None:
+    for path in paths:
+        require_file(path, "text file")
+
+
+def check_readouts(options: argparse.Namespace, *names: str) -> None:
+    """Those of --readout, and these."""
+    given = getattr(options, "readout", None) or ()
+    if not given and not names:
+        return
+    from loopscope.exits.readouts import readout_kind
+
+    for name in (*names, *((given,) if isinstance(given, str) else given)):
+        if name != "auto":
+            readout_kind(name)
+
+
+def check_run(run: Path) -> None:
+    """A run that is finished, whose model can be loaded."""
+    from loopscope.models.configuration import CONFIG, WEIGHTS
+    from loopscope.training.settings import read_run_settings
+
+    if run.name == "recordings" and (run.parent / CONFIG).is_file():
+        raise UserError(f"{run} holds recordings, and this needs the model; give the run: {run.parent}.")
+    read_run_settings(run)
+    if not (run / WEIGHTS).is_file():
+        raise UserError(f"The run in {run} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`.")
+
+
+def find_model(source: str, text: bool = False) -> Path:
+    """The folder of a checkpoint, fetched from the Hub if need be; `text`: with a tokenizer."""
+    from loopscope.models.configuration import CONFIG
+    from loopscope.models.hub import find_checkpoint
+    from loopscope.models.tokenizer import require_tokenizer
+
+    folder = find_checkpoint(source)
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}.")
+    if text:
+        require_tokenizer(folder)
+    return folder
+
+
+def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
+    """The run that --reference or --with means: a folder, or the name of one of these runs or of one beside them."""
+    name, folders = str(given), [run_of_recordings(run).resolve() for run in runs]
+    named, homes = [run for run in folders if run.name == name], {run.parent for run in folders}
+    for place in (*named, Path(name), *(home / name for home in homes)):
+        if is_folder(place):
+            return place
+    beside = {each.name for home in homes for each in _folders(home)}
+    raise UserError(
+        f"There is no run '{name}'{did_you_mean(name, beside)}; give the folder of one, or the name of one of these "
+        "runs or of one beside them."
+    )
+
+
+def _folders(place: Path) -> list[Path]:
+    return [each for each in place.iterdir() if each.is_dir()] if is_folder(place) else []

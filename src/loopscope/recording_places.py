@@ -1,0 +1,62 @@
+"""Where are a model's recordings? In the folder of its run, in the folder that holds them, or in one of their own."""
+
+from pathlib import Path
+
+from loopscope.errors import UserError
+from loopscope.reading import is_file, is_folder, near
+
+RECORDINGS = "recordings"
+ANALYSED = ("validation", "test")
+"""What thresholds are chosen on, and what they are judged on."""
+
+
+def find_recording(path: Path, split: str) -> Path:
+    """A recording: `path` itself, or that of this split in a run or in its folder of recordings."""
+    if _is_recording(path):
+        return path
+    folder = _recordings_in(path)
+    if not is_folder(folder):
+        raise UserError(f"There is no folder {path}{near(path)}; give a recording, or a run that has one.")
+    found = folder / split
+    if not is_folder(found):
+        raise _not_recorded(folder, path, split)
+    return found
+
+
+def find_recordings(path: Path) -> Path:
+    """The folder with the recordings `validation` and `test`: of a run, itself, or that of one of the two."""
+    folder = path.parent if _is_recording(path) else _recordings_in(path)
+    if not is_folder(folder):
+        raise UserError(
+            f"There is no folder {path}{near(path)}; give a run whose validation and test splits are recorded."
+        )
+    for split in ANALYSED:
+        if not is_folder(folder / split):
+            raise _not_recorded(folder, path, split)
+    return folder
+
+
+def run_of_recordings(path: Path) -> Path:
+    """The folder of the run that is given by it, by its folder of recordings, or by one of them."""
+    folder = path.parent if _is_recording(path) else path
+    return folder.parent if folder.name == RECORDINGS else folder
+
+
+def recorded_name(folder: Path) -> str:
+    """The name of the model whose recordings are in a folder that `find_recordings` gave."""
+    return (folder.parent if folder.name == RECORDINGS else folder).resolve().name
+
+
+def _is_recording(path: Path) -> bool:
+    from loopscope.artifacts import MANIFEST  # with NumPy, which the command line does not import for its help
+
+    return is_file(path / MANIFEST)
+
+
+def _recordings_in(path: Path) -> Path:
+    return path / RECORDINGS if is_folder(path / RECORDINGS) else path
+
+
+def _not_recorded(folder: Path, path: Path, split: str) -> UserError:
+    run = path.parent if path.name == RECORDINGS else path
+    return UserError(f"{folder} has no recording '{split}'; make it with: loopscope record task {run} --split {split}.")

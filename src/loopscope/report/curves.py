@@ -1,0 +1,178 @@
+"""What does a figure draw of a readout? A curve with its band; over several seeds their mean and their range.
+
+Curves that lie on each other are drawn once, and a figure has no more of them than a legend can tell apart.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.analysis.schema import Binned, FrontierResult
+
+POINTS = ("fixed", "oracle")
+"""Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""
+MOST = 8
+"""Entries of a legend."""
+_CLOSE = 0.015
+"""Of a panel's height: about the width of a line."""
+_ENDS = 0.15
+"""Loops by which the ends of two curves that are called the same may differ."""
+_DRAWN = 61
+"""Points of a mean over seeds."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Accuracy against average loops, in rising order; the band is over seeds, or over the examples of one."""
+
+    name: str  # a readout's, or what the legend should say
+    loops: Floats
+    accuracy: Floats
+    low: Floats
+    high: Floats
+    seeds: int = 1
+
+    @classmethod
+    def of(cls, frontiers: Sequence[FrontierResult], name: str | None = None) -> "Line":
+        """Of a frontier a seed; of the first alone where they have no depth in common."""
+        curves = [_sorted(frontier) for frontier in frontiers]
+        name, first = name or frontiers[0].readout, curves[0]
+        if len(curves) == 1:
+            return cls(name, *first)
+        if frontiers[0].readout in POINTS:
+            if len({len(curve[0]) for curve in curves}) > 1:
+                return cls(name, *first)
+            loops = np.mean([curve[0] for curve in curves], axis=0)
+            heights = np.array([curve[1] for curve in curves])
+        else:
+            start, end = max(curve[0][0] for curve in curves), min(curve[0][-1] for curve in curves)
+            if start >= end:
+                return cls(name, *first)
+            loops = np.linspace(start, end, _DRAWN)
+            heights = np.array([np.interp(loops, curve[0], curve[1]) for curve in curves])
+        return cls(name, loops, heights.mean(axis=0), heights.min(axis=0), heights.max(axis=0), len(curves))
+
+    def lies_on(self, other: "Line", closer_than: float) -> bool:
+        """Whether both would look like one line."""
+        if self.name in POINTS or other.name in POINTS:
+            return False
+        ends = (abs(self.loops[0] - other.loops[0]), abs(self.loops[-1] - other.loops[-1]))
+        if max(ends) > _ENDS:
+            return False
+        theirs = np.interp(self.loops, other.loops, other.accuracy)
+        ours = np.interp(other.loops, self.loops, self.accuracy)
+        apart = max(np.abs(theirs - self.accuracy).max(), np.abs(ours - other.accuracy).max())
+        return bool(apart <= closer_than)
+
+
+def _sorted(frontier: FrontierResult) -> tuple[Floats, Floats, Floats, Floats]:
+    order = np.lexsort((frontier.accuracy, frontier.average_loops))
+    columns = (frontier.average_loops, frontier.accuracy, frontier.accuracy_low, frontier.accuracy_high)
+    loops, accuracy, low, high = (np.asarray(each, dtype=np.float64)[order] for each in columns)
+    return loops, accuracy, low, high
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`lines` come in the order of their weight: where there are too many, the last are left out."""
+
+    title: str
+    lines: list[Line]
+    loops: int
+    target: float  # the accuracy that is sought of its model
+    same: tuple[tuple[str, ...], ...] = ()  # names of lines that lie on each other, of which the first is drawn
+
+    @property
+    def heights(self) -> tuple[float, float]:
+        """From the least to the greatest accuracy, with a little room."""
+        low, high = (pick(pick(line.accuracy) for line in self.lines) for pick in (min, max))
+        margin = 0.05 * (high - low) + 1e-3
+        return max(0.0, low - margin), min(1.0, high + margin)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    panels: list[Panel]
+    merged: tuple[tuple[str, ...], ...]  # lines that lie on each other in every panel
+    left_out: list[str]
+
+
+def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]) -> Drawn:
+    """What is drawn of all lines: one of those that lie on each other, and no more than a legend holds."""
+    once = [_once(panel, high - low) for panel, (low, high) in zip(panels, heights, strict=True)]
+    everywhere = set.intersection(*(set(panel.same) for panel in once)) if once else set()
+    names = list(dict.fromkeys(line.name for panel in once for line in panel.lines))
+    names.sort(key=_weight)
+    kept, left_out = set(names[:MOST]), names[MOST:]
+    panels = [
+        replace(
+            panel,
+            lines=[line for line in panel.lines if line.name in kept],
+            same=tuple(
+                named
+                for group in panel.same
+                if group not in everywhere and len(named := tuple(name for name in group if name not in left_out)) > 1
+            ),
+        )
+        for panel in once
+    ]
+    return Drawn(panels, tuple(sorted(group for group in everywhere if group[0] in kept)), left_out)
+
+
+def _weight(name: str) -> int:
+    """Points, models' own gates and what a figure is about are drawn first, others in the order of the panels."""
+    return 0 if name in POINTS else 1 if name == "gate" or name.startswith(("gate,", "fitted")) else 2
+
+
+def _once(panel: Panel, height: float) -> Panel:
+    groups: list[list[Line]] = []
+    for line in panel.lines:
+        for group in groups:
+            if line.lies_on(group[0], _CLOSE * height):
+                group.append(line)
+                break
+        else:
+            groups.append([line])
+    same = tuple(tuple(line.name for line in group) for group in groups if len(group) > 1)
+    return replace(panel, lines=[group[0] for group in groups], same=same)
+
+
+@dataclass(frozen=True)
+class Binning:
+    """A quantity by loop, one line a difficulty, of one table a seed; from its first loop on."""
+
+    title: str
+    quantity: str
+    tables: Sequence[Binned]
+    first: int = 1
+
+    @property
+    def levels(self) -> list[float]:
+        return self.tables[0].levels
+
+    @property
+    def seeds(self) -> int:
+        """As many as have the same difficulties: else the first alone is drawn."""
+        return len(self.tables) if all(table.levels == self.levels for table in self.tables) else 1
+
+    def rows(self) -> Iterable[tuple[float, int, float, float, float]]:
+        """Difficulty, loop, value and its band, where there is a value."""
+        shown = self.tables[: self.seeds]
+        for place, level in enumerate(self.levels):
+            for loop in range(self.first, len(shown[0].values[place]) + 1):
+                values = [value for table in shown if (value := table.values[place][loop - 1]) is not None]
+                if not values:
+                    continue
+                mean, low, high = sum(values) / len(values), min(values), max(values)
+                if self.seeds == 1:
+                    low, high = _bound(shown[0].low, place, loop, mean), _bound(shown[0].high, place, loop, mean)
+                yield level, loop, mean, low, high
+
+
+def _bound(table: list[list[float | None]], place: int, loop: int, value: float) -> float:
+    known = table[place][loop - 1] if table else None
+    return value if known is None else known

@@ -1,0 +1,146 @@
+"""Are wrong arguments answered before anything heavy is imported, and with what was probably meant?"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import loopscope as ls
+from cli.conftest import refusal, run
+
+HEAVY = ("torch", "lm_eval", "transformers")
+ANSWER = """
+import io, json, sys
+from contextlib import redirect_stderr
+from loopscope.cli import main
+answers = []
+for words in json.loads(sys.argv[1]):
+    with redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(words)
+        except SystemExit as stop:
+            code = stop.code
+    heavy = [name for name in sys.argv[2:] if name in sys.modules]
+    answers.append([code, err.getvalue(), heavy])
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], str, int, str, list[str]]]:
+    """Every wrong command in one process, one after the other: what a later one finds imported, an earlier one did."""
+    place = tmp_path_factory.mktemp("typos")
+    out, folder = str(place / "out"), str(place / "mine")
+    for split in ("validation", "test"):
+        logits = [[[0.0, 1.0], [1.0, 0.0]]] * 4
+        ls.Trajectory(logits=logits, labels=[0] * 4, split=split).save(Path(folder) / split)
+    (place / "examples.txt").write_text("+ 1 0\n")
+    wrong: list[tuple[list[str], str]] = [
+        (["trian", "demo"], "did you mean 'train'?"),
+        (["record", "tsak", "x"], "did you mean 'task'?"),
+        (["train", "demo", "--outt", out], "no option --outt (did you mean '--out'?)"),
+        (["train", "deom", "--out", out], "did you mean 'demo'?"),
+        (["train", "demo", "--out", out, "--set", "training.step=3"], "unknown key `step` (did you mean 'steps'?)"),
+        (["train", "demo", "--out", out, "--set", "modle.gate=mlp"], "did you mean 'model'?"),
+        (["train", "demo", "--out", out, "--set", "model.gate=lineer"], "did you mean 'linear'?"),
+        (["train", "demo", "--out", out, "--set", "training.steps=no"], "training.steps: expected a whole number"),
+        (["train", "demo", "--out", out, "--device", "cdua"], "did you mean 'cuda'?"),
+        (["pretrain", "x.toml", "--text", "a", "--validation", "b", "--out", out], "There is no file x.toml"),
+        (["record", "task", str(place / "run"), "--split", "test"], "There is no folder"),
+        (["record", "text", "nowhere", "x.txt", "--out", out], "There is no file x.txt"),
+        (["record", "text", "nowhere", str(place / "examples.txt"), "--out", out], "There is no folder nowhere"),
+        (["record", "benchmark", "x", "arc_esay", "--out", out], "did you mean 'arc_easy'?"),
+        (["record", "benchmark", "x", "arc_easy", "--split", "tset", "--out", out], "did you mean 'test'?"),
+        (["evaluate", folder + "/validaton", folder + "/test"], f"did you mean {folder}/validation?"),
+        (["evaluate", folder, "--readout", "margn"], "did you mean 'margin'?"),
+        (["diagnose", folder + "s"], f"did you mean {folder}?"),
+        (["diagnose", folder, "--reference", "mien"], "did you mean 'mine'?"),
+        (["compare", folder, "entropy", "margn"], "did you mean 'margin'?"),
+        (["report", folder, "--out", out, "--reference", "nobody"], "There is no run 'nobody'"),
+        (["report", folder, "--out", out, "--product", "headlin"], "did you mean 'headline'?"),
+        (["calibrate", folder, "--readout", "entropi", "--out", out], "did you mean 'entropy'?"),
+        (["gate", "fit", folder, "--out", out], "has no recording 'train'"),
+        (["gate", "write", "nowhere", "nowhere", "--out", out], "There is no folder nowhere"),
+        (["run", "nowhere", str(place / "examples.txt")], "There is no folder nowhere"),
+        (["run", folder, str(place / "exampels.txt")], "examples.txt?"),
+        (["generate", "nowhere", "text"], "There is no folder nowhere"),
+        (["generate", "nowhere", "text", "--readout", "gate"], "--threshold"),
+        (["generate", "nowhere", "text", "--cache", "ful"], "did you mean 'full'?"),
+        (["harness", "nowhere", "--tasks", "arc_easy"], "There is no folder nowhere"),
+        (["selfcheck", "nowhere", "--only", "cahce"], "did you mean 'cache'?"),
+        (["selfcheck", "nowhere"], "There is no folder nowhere"),
+        (["loop", "nowhere", "--prelude", "1", "--core", "1", "--loops", "2", "--out", out], "There is no folder"),
+        (["bench", "exits", "nowhere"], "There is no folder nowhere"),
+        (["bench", "exits", "--settings", "papr"], "did you mean 'paper'?"),
+        (["bench", "train", "deom"], "did you mean 'demo'?"),
+        (["bench", "scoring", "x", "--benchmark", "mmlo"], "did you mean 'mmlu'?"),
+        (["bench", "generation", "x", "--text", "x", "--readout", "gate", "--threshold", "1"], "There is no file x"),
+        (["bench", "drift", "nowhere"], "There is no folder nowhere"),
+        (["study", "run", "dmo"], "did you mean 'demo'?"),
+        (["study", "plan", "demo", "--set", "training.step=3"], "did you mean 'steps'?"),
+        (["demo", "--out", out, "--set", "task.modlus=3"], "did you mean 'modulus'?"),
+    ]
+    command = [sys.executable, "-c", ANSWER, json.dumps([words for words, _ in wrong]), *HEAVY]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=place).stdout)
+    return [(words, message, *answer) for (words, message), answer in zip(wrong, found, strict=True)]
+
+
+def test_nothing_heavy_is_imported_to_refuse(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:
+    assert [(words, heavy) for words, _, _, _, heavy in answers if heavy] == []
+
+
+def test_what_was_meant_is_named(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:
+    for words, message, code, err, _ in answers:
+        assert code == 2, words
+        assert message in err, (words, err)
+
+
+def test_nothing_is_announced_that_is_refused(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:
+    for words, _, _, err, _ in answers:
+        assert err.startswith("usage: ") or len(err.splitlines()) == 1, (words, err)
+
+
+def test_a_task_of_lm_eval_is_looked_up_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = refusal(capsys, "harness", "nowhere", "--tasks", "gsm8kk")
+    assert "lm_eval has no task 'gsm8kk' (did you mean 'gsm8k'?)" in sentence
+    assert "There is no file my.yaml" in refusal(capsys, "harness", "nowhere", "--tasks", "my.yaml")
+    assert "There is no folder nowhere" in refusal(capsys, "harness", "nowhere", "--tasks", "gsm8k", "mmlu_anatomy")
+
+
+def test_a_run_and_its_recordings_are_the_same(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recorded / "recordings"
+    forms = (recorded, folder, folder / "test", folder / "validation")
+    printed = set()
+    for form in forms:
+        assert run("diagnose", form, "--json") == 0
+        printed.add(capsys.readouterr().out)
+    for words in ((recorded,), (folder,), (folder / "validation", folder / "test"), (recorded, recorded)):
+        assert run("evaluate", *words, "--readout", "margin", "--json") == 0
+        printed.add(capsys.readouterr().out)
+    assert len(printed) == 2
+    for form in forms[:3]:
+        assert run("report", form, "--out", tmp_path / "report", "--product", "headline", "--json") == 0
+        printed.add(capsys.readouterr().out)
+    assert len(printed) == 3
+
+
+def test_a_reference_is_a_folder_or_a_name(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [tmp_path / name for name in ("one", "two")]
+    for place in runs:
+        place.mkdir()
+        (place / "recordings").symlink_to(recorded / "recordings")
+    printed = set()
+    for reference in ("two", tmp_path / "two", tmp_path / "two" / "recordings"):
+        assert run("diagnose", runs[0], "--reference", reference, "--json") == 0
+        printed.add(capsys.readouterr().out)
+    assert len(printed) == 1
+    for given in (runs, runs[:1]):
+        for reference in ("two", tmp_path / "two"):
+            out = tmp_path / "report"
+            assert run("report", *given, "--reference", reference, "--out", out, "--json") == 0
+            models = {model["name"]: model["is_reference"] for model in json.loads(capsys.readouterr().out)["models"]}
+            assert models == {"one": False, "two": True}

@@ -1,0 +1,189 @@
+"""Figures: bands, lines that lie on each other, keys that can be read, full grids, and a column's width."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pytest
+from simulated import pair
+
+import loopscope as ls
+from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
+from loopscope.analysis.schema import FrontierResult, Results
+from loopscope.report.charts import frontiers, write_figure
+from loopscope.report.colours import DARK, shades_of
+from loopscope.report.curves import MOST, Line, Panel, chosen_lines
+from loopscope.report.layout import STYLES
+from loopscope.report.products import OVERVIEW
+
+WHOLE = (0.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    """Two seeds of one model, and another model; of so few examples no stoppers are learned, which takes time."""
+    sources = []
+    for name, seed in (("first", 0), ("second", 1)):
+        parts = {"task": {"name": "mano"}, "model": {"gate": "linear"}, "training": {"seed": seed}}
+        run = {**parts, "objective": {"name": "learned_gate", "prior": "uniform", "geometric_lambda": 0.3, "beta": 0.1}}
+        both = [replace(each, provenance={"run": run}) for each in pair(right=0.9, rows=90, seed=seed)]
+        sources.append(ModelRecordings(name, *both))
+    return analyse_models([*sources, ModelRecordings("third", *pair(right=0.8, rows=90))], None, [0.7])[0]
+
+
+def frontier(results: Results, model: int, readout: str) -> FrontierResult:
+    found = results.models[model].frontier(readout)
+    assert found is not None
+    return found
+
+
+def line(name: str, accuracy: Any, loops: Any = (1, 2, 3, 4)) -> Line:
+    heights = np.asarray(accuracy, dtype=float)
+    return Line(name, np.asarray(loops, dtype=float), heights, heights, heights)
+
+
+def key_of(specification: dict[str, Any]) -> list[str]:
+    """What the key of a figure says."""
+    rows = [row for values in specification["datasets"].values() for row in values]
+    return [row["name"].replace("\n", " ") for row in rows if "middle" in row]
+
+
+def test_every_point_of_a_curve_has_an_interval_over_examples(results: Results) -> None:
+    test = pair(right=0.8, rows=90)[1]
+    margin = frontier(results, 2, "margin")
+    assert len(margin.accuracy_low) == len(margin.accuracy_high) == len(margin.accuracy) > 40
+    assert np.all(np.array(margin.accuracy_low) <= np.array(margin.accuracy) + 1e-4)
+    assert np.all(np.array(margin.accuracy_high) >= np.array(margin.accuracy) - 1e-4)
+    place = int(np.argmax(margin.accuracy))
+    share = margin.accuracy[place]
+    width = margin.accuracy_high[place] - margin.accuracy_low[place]
+    assert width == pytest.approx(2 * 1.96 * (share * (1 - share) / test.num_examples) ** 0.5, rel=0.3)
+    for table in (results.models[2].forced_accuracy_by_difficulty, results.models[2].signals["entropy"]):
+        values, low, high = (np.array(each) for each in (table.values, table.low, table.high))
+        assert np.all((low <= values + 1e-4) & (values <= high + 1e-4))
+        assert np.any(high > low + 1e-3)
+
+
+def test_a_line_over_seeds_is_their_mean_and_range(results: Results) -> None:
+    both = [frontier(results, seed, "margin") for seed in (0, 1)]
+    made = Line.of(both)
+    assert made.seeds == 2
+    for place in (0, 30, 60):
+        curves = [Line.of([each]) for each in both]
+        at = [float(np.interp(made.loops[place], each.loops, each.accuracy)) for each in curves]
+        assert made.accuracy[place] == pytest.approx(np.mean(at))
+        assert (made.low[place], made.high[place]) == pytest.approx((min(at), max(at)))
+    fixed = Line.of([frontier(results, seed, "fixed") for seed in (0, 1)])
+    assert fixed.loops.tolist() == [1, 2, 3, 4]
+    assert fixed.accuracy[3] == pytest.approx(np.mean([results.models[seed].forced_accuracy[3] for seed in (0, 1)]))
+    one = Line.of(both[:1])
+    assert (one.seeds, one.low.tolist()) == (1, sorted_by_loops(both[0], both[0].accuracy_low))
+
+
+def sorted_by_loops(frontier: FrontierResult, values: list[float]) -> list[float]:
+    order = np.lexsort((frontier.accuracy, frontier.average_loops))
+    return [values[place] for place in order]
+
+
+def test_lines_on_each_other_are_drawn_once_and_said_to_be() -> None:
+    rising = np.array([0.5, 0.7, 0.9, 0.95])
+    same, near, apart = line("entropy", rising), line("top1", rising + 0.005), line("margin", rising - 0.1)
+    first = Panel("one", [same, near, apart], 4, 0.9)
+    other = Panel("two", [same, line("top1", rising + 0.1), apart], 4, 0.9)
+    drawn = chosen_lines([first, other], [WHOLE, WHOLE])
+    assert [each.name for each in drawn.panels[0].lines] == ["entropy", "margin"]
+    assert drawn.panels[0].same == (("entropy", "top1"),)
+    assert ([each.name for each in drawn.panels[1].lines], drawn.merged) == (["entropy", "top1", "margin"], ())
+    third = Panel("three", [same, line("top1", rising + 0.1), line("margin", rising + 0.102)], 4, 0.9)
+    followed = Panel("four", [same, line("top1", rising + 0.005), line("margin", rising - 0.005)], 4, 0.9)
+    told = [panel.same for panel in chosen_lines([third, followed], [WHOLE, WHOLE]).panels]
+    assert told == [(("top1", "margin"),), (("entropy", "top1", "margin"),)]  # one that is drawn nowhere is said, too
+    everywhere = chosen_lines([first, first], [WHOLE, WHOLE])
+    assert everywhere.merged == (("entropy", "top1"),)
+    made = frontiers([first, first])
+    assert made is not None
+    assert key_of(made(STYLES["page"])) == ["entropy ≈ top1", "margin"]
+    assert "drawn once" in str(made(STYLES["page"])["title"])
+    late = line("kl", rising, (2, 2.5, 3, 4))  # it begins elsewhere
+    assert len(chosen_lines([Panel("", [same, late], 4, 0.9)], [WHOLE]).panels[0].lines) == 2
+
+
+def test_a_key_has_eight_entries_and_says_what_is_left_out() -> None:
+    many = [line(f"r{place}", np.linspace(0.1, 0.9, 4) * (1 - place / 20)) for place in range(12)]
+    with_gate = [*many, line("gate", [0.9, 0.91, 0.92, 0.93]), line("fixed", [0.2, 0.4, 0.6, 0.8])]
+    made = frontiers([Panel("without", many, 4, 0.9), Panel("with", with_gate, 4, 0.9)])
+    assert made is not None
+    specification = made(STYLES["page"])
+    names = key_of(specification)
+    assert len(names) == MOST
+    assert {"fixed", "gate", "r0", "r5"} <= set(names)  # whatever panel they are of
+    assert "Not drawn: r6, r7, r8, r9, r10, r11." in " ".join(specification["title"]["text"])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_grids_are_full_but_for_the_place_of_the_key(style: str) -> None:
+    for panels in range(1, 50):
+        assert -panels % STYLES[style].columns(panels) <= 1
+        assert -panels % STYLES[style].columns(panels, 4) <= 1
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_same_figure_as_png_pdf_and_svg(results: Results, tmp_path: Path, style: str) -> None:
+    (figure,) = OVERVIEW.make(results, ["frontiers"])
+    assert figure.figure is not None
+    write_figure(figure.figure, tmp_path, "made", style)
+    svg = (tmp_path / "made.svg").read_text()
+    texts = "".join(ElementTree.fromstring(svg).itertext())
+    assert all(words in texts for words in ("average loops", "oracle", "gate", "mean of 2 seeds"))
+    width, height = (float(re.findall(rf'<svg[^>]* {side}="([\d.]+)', svg)[0]) for side in ("width", "height"))
+    assert abs(width - 234) < 2 or style == "page"
+    box = re.findall(rb"MediaBox *\[ *0 0 ([\d.]+) ([\d.]+)", (tmp_path / "made.pdf").read_bytes())
+    assert [float(each) for each in box[0]] == pytest.approx([width, height], abs=1)  # in points
+    shape = [int.from_bytes((tmp_path / "made.png").read_bytes()[start : start + 4]) for start in (16, 20)]
+    assert shape == pytest.approx([each * STYLES[style].png_ppi / 72 for each in (width, height)], abs=9)
+
+
+def test_difficulties_share_a_short_key(results: Results) -> None:
+    figures = {
+        each.name: each.figure for each in OVERVIEW.make(results, ["forced_exits", "exit_distributions", "signals"])
+    }
+    for figure in figures.values():
+        assert figure is not None
+        assert key_of(figure(STYLES["page"])) == ["1", "2", "3", "4"]
+    table = results.models[2].forced_accuracy_by_difficulty
+    repeated = {name: [getattr(table, name)[0]] * 30 for name in ("values", "low", "high", "counts")}
+    table = msgspec.structs.replace(table, levels=[float(level) for level in range(30)], **repeated)
+    many = msgspec.structs.replace(results.models[2], forced_accuracy_by_difficulty=table)
+    (figure,) = OVERVIEW.make(msgspec.structs.replace(results, models=[*results.models[:2], many]), ["forced_exits"])
+    assert figure.figure is not None
+    specification = figure.figure(STYLES["page"])
+    names = key_of(specification)
+    assert (len(names), names[0], names[-1]) == (MOST, "0", "29")
+    assert "8 of 30 difficulties" in " ".join(specification["title"]["text"])
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
+    return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_the_hardest_difficulties_are_legible_on_a_dark_ground() -> None:
+    ground = luminance("#14181d")
+    for colour in shades_of([float(level) for level in range(50)]).values():
+        assert (luminance(DARK[colour]) + 0.05) / (ground + 0.05) >= 3  # what WCAG asks of graphics
+
+
+def test_an_unknown_style_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ls.UserError, match="no style 'poster'; choose of page, paper"):
+        ls.report({"a": pair(right=0.9, rows=60)}, tmp_path, style="poster")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_lines_or_difficulties_gives_no_figure() -> None:
+    assert frontiers([]) is None
+    assert frontiers([Panel("empty", [], 4, 0.9)]) is None

@@ -1,0 +1,59 @@
+"""Is every page and every public name on the site, does the tutorial run, and is no link of the site broken?"""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import loopscope as ls
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r": ([\w/-]+)\.md$", navigation, re.MULTILINE))
+    docs = ROOT / "docs"
+    pages = {
+        path.relative_to(docs).with_suffix("").as_posix()
+        for kind in ("md", "ipynb")
+        for path in docs.rglob(f"*.{kind}")
+    }
+    assert pages | {"index", "contributing", "changelog"} == listed
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    found = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for path in found:
+        module, _, name = path.rpartition(".")
+        assert find_spec(module) is not None, path
+        assert hasattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name), path
+    aliases = {"compare_readouts": "compare"}
+    assert sorted(aliases.get(path.rpartition(".")[2], path.rpartition(".")[2]) for path in found) == ls.__all__
+
+
+@pytest.mark.filterwarnings("ignore")  # of the kernel's libraries; in its own process nothing is an error
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "docs" / "tutorial.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are made when the site is built"
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    printed = "".join(each.get("text", "") for cell in notebook.cells for each in cell.get("outputs", ()))
+    assert "The readout is to blame" in printed
+    assert printed.count("Kept: ") == 2
+
+
+@pytest.mark.long
+def test_the_site_is_built_strictly() -> None:
+    for module in ("zensical", "mkdocstrings", "nbclient"):
+        pytest.importorskip(module)
+    built = subprocess.run([sys.executable, ROOT / "scripts" / "site.py"], capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    site = ROOT / "site"
+    assert "With probability 95 %" in (site / "tutorial.html").read_text(encoding="utf-8")
+    assert "ls.diagnose" in (site / "index.html").read_text(encoding="utf-8")
+    assert 'id="loopscope.trajectory.Trajectory"' in (site / "reference.html").read_text(encoding="utf-8")
+    assert (site / "search.js").stat().st_size > 100_000  # what a search without a server reads
