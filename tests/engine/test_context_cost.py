@@ -14,7 +14,7 @@ from loopscope.engine import Prompt, decoder, generate
 from loopscope.engine.decoder import Decoder
 from loopscope.models import LoopedModel, LoopState, cached_attention
 
-FULL = ls.ExitPolicy("fixed", 4)
+FULL = ls.ExitPolicy("margin", 1e9)  # asked at every loop
 
 
 class Written(TorchDispatchMode):

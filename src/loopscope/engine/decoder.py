@@ -115,10 +115,14 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> Exits:
-        """One loop of every active row, and the rows whose token exits: they are not active until they go on."""
+        """One loop of every active row, and the rows whose token exits: they are not active until they go on.
+
+        Where all are at the same loop, those after it before which none exits run at once.
+        """
         active = np.concatenate([self._unasked, *(group.rows for group in self._groups)])
-        self._loops[active] += 1
-        self._run_loop(active, self._loops[active])
+        ahead = self._loops_ahead(active)
+        self._run_loop(active, self._loops[active] + 1, ahead)
+        self._loops[active] += ahead
         deepest = self._loops[self._unasked] == self._depth
         done, self._unasked = [self._unasked[deepest]], self._unasked[~deepest]
         for group in self._groups:
@@ -142,6 +146,14 @@ class Decoder:
         read = rows[self._loops[rows] == self._depth]
         self._read[read] = self._lengths[read]
         return Exits(rows, self._loops[rows], counts, logits)
+
+    def _loops_ahead(self, active: Integers) -> int:
+        """How many loops run before anybody is asked."""
+        loops = self._loops[active]
+        if loops.min() != loops.max():
+            return 1
+        exits = [self._depth, *(group.first_exit for group in self._groups if len(group.rows))]
+        return max(1, min(exits) - int(loops[0]))
 
     def _ask(self, group: ExitGroup, logits: Tensor | None) -> NDArray[np.bool_]:
         """[n] who of a group exits now."""
@@ -168,17 +180,21 @@ class Decoder:
         for number in set(self._group_of[rows[asked]].tolist()):
             self._groups[number].admit(rows[asked & (self._group_of[rows] == number)])
 
-    def _run_loop(self, rows: Integers, loops: Integers) -> None:
-        """Takes rows to these loops, with all their tokens that lack them."""
+    def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1) -> None:
+        """Takes rows to these loops, or through so many from them on, with all their tokens that lack them."""
         missing = self._lengths[rows] - self._cached[rows, loops]
+        if any((self._cached[rows, loops + more] != self._cached[rows, loops]).any() for more in range(1, ahead)):
+            for more in range(ahead):
+                self._run_loop(rows, loops + more)
+            return
         order = np.lexsort((rows, missing, loops))  # neighbours in the cache stand together: they are read in place
         rows, loops = rows[order], loops[order]
         for counts in _portions(missing[order]):
             some = counts > 0
-            self._run_tokens(rows[some], loops[some], counts[some])
+            self._run_tokens(rows[some], loops[some], counts[some], ahead)
 
-    def _run_tokens(self, rows: Integers, loops: Integers, counts: Integers) -> None:
-        """Takes the next `counts` tokens of rows, which are sorted by loop, to these loops."""
+    def _run_tokens(self, rows: Integers, loops: Integers, counts: Integers, ahead: int) -> None:
+        """Takes the next `counts` tokens of rows, which are sorted by loop, through `ahead` loops from these on."""
         cached = self._cached[rows, loops]
         indices, fresh = self._cache_indices(rows, cached, counts), int((loops == 1).sum())
         states = []
@@ -188,12 +204,15 @@ class Decoder:
             places = indices[counts[:fresh].sum() :]
             states.append(self._stored_states(counts[fresh:], loops[fresh:] - 1, places))
         state = states[0] if len(states) == 1 else self._kind.join(states)
-        state = self._model.step(state.with_cache(AppendingRows(self._kv_cache, rows, cached, loops)))
-        self.token_loops += int(counts.sum())
-        self.prompt_loops += int((self._prompts[rows] - cached).clip(0, counts).sum())
-        for loop, part in _loop_slices(counts, loops):
+        last = loops + ahead - 1
+        for more in range(ahead):
+            cache = AppendingRows(self._kv_cache, rows, cached, loops + more)
+            state = self._model.step(state.with_cache(cache))
+            self._cached[rows, cache.loops] += counts
+        self.token_loops += ahead * int(counts.sum())
+        self.prompt_loops += ahead * int((self._prompts[rows] - cached).clip(0, counts).sum())
+        for loop, part in _loop_slices(counts, last):
             self._kv_cache.write_states("hidden", loop, indices[part], state.hidden[part])
-        self._cached[rows, loops] += counts
 
     def _embed_new(self, rows: Integers, counts: Integers, indices: Tensor) -> LoopState:
         """The next `counts` tokens of rows, which have not been through anything."""

@@ -41,6 +41,11 @@ class ExitGroup:
         """Whether the head is needed to decide."""
         return self._streamed is not None or not {"logits", "predictions"}.isdisjoint(self._sources)
 
+    @property
+    def first_exit(self) -> int:
+        """The loop before which nobody exits."""
+        return 1 if self._exit_state.signals or self._sources else int(self.policy.threshold or 1)
+
     def admit(self, rows: Integers) -> None:
         """These begin a token."""
         self.rows = np.concatenate((self.rows, rows))

@@ -5,6 +5,7 @@ branches of a row), H heads, K head width.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from loopscope.models.attention import Rotary, causal_attention, masked_attention
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, Integers, KeysValues, Places, SharedPrefix
-from loopscope.models.layout import AttentionGroup, Layout, count_up
+from loopscope.models.layout import OF_ONE_LOOP, AttentionGroup, Layout, count_up
 from loopscope.models.packed_attention import packed_attention
 
 _COPIED = 1 << 24
@@ -73,7 +74,7 @@ def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _write_kv_cache(layout: Layout, cache: AppendingRows, layer: str, key: Tensor, value: Tensor) -> None:
-    places = layout.compute_once("written", lambda: _written_places(layout, cache))
+    places = layout.compute_once((OF_ONE_LOOP, "written"), lambda: _written_places(layout, cache))
     cache.kv_cache.write(layer, cache.looped, places, key, value)
 
 
@@ -103,7 +104,9 @@ class _GroupAttention(NamedTuple):
             yield causal_attention(query, key, value), scatter
             return
         width = self.key[0].numel()
-        reads = self._once("reads", lambda: _cache_reads(self.layout, cache, self.group, width, self.query.dtype))
+        name = (OF_ONE_LOOP, "reads", self.number)
+        make = partial(_cache_reads, self.layout, cache, self.group, width, self.query.dtype)
+        reads = self.layout.compute_once(name, make)
         for places, upto, own, mask, scatter in reads:
             keys, values = cache.kv_cache.read(self.layer, cache.looped, places, upto)
             query = _dense(self.query, own, scatter)

@@ -157,6 +157,10 @@ class AppendingRows:
     def take(self, rows: Integers) -> "AppendingRows":
         return AppendingRows(self.kv_cache, self.rows[rows], self.cached[rows], self.loops[rows])
 
+    def follows(self, other: "AppendingRows") -> bool:
+        """Whether these are the same tokens, perhaps at another loop."""
+        return np.array_equal(self.rows, other.rows) and np.array_equal(self.cached, other.cached)
+
     @cached_property
     def looped(self) -> bool:
         """Whether the rows are in the loops, or before them."""

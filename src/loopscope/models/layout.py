@@ -34,6 +34,26 @@ _PADDING = 1.3
 """Rows join a group while its cells are at most this many times its tokens."""
 
 
+_OF_ANY_LOOP = (
+    "counts",
+    "starts",
+    "positions",
+    "host_positions",
+    "contexts",
+    "max_context",
+    "longest",
+    "tokens",
+    "groups",
+)
+"""Of a layout of appending rows: what does not depend on where their loops lie in the cache."""
+OF_ONE_LOOP = "at this loop"
+"""What begins so among the names of what is computed once, does."""
+
+
+def _is_of_any_loop(name: Hashable) -> bool:
+    return not (isinstance(name, tuple) and name[0] == OF_ONE_LOOP)
+
+
 class Sharing(NamedTuple):
     """Which tokens have a state in common."""
 
@@ -204,8 +224,14 @@ class Layout:
         )
 
     def with_cache(self, cache: AppendingRows | SharedPrefix | None) -> Self:
-        """The same rows, after these tokens."""
-        return self if cache is None and self.cache is None else replace(self, cache=cache)
+        """The same rows, after these tokens; where only the loop is another, what was worked out stays."""
+        if cache is None and self.cache is None:
+            return self
+        layout = replace(self, cache=cache)
+        if isinstance(cache, AppendingRows) and isinstance(self.cache, AppendingRows) and cache.follows(self.cache):
+            layout.__dict__.update({name: self.__dict__[name] for name in _OF_ANY_LOOP if name in self.__dict__})
+            layout._computed.update({name: made for name, made in self._computed.items() if _is_of_any_loop(name)})
+        return layout
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, M, ...] -> [S, ...]"""
