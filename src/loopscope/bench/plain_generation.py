@@ -42,11 +42,11 @@ def _batch(model: Ouro | LoopedLlama, prompts: Sequence[Prompt], new_tokens: int
     padding = np.array([longest - len(prompt.tokens) for prompt in prompts])
     padded = np.stack([np.pad(prompt.tokens, (longest - len(prompt.tokens), 0)) for prompt in prompts])
     tokens, first = torch.from_numpy(padded).to(device), torch.from_numpy(padding).to(device)
-    run, said = _Forward(model, first), []
+    run, written = _Forward(model, first), []
     for _ in range(new_tokens):
         tokens = run(tokens).argmax(-1, keepdim=True)
-        said.append(tokens)
-    text: list[list[int]] = torch.cat(said, 1).tolist()
+        written.append(tokens)
+    text: list[list[int]] = torch.cat(written, 1).tolist()
     return text
 
 

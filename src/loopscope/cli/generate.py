@@ -102,10 +102,10 @@ def execute(options: argparse.Namespace) -> int:
     texts, stats, start = StopStrings(tokenizer, options.stop), GenerationStats(), time.perf_counter()
     ends = stop_tokens(tokenizer, end_tokens(folder))
 
-    def tokens(asked: list[Prompt]) -> "Iterator[Token]":
+    def tokens(left: list[Prompt]) -> "Iterator[Token]":
         return stream(
             model,
-            asked,
+            left,
             usual or ExitPolicy("fixed", model.num_loops),
             stop=ends,
             stopping_criterion=texts if options.stop else None,
@@ -119,7 +119,7 @@ def execute(options: argparse.Namespace) -> int:
         return 130
     if stats.tokens:
         print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
-        processed = stats.tokens + sum(len(prompt.tokens) - 1 for prompt in output.asked)
+        processed = stats.tokens + sum(len(prompt.tokens) - 1 for prompt in output.prompts)
         if (wasted := _wasted(stats, processed, model.num_loops, options.lossless)) is not None:
             print_note(wasted)
     return 0
@@ -216,7 +216,7 @@ class _Output:
         ends: set[int],
     ) -> None:
         self._options, self._given, self._tokenizer, self._texts, self._ends = options, given, tokenizer, texts, ends
-        self.asked = prompts
+        self.prompts = prompts
         """The prompts that are continued now; others were finished before."""
 
     def write(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
@@ -224,9 +224,9 @@ class _Output:
         live = len(self._given) == 1 and not self._options.json and self._options.out is None
         try:
             if live:
-                self._print_live(tokens(self.asked))
+                self._print_live(tokens(self.prompts))
             elif self._options.out is None:
-                self._print_lines(tokens(self.asked))
+                self._print_lines(tokens(self.prompts))
             else:
                 self._keep_lines(tokens, settings())
         except KeyboardInterrupt:
@@ -239,14 +239,14 @@ class _Output:
         """A text that may end at a string is shown as far as that cannot have begun."""
         from loopscope.models.tokenizer import Detokenizer
 
-        text, shown, said = Detokenizer(self._tokenizer), visible if sys.stdout.isatty() else str, 0
+        text, shown, printed = Detokenizer(self._tokenizer), visible if sys.stdout.isatty() else str, 0
         for token in tokens:
             new = text.add(token.token)
             if self._options.stop:
                 sure = self._texts.sure(token.key)
-                new, said = sure[said:], max(said, len(sure))
+                new, printed = sure[printed:], max(printed, len(sure))
             print(shown(new), end=f"[{token.loops}]" if self._options.show_loops else "", flush=True)
-        print(shown(self._texts.text(0, self._ends)[said:] if self._options.stop else text.rest()))
+        print(shown(self._texts.text(0, self._ends)[printed:] if self._options.stop else text.rest()))
 
     def _print_lines(self, tokens: Iterator["Token"]) -> None:
         """A line for every prompt that is finished, in their order."""
@@ -268,8 +268,8 @@ class _Output:
         with text_journal(self._options.out, settings, len(self._given)) as journal:
             if journal.lines:
                 print_note(f"{len(journal.lines):,} of {len(self._given):,} texts were finished before; going on.")
-            self.asked = [prompt for prompt in self.asked if prompt.key not in journal.lines]
-            for number, line in self._lines(tokens(self.asked)) if self.asked else ():
+            self.prompts = [prompt for prompt in self.prompts if prompt.key not in journal.lines]
+            for number, line in self._lines(tokens(self.prompts)) if self.prompts else ():
                 journal.add(number, line)
 
     def _lines(self, tokens: Iterator["Token"]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -282,12 +282,14 @@ class _Output:
             if token.finish_reason is None:
                 continue
             own, number = generated.pop(token.key), token.key
-            said = [each.token for each in own]
+            written = [each.token for each in own]
             line = {
                 "number": number + 1,
                 "prompt": self._given[number].prompt,
-                "text": self._texts.text(number, self._ends) if self._options.stop else decode(self._tokenizer, said),
-                "tokens": said,
+                "text": self._texts.text(number, self._ends)
+                if self._options.stop
+                else decode(self._tokenizer, written),
+                "tokens": written,
                 "loops": [each.loops for each in own],
                 "finish_reason": token.finish_reason,
             }

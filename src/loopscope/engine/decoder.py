@@ -69,7 +69,7 @@ class Decoder:
         self._prefilling: NDArray[np.bool_] = np.zeros(rows, dtype=bool)  # no token after the prompt yet
         self._groups: list[ExitGroup] = []
         self._group_of: Integers = np.zeros(rows, dtype=np.int64)
-        self._unasked: Integers = _NONE  # rows whose token goes through all loops, whatever the policy says
+        self._to_full_depth: Integers = _NONE  # rows whose token goes through all loops, whatever the policy says
         self._kind: type[LoopState] = LoopState
         self.token_loops = 0
         """Tokens times loops that were run, those for the cache included."""
@@ -80,7 +80,7 @@ class Decoder:
     def cache_bytes(self) -> int:
         return self._kv_cache.nbytes + self._head_cache.nbytes
 
-    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, asked: bool = True) -> None:
+    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, may_exit: bool = True) -> None:
         """A row begins with its prompt, which runs with the next steps; its policy is asked from now on, or later."""
         self._grow(len(prompt), row + 1)
         self._tokens[row, : len(prompt)] = prompt
@@ -89,10 +89,10 @@ class Decoder:
         self._read[row] = len(prompt) - 1
         self._cached[row] = self._head_cached[row] = 0
         self._group_of[row] = self._group(policy)
-        self._begin(np.array([row]), np.array([asked]))
+        self._begin(np.array([row]), np.array([may_exit]))
 
     @torch.inference_mode()
-    def append(self, rows: Sequence[int], tokens: Sequence[int], asked: Sequence[bool] | None = None) -> None:
+    def append(self, rows: Sequence[int], tokens: Sequence[int], may_exit: Sequence[bool] | None = None) -> None:
         """Rows whose token has exited go on with these tokens, of which some are not asked whether they exit."""
         index = np.asarray(rows, dtype=np.int64)
         self._backfill(index)
@@ -101,11 +101,11 @@ class Decoder:
         self._lengths[index] += 1
         self._loops[index] = 0
         self._prefilling[index] = False
-        self._begin(index, np.ones(len(index), dtype=bool) if asked is None else np.asarray(asked, dtype=bool))
+        self._begin(index, np.ones(len(index), dtype=bool) if may_exit is None else np.asarray(may_exit, dtype=bool))
 
     def deepen(self, rows: Sequence[int]) -> None:
         """The tokens of rows that have just exited go on to full depth instead."""
-        self._unasked = np.concatenate((self._unasked, np.asarray(rows, dtype=np.int64)))
+        self._to_full_depth = np.concatenate((self._to_full_depth, np.asarray(rows, dtype=np.int64)))
 
     def take_back(self, row: int, length: int) -> None:
         """Of a row whose token has exited, only so many tokens were ever there."""
@@ -119,12 +119,12 @@ class Decoder:
 
         Where all are at the same loop, those after it before which none exits run at once.
         """
-        active = np.concatenate([self._unasked, *(group.rows for group in self._groups)])
+        active = np.concatenate([self._to_full_depth, *(group.rows for group in self._groups)])
         ahead = self._loops_ahead(active)
         self._run_loop(active, self._loops[active] + 1, ahead)
         self._loops[active] += ahead
-        deepest = self._loops[self._unasked] == self._depth
-        done, self._unasked = [self._unasked[deepest]], self._unasked[~deepest]
+        deepest = self._loops[self._to_full_depth] == self._depth
+        done, self._to_full_depth = [self._to_full_depth[deepest]], self._to_full_depth[~deepest]
         for group in self._groups:
             done.append(group.keep(self._loops[group.rows] < self._depth))
             if not group.reads_logits:
@@ -174,11 +174,11 @@ class Decoder:
         self._groups.append(ExitGroup(self._model, policy))
         return len(self._groups) - 1
 
-    def _begin(self, rows: Integers, asked: NDArray[np.bool_]) -> None:
+    def _begin(self, rows: Integers, may_exit: NDArray[np.bool_]) -> None:
         """The last tokens of rows are active."""
-        self._unasked = np.concatenate((self._unasked, rows[~asked]))
-        for number in set(self._group_of[rows[asked]].tolist()):
-            self._groups[number].admit(rows[asked & (self._group_of[rows] == number)])
+        self._to_full_depth = np.concatenate((self._to_full_depth, rows[~may_exit]))
+        for number in set(self._group_of[rows[may_exit]].tolist()):
+            self._groups[number].admit(rows[may_exit & (self._group_of[rows] == number)])
 
     def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1) -> None:
         """Takes rows to these loops, or through so many from them on, with all their tokens that lack them."""

@@ -133,7 +133,7 @@ def stream(
             own = policies.of(prompt)
             number = number if prompt.number is None else _draws_number(prompt.number)
             rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number, model)
-            decoder.prefill(row, rows[row].tokens, own, asked=not lossless)
+            decoder.prefill(row, rows[row].tokens, own, may_exit=not lossless)
         if not rows:
             return
         exits = decoder.step()
@@ -141,9 +141,13 @@ def stream(
             continue
         require_vocabulary(model, exits.logits)
         exits = exits._replace(logits=exits.logits.float())
-        said = _confirmed(model, decoder, rows, exits, stop, sampling) if lossless else _said(rows, exits, sampling)
+        confirmed = (
+            _confirmed(model, decoder, rows, exits, stop, sampling)
+            if lossless
+            else _exited_tokens(rows, exits, sampling)
+        )
         unfinished = []
-        for row, tokens, loops, first, drafted in said:
+        for row, tokens, loops, first, drafted in confirmed:
             for place, token in enumerate(tokens):
                 finish_reason = rows[row].add(token, stop)
                 if stopping_criterion is not None and stopping_criterion(rows[row].prompt.key, token):
@@ -163,8 +167,8 @@ def stream(
             else:
                 unfinished.append((row, tokens[-1]))
         if unfinished:
-            asked = [not lossless or rows[row].may_draft for row, _ in unfinished]
-            decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], asked)
+            may_exit = [not lossless or rows[row].may_draft for row, _ in unfinished]
+            decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], may_exit)
 
 
 def generate(
@@ -250,7 +254,7 @@ class _Row:
         return "length" if self.generated == self.token_budget else None
 
 
-class _Said(NamedTuple):
+class _Confirmed(NamedTuple):
     """What a row has to say at once: drafts that stand, and one token after them."""
 
     row: int
@@ -260,19 +264,19 @@ class _Said(NamedTuple):
     drafted: int = 0  # since it last said something
 
 
-def _said(rows: dict[int, _Row], exits: Exits, sampling: Sampling) -> list[_Said]:
+def _exited_tokens(rows: dict[int, _Row], exits: Exits, sampling: Sampling) -> list[_Confirmed]:
     """One token of every row that exits."""
     chosen = next_tokens(exits.logits, [rows[row].draws for row in exits.rows.tolist()], sampling)
     found = []
     for place, (row, loops, token) in enumerate(zip(exits.rows.tolist(), exits.loops.tolist(), chosen, strict=True)):
         forced = rows[row].prompt.forced
-        found.append(_Said(row, [token if forced is None else int(forced[rows[row].generated])], [loops], place))
+        found.append(_Confirmed(row, [token if forced is None else int(forced[rows[row].generated])], [loops], place))
     return found
 
 
 def _confirmed(
     model: LoopedModel, decoder: Decoder, rows: dict[int, _Row], exits: Exits, stop: Collection[int], sampling: Sampling
-) -> list[_Said]:
+) -> list[_Confirmed]:
     """Rows that exit early go on from their draft; what full depth confirms of the others."""
     starts = exits.counts.cumsum() - exits.counts
     deep = exits.loops == model.num_loops
@@ -292,7 +296,7 @@ def _confirmed(
         if stood < drafted:
             decoder.take_back(row, len(own.tokens) + own.generated + stood)
         found.append(
-            _Said(
+            _Confirmed(
                 row,
                 [*(each.token for each in kept), token],
                 [*(each.loops for each in kept), model.num_loops],

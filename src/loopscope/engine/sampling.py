@@ -112,10 +112,10 @@ def _kept_drafts(
     if not drafted:
         return [0] * len(drafts)
     rows = np.concatenate([start + np.arange(len(own)) for own, start in zip(drafts, starts, strict=True)])
-    said = upload(np.array([each.token for each in drafted]), full.device)
+    chosen = upload(np.array([each.token for each in drafted]), full.device)
     early = torch.stack([each.shares for each in drafted if each.shares is not None])
     there = full.index_select(0, upload(rows, full.device))
-    both = torch.stack([shares.gather(1, said[:, None])[:, 0] for shares in (there, early)]).cpu().numpy()
+    both = torch.stack([shares.gather(1, chosen[:, None])[:, 0] for shares in (there, early)]).cpu().numpy()
     kept, first = [], 0
     for own, own_draws in zip(drafts, draws, strict=True):
         part = both[:, first : first + len(own)]

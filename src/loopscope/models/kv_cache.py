@@ -84,14 +84,14 @@ class KVCache:
 
     def propagate(self, loop: int, loops: Iterable[int], indices: Tensor) -> None:
         """Fills the deeper `loops` of tokens (row times capacity plus position) with what their `loop` has."""
-        own, *deeper = (self._slot(each) for each in (loop, *loops))
+        own, *deeper = (self._loop_number(each) for each in (loop, *loops))
         size = self.rows * self.capacity
         for (layer, looped), found in list(self._keys_values.items()):
             place = own - self._firsts[layer, looped]
             if looped and 0 <= place < len(found.keys):
                 keys, values = (stored[place].flatten(0, 1).index_select(0, indices) for stored in found)
-                for slot in deeper:
-                    self.write(layer, looped, Places(indices + slot * size, slot), keys, values)
+                for number in deeper:
+                    self.write(layer, looped, Places(indices + number * size, number), keys, values)
 
     def grow(self, capacity: int, rows: int = 0) -> None:
         """Makes room for longer rows, or for more of them."""
@@ -118,7 +118,7 @@ class KVCache:
         """What the keys and values take."""
         return sum(stored.nbytes for found in self._keys_values.values() for stored in found)
 
-    def _slot(self, loop: int) -> int:
+    def _loop_number(self, loop: int) -> int:
         return int(self.places(np.zeros(1, dtype=np.int64), np.array([loop]))[0]) // self.rows
 
     def _allocated(self, layer: str, looped: bool, first: int, keys: Tensor, values: Tensor) -> KeysValues:
