@@ -28,6 +28,7 @@ from loopscope.cli.options import COMPUTE, READOUTS, add_shared, add_verb, count
 from loopscope.cli.output import print_note
 from loopscope.cli.policies import check_any_model
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
+from loopscope.cli.text_journal import check_new_texts, text_journal
 from loopscope.errors import UserError, visible
 
 if TYPE_CHECKING:
@@ -165,8 +166,6 @@ def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
     if (options.prompt is None) == (options.prompts is None):
         raise UserError("Give a prompt, or a file of them with --prompts.")
     if options.out is not None:
-        from loopscope.cli.text_journal import check_new_texts
-
         check_new_texts(options.out)
     check_any_model(options)
     if (options.readout is None) != (options.threshold is None):
@@ -263,8 +262,6 @@ class _Output:
                 _print_line(line)
 
     def _keep_lines(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: object) -> None:
-        from loopscope.cli.text_journal import text_journal
-
         with text_journal(self._options.out, settings, len(self._given)) as journal:
             if journal.lines:
                 print_note(f"{len(journal.lines):,} of {len(self._given):,} texts were finished before; going on.")
