@@ -192,7 +192,7 @@ def test_many_models_are_a_table_with_their_gaps(tmp_path: Path) -> None:
         assert gap is not None
         assert f"<td>{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]" in table
     header = re.findall(r"<th[^>]*>([^<]*)</th>", table)
-    rows = [re.findall(r"<td.*?</td>", row) for row in re.findall(r"<tr>(<td>.*?)</tr>", table)]
+    rows = [re.findall(r"<td.*?</td>", row) for row in re.findall(r"<tr[^>]*>(<td.*?)</tr>", table, flags=re.DOTALL)]
     assert header[-1] == "reachable room"
     assert [(len(row), row[-1]) for row in rows] == [(len(header), "<td>nothing learned</td>")] * 9  # of 60 examples
 

@@ -14,7 +14,6 @@ from typing import Any, TextIO
 
 from loopscope.cli.options import check_new
 from loopscope.errors import UserError, visible
-from loopscope.writing import BusyError, atomic_file, locked, remove_leftovers, room_for
 
 
 class TextJournal:
@@ -35,6 +34,8 @@ def unfinished(out: Path) -> Path:
 
 def check_new_texts(out: Path) -> None:
     """Refuses to write over what is there, and ends what a killed writer of it had left to do."""
+    from loopscope.writing import BusyError, locked, remove_leftovers
+
     journal = unfinished(out)
     if out.is_file() and out.stat().st_size:
         remove_leftovers(journal)
@@ -49,6 +50,8 @@ def check_new_texts(out: Path) -> None:
 @contextmanager
 def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJournal]:
     """Goes on with what was begun with these settings; `out` is there when the texts of so many prompts are."""
+    from loopscope.writing import atomic_file, locked, room_for
+
     journal = unfinished(out)
     digest = _hash(json.dumps(settings, sort_keys=True))
     with room_for(out), locked(journal):

@@ -48,9 +48,16 @@ def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page")
         fitted = chosen.width + (chosen.total - _width(svg)) / specification["usermeta"]["columns"]
         specification = drawing(replace(chosen, width=fitted))
         svg = vl_convert.vegalite_to_svg(specification)
-    write_bytes(folder / f"{name}.svg", svg.encode())
+    write_bytes(folder / f"{name}.svg", _renumbered(svg).encode())
     write_bytes(folder / f"{name}.png", vl_convert.vegalite_to_png(specification, ppi=chosen.png_ppi))
     write_bytes(folder / f"{name}.pdf", vl_convert.vegalite_to_pdf(specification))
+
+
+def _renumbered(svg: str) -> str:
+    """With clip paths from 0 on: they are numbered through all drawings of a process otherwise, not by figure."""
+    numbers: dict[str, int] = {}
+    pattern = r'((?:id="|url\(#)(?:clip|gradient_))(\d+)'
+    return re.sub(pattern, lambda found: f"{found[1]}{numbers.setdefault(found[2], len(numbers))}", svg)
 
 
 def _width(svg: str) -> float:
