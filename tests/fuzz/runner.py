@@ -41,7 +41,7 @@ LONGEST = 500
 """Characters of a message."""
 SECONDS = 10.0
 """Of computing; an input takes 20 ms."""
-WAITING = 90.0
+WAITING = 300.0
 """Seconds by the clock, computing or not: a shared machine may be slow."""
 MEMORY = 3 << 30
 """Bytes that an input may take."""
