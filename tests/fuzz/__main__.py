@@ -3,10 +3,11 @@
 import argparse
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from .kinds import KINDS
-from .runner import Fuzzer, working_folder
+from .runner import Failure, Fuzzer, working_folder
 from .world import World
 
 
@@ -28,16 +29,21 @@ def main() -> int:
         else:
             print(f"A hang that no signal ends stops the fuzzer; {folder}-inputs/now says at which input.", flush=True)
             with suppress(KeyboardInterrupt):  # what was tried by then is told
-                fuzzer.run(options.inputs, lambda done: _progress(done, options.inputs, len(fuzzer.report.failures)))
+                fuzzer.run(options.inputs, partial(_progress, options.inputs, fuzzer.report.failures, set()))
         print(fuzzer.report)
         if options.index is not None:
             print("\n".join(failure.trace for failure in fuzzer.report.failures))
     return 1 if fuzzer.report.failures else 0
 
 
-def _progress(done: int, inputs: int, failures: int) -> None:
+def _progress(inputs: int, failures: list[Failure], known: set[str], done: int) -> None:
+    """Each cause at once, where it is first met, and how far it is."""
+    for each in failures[-1:]:
+        if each.place not in known:
+            known.add(each.place)
+            print(f"--only {each.kind} --index {each.index}: {each.what}", file=sys.stderr, flush=True)
     if done % 1_000 == 0:
-        print(f"{done:,} of {inputs:,} inputs, {failures:,} failures", file=sys.stderr, flush=True)
+        print(f"{done:,} of {inputs:,} inputs, {len(failures):,} failures", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
