@@ -39,8 +39,8 @@ from .world import World
 
 LONGEST = 500
 """Characters of a message."""
-SECONDS = 10.0
-"""Of computing; an input takes 20 ms."""
+SECONDS = 30.0
+"""Of computing; an input takes 20 ms, a whole demo with all its figures twenty seconds."""
 WAITING = 300.0
 """Seconds by the clock, computing or not: a shared machine may be slow."""
 MEMORY = 3 << 30
