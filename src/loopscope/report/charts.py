@@ -48,9 +48,10 @@ def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page")
         fitted = chosen.width + (chosen.total - _width(svg)) / specification["usermeta"]["columns"]
         specification = drawing(replace(chosen, width=fitted))
         svg = vl_convert.vegalite_to_svg(specification)
-    write_bytes(folder / f"{name}.svg", _renumbered(svg).encode())
-    write_bytes(folder / f"{name}.png", vl_convert.vegalite_to_png(specification, ppi=chosen.png_ppi))
-    write_bytes(folder / f"{name}.pdf", vl_convert.vegalite_to_pdf(specification))
+    svg = _renumbered(svg)
+    write_bytes(folder / f"{name}.svg", svg.encode())
+    write_bytes(folder / f"{name}.png", vl_convert.svg_to_png(svg, ppi=chosen.png_ppi))
+    write_bytes(folder / f"{name}.pdf", vl_convert.svg_to_pdf(svg))
 
 
 def _renumbered(svg: str) -> str:

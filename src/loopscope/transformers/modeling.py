@@ -89,6 +89,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     @staticmethod
     def _network(values: Mapping[str, Any], source: str) -> LoopedModel:
+        """The network that a configuration describes: each architecture has its own."""
         raise NotImplementedError
 
     def _init_weights(self, module: Any) -> None:
