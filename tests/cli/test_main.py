@@ -17,7 +17,7 @@ import torch
 
 import loopscope.cli
 from cli.conftest import run, settings
-from loopscope.analysis.diagnosis import Diagnosis, Gap
+from loopscope.analysis import Diagnosis, Gap
 from loopscope.analysis.targets import TargetLevel, as_target
 from loopscope.analysis.timings import Spread
 from loopscope.cli import VERBS, main, make_parser

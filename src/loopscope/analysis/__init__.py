@@ -2,7 +2,7 @@
 
 from loopscope.analysis.bootstrap import ENOUGH, Estimate, Interval, interval, resampled_curves, resampled_sums
 from loopscope.analysis.comparison import Comparison, compare_readouts as compare
-from loopscope.analysis.diagnosis import Diagnosis, Gap, Subject, depth_gap, diagnose, diagnose_subject
+from loopscope.analysis.diagnosis import Diagnosis, diagnose, diagnose_subject
 from loopscope.analysis.difficulty import (
     ORDERED_SIGNALS,
     ByDifficulty,
@@ -13,6 +13,7 @@ from loopscope.analysis.difficulty import (
     forced_cross_entropy,
     signal_by_difficulty,
 )
+from loopscope.analysis.gaps import Gap, Subject, depth_gap
 from loopscope.analysis.held_out import GuaranteeCheck, HeldOut, hold_out
 from loopscope.analysis.paired import Paired, Side, exits_of, paired
 from loopscope.analysis.seeds import OverSeeds, over_seeds

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from loopscope.analysis.diagnosis import Gap, Subject, depth_gap, without_verdict
+from loopscope.analysis.diagnosis import without_verdict
+from loopscope.analysis.gaps import Gap, Subject, depth_gap
 from loopscope.analysis.paired import Paired, Side, paired
 from loopscope.analysis.targets import Target, as_target, percent_text
 from loopscope.errors import UserError

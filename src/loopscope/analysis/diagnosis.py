@@ -8,28 +8,25 @@
   learned from the validation data.
 
 X is one point below full depth on validation data, unless it is given; for the trajectory gap below the lower of both
-models. Where X is out of reach, the comparison moves down to the highest whole percent that both sides reach, but never
-to chance. The best readout is the one that validation data choose. A part is blamed only where its interval excludes
-zero, or where it alone misses X; a model that is not above chance gets no verdict. Thresholds are swept on a grid so
-fine that its steps do not matter.
+models. Where X is out of reach, the comparison is made lower down (`gaps`). The best readout is the one that validation
+data choose. A part is blamed only where its interval excludes zero, or where it alone misses X; a model that is not
+above chance gets no verdict. Thresholds are swept on a grid so fine that its steps do not matter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 
 import numpy as np
 
-from loopscope.analysis.bootstrap import (
-    ENOUGH,
-    RESAMPLES,
-    SEED,
-    Curves,
-    Sums,
-    interval,
-    resampled_curves,
-    resampled_label_aware,
+from loopscope.analysis.gaps import (
+    FEWEST,
+    Gap,
+    Subject,
+    best_way,
+    gap_between,
+    label_aware_way,
+    readout_way,
+    stopper_way,
 )
 from loopscope.analysis.stoppers import with_stoppers
 from loopscope.analysis.targets import (
@@ -41,56 +38,16 @@ from loopscope.analysis.targets import (
     harm_of_depth,
     is_above_chance,
     percent_text,
-    target_level,
 )
 from loopscope.errors import UserError
-from loopscope.exits.signals import STOPPER, own_name
-from loopscope.exits.splits import check_calibration, is_pair
-from loopscope.exits.sweep import curve
-from loopscope.exits.thresholds import available_readouts, fine_grid
+from loopscope.exits.signals import own_name
+from loopscope.exits.splits import is_pair
 from loopscope.trajectory import Trajectory
 
-_FEWEST = 30
-"""With fewer test examples than this a bootstrap interval says nothing."""
 NO_VERDICT = "no verdict"
 _COLUMNS = ["gap", "between", "loops [95 % interval]", "at"]
 _REACHED = ["both reach it", "each reaches the target"]
 """Shares of the resamples."""
-
-
-@dataclass(frozen=True)
-class Gap:
-    """A difference in average loops; positive means that the first is the slower one."""
-
-    first: str
-    second: str
-    target: float  # the accuracy that is sought
-    accuracy: float  # at which the two are compared
-    first_depth: float
-    second_depth: float
-    value: float
-    low: float
-    high: float
-    reached: float  # share of resamples in which both reach that accuracy
-    first_reaches_target: float  # share of resamples in which the first reaches the target
-    second_reaches_target: float
-    examples: int
-
-    @property
-    def sign(self) -> int:
-        """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
-        if self.examples < _FEWEST:
-            return 0
-        reaches_more = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
-        missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
-        if reaches_more and missed:
-            return int(reaches_more)
-        return 1 if self.low > 0 else -1 if self.high < 0 else 0
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether the two take as many loops: the whole interval is zero, to the hundredths that are printed."""
-        return self.examples >= _FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < 0.005
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,47 +125,6 @@ class Diagnosis:
     __repr__ = __str__
 
 
-class Subject:
-    """A model as the diagnosis sees it: its frontiers, chosen on validation and resampled on test data."""
-
-    def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> None:
-        check_calibration(validation, test)
-        self.validation, self.test = validation, test
-        found = [name for name in available_readouts(validation, test) if name != "oracle"]
-        self.readouts = [name for name in found if not name.startswith(STOPPER)]
-        self.stoppers = [name for name in found if name.startswith(STOPPER)]
-        self.ceiling = float(test.correct.mean(axis=0).max())
-        self.chance = chance(test, validation)
-        self.has_gate = "gate" in self.readouts
-        self.label_aware = resampled_label_aware(test, resamples, seed)
-        self._resamples, self._seed = resamples, seed
-        self._curves: dict[str, Curves] = {}
-        self._grids = {name: fine_grid(name, validation) for name in found}
-        self._validation = {name: curve(name, self._grids[name], validation) for name in found}
-
-    def curves(self, readout: str) -> Curves:
-        if readout not in self._grids:
-            raise UserError(f"The recordings do not have the readout '{readout}'; they have {', '.join(self._grids)}.")
-        if readout not in self._curves:
-            thresholds = self._grids[readout]
-            self._curves[readout] = resampled_curves(readout, thresholds, self.test, self._resamples, self._seed)
-        return self._curves[readout]
-
-    def level(self, target: Target) -> TargetLevel:
-        return target_level(target, self.validation, self.test)
-
-    def best(self, accuracy: float, among: Sequence[str] | None = None) -> str:
-        """The readout with the least D@X on validation data; where none reaches X, the most accurate one.
-
-        Of single signals, unless others are named: learned stoppers have a gap of their own.
-        """
-        names = self.readouts if among is None else among
-        depths = {name: _depth(self._validation[name], accuracy) for name in names}
-        if min(depths.values()) < np.inf:
-            return min(depths, key=depths.__getitem__)
-        return max(names, key=lambda name: float(self._validation[name][0].max()))
-
-
 def diagnose(
     validation: Trajectory,
     test: Trajectory,
@@ -245,18 +161,18 @@ def diagnose_subject(
     found = (level, subject.chance, subject.best(level.accuracy))
     if sentence := without_verdict(subject.validation, subject.test, level):
         return Diagnosis(*found, None, None, None, None, (), NO_VERDICT, sentence)
-    own, best = partial(_curve_depth, subject, "gate"), partial(_best_depth, subject, "")
-    readout = _gap(level.accuracy, own, best, subject, subject.chance) if subject.has_gate else None
+    own, best = partial(readout_way, subject, "gate"), partial(best_way, subject, "")
+    readout = gap_between(level.accuracy, own, best, subject, subject.chance) if subject.has_gate else None
     trajectory = None
     if reference is not None and reference is not subject:
         both = min(level.accuracy, reference.level(level.target).accuracy)
         floor = max(subject.chance, reference.chance)
-        trajectory = _gap(both, best, partial(_best_depth, reference, " on the reference"), subject, floor)
-    known = partial(_label_aware_depth, subject)
-    room = _gap(level.accuracy, best, known, subject, subject.chance)
+        trajectory = gap_between(both, best, partial(best_way, reference, " on the reference"), subject, floor)
+    known = partial(label_aware_way, subject)
+    room = gap_between(level.accuracy, best, known, subject, subject.chance)
     reachable = None
     if subject.stoppers:
-        reachable = _gap(level.accuracy, best, partial(_stopper_depth, subject), subject, subject.chance)
+        reachable = gap_between(level.accuracy, best, partial(stopper_way, subject), subject, subject.chance)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
     decided = all(gap is not None and (gap.sign or gap.is_nothing or gap.first == gap.second) for gap in parts.values())
@@ -288,70 +204,6 @@ def _without_verdict(validation: Trajectory, test: Trajectory, level: TargetLeve
     return ""
 
 
-def depth_gap(target: float | Target | None, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
-    """D@X of one readout minus that of another, each on its own model, resampled together.
-
-    At the highest accuracy, from the target (the lower of both models' own) down to chance, that both reach.
-    """
-    accuracy = min(subject.level(as_target(target)).accuracy for subject, _ in (first, second))
-    floor = max(subject.chance for subject, _ in (first, second))
-    return _gap(accuracy, partial(_curve_depth, *first), partial(_curve_depth, *second), first[0], floor)
-
-
-def _curve_depth(subject: Subject, readout: str, accuracy: float) -> tuple[str, Sums]:
-    return readout, subject.curves(readout).depth_at(accuracy)
-
-
-def _best_depth(subject: Subject, where: str, accuracy: float) -> tuple[str, Sums]:
-    name = subject.best(accuracy)
-    return name + where, subject.curves(name).depth_at(accuracy)
-
-
-def _stopper_depth(subject: Subject, accuracy: float) -> tuple[str, Sums]:
-    name = subject.best(accuracy, subject.stoppers)
-    return name, subject.curves(name).depth_at(accuracy)
-
-
-def _label_aware_depth(subject: Subject, accuracy: float) -> tuple[str, Sums]:
-    return "labels known", subject.label_aware.depth_at(accuracy)
-
-
-_Side = Callable[[float], tuple[str, Sums]]
-
-
-def _gap(target: float, first: _Side, second: _Side, subject: Subject, floor: float = 0.0) -> Gap | None:
-    """The gap at the highest accuracy, from the target down to `floor`, that both reach in nearly every resample."""
-    at_target: tuple[float, float] | None = None
-    for accuracy in _accuracies(target, floor):
-        (first_name, a), (second_name, b) = first(accuracy), second(accuracy)
-        at_target = at_target or (_share(a), _share(b))
-        size = min(len(a), len(b))
-        difference = a[:size] - b[:size]
-        if _share(difference) < ENOUGH or np.isnan(difference[0]):
-            continue
-        bounds = interval(difference)
-        assert bounds is not None
-        numbers = (float(a[0]), float(b[0]), float(difference[0]), bounds.low, bounds.high)
-        shares = (bounds.reached, *at_target)
-        return Gap(first_name, second_name, target, accuracy, *numbers, *shares, subject.test.num_examples)
-    return None
-
-
-def _share(depths: Sums) -> float:
-    """The share of resamples that have a depth."""
-    return float(np.mean(~np.isnan(depths[1:])))
-
-
-def _accuracies(target: float, floor: float) -> Iterator[float]:
-    below = (whole / 100 for whole in range(int(np.ceil(100 * target)) - 1, 0, -1))
-    yield from takewhile(lambda accuracy: accuracy > floor, (target, *below))
-
-
-def _depth(points: tuple[Sums, Sums], accuracy: float) -> float:
-    reached = points[1][points[0] >= accuracy - 1e-9]
-    return float(reached.min()) if len(reached) else np.inf
-
-
 def _sentence(
     subject: Subject,
     reference: Subject | None,
@@ -371,7 +223,7 @@ def _sentence(
         reached = f" With {best} it reaches {percent_text(level.reached)} in {depth:.2f} loops on average."
         return f"It is the reference, and has no gate of its own.{'' if np.isnan(depth) else reached}{ceiling}"
     findings = "; ".join(_findings(subject, reference, readout, trajectory, verdict))
-    if subject.test.num_examples < _FEWEST:
+    if subject.test.num_examples < FEWEST:
         head = f"Nothing can be told from {subject.test.num_examples} test examples"
     else:
         head = _HEADS[verdict]

@@ -1,0 +1,172 @@
+"""How many loops more does one way to exit take than another, at an accuracy that both reach?
+
+A way to exit (`Way`) answers an accuracy X with its name and its average loops D@X, on the data and on each resample of
+it. Where X is out of reach, the comparison moves down to the highest whole percent that both reach in nearly every
+resample, but never to chance.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+import numpy as np
+
+from loopscope.analysis.bootstrap import (
+    ENOUGH,
+    RESAMPLES,
+    SEED,
+    Curves,
+    Sums,
+    interval,
+    resampled_curves,
+    resampled_label_aware,
+)
+from loopscope.analysis.targets import Target, TargetLevel, as_target, chance, target_level
+from loopscope.errors import UserError
+from loopscope.exits.signals import STOPPER
+from loopscope.exits.splits import check_calibration
+from loopscope.exits.sweep import curve
+from loopscope.exits.thresholds import available_readouts, fine_grid
+from loopscope.trajectory import Trajectory
+
+Way = Callable[[float], tuple[str, Sums]]
+FEWEST = 30
+"""With fewer test examples than this a bootstrap interval says nothing."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A difference in average loops; positive means that the first is the slower one."""
+
+    first: str
+    second: str
+    target: float  # the accuracy that is sought
+    accuracy: float  # at which the two are compared
+    first_depth: float
+    second_depth: float
+    value: float
+    low: float
+    high: float
+    reached: float  # share of resamples in which both reach that accuracy
+    first_reaches_target: float  # share of resamples in which the first reaches the target
+    second_reaches_target: float
+    examples: int
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
+        if self.examples < FEWEST:
+            return 0
+        reaches_more = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
+        missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
+        if reaches_more and missed:
+            return int(reaches_more)
+        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the two take as many loops: the whole interval is zero, to the hundredths that are printed."""
+        return self.examples >= FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < 0.005
+
+
+class Subject:
+    """A model as the diagnosis sees it: its frontiers, chosen on validation and resampled on test data."""
+
+    def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> None:
+        check_calibration(validation, test)
+        self.validation, self.test = validation, test
+        found = [name for name in available_readouts(validation, test) if name != "oracle"]
+        self.readouts = [name for name in found if not name.startswith(STOPPER)]
+        self.stoppers = [name for name in found if name.startswith(STOPPER)]
+        self.ceiling = float(test.correct.mean(axis=0).max())
+        self.chance = chance(test, validation)
+        self.has_gate = "gate" in self.readouts
+        self.label_aware = resampled_label_aware(test, resamples, seed)
+        self._resamples, self._seed = resamples, seed
+        self._curves: dict[str, Curves] = {}
+        self._grids = {name: fine_grid(name, validation) for name in found}
+        self._validation = {name: curve(name, self._grids[name], validation) for name in found}
+
+    def curves(self, readout: str) -> Curves:
+        if readout not in self._grids:
+            raise UserError(f"The recordings do not have the readout '{readout}'; they have {', '.join(self._grids)}.")
+        if readout not in self._curves:
+            thresholds = self._grids[readout]
+            self._curves[readout] = resampled_curves(readout, thresholds, self.test, self._resamples, self._seed)
+        return self._curves[readout]
+
+    def level(self, target: Target) -> TargetLevel:
+        return target_level(target, self.validation, self.test)
+
+    def best(self, accuracy: float, among: Sequence[str] | None = None) -> str:
+        """The readout with the least D@X on validation data; where none reaches X, the most accurate one.
+
+        Of single signals, unless others are named: learned stoppers have a gap of their own.
+        """
+        names = self.readouts if among is None else among
+        depths = {name: _depth(self._validation[name], accuracy) for name in names}
+        if min(depths.values()) < np.inf:
+            return min(depths, key=depths.__getitem__)
+        return max(names, key=lambda name: float(self._validation[name][0].max()))
+
+
+def depth_gap(target: float | Target | None, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
+    """D@X of one readout minus that of another, each on its own model, resampled together.
+
+    At the highest accuracy, from the target (the lower of both models' own) down to chance, that both reach.
+    """
+    accuracy = min(subject.level(as_target(target)).accuracy for subject, _ in (first, second))
+    floor = max(subject.chance for subject, _ in (first, second))
+    return gap_between(accuracy, partial(readout_way, *first), partial(readout_way, *second), first[0], floor)
+
+
+def readout_way(subject: Subject, readout: str, accuracy: float) -> tuple[str, Sums]:
+    return readout, subject.curves(readout).depth_at(accuracy)
+
+
+def best_way(subject: Subject, where: str, accuracy: float) -> tuple[str, Sums]:
+    name = subject.best(accuracy)
+    return name + where, subject.curves(name).depth_at(accuracy)
+
+
+def stopper_way(subject: Subject, accuracy: float) -> tuple[str, Sums]:
+    name = subject.best(accuracy, subject.stoppers)
+    return name, subject.curves(name).depth_at(accuracy)
+
+
+def label_aware_way(subject: Subject, accuracy: float) -> tuple[str, Sums]:
+    return "labels known", subject.label_aware.depth_at(accuracy)
+
+
+def gap_between(target: float, first: Way, second: Way, subject: Subject, floor: float = 0.0) -> Gap | None:
+    """The gap at the highest accuracy, from the target down to `floor`, that both reach in nearly every resample."""
+    at_target: tuple[float, float] | None = None
+    for accuracy in _accuracies(target, floor):
+        (first_name, a), (second_name, b) = first(accuracy), second(accuracy)
+        at_target = at_target or (_share(a), _share(b))
+        size = min(len(a), len(b))
+        difference = a[:size] - b[:size]
+        if _share(difference) < ENOUGH or np.isnan(difference[0]):
+            continue
+        bounds = interval(difference)
+        assert bounds is not None
+        numbers = (float(a[0]), float(b[0]), float(difference[0]), bounds.low, bounds.high)
+        shares = (bounds.reached, *at_target)
+        return Gap(first_name, second_name, target, accuracy, *numbers, *shares, subject.test.num_examples)
+    return None
+
+
+def _share(depths: Sums) -> float:
+    """The share of resamples that have a depth."""
+    return float(np.mean(~np.isnan(depths[1:])))
+
+
+def _accuracies(target: float, floor: float) -> Iterator[float]:
+    below = (whole / 100 for whole in range(int(np.ceil(100 * target)) - 1, 0, -1))
+    yield from takewhile(lambda accuracy: accuracy > floor, (target, *below))
+
+
+def _depth(points: tuple[Sums, Sums], accuracy: float) -> float:
+    reached = points[1][points[0] >= accuracy - 1e-9]
+    return float(reached.min()) if len(reached) else np.inf
