@@ -175,7 +175,7 @@ def test_sequences_are_counted_not_their_tokens(texts: Path, capsys: pytest.Capt
     assert "of 16 sequences, p = 0.028 (at most 0.05)" in out
     assert "Hoeffding-Bentkus" in out
     assert run(*words, "--max-drop", 0.2) == 0
-    assert "bets" in capsys.readouterr().out
+    assert "betting" in capsys.readouterr().out
     assert run("evaluate", texts / "test", "--policy", texts / "policy.json", "--json") == 1
     held = json.loads(capsys.readouterr().out)
     (risk,) = held["guarantee"]["risks"]

@@ -23,7 +23,7 @@ def test_a_prompt_is_continued_as_it_comes(checkpoint: str, capsys: pytest.Captu
     out, err = capsys.readouterr()
     assert out.count("[") == 6
     assert "6 tokens in" in err
-    assert "of 4 loops a token on average" in err
+    assert "of 4 loops per token on average" in err
 
 
 def test_many_prompts(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

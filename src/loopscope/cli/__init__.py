@@ -1,4 +1,4 @@
-"""The command line: one verb a stage, in the order of the stages, and one sentence for whatever is wrong."""
+"""The command line: one verb per stage, in the order of the stages, and one sentence for whatever is wrong."""
 
 import argparse
 import os
@@ -36,10 +36,10 @@ VERBS = (
 )
 
 _EPILOG = """\
-All of it at once, on a small task (some minutes on two CPU cores):
+All of it at once, on a small task (about 10 minutes on two CPU cores):
   loopscope demo --out runs/demo
 
-The paper's study, scaled down until it runs on two CPU cores in two hours:
+The paper's study, scaled down to some six hours of one CPU core:
   loopscope study run mano
 
 Or stage by stage:

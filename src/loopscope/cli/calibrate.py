@@ -9,8 +9,8 @@ loopscope run runs/mine examples.txt --policy policy.json
 
 A run stands for its validation recording. With probability --confidence over the draw of the recording, exiting early
 loses at most --max-drop against full depth.
-A fifth of the recording gives the thresholds and chooses the readouts, the rest tests them; --grid gives them from
-another recording. Refused, with the number of examples that it takes, where that cannot be proven.
+A fifth of the recording (the selection split) gives the thresholds and chooses the readouts, the rest tests them;
+--grid gives them from another recording. Refused where that cannot be proven, with the number of examples it takes.
 A promise for text holds for one cache: that of a recording is `full`, another takes a live run.
 docs/guarantees.md says what the promise assumes.
 """
@@ -61,7 +61,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--per-difficulty", action="store_true", help="promise it at every difficulty")
     parser.add_argument("--unseen", action="store_true", help="for inputs that training did not have")
     parser.add_argument("--distinct", action="store_true", help="count every input once, for inputs that are new")
-    drawn = "draws the fifth, and the order in which sequences are tested (default: 0)"
+    drawn = "random seed of the selection split and of the order in which sequences are tested (default: 0)"
     parser.add_argument("--seed", type=int, default=0, metavar="N", help=drawn)
     parser.add_argument("--out", type=Path, default=Path("policy.json"), metavar="FILE", help="default: policy.json")
     parser.add_argument("--json", action="store_true", help="print the policy as JSON")
@@ -158,7 +158,7 @@ def _print(policy: "ExitPolicy", path: Path) -> None:
         p = "" if each.p_value is None else f", p = {each.p_value:.2g} (at most {guarantee.level:.2g})"
         rows.append([f"observed loss{where}", f"{percent(each.loss, 2)} of {each.units:,} {what}{p}"])
     if guarantee.bound is not None:
-        rows.append(["tested by", "bets" if guarantee.bound == "betting" else "Hoeffding-Bentkus"])
+        rows.append(["tested by", "betting" if guarantee.bound == "betting" else "Hoeffding-Bentkus"])
     if guarantee.full_depth_accuracy == 0 and guarantee.loss == "gap":
         print_note(
             "Full depth is right on none of the tested examples, so that nothing can be lost; try --loss disagreement."

@@ -41,7 +41,7 @@ def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "generate", __doc__, execute)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
     parser.add_argument("prompt", nargs="?", help="the text to be continued")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="many prompts: one a line, or .jsonl")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="many prompts: one per line, or .jsonl")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
     rule = parser.add_mutually_exclusive_group()
     rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit policy (default: all loops)")
@@ -71,7 +71,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
     parser.add_argument("--show-loops", action="store_true", help="after each token, the loops that it took")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, one a prompt; goes on where it was")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, one per prompt; goes on where it was")
     add_shared(parser, "--dtype", *COMPUTE)
 
 
@@ -140,7 +140,7 @@ def _settings(options: argparse.Namespace, given: list[GivenPrompt], model: "Loo
 def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
     speed = f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} a second)"
     if not lossless:
-        return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops a token on average."
+        return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops per token on average."
     stood = f"{stats.accepted:,} of {stats.drafted:,} drafts stood ({stats.accepted / max(1, stats.drafted):.0%})"
     return f"{speed}, as at full depth; {stood}, {stats.token_loops:,} loops of a token were run."
 
@@ -184,7 +184,7 @@ def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
         return [GivenPrompt(options.prompt)]
     given = list(read_prompts(options.prompts))
     if not given:
-        raise UserError(f"There is no prompt in {options.prompts}; write one a line.")
+        raise UserError(f"There is no prompt in {options.prompts}; write one per line.")
     return given
 
 

@@ -85,6 +85,6 @@ def _lines(made: "LoopedCheckpoint") -> list[str]:
     return [
         f"{made.folder}: {layers} ({looping.source}): {', '.join(parts)}.",
         f"{made.parameters:,} parameters (the original: {made.original_parameters:,}).",
-        f"A pass at full depth costs {made.cost:.2f} times the original's (weights multiplied a token, with the head).",
+        f"At full depth a token costs {made.cost:.2f} times the original's multiplications (head included).",
         f"Untrained: nothing was learned here. {first}; deeper loops are nothing that it was trained for.",
     ]

@@ -172,7 +172,11 @@ _SHARED: dict[str, dict[str, Any]] = {
         "default": "page",
         "help": "of the figures: as on the page (default), or as wide as a column of a paper",
     },
-    "--product": {"action": "append", "metavar": "NAME", "help": "a product, or overview or paper (repeatable)"},
+    "--product": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "a product or group: overview, paper, ouro (repeatable)",
+    },
     "--rounds": {"type": rounds, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
     "--store": {"type": Path, "metavar": "DIR", "help": "of all artifacts (default: store beside OUT)"},

@@ -1,4 +1,4 @@
-"""Which texts are to be continued, and how? A file of prompts: one a line, or .jsonl, where each may have a rule."""
+"""Which texts are to be continued, and how? A file of prompts: one per line, or .jsonl, where each may have a rule."""
 
 import json
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under exit policies.
 
-loopscope record task runs/demo --split validation
+loopscope record task runs/mine --split validation
 loopscope record text Ouro-1.4B mine.txt --out recordings/mine
 loopscope record live Ouro-1.4B mine.txt --recording recordings/mine --cache propagate --out recordings/live
 loopscope record benchmark Ouro-1.4B arc_easy --split test --data DIR
@@ -34,13 +34,13 @@ def define(subparsers: Any) -> None:
 def _define_task(kinds: Any) -> None:
     text = """Record a split of the task that a run was trained on.
 
-loopscope record task runs/demo --split validation
-loopscope record task runs/demo --split test --hidden
+loopscope record task runs/mine --split validation
+loopscope record task runs/mine --split test --hidden
 loopscope record task runs/paper --split extrapolation --levels 11-14 --examples 10000
 """
     parser = add_verb(kinds, "task", text, _record_task, resumes=True)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
-    parser.add_argument("--split", help="train, validation, test or extrapolation")
+    parser.add_argument("--split", help="train, validation, test or extrapolation (required)")
     parser.add_argument("--examples", type=count, metavar="N", help="how many examples (default: the task's)")
     parser.add_argument("--levels", type=levels, metavar="A-B", help="difficulties (default: the task's)")
     parser.add_argument("--no-logits", action="store_true", help="keep signals and predictions in place of the logits")
@@ -54,7 +54,7 @@ def _define_text(kinds: Any) -> None:
 loopscope record text Ouro-1.4B mine.txt --out recordings/mine
 loopscope record text small-ouro train.txt --split train --limit 100000 --hidden --out recordings/train
 
-A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} a line. Promises count
+A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Promises count
 documents, so give many. --split says what the text is to the model: calibrating on test is refused, for instance.
 """
     parser = add_verb(kinds, "text", text, _record_text, resumes=True)
@@ -76,13 +76,13 @@ loopscope record live MODEL other.txt --recording rec/test --cache propagate --p
 loopscope evaluate rec/check --policy text.json
 
 With the caches propagate and latest, later tokens see other keys than at full depth, and a recording says nothing of
-them. A fifth of the documents of --recording proposes candidates, from cautious to bold; the others run token by token
-with each, up to the first that is not proven to lose at most --max-drop.
+them. A fifth of the documents of --recording is used to select candidates, from cautious to bold; the others run
+token by token with each, up to the first that is not proven to lose at most --max-drop.
 """
     parser = add_verb(kinds, "live", text, _record_live, resumes=True)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="the text of the recording")
-    parser.add_argument("--recording", type=Path, metavar="DIR", help="of that text, as `record text` makes it")
+    parser.add_argument("--recording", type=Path, metavar="DIR", help="of that text, by `record text` (required)")
     parser.add_argument("--cache", default="propagate", metavar="MODE", help="full, propagate (default) or latest")
     parser.add_argument("--policy", type=Path, metavar="FILE", help="one policy, for all documents")
     parser.add_argument("--max-drop", type=float, metavar="X", help="the loss allowed (default: 0.01)")
@@ -91,9 +91,9 @@ with each, up to the first that is not proven to lose at most --max-drop.
     parser.add_argument("--readout", metavar="NAME", help="default: auto, the one with fewest loops in a replay")
     parser.add_argument("--candidates", type=count, metavar="N", help="at most (default: 12)")
     add_shared(parser, "--gate", "--any-model", "--with-readout")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the fifth (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the selection (default: 0)")
     parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="windows at a time (default: 32)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the live run goes")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the live run goes (required)")
     add_shared(parser, *COMPUTE)
 
 

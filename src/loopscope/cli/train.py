@@ -1,9 +1,9 @@
 """Train a looped Transformer.
 
-loopscope train demo --out runs/demo
+loopscope train demo --out runs/mine
 loopscope train demo --out runs/gate --set objective.name=learned_gate --set model.gate=linear
 loopscope train paper --out runs/paper --set training.seed=1        (on a GPU)
-loopscope train my.toml --out runs/mine --device cuda
+loopscope train my.toml --out runs/other --device cuda
 loopscope train demo --out runs/own --set objective=my_losses:improving        (a function in my_losses.py)
 torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper --device cuda
 

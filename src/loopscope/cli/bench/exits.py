@@ -81,7 +81,7 @@ def _models(options: argparse.Namespace) -> "list[BenchedModel]":
 
 def _print(result: "ExitBench") -> None:
     waiting = any(timing.waiting_realised for timing in result.policies)
-    columns = ["readout", "accuracy", "loops", "a token", "ms", "speed-up", "realised"]
+    columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
     columns += [*(["waiting"] if waiting else []), "batch", "close", "differ"]
     full, depth = "" if result.full_accuracy is None else percent(result.full_accuracy), f"{result.num_loops:.2f}"
     rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", ""]]
@@ -103,7 +103,7 @@ def _print(result: "ExitBench") -> None:
             ]
         )
     title = (
-        f"{result.model}: {result.examples:,} examples. loops: mean over examples; a token: mean over tokens. "
+        f"{result.model}: {result.examples:,} examples. loops: mean over examples; by tokens: mean over tokens. "
         f"ms: of an example. realised: share of the ideal speed-up (the paper's: {result.paper_realised}). "
         f"close: within 1e-5 of the threshold. differ: unlike the replay. {machine_line(result.machine)}"
     )

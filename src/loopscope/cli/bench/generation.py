@@ -87,7 +87,7 @@ def _print(result: "GenerationBench", as_json: bool) -> None:
     title = (
         f"{result.model}: {result.prompts} prompts of {result.prompt_tokens} tokens, {result.new_tokens:,} after them, "
         f"{result.batch_size} at a time; full depth ({result.num_loops} loops): "
-        f"{result.full_tokens_per_second} tokens a second. run: loops that were run for a token, for the cache too. "
+        f"{result.full_tokens_per_second} tokens per second. run: loops that were run for a token, for the cache too. "
         "agrees, KL: with full depth's prediction. drafts: those that stood."
     )
     columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "drafts", "cache, MiB"]

@@ -5,7 +5,7 @@ loopscope bench guarantees runs/demo/fixed-geometric/recordings/test --figure pr
 loopscope bench guarantees --calibrations 100 --examples 500 --json
 loopscope bench guarantees --population sequences --population "sequences, all or nothing"
 
-Calibrations on data drawn from populations whose risk is known, beside the usual way: the laxest threshold whose
+Calibrations on data drawn from populations whose risk is known, beside the usual way: the least strict threshold whose
 loss on the same data is within the limit. Recordings serve as populations for the price.
 """
 

@@ -35,7 +35,7 @@ def execute(options: argparse.Namespace) -> None:
     with track("measuring recording") as advance:
         result = bench_record(options.run, options.split, options.examples, options.rounds, advance)
     rows = [
-        ["bare forward pass, ms an example", str(result.forward_milliseconds)],
+        ["bare forward pass, ms per example", str(result.forward_milliseconds)],
         ["all signals, against it", str(result.signals_ratio)],
         ["logits and signals of the states, against it", str(result.logits_ratio)],
     ]

@@ -34,7 +34,7 @@ def execute(options: argparse.Namespace) -> None:
     with working(options, "measuring") as advance:
         result = bench_scoring(*questions, options.rounds, advance, device, options.dtype)
     rows = [
-        ["one pass, ms a question", str(result.milliseconds)],
+        ["one pass, ms per question", str(result.milliseconds)],
         ["a forward for every choice", f"{result.per_choice} times as long"],
         ["a forward for every choice and depth", f"{result.per_choice_and_depth} times as long"],
     ]

@@ -17,7 +17,7 @@ def define(kinds: Any) -> None:
     parser.add_argument(
         "settings", nargs="?", default="demo", help=f"a TOML file or a preset: {PRESETS} (default: demo)"
     )
-    parser.add_argument("--steps", type=count, default=4, metavar="N", help="steps of each way a round (default: 4)")
+    parser.add_argument("--steps", type=count, default=4, metavar="N", help="steps of each way per round (default: 4)")
     add_shared(parser, "--set", "--rounds", "--threads", "--json")
     parser.set_defaults(device="cpu")
 
@@ -33,11 +33,11 @@ def execute(options: argparse.Namespace) -> None:
     with track("measuring training") as advance:
         result = bench_train(settings, options.settings, options.rounds, options.steps, advance)
     rows = [
-        ["milliseconds a step", str(result.milliseconds)],
+        ["milliseconds per step", str(result.milliseconds)],
         ["the plain way", str(result.plain_milliseconds)],
         ["speed-up", str(result.speedup)],
         ["block size / mean length", f"{result.padding:.2f}"],
-        ["states a token", f"{result.states_a_token:.2f}"],
+        ["states per token", f"{result.states_a_token:.2f}"],
         ["useful GFLOP/s", str(result.useful_gigaflops)],
         ["share of the matrix-product rate", str(result.share_of_machine)],
     ]
