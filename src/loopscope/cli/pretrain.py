@@ -1,6 +1,6 @@
 """Train an Ouro on a text, with its tokenizer; or train a checkpoint further.
 
-loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt --validation validation.txt --out small-ouro
+loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt --validation validation.txt --out runs/small-ouro-stage1
 loopscope pretrain my.toml --text a.jsonl b.txt --validation c.txt --out mine --set training.steps=100
 loopscope pretrain heal.toml --start looped --text train.txt --validation validation.txt --out healed
 loopscope pretrain heal.toml --start a --teacher a --set targets=teacher --text t.txt --validation v.txt --out b

@@ -52,7 +52,7 @@ def _define_text(kinds: Any) -> None:
     text = """Record every next token of a text.
 
 loopscope record text Ouro-1.4B mine.txt --out recordings/mine
-loopscope record text small-ouro train.txt --split train --limit 100000 --hidden --out recordings/train
+loopscope record text runs/small-ouro train.txt --split train --limit 100000 --hidden --out recordings/train
 
 A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Promises count
 documents, so give many. --split says what the text is to the model: calibrating on test is refused, for instance.
