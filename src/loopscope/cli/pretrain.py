@@ -1,11 +1,11 @@
 """Train an Ouro on a text, with its tokenizer; or train a checkpoint further.
 
-loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt --validation validation.txt --out runs/small-ouro-stage1
+loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt --validation validation.txt --out runs/small-ouro
 loopscope pretrain my.toml --text a.jsonl b.txt --validation c.txt --out mine --set training.steps=100
 loopscope pretrain heal.toml --start looped --text train.txt --validation validation.txt --out healed
 loopscope pretrain heal.toml --start a --teacher a --set targets=teacher --text t.txt --validation v.txt --out b
 
-A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} a line. The folder is a
+A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. The folder is a
 checkpoint in Ouro's layout, with a byte-level BPE tokenizer that is trained on the text first.
 With --start the folder is a checkpoint of the same kind as the start, whose tokenizer it keeps; docs/training.md says
 what the TOML file may hold then.
