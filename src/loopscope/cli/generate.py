@@ -150,6 +150,8 @@ def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless:
 def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: bool) -> str | None:
     """Says that a policy saved nothing, which its average loops do not show."""
     if lossless:
+        if not stats.drafted:
+            return "No token exited early, so nothing was drafted and no time saved; let tokens exit at more signals."
         if stats.accepted >= stats.drafted / 2:
             return None
         return "Most drafts fell, so that this is hardly faster than full depth; draft later, or where it is surer."
