@@ -14,7 +14,7 @@ from loopscope.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-STAND_INS = {"MODEL": "ByteDance/Ouro-1.4B", "RECORDING": "runs/mine/recordings/train"}
+MODEL = "ByteDance/Ouro-1.4B"
 BENCHMARKS = ("--data", str(ROOT / "tests" / "data" / "benchmarks"), "--limit", "16")
 LONG = ("bench", "harness", "report", "selfcheck")
 """What takes more than a second or two even here."""
@@ -31,14 +31,16 @@ def commands() -> list[list[str]]:
 
 def smaller(words: list[str]) -> list[str]:
     """The same command for what is small: fewer steps and questions, a laxer promise; a study is planned only."""
-    words = [STAND_INS.get(word, word) for word in words]
+    words = ["float32" if word == "bfloat16" else word for word in words]
     if "--device" in words:
         words[words.index("--device") + 1] = "cpu"
     match words:
         case ["train", *_]:
             return [*words, *settings()]
-        case ["calibrate", *_]:
+        case ["calibrate", *_] | ["record", "live", *_]:
             return [*words, "--max-drop", "0.5", "--confidence", "0.8"]
+        case ["record", "text", *_]:
+            return [*words, "--context", "16"]
         case ["generate", *_]:
             return [*words, "--max-new-tokens", "3"]
         case ["record", "benchmark", *_] | ["harness", *_]:
@@ -50,7 +52,7 @@ def smaller(words: list[str]) -> list[str]:
         case ["gate", "fit", *_]:
             return [*words, "--steps", "5"]
         case ["study", "run", "ouro", *rest]:
-            return ["study", "plan", "ouro", *rest, "--model", STAND_INS["MODEL"], *BENCHMARKS]
+            return ["study", "plan", "ouro", *rest, "--model", MODEL, *BENCHMARKS]
         case ["study", "run", *rest]:
             return ["study", "plan", *rest]
         case ["demo", *_]:
@@ -64,7 +66,8 @@ def folder(recorded: Path, checkpoint: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     for place in ("runs/mine", "runs/demo/fixed-uniform", "runs/demo/fixed-geometric"):
         shutil.copytree(recorded, place)
-    shutil.copytree(checkpoint, "ByteDance/Ouro-1.4B")
+    shutil.copytree(checkpoint, MODEL)
+    Path("mine.jsonl").write_text("".join(f'{{"text": "{n} and {n + 1} are {2 * n + 1}"}}\n' for n in range(40)))
     assert run("record", "task", "runs/mine", "--split", "train", "--hidden") == 0
     assert run("calibrate", "runs/mine", "--max-drop", "0.5", "--confidence", "0.8", "--out", "policy.json") == 0
     Path("examples.txt").write_text("+ 1 0\n* 1 1\n")
@@ -97,6 +100,6 @@ def test_the_readme_s_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = blocks("python")
     assert found
     for block in found:
-        code = re.sub(r"\b(logits|labels)=\.\.\.", r"\1=\1[half]", block)
-        code = re.sub(r'(.*)\[half\](.*)\[half\](.*split="validation".*)', r"\1[:300]\2[:300]\3", code)
-        exec(code.replace("[half]", "[300:]"), {"logits": logits, "labels": labels})
+        code = re.sub(r"\b(logits|labels|gate_logits)=\.\.\.", r"\1=\1[half]", block)
+        lines = [line.replace("[half]", "[:300]" if "validation" in line else "[300:]") for line in code.splitlines()]
+        exec("\n".join(lines), {"logits": logits, "labels": labels, "gate_logits": rng.normal(0, 1, (600, 4))})

@@ -97,9 +97,10 @@ def test_long_prompts_run_in_parts(name: str, cache: Any, monkeypatch: pytest.Mo
     texts = []
     for chunk in (1024, 16):
         monkeypatch.setattr(decoder, "_CHUNK", chunk)
-        most.clear()
-        policy = ls.ExitPolicy("top1", 0.075)
-        found = generate(model, prompts, policy, max_new_tokens=6, cache=cache, batch_size=3)
-        assert max(most) <= max(chunk, 3)
-        texts.append([(each.tokens, each.loops) for each in found])
+        texts.append([])
+        for policy in (ls.ExitPolicy("top1", 0.075), None, ls.ExitPolicy("fixed", 2)):
+            most.clear()
+            found = generate(model, prompts, policy, max_new_tokens=6, cache=cache, batch_size=3)
+            assert max(most) <= max(chunk, 3)
+            texts[-1] += [(each.tokens, each.loops) for each in found]
     assert texts[0] == texts[1]

@@ -13,7 +13,7 @@ from tiny_language import MODELS, VOCABULARY, write_ouro
 
 import loopscope as ls
 from loopscope.engine import Completion, GenerationStats, Prompt, Sampling, generate, stream
-from loopscope.engine.decoder import CACHE_MODES, CacheMode
+from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
 from loopscope.exits.stopper import KINDS, StopperKind
 from loopscope.models import LoopedModel
 from loopscope.trajectory import concatenate
@@ -156,6 +156,22 @@ def test_only_what_is_needed_runs(model: LoopedModel) -> None:
             generate(model, prompts(), ls.ExitPolicy("fixed", 1), max_new_tokens=count, cache=cache, stats=stats)
             assert stats.token_loops == tokens * (1 if count == 1 else loops) + 5 * (count - 1)
             assert stats.prompt_loops == tokens * (1 if count == 1 else loops)
+
+
+def test_policies_that_nobody_uses_any_more_are_forgotten(model: LoopedModel) -> None:
+    """Each keeps logits of the loop before; and a place that is given away takes nothing of it along."""
+    policies = [ls.ExitPolicy("kl", threshold) for threshold in np.geomspace(1e-4, 1, 12)]
+    rows = [Prompt(key, np.array([key + 1, 3]), policy=policy) for key, policy in enumerate(policies)]
+    batch = Decoder(model, 3, "full")
+    for turn in range(12):
+        batch.prefill(turn % 3, rows[turn].tokens, policies[turn])
+        while not len(batch.step().rows):
+            pass
+    assert len(batch._groups) <= 3
+    together = generate(model, rows, max_new_tokens=5, batch_size=3)
+    for each, row in zip(together, rows, strict=True):
+        (alone,) = generate(model, [Prompt(0, row.tokens)], row.policy, max_new_tokens=5)
+        assert (alone.tokens, alone.loops) == (each.tokens, each.loops)
 
 
 @torch.inference_mode()

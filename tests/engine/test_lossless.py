@@ -96,8 +96,9 @@ def test_where_all_drafts_stand_only_the_loops_of_full_depth_run() -> None:
     [Sampling(temperature=1.0), Sampling(temperature=1.4, top_k=12), Sampling(temperature=0.9, top_p=0.7)],
     ids=repr,
 )
+@pytest.mark.parametrize("stop", [[], [9]], ids=["", "a likely token ends it"])
 @torch.inference_mode()
-def test_drawn_text_has_the_probabilities_of_full_depth(sampling: Sampling) -> None:
+def test_drawn_text_has_the_probabilities_of_full_depth(sampling: Sampling, stop: list[int]) -> None:
     """Of the second and third token after one prompt, which are a draft and what comes after it."""
     model, draws, row = tiny_ouro(sure=3.0, vocab_size=12), 2000, np.array([7])
     stats = GenerationStats()
@@ -110,12 +111,16 @@ def test_drawn_text_has_the_probabilities_of_full_depth(sampling: Sampling) -> N
         batch_size=draws,
         lossless=True,
         stats=stats,
+        stop=stop,
     )
     assert draws / 10 < stats.accepted < stats.drafted - draws / 10
-    said = np.array([text.tokens for text in texts])
+    said = np.array([text.tokens + [-1] * (4 - len(text.tokens)) for text in texts])
+    assert all((text.tokens[-1] in stop) == (text.finish_reason == "stop") for text in texts)
     for place in (0, 1, 2):
         befores, counts = np.unique(said[:, :place], axis=0, return_counts=True) if place else (said[:1, :0], [draws])
         for before in befores[np.argsort(counts)[-2:]]:
+            if place and before[-1] in (-1, *stop):
+                continue
             there = (said[:, :place] == before).all(1)
             found = np.bincount(said[there, place], minlength=12)
             expected = found.sum() * probabilities(model, np.append(row, before), sampling)

@@ -7,6 +7,7 @@ import pytest
 from conftest import GOLDEN
 
 import loopscope as ls
+from loopscope.config import digest
 from loopscope.errors import UserError
 
 SCHEMA_2 = GOLDEN / "policies" / "schema2.json"
@@ -29,3 +30,12 @@ def test_an_older_file_that_was_altered_is_refused(change: dict[str, object], tm
     path.write_text(json.dumps(json.loads(SCHEMA_2.read_bytes()) | change))
     with pytest.raises(UserError, match="altered since it was calibrated"):
         ls.ExitPolicy.load(path)
+
+
+def test_an_older_promise_for_text_is_for_the_exact_cache(tmp_path: Path) -> None:
+    """Those versions knew no other; they did not say so in the file."""
+    path, values = tmp_path / "policy.json", json.loads(SCHEMA_2.read_bytes())
+    values["promise"]["tested"]["sequences"] = 40
+    path.write_text(json.dumps(values | {"digest": digest(values | {"digest": ""})}))
+    assert ls.ExitPolicy.load(path).scope.cache == "full"
+    assert ls.ExitPolicy.load(SCHEMA_2).scope.cache is None

@@ -140,6 +140,11 @@ def test_sampled_texts_are_drawn_again_alike() -> None:
 def test_a_text_ends_at_its_string_whatever_its_tokens() -> None:
     tokenizer = byte_pairs()
     tokens = tokenizer.encode("The sea is wide.\n\nQuestion: why")
+    for until in (["bc", "ab"], ["ab", "bc"]):
+        first = StopStrings(tokenizer, until)
+        for token in tokenizer.encode("x abc", add_special_tokens=False):
+            first(0, token)
+        assert first.text(0, []) == "x "
     watch = StopStrings(tokenizer, ["\n\nQuestion", "never"])
     seen = [watch(0, token) for token in tokens]
     assert seen.index(True) == len(tokenizer.encode("The sea is wide.\n\nQuestion")) - 1

@@ -162,8 +162,8 @@ def test_the_command_line_says_for_which_cache_and_holds_to_it(
         "evaluate", tmp_path / "test", "--policy", policy, code=2
     )
     written = ("generate", recorded.model, "1 and", "--policy", policy, "--max-new-tokens", 2)
-    assert "write with that cache" in said(*written, code=2)
-    said(*written, "--cache", "propagate")
+    assert "write with that cache" in said(*written, "--cache", "full", code=2)
+    assert said(*written) == said(*written, "--cache", "propagate")
     words = ("record", "live", recorded.model, *recorded.texts["test"], "--recording", tmp_path / "test")
     assert "leave out --max-drop" in said(*words, "--policy", policy, "--max-drop", 0.1, "--out", live, code=2)
     assert "--recording, and with --out" in said(*words, code=2)
@@ -235,6 +235,9 @@ def test_what_is_not_the_text_or_the_model_of_the_recording_is_refused(recorded:
     changed = replace(recording, provenance={**recording.provenance, "weights_sha256": "a" * 64})
     with pytest.raises(ls.UserError, match="another model: its weights differ"):
         record_live(other, recorded.texts["validation"], changed, out, "propagate", LAX)
+    stopper = ls.fit_stopper(recording, kind="classifier")
+    with pytest.raises(ls.UserError, match="fitted to the validation split"):
+        recorded.live(out, "propagate", LAX, gates={"own": stopper})
     bare = replace(recording, provenance={})
     with pytest.raises(ls.UserError, match="Live runs are for text"):
         record_live(recorded.model, recorded.texts["validation"], bare, out, "propagate", LAX)

@@ -459,6 +459,9 @@ def test_what_a_policy_does_not_go_with() -> None:
             model.generate(
                 tokens, attention_mask=mask, max_new_tokens=4, **{"policy": ls.ExitPolicy("margin", 0.5), **given}
             )
+    tokens, mask = padded(rows(), "right")
+    with pytest.raises(ls.UserError, match="pad prompts on the left"):
+        model.generate(tokens, attention_mask=mask, max_new_tokens=4)
     with pytest.raises(ls.UserError, match="training mode"):
         model.train().generate(tokens, attention_mask=mask, policy=ls.ExitPolicy("margin", 0.5), max_new_tokens=4)
 

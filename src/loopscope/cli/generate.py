@@ -51,10 +51,10 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument(
         "--cache",
-        default="full",
         metavar="MODE",
-        help="what later tokens find of one that exited early. full (default): every loop's keys and values, made when "
-        "they are needed; propagate: its exit loop's in the deeper ones; latest: one place for all loops",
+        help="what later tokens find of one that exited early. full: every loop's keys and values, made when they are "
+        "needed; propagate: its exit loop's in the deeper ones; latest: one place for all loops (default: the one that "
+        "--policy was calibrated for, else full)",
     )
     parser.add_argument(
         "--lossless",
@@ -80,6 +80,8 @@ def execute(options: argparse.Namespace) -> int:
     check_readouts(options)
     usual = Rule(options.policy, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
     rules = {each.rule: each.rule.exit_policy(options.any_model) for each in given}  # a policy is loaded once
+    calibrated = usual.scope.cache if usual is not None and not options.lossless else None
+    options.cache = options.cache or calibrated or "full"
     folder = find_model(options.model, text=True)
     from loopscope.config import build
     from loopscope.engine.generation import GenerationStats, Prompt, stream, token_budget
@@ -148,6 +150,8 @@ def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless:
 def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: bool) -> str | None:
     """Says that a policy saved nothing, which its average loops do not show."""
     if lossless:
+        if not stats.drafted:
+            return "No token exited early, so nothing was drafted and no time saved; let tokens exit at more signals."
         if stats.accepted >= stats.drafted / 2:
             return None
         return "Most drafts fell, so that this is hardly faster than full depth; draft later, or where it is surer."

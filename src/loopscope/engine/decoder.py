@@ -88,7 +88,7 @@ class Decoder:
         self._loops[row], self._prefilling[row] = 0, True
         self._read[row] = len(prompt) - 1
         self._cached[row] = self._head_cached[row] = 0
-        self._group_of[row] = self._group(policy)
+        self._group_of[row] = self._group(policy, row)
         self._begin(np.array([row]), np.array([may_exit]))
 
     @torch.inference_mode()
@@ -167,11 +167,17 @@ class Decoder:
             return np.ones_like(rows)
         return np.where(self._loops[rows] == self._depth, self._lengths[rows] - self._read[rows], 1)
 
-    def _group(self, policy: ExitPolicy) -> int:
+    def _group(self, policy: ExitPolicy, row: int) -> int:
+        """The group of a policy, for this row; in the place of one that no other row uses, if there is no such yet."""
         for number, group in enumerate(self._groups):
             if group.policy is policy:
                 return number
-        self._groups.append(ExitGroup(self._model, policy))
+        new, in_use = ExitGroup(self._model, policy), set(np.delete(self._group_of, row).tolist())
+        for number in range(len(self._groups)):
+            if number not in in_use:  # what it keeps of logits is large
+                self._groups[number] = new
+                return number
+        self._groups.append(new)
         return len(self._groups) - 1
 
     def _begin(self, rows: Integers, may_exit: NDArray[np.bool_]) -> None:
@@ -183,7 +189,12 @@ class Decoder:
     def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1) -> None:
         """Takes rows to these loops, or through so many from them on, with all their tokens that lack them."""
         missing = self._lengths[rows] - self._cached[rows, loops]
-        if any((self._cached[rows, loops + more] != self._cached[rows, loops]).any() for more in range(1, ahead)):
+        cut = (
+            self._cache == "latest" and ahead > 1 and missing.max() > _CHUNK
+        )  # its later part must not see deeper keys
+        if cut or any(
+            (self._cached[rows, loops + more] != self._cached[rows, loops]).any() for more in range(1, ahead)
+        ):
             for more in range(ahead):
                 self._run_loop(rows, loops + more)
             return

@@ -203,7 +203,7 @@ class _Policies:
     def __init__(self, model: LoopedModel, usual: ExitPolicy, cache: CacheMode, lossless: bool) -> None:
         self._model, self._usual, self._lossless = model, usual, lossless
         self._here = Scope(unit="tokens", cache=cache, precision=model.precision)
-        self._checked: list[ExitPolicy] = []
+        self._checked: dict[int, ExitPolicy] = {}  # by identity: to compare two is dear
         self._check(usual)
 
     def of(self, prompt: Prompt) -> ExitPolicy:
@@ -216,7 +216,7 @@ class _Policies:
                 "Lossless text needs a policy that lets tokens exit early, since those are its drafts; full depth "
                 "drafts nothing. Give a policy, a readout with its threshold, or fewer loops."
             )
-        if not any(policy is each for each in self._checked):
+        if id(policy) not in self._checked:
             self._check(policy)
         return policy
 
@@ -224,7 +224,7 @@ class _Policies:
         tied = policy.model is not None or policy.gate is not None
         policy.check(self._model.weights_sha256 if tied else None, self._model.num_loops, self._here)
         ExitState(policy, self._model.num_loops)  # refuses what can only be replayed
-        self._checked.append(policy)
+        self._checked[id(policy)] = policy
 
 
 class _Row:
@@ -317,7 +317,10 @@ def _draft(
     stop: Collection[int],
     sampling: Sampling,
 ) -> None:
-    """Rows that exit early go on from what they say; where that would end the text, full depth is asked at once."""
+    """Rows that exit early go on from what they say; where that would end the text, full depth is asked at once.
+
+    Not of what was drawn: rejection sampling has the right probabilities only if every draft is put to it.
+    """
     if not len(early):
         return
     index, loops = exits.rows[early].tolist(), exits.loops[early].tolist()
@@ -325,7 +328,7 @@ def _draft(
     drafts = draft(logits, loops, [rows[row].draws for row in index], sampling)
     going_on = []
     for row, each in zip(index, drafts, strict=True):
-        if each.token in stop:
+        if each.token in stop and each.shares is None:
             decoder.deepen([row])
             continue
         rows[row].drafts.append(each)

@@ -42,9 +42,9 @@ class StopStrings:
         self._texts.pop(key, None)
 
     def _cut(self, text: str) -> str:
-        for string in self._until:
-            text = text.split(string, 1)[0]
-        return text
+        """Before the first of the strings in it, whichever was named first."""
+        ends = [place for string in self._until if (place := text.find(string)) >= 0]
+        return text[: min(ends, default=len(text))]
 
     def _answer(self, text: str) -> str:
         return text if self._think_end is None else text.rsplit(self._think_end, 1)[-1].lstrip()

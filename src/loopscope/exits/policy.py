@@ -81,6 +81,9 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
                 f"{path} was altered since it was calibrated, so its promise is void; calibrate it again, or set its "
                 "guarantee to null."
             )
+        of_text = file.guarantee is not None and file.guarantee.tested.sequences is not None
+        if older and of_text and file.scope == ANYTHING:
+            return msgspec.structs.replace(file, scope=Scope(unit="tokens", cache="full"))
         return file
 
 

@@ -316,6 +316,12 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if policy is None and lossless:
             raise UserError("lossless is of an exit policy, which says what is drafted; name one.")
         if policy is None:
+            mask = kwargs.get("attention_mask")
+            if mask is not None and bool((mask[:, -1] == 0).any()):
+                raise UserError(
+                    "transformers goes on after the last column of a batch, and there is padding; pad prompts on the "
+                    'left (tokenizer.padding_side = "left"), or give an exit policy, which takes both.'
+                )
             return super().generate(inputs, *args, streamer=streamer, **kwargs)
         if kwargs.get("assistant_model") is not None:
             raise UserError("An exit policy and an assistant do not go together; leave out one of them.")

@@ -74,11 +74,14 @@ def _batch(common: Any) -> StepBatch:
             "install one that LoopScope was tried with: pip install 'loopscope[vllm]'."
         )
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
-    here = np.flatnonzero(np.diff(bounds))  # others are padding
+    counts = np.diff(bounds)
+    here = np.flatnonzero(counts)  # others are padding
+    # A request that was preempted reads its own text again as a prompt, in parts, of which the runner says otherwise.
+    prefilling = common.is_prefilling.cpu().numpy()[here] | (counts[here] > 1)
     return StepBatch(
         bounds[here],
         bounds[here + 1],
-        common.is_prefilling.cpu().numpy()[here],
+        prefilling,
         common.seq_lens.cpu().numpy().astype(np.int64)[here],
         common.block_table_tensor[:, 0].cpu().numpy().astype(np.int64)[here],
     )

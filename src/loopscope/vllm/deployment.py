@@ -145,6 +145,11 @@ def check_engine(vllm_config: Any, deployment: Deployment) -> None:
         )
     if vllm_config.speculative_config is not None:
         raise UserError("An exit policy does not go together with speculative decoding; choose one of them.")
+    if vllm_config.kv_transfer_config is not None:
+        raise UserError(
+            "What a text that exited early left in the cache is not what its tokens leave as a prompt, so that with an "
+            "exit policy no other request or engine may have it; leave out --kv-transfer-config."
+        )
     if deployment.exits_log is not None and vllm_config.parallel_config.data_parallel_size > 1:
         raise UserError("Several engines (data parallelism) cannot write one exits_log; leave it out.")
     scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
