@@ -140,7 +140,7 @@ def _settings(options: argparse.Namespace, given: list[GivenPrompt], model: "Loo
 
 
 def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
-    speed = f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} a second)"
+    speed = f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} per second)"
     if not lossless:
         return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops per token on average."
     stood = f"{stats.accepted:,} of {stats.drafted:,} drafts stood ({stats.accepted / max(1, stats.drafted):.0%})"
