@@ -175,7 +175,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--product": {
         "action": "append",
         "metavar": "NAME",
-        "help": "a product or group: overview, paper, ouro (repeatable)",
+        "help": "a product, or a group: overview, ouro, paper (repeatable)",
     },
     "--rounds": {"type": rounds, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
     "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
