@@ -1,7 +1,7 @@
 """Does a token in vLLM exit where it exits in LoopScope, and is no loop run for nobody?"""
 
 import json
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ from vllm_engines import GOLDEN_OURO, engine, expected, greedy, noted, some_prom
 
 import loopscope as ls
 from loopscope.errors import UserError
-from loopscope.vllm.exits_log import read_exits
+from loopscope.vllm.exits_log import prompt_digest, read_exits
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
 
@@ -29,6 +29,24 @@ def test_ouro_by_its_gate(batched: int, tmp_path: Path) -> None:
     assert all(step.ran == max(step.loops) for step in continuing)
     assert {step.ran for step in continuing} >= {2, 3, 4}
     assert all(step.ran == 4 for step in steps if step.prompts)
+
+
+def test_a_request_that_was_preempted_reads_its_text_again_as_a_prompt(tmp_path: Path) -> None:
+    """In parts, and at full depth, whoever exits in the same steps; from there on it is written as after any prompt."""
+    prompts, log, policy = some_prompts(97)[-6:], tmp_path / "exits.jsonl", ls.ExitPolicy("gate", 0.5)
+    options = {"max_num_batched_tokens": 16, "block_size": 32, "num_gpu_blocks_override": 9}
+    with engine(GOLDEN_OURO, {"readout": "gate", "threshold": 0.5, "exits_log": str(log)}, **options) as llm:
+        written = greedy(llm, prompts, 40)
+    begun = {text.prompt for text in read_exits(log)[0]}
+    again = []
+    for prompt, text in zip(prompts, written, strict=True):
+        starts = [count for count in range(40) if prompt_digest(prompt + text[:count]) in begun]
+        assert starts[0] == 0
+        for first, last in pairwise([*starts, 40]):
+            ((continued,), _) = expected(GOLDEN_OURO, [prompt + text[:first]], policy, "propagate", 40 - first)
+            assert continued[: last - first] == text[first:last]
+        again += [count for count in starts if count > 1]
+    assert again
 
 
 @pytest.mark.parametrize(("readout", "threshold"), [("gate", 0.6), ("margin", 0.3)])
@@ -55,11 +73,13 @@ def test_a_readout_that_looks_back_and_tied_weights(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     looped_llama = write_looped_llama(tmp_path / "llama")
     exits = {"readout": "gate", "threshold": 0.5}
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     policy = tmp_path / "policy.json"
     ls.ExitPolicy("gate", 0.5, model="ab" * 32).save(policy)
     refused = [
         (GOLDEN_OURO, {"policy": str(policy)}, {}, "calibrated for another model"),
         (GOLDEN_OURO, {"depth": 2}, {}, "depth"),
+        (GOLDEN_OURO, exits, {"kv_transfer_config": connector}, "no other request or engine may have it"),
         (looped_llama, exits, {"max_num_batched_tokens": 64}, "must fit into one step"),
         (GOLDEN_OURO, {"policy": str(tmp_path / "none.json")}, {}, "none.json"),
     ]
