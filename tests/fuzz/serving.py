@@ -42,7 +42,7 @@ def deployment(world: World, case: Case) -> str:
             raise MisledError("a fixed depth is not that of the overrides")
     elif found.loops != (overrides.get("loops") or config["total_ut_steps"]):
         raise MisledError("the loops are not those of the overrides")
-    elif "readout" in overrides and (found.policy is None or found.policy.threshold != overrides["threshold"]):
+    elif "readout" in overrides and (found.policy is None or found.policy.threshold != float(overrides["threshold"])):
         raise MisledError("the policy is not that of the overrides")
     return "other"
 
