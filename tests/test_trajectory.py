@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import random_trajectory
 from safetensors.numpy import load_file
 
@@ -94,8 +95,9 @@ def test_arrays_are_read_only_and_the_source_stays_free() -> None:
         ({"logits": np.zeros((200, 4, 1))}, "shape"),
         ({"logits": np.zeros((100, 4, 5))}, r"labels has the shape \[200\], but there are 100"),
         ({"labels": np.zeros(200)}, "whole numbers"),
-        ({"labels": np.full(200, 5)}, "label is not one"),
-        ({"labels": np.full(200, -1)}, "label is not one"),
+        ({"logits": np.zeros((4, 200, 5))}, r"labels has the shape \[200\].* are the first two swapped\?"),
+        ({"labels": np.full(200, 5)}, r"labels\[0\] is 5, which is not one of the classes of its example \(0 to 4\)"),
+        ({"labels": np.array([*[0] * 17, *[-100] * 183])}, r"labels\[17\] is -100, .*; leave out examples without"),
         ({"labels": np.zeros(0, int)}, "labels has the shape"),
         ({"logits": np.zeros((0, 4, 5)), "labels": None}, "at least one example"),
         ({"sequences": np.zeros(200)}, "sequences must be a vector of whole numbers"),
@@ -115,7 +117,13 @@ def test_arrays_are_read_only_and_the_source_stays_free() -> None:
         ({"signals": {"kl": np.full((200, 4), np.inf)}}, "signal kl holds a value"),
         ({"signals": {"kl": np.tile([np.nan, 1, np.nan, 1], (200, 1))}}, "NaN is for its first loops only"),
         ({"logits": np.full((200, 4, 5), 1j)}, "made of numbers"),
+        ({"gate_logits": np.where(np.arange(800).reshape(200, 4) == 70, np.inf, 0)}, r"first: gate_logits\[17, 2\]"),
+        ({"logits": np.where(np.arange(4000).reshape(200, 4, 5) < 347, 0, np.nan)}, r"first: logits\[17, 1\]"),
         ({"split": 3}, "split must be a name"),
+        ({"split": "tset"}, r"no split 'tset' \(did you mean 'test'\?\); choose one of train, validation, test"),
+        ({"split": "val"}, r"no split 'val' \(did you mean 'validation'\?\)"),
+        ({"split": "test-20"}, "no split 'test-20'"),
+        ({"split": "dev"}, "no split 'dev'; choose"),
     ],
 )
 def test_what_cannot_be_a_trajectory_is_refused(changes: dict[str, object], words: str) -> None:
@@ -130,11 +138,49 @@ def test_missing_classes_are_missing_at_every_loop_and_are_no_label() -> None:
         ls.Trajectory(logits=logits, labels=[0, 0])
     logits[0, :, 3] = -np.inf
     ls.Trajectory(logits=logits, labels=[0, 3])
-    with pytest.raises(ls.UserError, match="label is not one"):
+    with pytest.raises(ls.UserError, match=r"labels\[0\] is 3, .* \(0 to 3, without those that are -inf\)"):
         ls.Trajectory(logits=logits, labels=[3, 0])
     logits[0, :, 1:] = -np.inf
     with pytest.raises(ls.UserError, match="fewer than two"):
         ls.Trajectory(logits=logits, labels=[0, 0])
+
+
+def test_a_gate_s_probabilities_in_the_place_of_its_logits_are_noticed(tmp_path: Path) -> None:
+    logits = np.random.default_rng(0).normal(size=(200, 4))
+    with pytest.warns(UserWarning, match="halt logits, whose sigmoid is the probability of halting") as warned:
+        made = random_trajectory(gate_logits=1 / (1 + np.exp(-logits)))
+    assert len(warned) == 1
+    made.save(tmp_path / "recording")
+    ls.Trajectory.load(tmp_path / "recording")  # said when it was made
+    for honest in (logits, np.abs(logits), np.full((200, 4), 0.5), 0.1 * logits.clip(0, 1)):
+        random_trajectory(gate_logits=honest)
+    random_trajectory(rows=20, gate_logits=np.linspace(0, 1, 80).reshape(20, 4))  # too few to tell
+
+
+def test_a_gate_s_logits_are_the_probability_of_halting_here_and_the_last_loop_halts() -> None:
+    made = random_trajectory()
+    halts = 1 / (1 + np.exp(-made.gate_logits))
+    halts[:, -1] = 1
+    np.testing.assert_allclose(ls.signal("gate", made), 1 - np.cumprod(1 - halts, axis=1), atol=1e-12)
+
+
+def test_a_recording_on_disk_of_an_unknown_split_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    made = random_trajectory(split="test")
+    object.__setattr__(made, "split", "tset")  # as an earlier version allowed
+    made.save(tmp_path / "recording")
+    with pytest.raises(ls.UserError, match=r"/recording: There is no split 'tset' \(did you mean 'test'\?\)"):
+        ls.Trajectory.load(tmp_path / "recording")
+
+
+def test_tensors_of_a_model_are_taken_as_they_come() -> None:
+    logits, gate = torch.randn(20, 4, 5).bfloat16(), torch.randn(20, 4, dtype=torch.float64, requires_grad=True)
+    made = ls.Trajectory(logits=logits.requires_grad_(), gate_logits=gate)
+    assert made.logits is not None
+    assert made.logits.dtype == np.float32
+    np.testing.assert_array_equal(made.logits, logits.detach().float().numpy())
+    assert made.gate_logits is not None
+    assert made.gate_logits.dtype == np.float64
+    np.testing.assert_array_equal(made.gate_logits, gate.detach().numpy())
 
 
 @pytest.mark.parametrize("file", ["trajectory.safetensors", "hidden.safetensors", "examples.json"])

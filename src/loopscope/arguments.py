@@ -5,6 +5,7 @@ Each check gives back the value, or says in one sentence what was expected.
 """
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -13,15 +14,16 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 
+SPLITS = ("train", "validation", "test", "extrapolation")
 T = TypeVar("T")
 
 
 def as_array(values: Any, name: str) -> NDArray[Any]:
     """An array of numbers or booleans."""
     try:
-        array = np.asarray(values)
+        array = np.asarray(_plain_tensor(values))
     except (ValueError, TypeError, RuntimeError, OverflowError):
         raise UserError(f"{name} must be an array of numbers whose rows are equally long.") from None
     if np.ma.isMaskedArray(values):
@@ -31,6 +33,15 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise UserError(f"{name} holds a number above 2**63 - 1.")
     return array
+
+
+def _plain_tensor(values: Any) -> Any:
+    """A tensor of PyTorch without what keeps NumPy from reading it: its gradient, its device, and bfloat16."""
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    if torch is None or not isinstance(values, torch.Tensor):
+        return values
+    values = values.detach().cpu()
+    return values.float() if values.dtype == torch.bfloat16 else values
 
 
 def as_integers(values: Any, name: str) -> NDArray[np.int64]:
@@ -97,6 +108,12 @@ def check_list(values: T, name: str, what: str = "a list") -> T:
 
 def check_flag(value: Any, name: str) -> None:
     check_kind(value, bool, name, "True or False")
+
+
+def check_split_name(name: str) -> None:
+    """Refuses a split that there is none of: what guards evaluation data goes by its name."""
+    if name not in SPLITS:
+        raise UserError(f"There is no split '{name}'{did_you_mean(name, SPLITS)}; choose one of {', '.join(SPLITS)}.")
 
 
 def check_mapping(value: Any, name: str) -> None:

@@ -40,7 +40,9 @@ def brief(message: str, longest: int = _LONGEST) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean 'margin'?)`, to be put behind a name that does not exist; empty where none is close."""
-    close = closest(name, known)
+    known = list(known)
+    begun = [each for each in known if len(name) > 2 and each.startswith(name)]
+    close = begun[0] if len(begun) == 1 else closest(name, known)
     return "" if close is None else f" (did you mean '{close}'?)"
 
 

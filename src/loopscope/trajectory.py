@@ -12,6 +12,7 @@ is -inf in its logits at every loop.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.arguments import as_array, as_integers, as_path, check_kind, check_mapping
+from loopscope.arguments import as_array, as_integers, as_path, check_kind, check_mapping, check_split_name
 from loopscope.artifacts import artifact_folder, map_tensors, read_manifest, read_whole, save_tensors, write_manifest
 from loopscope.config import Settings, build, plain
 from loopscope.errors import UserError
@@ -57,27 +58,49 @@ class Contents(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Trajectory:
-    """One recording. Arrays are read-only and checked once, here, so that what comes after can rely on them."""
+    """One recording of N examples at T loops, from arrays of NumPy or PyTorch.
 
-    logits: Array | None = None  # [N, T, V]
-    labels: Array | None = None  # [N]
-    difficulty: Array | None = None  # [N]
-    hidden: Array | None = None  # [N, T, D] the pooled states r_t
-    gate_logits: Array | None = None  # [N, T]
+    - logits [N, T, V]: of V classes; -inf, at every loop, for a class that an example does not have.
+    - labels [N]: the right class, from 0 on.
+    - gate_logits [N, T]: halt logits of the model's own gate. Their sigmoid is the probability of halting at loop t
+      if it did not halt before; the last loop always halts, whatever its logit.
+    - split: train, validation, test or extrapolation. Choosing anything on the last two is refused.
+    - difficulty [N]: a number, by which tables and figures are split.
+    - hidden [N, T, D]: the pooled states r_t, for the readouts and gates that need them.
+    - predictions, label_log_probs [N, T]: where there are no logits, the class that each loop answers and the
+      log-probability of the label.
+    - signals: name -> [N, T], computed when it was recorded; NaN only at the first loops.
+    - seen [N]: whether the training data held this input.
+    - sequences [N]: the number of the request that a decision belongs to, where one request yields many.
+    - norms [N, V]: the characters of every choice of a question.
+    - examples: the N inputs as text.
+    - provenance: what the recording is of. With "weights_sha256", the hash of the weights, recordings and policies
+      of another model are refused.
+
+    Arrays are read-only and checked once, here, so that what comes after can rely on them.
+    """
+
+    logits: Array | None = None
+    labels: Array | None = None
+    difficulty: Array | None = None
+    hidden: Array | None = None
+    gate_logits: Array | None = None
     split: str | None = None
-    predictions: Array | None = None  # [N, T], where there are no logits
-    label_log_probs: Array | None = None  # [N, T], where there are no logits
-    signals: Mapping[str, Array] = field(default_factory=dict)  # name -> [N, T], computed when it was recorded
-    seen: Array | None = None  # [N] whether the training data held this input
-    sequences: Array | None = None  # [N] the number of the request that a decision belongs to, where it yields many
-    norms: Array | None = None  # [N, V] the characters of every choice of a question
-    examples: Sequence[str] | None = None  # [N] the inputs as text
+    predictions: Array | None = None
+    label_log_probs: Array | None = None
+    signals: Mapping[str, Array] = field(default_factory=dict)
+    seen: Array | None = None
+    sequences: Array | None = None
+    norms: Array | None = None
+    examples: Sequence[str] | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     computed: dict[Any, Array] = field(default_factory=dict, init=False)  # signals that were asked for
 
     def __post_init__(self) -> None:
         if self.split is not None and not isinstance(self.split, str):
             raise UserError(f"split must be a name such as 'validation', got {self.split!r}.")
+        if self.split is not None:
+            check_split_name(self.split)
         if self.logits is None and self.predictions is None:
             raise UserError("A trajectory needs logits, or the predictions of every loop in their place.")
         for name in (*_ARRAYS, "hidden"):
@@ -93,7 +116,9 @@ class Trajectory:
             _check_logits(self.logits, self.labels)
         for name in ("gate_logits", "label_log_probs", "hidden", "difficulty"):
             if (value := getattr(self, name)) is not None and not np.isfinite(value).all():
-                raise UserError(f"{name} holds a value that is not finite.")
+                raise UserError(
+                    f"{name} holds a value that is not finite (first: {_first(name, ~np.isfinite(value))})."
+                )
         for name in ("labels", "predictions"):
             if (value := getattr(self, name)) is not None and value.min() < 0:
                 raise UserError(f"{name} are classes, counted from 0, and one of them is below 0.")
@@ -105,6 +130,8 @@ class Trajectory:
             missing = np.isnan(values)
             if np.isinf(values).any() or (missing[:, 1:] & ~missing[:, :-1]).any():
                 raise UserError(f"signal {name} holds a value that is not finite; NaN is for its first loops only.")
+        if self.gate_logits is not None and "loopscope" not in self.provenance:  # which a recording from disk has
+            _warn_of_probabilities(self.gate_logits)
 
     def __repr__(self) -> str:
         kept = [name for name in (*_ARRAYS, "hidden") if getattr(self, name) is not None]
@@ -269,9 +296,15 @@ class Trajectory:
         examples = None
         if EXAMPLES in manifest.files:
             examples = json.loads((path / EXAMPLES).read_bytes())
+        split = build(Contents, manifest.contents, str(path)).split
+        try:
+            if split is not None:
+                check_split_name(split)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
         return cls(
             logits=arrays.pop("logits", None),
-            split=build(Contents, manifest.contents, str(path)).split,
+            split=split,
             signals=signals,
             examples=examples,
             provenance=manifest.provenance,
@@ -300,8 +333,10 @@ class Trajectory:
         for name, shape in expected.items():
             value = getattr(self, name)
             if value is not None and (value.shape[: len(shape)] != shape or value.ndim != len(shape) + (name in _WIDE)):
+                swapped = value.shape[: len(shape)] == (loops, rows)[: len(shape)]
                 raise UserError(
-                    f"{name} has the shape {list(value.shape)}, but there are {rows} examples and {loops} loops."
+                    f"{name} has the shape {list(value.shape)}, but there are {rows} examples and {loops} loops"
+                    + (": logits are [examples, loops, classes]; are the first two swapped?" if swapped else ".")
                 )
         for name, signal in self.signals.items():
             if np.shape(signal) != (rows, loops):
@@ -322,6 +357,8 @@ class Trajectory:
 _WIDE = ("logits", "hidden")
 _ROUNDING = 1e-3
 """What may be missing to a probability of 1."""
+_MANY = 100
+"""So many gate logits do not lie between 0 and 1 by chance."""
 _WORDS = ("weights_sha256", "precision", "benchmark", "metric", "unit", "state")
 """Of a provenance: what is text, where it is there."""
 
@@ -418,7 +455,10 @@ def _equal(ours: Array | None, theirs: Array | None) -> bool:
 def _check_logits(logits: Array, labels: Array | None) -> None:
     top = logits.max(axis=-1)
     if not np.isfinite(top).all():  # catches NaN, +inf, and rows without a class
-        raise UserError("logits hold a value that is not a number, or +inf, or an example without any class.")
+        raise UserError(
+            "logits hold a value that is not a number, or +inf, or an example without any class (first: "
+            f"{_first('logits', ~np.isfinite(top))})."
+        )
     missing = np.isneginf(logits)
     if missing.any():
         if (missing != missing[:, :1]).any():
@@ -427,5 +467,30 @@ def _check_logits(logits: Array, labels: Array | None) -> None:
             raise UserError("An example has fewer than two classes.")
     if labels is None:
         return
-    if labels.min() < 0 or labels.max() >= logits.shape[2] or missing[np.arange(len(labels)), 0, labels].any():
-        raise UserError(f"A label is not one of its example's classes (0..{logits.shape[2] - 1}).")
+    classes = logits.shape[2]
+    wrong = (labels < 0) | (labels >= classes)
+    if not wrong.any():
+        wrong = missing[np.arange(len(labels)), 0, labels]
+    if wrong.any():
+        row = int(wrong.argmax())
+        among = f"0 to {classes - 1}" + (", without those that are -inf" if missing[row].any() else "")
+        raise UserError(
+            f"labels[{row}] is {labels[row]}, which is not one of the classes of its example ({among}); leave out "
+            "examples without a label."
+        )
+
+
+def _first(name: str, wrong: Array) -> str:
+    """The first place at which an array is wrong, as Python writes it."""
+    return f"{name}[{', '.join(map(str, np.argwhere(wrong)[0]))}]"
+
+
+def _warn_of_probabilities(gate_logits: Array) -> None:
+    """A gate's probabilities in the place of its logits give a verdict, and a wrong one; logits seldom look like it."""
+    low, high = float(gate_logits.min()), float(gate_logits.max())
+    if gate_logits.size >= _MANY and low >= 0 and high <= 1 and high - low > 0.5:
+        warnings.warn(
+            "All gate_logits lie between 0 and 1, as probabilities do; they are halt logits, whose sigmoid is the "
+            "probability of halting. If yours are probabilities p, give log(p / (1 - p)).",
+            stacklevel=4,  # where the trajectory is made
+        )

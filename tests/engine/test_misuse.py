@@ -193,4 +193,4 @@ def test_recordings_of_different_kinds_are_not_mixed() -> None:
         with pytest.raises(ls.UserError, match="are of different kinds"):
             ls.sweep("margin", KINDS[first], replace(other, split="test"))
         with pytest.raises(ls.UserError, match="are of different kinds"):
-            ls.calibrate(KINDS[first], 0.5, 0.8, grid=replace(other, split="other"))
+            ls.calibrate(KINDS[first], 0.5, 0.8, grid=replace(other, split="train"))

@@ -17,6 +17,7 @@ import numpy as np
 from conftest import random_trajectory
 
 import loopscope as ls
+from loopscope.arguments import SPLITS
 from loopscope.models import load_model
 
 from .mutations import NUMBERS, STRINGS, Rng
@@ -422,6 +423,8 @@ def _check_trajectory(made: ls.Trajectory, given: dict[str, Any]) -> None:
         raise MisledError("a choice has no characters")
     if not isinstance(made.provenance, dict) or not all(isinstance(name, str) for name in made.signals):
         raise MisledError("provenance or signals have no names")
+    if made.split not in (None, *SPLITS):
+        raise MisledError("nothing guards a split that there is none of")
     made.save(Path.cwd() / "saved")
     again = ls.Trajectory.load(Path.cwd() / "saved")
     if again.sha256 != made.sha256:

@@ -118,10 +118,10 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
 def _record_task(options: argparse.Namespace) -> None:
     if options.split is None:
         raise UserError("Say which split is to be recorded, for instance with --split validation.")
-    from loopscope.tasks.task import check_task_split
+    from loopscope.arguments import check_split_name
 
     check_run(options.run)
-    check_task_split(options.split)
+    check_split_name(options.split)
     from loopscope.recording import Keep, record_task
 
     out = options.out or options.run / "recordings" / options.split

@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from loopscope.arguments import check_split_name
 from loopscope.config import Seed, Settings
-from loopscope.errors import UserError, did_you_mean
+from loopscope.errors import UserError
 from loopscope.tasks.draws import Draws, Integers
 
 SplitSize = Annotated[int, msgspec.Meta(ge=1, le=10**8)]
 StoredOrOnline = Annotated[int, msgspec.Meta(ge=0, le=10**8)]
 """How many training examples are stored; 0: they are drawn online, new ones at every step."""
 
-SPLITS = ("train", "validation", "test", "extrapolation")
 _BUCKETS = 10
 _RESERVED = {"validation": 0, "test": 1}
 """With `disjoint`, a tenth of the space of inputs is validation's, a tenth is test's, the rest is training's."""
@@ -56,11 +56,6 @@ class Examples:
         for group in np.split(order, np.flatnonzero(np.diff(self.lengths[order])) + 1):
             for start in range(0, len(group), size):
                 yield group[start : start + size]
-
-
-def check_task_split(name: str) -> None:
-    if name not in SPLITS:
-        raise UserError(f"There is no split '{name}'{did_you_mean(name, SPLITS)}; choose one of {', '.join(SPLITS)}.")
 
 
 class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
@@ -114,7 +109,7 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
 
         `extrapolation` needs `levels` beyond the range of training.
         """
-        check_task_split(name)
+        check_split_name(name)
         if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
             raise UserError(
                 f"The extrapolation split needs difficulties above {self.levels[-1]}, the hardest of training."

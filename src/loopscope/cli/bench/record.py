@@ -24,10 +24,10 @@ def define(kinds: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    from loopscope.tasks.task import check_task_split
+    from loopscope.arguments import check_split_name
 
     check_run(options.run)
-    check_task_split(options.split)
+    check_split_name(options.split)
     from loopscope.bench.recording import bench_record
     from loopscope.progress import track
 
