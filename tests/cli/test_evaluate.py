@@ -17,6 +17,9 @@ def test_readouts_are_swept(recorded: Path, capsys: pytest.CaptureFixture[str]) 
     table = capsys.readouterr().out
     assert all(name in table for name in ("fixed", "margin", "hidden_cosine", "oracle", "D@full-1"))
     assert "gate" not in table
+    assert "The oracle is one point and has no D@X" in " ".join(table.split())
+    cells = next(line.split() for line in table.splitlines() if line.lstrip().startswith("oracle"))
+    assert len(cells) == 4  # its name, its accuracy in percent, and its loops: nothing under D@X
     assert run("evaluate", recordings / "validation", recordings / "test", "--json", "--at", "0.4") == 0
     result = json.loads(capsys.readouterr().out)
     fixed = result["readouts"][0]

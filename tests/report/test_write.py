@@ -12,7 +12,7 @@ from playwright.sync_api import Browser
 
 from loopscope.analysis.schema import Results
 from loopscope.report.markdown import markdown_text
-from loopscope.report.tables import Table
+from loopscope.report.tables import Table, depths
 from loopscope.reproduction.products import PRODUCTS
 
 INJECTED = (
@@ -79,6 +79,15 @@ def test_the_policy_names_the_scripts_that_are_there_and_no_others(report: tuple
     for kind, tag in (("script-src", 'script type="module"'), ("style-src", "style")):
         inline = re.findall(rf"<{tag}>(.*?)</{tag.split()[0]}>", page, re.DOTALL)
         assert rules[kind].split() == [hash_of(text) for text in inline]
+
+
+def test_the_oracle_is_one_point_and_has_no_depth_to_an_accuracy(report: tuple[Path, Results]) -> None:
+    table = depths(report[1])
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows if row[1] == "oracle"]
+    assert len(rows) == len(report[1].groups)
+    targets = [target.label for target in report[1].targets]
+    assert all([row[label] for label in targets] == [""] * len(targets) for row in rows)
+    assert all(row["selected: accuracy"] and float(row["loops"].split()[0]) >= 1 for row in rows)
 
 
 def test_the_page_says_what_the_tables_say(report: tuple[Path, Results]) -> None:

@@ -108,12 +108,13 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
 def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", levels: "list[TargetLevel]") -> None:
     rows = []
     for frontier in frontiers:
-        depths = [frontier.depth_at(level.reached) for level in levels]
+        one_point = frontier.readout == "oracle"
+        depths = ["" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
         point = frontier.select()
         rows.append(
             [
                 frontier.readout,
-                *("N/A" if depth is None else f"{depth:.2f}" for depth in depths),
+                *depths,
                 str(point.policy).removeprefix(frontier.readout).removeprefix(" at "),
                 percent(point.accuracy),
                 f"{point.average_loops:.2f}",
@@ -126,6 +127,7 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
     title = (
         f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} {what}. D@X: least average loops on the "
         "evaluation curve that reach X. Selected: the most accurate threshold on calibration data, evaluated."
+        + (" The oracle is one point and has no D@X." if any(row[0] == "oracle" for row in rows) else "")
         + "".join(
             f" {level.target.label}: {' '.join(filter(None, (level.sentence, level.depths_sentence)))}"
             for level in levels
@@ -134,6 +136,10 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
     )
     columns = ["readout", *(level.target.label for level in levels), "selected", "accuracy", "loops"]
     print_table(title, columns, rows)
+
+
+def _depth(loops: float | None) -> str:
+    return "N/A" if loops is None else f"{loops:.2f}"
 
 
 def _evaluate_policy(options: argparse.Namespace) -> int:

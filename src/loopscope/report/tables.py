@@ -12,6 +12,7 @@ from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.signals import STOPPER
 from loopscope.exits.stopper import KINDS
 
+ORACLE = "oracle"
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
 
@@ -178,13 +179,15 @@ def depths(results: Results) -> Table:
         lower = {each.key: read_lower([models[name] for name in group.names], each) for each in results.targets}
         for readout, values in group.depth_at.items():
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
-            shown = ["", ""] if readout == "oracle" else [share(accuracy), str(loops)]
-            rows.append([group.label, readout, *(f"{values[key]}{at}" for key, at in lower.items()), *shown])
+            reached = ["" if readout == ORACLE else f"{values[key]}{at}" for key, at in lower.items()]
+            rows.append([group.label, readout, *reached, share(accuracy), str(loops)])
     note = (
         "D@X: the least average loops on the test curve that reach X % accuracy, N/A: not reached; D@full-Y: that "
         "reach an accuracy Y points below the model's own at full depth, which validation data fix (@: at a lower one, "
         "where test data do not reach it). "
-        "Selected: the most accurate threshold on validation data (ties to fewer loops), as it does on test data. "
+        "Selected: the most accurate threshold on validation data (ties to fewer loops), as it does on test data. The "
+        "oracle exits at the first correct loop: it has one point and no D@X, which of a rule that knows the labels is "
+        "part of the room left. "
         f"{STOPPER}NAME: rules learned from validation data on all signals together. "
         "Over several seeds: mean ± sample standard deviation of those that reach it (how many)."
     )

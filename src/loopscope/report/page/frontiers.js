@@ -253,9 +253,14 @@ function updateFrontiers() {
         ...[
           model.label,
           curve.readout,
-          loopsText(curve.depth[stop]),
-          span(curve.depth_low[stop], curve.depth_high[stop], loopsText),
-          percent(curve.depth_reached[stop]),
+          // The oracle is one point, and not what any accuracy takes.
+          ...(curve.readout === "oracle"
+            ? ["", "", ""]
+            : [
+                loopsText(curve.depth[stop]),
+                span(curve.depth_low[stop], curve.depth_high[stop], loopsText),
+                percent(curve.depth_reached[stop]),
+              ]),
         ].map((text) => make("td", {}, make("bdi", { textContent: text }))),
       ),
     ),
