@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.conftest import crafted, read_json, recording_of, run
+from cli.conftest import crafted, read_json, recording_of, refusal, run
 
 
 def test_a_report_opens_and_says_how_to_make_it_again(
@@ -35,8 +35,12 @@ def test_a_report_opens_and_says_how_to_make_it_again(
 
 
 def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text('{"schema_version": 1, "models": [{"name": "other", "group": 3}]}')
+    (tmp_path / "notes.txt").write_text("beside a report they may lie")
     assert run("report", mine, "--policy", policy, "--out", tmp_path) == 0
-    assert "Certified policies" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "Certified policies" in said.out
+    assert f"{tmp_path} held a report on other; this one, on {mine.name}, takes its place." in said.err
     (model,) = json.loads((tmp_path / "results.json").read_bytes())["models"]
     (certified,) = model["certified"]
     assert certified["guarantee"] == read_json(policy)["guarantee"]
@@ -46,11 +50,22 @@ def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, capsys: pyt
     assert "gap ≤ 10%, 80 % sure" in (tmp_path / "tables.md").read_text()
 
 
+def test_a_report_is_not_written_among_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("validation", "test"):
+        for name in ("a", "b"):
+            crafted(name == "a", split).save(tmp_path / name / split)
+    before = sorted(tmp_path.rglob("*"))
+    assert "is not a report: it holds test; choose another" in refusal(
+        capsys, "report", tmp_path / "a", "--out", tmp_path / "b"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_report_on_unseen_examples_breaks_no_promise_for_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen, easy = np.arange(400) % 10 > 0, crafted(True, "").logits
-    logits = np.where(seen[:, None, None], easy, crafted(False, "").logits)  # one in ten is new, and lost
+    seen, easy = np.arange(400) % 10 > 0, crafted(True, "test").logits
+    logits = np.where(seen[:, None, None], easy, crafted(False, "test").logits)  # one in ten is new, and lost
     for split, rows in (("validation", slice(None)), ("test", slice(None, None, -1))):
         crafted(True, split, logits=logits[rows], labels=easy[rows, -1].argmax(-1), seen=seen[rows]).save(
             tmp_path / split

@@ -14,7 +14,7 @@ from typing import Any
 from loopscope.cli.inputs import find_run
 from loopscope.cli.options import AT, REFERENCE, add_shared, add_verb, option_words, target_accuracies
 from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
-from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
+from loopscope.cli.report_output import check_open, check_products, check_report_out, show_products, write_and_show
 from loopscope.recording_places import find_recordings, recorded_name
 
 
@@ -35,6 +35,8 @@ def execute(options: argparse.Namespace) -> None:
     check_open(options)
     runs, reference = _runs(options)
     check_products(options.product or ())
+    if not options.product:
+        check_report_out(options.out)
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
 
     sources = [read_recordings(run, options.unseen) for run in runs]

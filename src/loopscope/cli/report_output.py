@@ -31,6 +31,14 @@ def check_products(names: Sequence[str]) -> None:
             )
 
 
+def check_report_out(folder: Path) -> None:
+    """Refuses to write a report among the files of something else."""
+    from loopscope.report.write import check_report_place
+    from loopscope.reproduction.products import PRODUCTS
+
+    check_report_place(folder, PRODUCTS.recipes)
+
+
 def check_open(options: argparse.Namespace) -> None:
     if options.open and options.product:
         raise UserError("--open opens the page, which --product does not write; leave one of them out.")
@@ -63,6 +71,11 @@ def show_products(results: "Results", names: Sequence[str], folder: Path, as_jso
         print_json(printed)
 
 
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def write_and_show(
     results: "Results",
     details: "Iterable[ThresholdDetails]",
@@ -77,11 +90,14 @@ def write_and_show(
     """
     import webbrowser
 
-    from loopscope.report.write import write_report
+    from loopscope.report.write import reported_models, write_report
     from loopscope.reproduction.markers import markers
     from loopscope.reproduction.products import PRODUCTS
 
     made = PRODUCTS.make(results, products)
+    earlier, names = reported_models(folder), [model.name for model in results.models]
+    if earlier and set(earlier) != set(names):
+        print_note(f"{folder} held a report on {_listed(earlier)}; this one, on {_listed(names)}, takes its place.")
     page = write_report(results, details, made, folder, *commands, markers(results), options.style)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
         print_note(f"No browser could be started here; open {page} in one.")

@@ -1,16 +1,20 @@
 """From results to a folder that can be read: `results.json`, tables, figures, and one page that holds everything."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from loopscope.analysis import Target
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.arguments import as_path, check_kind, check_mapping
+from loopscope.config import read_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.splits import is_pair
+from loopscope.reading import is_folder
 from loopscope.report.charts import write_figure
 from loopscope.report.layout import figure_style
 from loopscope.report.markdown import markdown
@@ -18,8 +22,10 @@ from loopscope.report.page import render
 from loopscope.report.page.data import Marker
 from loopscope.report.products import OVERVIEW, Product
 from loopscope.trajectory import Trajectory
-from loopscope.writing import only_writer, remove_scratch, write_bytes, write_json
+from loopscope.writing import is_scratch, only_writer, remove_scratch, write_bytes, write_json
 
+RESULTS, TABLES, PAGE = ("results.json", "tables.md", "report.html")
+_FIGURES = (".svg", ".png", ".pdf")
 _LIST = ("The policies of a model", "a list of exit policies")
 
 
@@ -43,6 +49,7 @@ def report(
     check_mapping(own, "policies")
     figure_style(style)
     out = as_path(out, "The folder of a report")
+    check_report_place(out)
     if any(
         not isinstance(each, ExitPolicy) for policy in own.values() for each in check_kind(policy, Sequence, *_LIST)
     ):
@@ -55,6 +62,34 @@ def report(
     results, details = analyse_models(sources, reference, targets)
     command = f"loopscope.report(models, {str(out)!r})"
     return write_report(results, details, OVERVIEW.make(results, ["overview"]), Path(out), command, style=style)
+
+
+def check_report_place(folder: Path, products: Collection[str] = tuple(OVERVIEW.recipes)) -> None:
+    """Refuses a folder that is somebody else's, such as one of recordings; `products` are what a report may hold."""
+    if not is_folder(folder):
+        return
+    found = sorted(each.name for each in folder.iterdir() if not is_scratch(each))
+    ours = {RESULTS, TABLES, PAGE, *(name + kind for name in products for kind in _FIGURES)}
+    if RESULTS not in found and (others := [name for name in found if name not in ours]):
+        raise UserError(f"{folder} is not a report: it holds {others[0]}; choose another folder, or an empty one.")
+
+
+class _Model(msgspec.Struct):
+    name: str
+
+
+class _Shown(msgspec.Struct):
+    """As much of `results.json` as any version has."""
+
+    models: list[_Model]
+
+
+def reported_models(folder: Path) -> list[str]:
+    """The names of the models that the report in a folder is on; none where there is none."""
+    try:
+        return [model.name for model in read_json(_Shown, folder / RESULTS, "results").models]
+    except UserError:
+        return []
 
 
 def write_report(
@@ -73,10 +108,10 @@ def write_report(
     """
     with only_writer(folder):
         remove_scratch(folder)
-        write_json(folder / "results.json", results)
+        write_json(folder / RESULTS, results)
         for each in products:
             if each.figure is not None:
                 write_figure(each.figure, folder, each.name, style)
-        write_bytes(folder / "tables.md", markdown(products).encode())
-        write_bytes(folder / "report.html", render(results, details, products, command, again, markers).encode())
-    return folder / "report.html"
+        write_bytes(folder / TABLES, markdown(products).encode())
+        write_bytes(folder / PAGE, render(results, details, products, command, again, markers).encode())
+    return folder / PAGE
