@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import random_trajectory
 
 from cli.conftest import crafted, recording_of, refusal, run
 
@@ -41,6 +42,34 @@ def test_a_broken_promise_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureF
     assert run("evaluate", tmp_path / "test", "--policy", file, "--json") == 1
     assert json.loads(capsys.readouterr().out)["guarantee"]["verdict"] == "broken"
     assert run("evaluate", tmp_path / "test", "--policy", file, "--any-model") == 0
+
+
+def test_what_names_its_model_is_not_taken_for_another_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, weights in (("mine", "a" * 64), ("other", "b" * 64)):
+        for seed, split in enumerate(("validation", "test")):
+            named = random_trajectory(seed, split=split, provenance={"weights_sha256": weights})
+            named.save(tmp_path / name / split)
+    assert "differ in their weights" in refusal(
+        capsys, "evaluate", tmp_path / "mine" / "validation", tmp_path / "other" / "test"
+    )
+    assert run("evaluate", tmp_path / "mine", "--readout", "margin") == 0
+    assert "yours to know" not in capsys.readouterr().err
+    file = tmp_path / "policy.json"
+    assert run("calibrate", tmp_path / "mine", "--max-drop", 0.5, "--confidence", 0.5, "--out", file) == 0
+    assert "yours to know" not in capsys.readouterr().err
+    assert "another model" in refusal(capsys, "evaluate", tmp_path / "other", "--policy", file)
+    random_trajectory(3).save(tmp_path / "bare")
+    bare = tmp_path / "bare.json"
+    assert run("calibrate", tmp_path / "bare", "--max-drop", 0.5, "--confidence", 0.5, "--out", bare) == 0
+    said = capsys.readouterr().err
+    assert "does not name its model, so the policy is tied to none" in said
+    assert "does not say which split it is of; that it is not for evaluation is yours" in said
+    assert run("evaluate", tmp_path / "other", "--policy", bare) in (0, 1)
+    assert "that it is the same one is yours to know" in capsys.readouterr().err
+    assert run("evaluate", tmp_path / "other", "--policy", bare, "--any-model") == 0
+    assert "yours to know" not in capsys.readouterr().err
+    assert run("evaluate", tmp_path / "bare", tmp_path / "other", "--readout", "margin") == 0
+    assert "that it is the same one is yours to know" in capsys.readouterr().err
 
 
 def test_of_few_sequences_the_risk_is_uncertain(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:

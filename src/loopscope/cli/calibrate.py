@@ -98,6 +98,13 @@ def _certify(recording: "Trajectory", target: "RiskTarget", options: argparse.Na
     gates = load_gates(options.gate, recording)
     policy = certify(recording, target, grid, gates, options.seed, options.bound)
     _caution(recording, options.unseen, options.distinct)
+    if policy.model is None:
+        print_note(
+            "The recording does not name its model, so the policy is tied to none: that it is used on the same one is "
+            "yours to know (by provenance: docs/recordings.md)."
+        )
+    if recording.split is None:
+        print_note("The recording does not say which split it is of; that it is not for evaluation is yours to know.")
     return policy
 
 

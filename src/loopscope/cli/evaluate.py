@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from loopscope.cli.inputs import check_readouts
 from loopscope.cli.options import AT, READOUTS, add_shared, add_verb, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_table, print_text
-from loopscope.cli.policies import check_any_model, load_gates, load_policy
+from loopscope.cli.policies import check_any_model, load_gates, load_policy, note_unknown_model
 from loopscope.errors import UserError
 from loopscope.recording_places import find_recording, find_recordings
 
@@ -86,6 +86,7 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
         print_json({"targets": {level.target.key: level for level in levels}, "readouts": found})
     else:
         _print_frontiers(frontiers, evaluation, levels)
+    note_unknown_model(*(each.provenance.get("weights_sha256") for each in (calibration, evaluation)))
     for sentence in dict.fromkeys(without_verdict(calibration, evaluation, level) for level in levels):
         if sentence:
             print_note(sentence)
@@ -152,6 +153,8 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
     from loopscope.exits.recorded import load_recorded
 
     policy, recording = load_policy(options.policy, options.any_model), load_recorded(folder)
+    if not options.any_model:
+        note_unknown_model(policy.model, recording.provenance.get("weights_sha256"))
     if options.monitor:
         return _monitor(policy, recording, options)
     held = hold_out(policy, recording)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loopscope.cli.output import print_note
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,6 +19,15 @@ POLICIES = "a policy of one of the runs, which the hash in it tells (repeatable)
 def check_any_model(options: argparse.Namespace) -> None:
     if options.any_model and not options.policy:
         raise UserError("--any-model is for a policy file; give it with --policy.")
+
+
+def note_unknown_model(*models: str | None) -> None:
+    """Says that what is used together may be of several models, where not all name their weights."""
+    if None in models:
+        print_note(
+            "Not every recording and policy here names its model, so that it is the same one is yours to know (by "
+            "provenance: docs/recordings.md)."
+        )
 
 
 def load_policy(path: Path, any_model: bool) -> "ExitPolicy":
