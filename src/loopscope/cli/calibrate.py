@@ -68,17 +68,19 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    check_new(options.out)
     folder = find_recording(options.recording, "validation")
     check_readouts(options)
     from loopscope.exits.live_runs import LiveRuns
     from loopscope.exits.recorded import load_recorded
     from loopscope.exits.risk_target import RiskTarget
+    from loopscope.exits.splits import check_split
 
-    recording = load_recorded(folder)
     names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
     target = RiskTarget(**values(options, *names))
+    recording = load_recorded(folder)
+    check_split(recording, "calibration")
     check_cache(recording, options.cache)
+    check_new(options.out)
     if isinstance(recording, LiveRuns):
         policy = _certify_live(recording, target, options)
     else:
