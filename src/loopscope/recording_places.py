@@ -6,6 +6,8 @@ from loopscope.errors import UserError
 from loopscope.reading import is_file, is_folder, near
 
 RECORDINGS = "recordings"
+_CONFIG = "config.json"
+"""Of a run, or of another checkpoint: there is a model to be recorded."""
 ANALYSED = ("validation", "test")
 """What thresholds are chosen on, and what they are judged on."""
 
@@ -59,4 +61,10 @@ def _recordings_in(path: Path) -> Path:
 
 def _not_recorded(folder: Path, path: Path, split: str) -> UserError:
     run = path.parent if path.name == RECORDINGS else path
-    return UserError(f"{folder} has no recording '{split}'; make it with: loopscope record task {run} --split {split}.")
+    if is_file(run / _CONFIG):
+        make = f"make it with: loopscope record task {run} --split {split}"
+    elif below := sorted(each.name for each in folder.iterdir() if is_folder(_recordings_in(each) / split)):
+        make = f"give one of those in it that have: {', '.join(below[:5])}{', ...' if below[5:] else ''}"
+    else:
+        make = f"record it there (--out), or save your own: Trajectory(...).save('{folder / split}')"
+    return UserError(f"{folder} has no recording '{split}'; {make}.")
