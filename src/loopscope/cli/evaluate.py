@@ -21,6 +21,7 @@ from loopscope.cli.options import AT, READOUTS, add_shared, add_verb, target_acc
 from loopscope.cli.output import percent, print_json, print_note, print_table, print_text
 from loopscope.cli.policies import check_any_model, load_gates, load_policy, note_unknown_model
 from loopscope.errors import UserError
+from loopscope.reading import require_file
 from loopscope.recording_places import find_recording, find_recordings
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
             "With --policy, give one run or recording, of held-out examples, and no readouts, gates or targets."
         )
     folder = find_recording(options.recordings[0], "test")
+    require_file(options.policy, "policy")
     from loopscope.analysis import hold_out
     from loopscope.exits.recorded import load_recorded
 

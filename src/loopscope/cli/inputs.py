@@ -22,6 +22,8 @@ def check_readouts(options: argparse.Namespace, *names: str) -> None:
     from loopscope.exits.readouts import readout_kind
 
     for name in (*names, *((given,) if isinstance(given, str) else given)):
+        if "," in name:
+            raise UserError(f"'{name}' is not one readout; give one at a time, and --readout again for the next.")
         if name != "auto":
             readout_kind(name)
 

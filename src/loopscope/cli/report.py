@@ -15,7 +15,9 @@ from loopscope.cli.inputs import find_run
 from loopscope.cli.options import AT, REFERENCE, add_shared, add_verb, option_words, target_accuracies
 from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
 from loopscope.cli.report_output import check_open, check_products, check_report_out, show_products, write_and_show
-from loopscope.recording_places import find_recordings, recorded_name
+from loopscope.errors import UserError
+from loopscope.reading import require_file
+from loopscope.recording_places import find_recordings, recorded_name, run_of_recordings
 
 
 def define(subparsers: Any) -> None:
@@ -34,6 +36,8 @@ def execute(options: argparse.Namespace) -> None:
     check_any_model(options)
     check_open(options)
     runs, reference = _runs(options)
+    for path in options.policy:
+        require_file(path, "policy")
     check_products(options.product or ())
     if not options.product:
         check_report_out(options.out)
@@ -57,10 +61,16 @@ def execute(options: argparse.Namespace) -> None:
 def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
     """The runs that are shown, and the name of the reference, which is one of them."""
     runs = [find_recordings(run) for run in options.runs]
+    known = [(recorded_name(run), run.resolve()) for run in runs]
+    for run, given, place in zip(runs, options.runs, known, strict=True):
+        if known.count(place) > 1:
+            raise UserError(
+                f"{given} and another of the runs are the same one ({run_of_recordings(run)}); give it once."
+            )
     if options.reference is None:
         return runs, None
     measure = find_recordings(find_run(options.reference, options.runs))
     name = recorded_name(measure)
-    if (name, measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
+    if (name, measure.resolve()) not in known:
         runs.insert(0, measure)
     return runs, name
