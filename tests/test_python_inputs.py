@@ -23,6 +23,7 @@ from loopscope.training.settings import read_settings
 ROWS, LOOPS = 40, 4
 NAN, INF = float("nan"), float("inf")
 VALIDATION, TEST = (random_trajectory(seed, ROWS, LOOPS) for seed in (0, 1))
+FRONTIER = ls.sweep("margin", VALIDATION, TEST)
 RAGGED = [[1.0, 2.0], [3.0]]
 NUMBERS: dict[str, object] = {"text": "0.5", "None": None, "NaN": NAN, "True": True, "list": [0.5], "complex": 0.5j}
 COUNTS: dict[str, object] = {"0": 0, "-1": -1, "True": True, "2.5": 2.5, "2.0": 2.0, "text": "2", "NaN": NAN}
@@ -147,7 +148,9 @@ WRONG: dict[str, Call] = {
     **each(NOT_A_RECORDING, "sweep test", lambda value: ls.sweep("margin", VALIDATION, value)),
     "sweep: a number": lambda: ls.sweep(3, VALIDATION, TEST),  # type: ignore[arg-type]
     "sweep: grid": lambda: ls.sweep("margin", VALIDATION, TEST, grid=3),  # type: ignore[arg-type]
-    **each(NUMBERS, "depth_at", lambda value: ls.sweep("margin", VALIDATION, TEST).depth_at(value)),
+    **each({"95": 95, "-1": -1, "inf": INF}, "depth_at", lambda value: FRONTIER.depth_at(value)),
+    **each({"95": 95, "-1": -1, "inf": INF}, "threshold_at", lambda value: FRONTIER.threshold_at(value)),
+    **each(NUMBERS, "depth_at", lambda value: FRONTIER.depth_at(value)),
     **each(NOT_A_RECORDING, "calibrate", lambda value: ls.calibrate(value, 0.3)),
     **each(NUMBERS, "max_drop", lambda value: ls.calibrate(VALIDATION, value)),
     **each(NUMBERS, "confidence", lambda value: ls.calibrate(VALIDATION, 0.3, value)),

@@ -85,7 +85,7 @@ class Frontier:
 
     def threshold_at(self, accuracy: float) -> float | None:
         """The threshold of D@X; None where X is not reached, or where the readout has no threshold."""
-        reached = np.flatnonzero(self.accuracy >= as_number(accuracy, "An accuracy") - _ROUNDING)
+        reached = np.flatnonzero(self.accuracy >= _as_accuracy(accuracy) - _ROUNDING)
         if not len(reached) or np.isnan(self.thresholds).any():
             return None
         return float(self.thresholds[reached[self.average_loops[reached].argmin()]])
@@ -107,9 +107,16 @@ class Frontier:
 
 
 def _depth_at(average_loops: Curve, accuracy: Curve, target: float) -> float | None:
-    target = as_number(target, "An accuracy")
-    reached = average_loops[accuracy >= target - _ROUNDING]
+    reached = average_loops[accuracy >= _as_accuracy(target) - _ROUNDING]
     return float(reached.min()) if len(reached) else None
+
+
+def _as_accuracy(value: float) -> float:
+    """A share: 95 would never be reached, which is easily taken for a result."""
+    accuracy = as_number(value, "An accuracy")
+    if not 0 <= accuracy <= 1:
+        raise UserError(f"An accuracy lies between 0 and 1, such as 0.95; got {accuracy:g}.")
+    return accuracy
 
 
 def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
