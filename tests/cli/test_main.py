@@ -88,6 +88,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("evaluate", test, "--policy", "\udcff"), "is not UTF-8"),
         (("evaluate", test, "--policy", tmp_path), "is a folder; give a policy"),
         (("evaluate", test, "--policy", "/dev/zero"), "a device or a pipe"),
+        (("evaluate", test, "--policy", test / "manifest.json"), "manifest.json is not a policy"),
         (("run", recorded, "/dev/zero"), "a device or a pipe"),
         (("run", recorded, tmp_path), "is a folder"),
     ]:

@@ -71,6 +71,8 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
         What sealed them is checked before.
         """
         values = read_json(dict[str, Any], path, "policy")
+        if "readout" not in values:
+            raise UserError(f"{path} is not a policy: it has no readout; give a file that `loopscope calibrate` wrote.")
         older = values.get("schema_version") in (1, 2, 3, 4, 5, 6)
         if older:
             sealed = values.get("digest") == digest({**values, "digest": ""})
