@@ -1,5 +1,7 @@
 """The diagnosis: on recordings built to have a known culprit, it names that one and no other."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -106,6 +108,16 @@ def test_without_a_gate_there_is_no_readout_gap() -> None:
     assert diagnosis.readout_gap is None
     assert diagnosis.blamed == ("trajectory",)
     assert "no gate of its own" in diagnosis.sentence
+
+
+def test_a_gate_in_one_of_the_recordings_is_not_no_gate() -> None:
+    gated = subject(SLOW, "blind")
+    for validation, test, lacking in (
+        (replace(gated.validation, gate_logits=None), gated.test, "validation"),
+        (gated.validation, replace(gated.test, gate_logits=None), "test"),
+    ):
+        diagnosis = diagnose_subject(Subject(validation, test, resamples=20))
+        assert f"the {lacking} recording alone has no gate logits" in diagnosis.sentence
 
 
 def test_the_reference_is_not_compared_with_itself() -> None:
@@ -218,4 +230,4 @@ def test_the_room_that_is_left_splits() -> None:
     assert room.value == pytest.approx(3 - 1.96, abs=0.1)
     assert reachable.value == pytest.approx(3 - 2, abs=0.1)
     assert "Room left: a rule that knows the labels would save" in str(diagnosis)
-    assert "reaches +0.9" in str(diagnosis) or "reaches +1.0" in str(diagnosis)
+    assert "saves +0.9" in str(diagnosis) or "saves +1.0" in str(diagnosis)

@@ -40,6 +40,7 @@ from loopscope.analysis.targets import (
     percent_text,
 )
 from loopscope.errors import UserError
+from loopscope.exits.recorded_signals import has_signal
 from loopscope.exits.signals import own_name
 from loopscope.exits.splits import is_pair
 from loopscope.trajectory import Trajectory
@@ -78,9 +79,9 @@ class Diagnosis:
         room, reachable = self.room_left, self.reachable_room
         if room is None or reachable is None or self.verdict == NO_VERDICT or room.accuracy != reachable.accuracy:
             return ""
-        rule = f"the rule learned on all signals ({own_name(reachable.second)})"
+        rule = f"a rule learned from all signals ({own_name(reachable.second)})"
         size = f"{reachable.value:+z.2f} loops [{reachable.low:+z.2f}, {reachable.high:+z.2f}]"
-        found = f"{rule} reaches {size} of them" if reachable.sign > 0 else f"{rule} reaches none for certain ({size})"
+        found = f"{rule} saves {size} of them" if reachable.sign > 0 else f"{rule} saves nothing measurable ({size})"
         return (
             f"Room left: a rule that knows the labels would save {room.value:.2f} loops at "
             f"{percent_text(room.accuracy)}; {found}."
@@ -136,13 +137,13 @@ def diagnose(
     Thresholds, the best readout and the target (without one: 1 point below full depth) come from `validation`, depths
     from `test`. `reference`: the same two recordings of the model whose trajectory is the measure.
     """
+    if reference is not None and not is_pair(reference):
+        raise UserError("A reference is two recordings of a model, as in reference=(validation, test).")
     subject = Subject(validation, test)
     if not without_verdict(validation, test, subject.level(as_target(target))):
         subject = Subject(*with_stoppers(validation, test))
     if reference is None:
         return diagnose_subject(subject, None, target)
-    if not is_pair(reference):
-        raise UserError("A reference is two recordings of a model, as in reference=(validation, test).")
     same = reference[0] is validation and reference[1] is test
     return diagnose_subject(subject, subject if same else Subject(*reference), target)
 
@@ -252,6 +253,10 @@ _HEADS = {
 
 def _on_readout(subject: Subject, gap: Gap | None) -> str:
     if not subject.has_gate:
+        recordings = {"validation": subject.validation, "test": subject.test}
+        lacking = [split for split, each in recordings.items() if not has_signal("gate", each)]
+        if len(lacking) == 1:
+            return f"the {lacking[0]} recording alone has no gate logits, and to judge its gate takes both"
         return "it has no gate of its own to compare with"
     if gap is None:
         return "its gate and the best readout reach no accuracy above chance together"

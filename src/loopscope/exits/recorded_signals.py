@@ -15,7 +15,8 @@ from loopscope.trajectory import Trajectory, check_trajectory
 _MISSING = {
     "gate_logits": "The recording has no gate logits: its model has no gate, so the readout '{name}' cannot be used.",
     "logits": "The recording has no logits and no recorded signal '{name}'.",
-    "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden, or give Trajectory(hidden=...).",
+    "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden, or give your "
+    "own as Trajectory(hidden=...).",
 }
 _FEW = 4
 """Rows that are replayed once more by themselves."""
