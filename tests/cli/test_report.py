@@ -1,6 +1,7 @@
 """`loopscope report`: a page that opens, says how it was made, and shows policies."""
 
 import html
+import io
 import json
 import re
 import shlex
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import random_trajectory
 
 from cli.conftest import crafted, read_json, recording_of, refusal, run
 
@@ -77,3 +79,24 @@ def test_a_report_on_unseen_examples_breaks_no_promise_for_all(
     capsys.readouterr()
     words = ("--policy", file, "--unseen", "--product", "certified", "--out", tmp_path)
     assert run("report", tmp_path, *words) != 0 or "broken" not in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_whoever_waits_at_a_terminal_sees_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, split in enumerate(("validation", "test")):
+        random_trajectory(seed, rows=60, split=split).save(tmp_path / "mine" / split)
+    for words, kind, seen in (
+        (("diagnose", tmp_path / "mine"), Terminal, ("diagnosing", "the gaps", "3/3")),
+        (("diagnose", tmp_path / "mine"), io.StringIO, ()),
+        (("diagnose", tmp_path / "mine", "--json"), Terminal, ()),
+        (("report", tmp_path / "mine", "--product", "headline", "--out", tmp_path), Terminal, ("analysing", "1/1")),
+    ):
+        screen = kind()
+        monkeypatch.setattr("sys.stderr", screen)
+        assert run(*words) == 0
+        assert [word for word in seen if word not in screen.getvalue()] == []
+        assert bool(screen.getvalue()) == bool(seen)

@@ -64,6 +64,7 @@ from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED, own_name
 from loopscope.exits.sweep import Grid
 from loopscope.exits.thresholds import available_readouts
+from loopscope.progress import ProgressCallback, silent
 from loopscope.recording_places import ANALYSED, find_recordings, recorded_name
 from loopscope.trajectory import Trajectory
 
@@ -110,7 +111,10 @@ def only_unseen(trajectory: Trajectory, unseen_only: bool, folder: Path) -> Traj
 
 
 def analyse_models(
-    sources: Sequence[ModelRecordings], reference: str | None, targets: Sequence[float | Target] | None = None
+    sources: Sequence[ModelRecordings],
+    reference: str | None,
+    targets: Sequence[float | Target] | None = None,
+    progress: ProgressCallback = silent,
 ) -> tuple[Results, list[ThresholdDetails]]:
     """Analyses every model, the others against the reference; without targets at 1 point below full depth."""
     names = [source.name for source in sources]
@@ -121,7 +125,11 @@ def analyse_models(
     if reference is not None and reference not in names:
         raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(names)}.")
     against = None if reference is None else sources[names.index(reference)]
-    analysed = [analyse_model(source, against, targets) for source in sources]
+    analysed = []
+    for done, source in enumerate(sources):
+        progress(done, len(sources), source.name)
+        analysed.append(analyse_model(source, against, targets))
+    progress(len(sources), len(sources), "")
     return assemble_results([each.result for each in analysed], as_targets(targets)), [
         each.details for each in analysed
     ]

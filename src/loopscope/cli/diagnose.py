@@ -12,7 +12,7 @@ from typing import Any
 
 from loopscope.cli.inputs import find_run
 from loopscope.cli.options import AT, REFERENCE, add_shared, add_verb, target_accuracies
-from loopscope.cli.output import print_json, print_table, print_text
+from loopscope.cli.output import print_json, print_table, print_text, watched
 from loopscope.recording_places import find_recordings
 
 
@@ -33,12 +33,17 @@ def execute(options: argparse.Namespace) -> None:
     from loopscope.analysis import diagnose_subject
     from loopscope.analysis.model_analysis import read_recordings
 
-    subject = read_recordings(options.run, options.unseen).subject
-    reference = None
-    if measure is not None:
-        same = find_recordings(measure).resolve() == find_recordings(options.run).resolve()
-        reference = subject if same else read_recordings(measure, options.unseen).subject
-    diagnosis = diagnose_subject(subject, reference, target)
+    with watched(options, "diagnosing") as advance:
+        advance(0, 3, "its readouts")
+        subject = read_recordings(options.run, options.unseen).subject
+        advance(1, 3, "the reference" if measure is not None else "")
+        reference = None
+        if measure is not None:
+            same = find_recordings(measure).resolve() == find_recordings(options.run).resolve()
+            reference = subject if same else read_recordings(measure, options.unseen).subject
+        advance(2, 3, "the gaps")
+        diagnosis = diagnose_subject(subject, reference, target)
+        advance(3, 3, "")
     if options.json:
         print_json(diagnosis)
         return

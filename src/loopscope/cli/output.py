@@ -3,11 +3,15 @@
 Names and texts come from files: whatever is printed here is `visible`, so that none of them steers a terminal.
 """
 
+import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from loopscope.errors import brief, visible
+from loopscope.progress import ProgressCallback, silent, track
 
 if TYPE_CHECKING:
     from loopscope.analysis.timings import Machine
@@ -42,6 +46,16 @@ def print_json(value: object) -> None:
     from loopscope.config import to_json
 
     print(visible(to_json(value).decode()), end="")
+
+
+@contextmanager
+def watched(options: argparse.Namespace, title: str) -> Iterator[ProgressCallback]:
+    """Progress of work that takes seconds: for whoever sits before it, and not in a log or beside JSON."""
+    if options.json or not sys.stderr.isatty():
+        yield silent
+        return
+    with track(title) as advance:
+        yield advance
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int = 1) -> None:

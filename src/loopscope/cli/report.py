@@ -13,6 +13,7 @@ from typing import Any
 
 from loopscope.cli.inputs import find_run
 from loopscope.cli.options import AT, REFERENCE, add_shared, add_verb, option_words, target_accuracies
+from loopscope.cli.output import watched
 from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
 from loopscope.cli.report_output import check_open, check_products, check_report_out, show_products, write_and_show
 from loopscope.errors import UserError
@@ -47,7 +48,8 @@ def execute(options: argparse.Namespace) -> None:
     models = [source.test.provenance.get("weights_sha256") for source in sources]
     policies = policies_by_model(options.policy, models, options.any_model)
     sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
-    results, details = analyse_models(sources, reference, targets)
+    with watched(options, "analysing") as advance:
+        results, details = analyse_models(sources, reference, targets, advance)
     if options.product:
         show_products(results, options.product, options.out, options.json, options.style)
         return

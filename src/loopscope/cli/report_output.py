@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopscope.cli.output import print_json, print_note, print_table, print_text
+from loopscope.cli.output import print_json, print_note, print_table, print_text, watched
 from loopscope.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def write_and_show(
     earlier, names = reported_models(folder), [model.name for model in results.models]
     if earlier and set(earlier) != set(names):
         print_note(f"{folder} held a report on {_listed(earlier)}; this one, on {_listed(names)}, takes its place.")
-    page = write_report(results, details, made, folder, *commands, markers(results), options.style)
+    with watched(options, "writing") as advance:
+        page = write_report(results, details, made, folder, *commands, markers(results), options.style, advance)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
         print_note(f"No browser could be started here; open {page} in one.")
     if options.json:

@@ -14,6 +14,7 @@ from loopscope.config import read_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.splits import is_pair
+from loopscope.progress import ProgressCallback, silent
 from loopscope.reading import is_folder
 from loopscope.report.charts import write_figure
 from loopscope.report.layout import figure_style
@@ -101,6 +102,7 @@ def write_report(
     again: str = "",
     markers: Sequence[Marker] = (),
     style: str = "page",
+    progress: ProgressCallback = silent,
 ) -> Path:
     """Writes the report and returns its page; for command, again and markers see `page.render`.
 
@@ -109,9 +111,12 @@ def write_report(
     with only_writer(folder):
         remove_scratch(folder)
         write_json(folder / RESULTS, results)
-        for each in products:
-            if each.figure is not None:
-                write_figure(each.figure, folder, each.name, style)
+        figures = {each.name: each.figure for each in products if each.figure is not None}
+        for done, (name, figure) in enumerate(figures.items()):
+            progress(done, len(figures) + 1, name)
+            write_figure(figure, folder, name, style)
+        progress(len(figures), len(figures) + 1, PAGE)
         write_bytes(folder / TABLES, markdown(products).encode())
         write_bytes(folder / PAGE, render(results, details, products, command, again, markers).encode())
+        progress(len(figures) + 1, len(figures) + 1, "")
     return folder / PAGE
