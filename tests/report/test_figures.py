@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import msgspec
 import numpy as np
 import pytest
+from conftest import random_trajectory
 from simulated import pair
 
 import loopscope as ls
@@ -187,3 +188,15 @@ def test_an_unknown_style_is_refused(tmp_path: Path) -> None:
 def test_a_model_without_lines_or_difficulties_gives_no_figure() -> None:
     assert frontiers([]) is None
     assert frontiers([Panel("empty", [], 4, 0.9)]) is None
+
+
+def test_nothing_is_said_to_be_by_difficulty_where_there_is_none() -> None:
+    for difficulty, said in ((None, False), (np.arange(60) % 3, True)):
+        both = [
+            random_trajectory(seed, rows=60, split=split, difficulty=difficulty)
+            for seed, split in enumerate(("validation", "test"))
+        ]
+        results = analyse_models([ModelRecordings("a", *both)], None)[0]
+        made = OVERVIEW.make(results, ["forced_exits", "exit_distributions", "signals"])
+        assert len(made) == 3
+        assert {"by difficulty" in f"{product.title} {product.note}" for product in made} == {said}

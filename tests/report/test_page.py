@@ -90,6 +90,7 @@ def test_the_slider_gives_the_depths_that_python_computes(tab: Page) -> None:
 
 
 def test_the_legend_switches_lines(tab: Page) -> None:
+    assert tab.locator("#paper-note").is_hidden()  # none of the paper's numbers is beside these models
     assert {row[1] for row in cells(tab, "#depth-table")} >= {"oracle"}
     tab.locator("#legend-readouts label", has_text="oracle").locator("input").uncheck()
     assert "oracle" not in {row[1] for row in cells(tab, "#depth-table")}

@@ -1,5 +1,6 @@
 """Everything that a report can show, each under a name; a product is made where the models that it needs are there."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,8 +64,10 @@ class Catalogue:
     def _make(self, name: str, recipe: Recipe, results: Results) -> Product | None:
         paper = self.counterpart(recipe.label)
         if isinstance(recipe, Figure):
-            figure = recipe.make(results)
-            return None if figure is None else Product(name, recipe.title, recipe.note, paper, figure=figure)
+            figure, title, note = recipe.make(results), recipe.title, recipe.note
+            if all(len(model.forced_accuracy_by_difficulty.levels) == 1 for model in results.models):
+                title, note = (re.sub(",? by difficulty", "", text) for text in (title, note))
+            return None if figure is None else Product(name, title, note, paper, figure=figure)
         table = recipe.make(results)
         if table is None or not table.rows:
             return None

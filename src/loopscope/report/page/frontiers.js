@@ -68,7 +68,7 @@ function startFrontiers() {
   $("colour-by").value = lines.models.size > 1 ? "model" : "readout";
   $("colour-by").addEventListener("change", updateFrontiers);
   $("paper-shown").addEventListener("change", updateFrontiers);
-  $("paper-shown").parentNode.hidden = head.paper.length === 0;
+  $("paper-shown").parentNode.hidden = $("paper-note").hidden = head.paper.length === 0;
   $("zoom-in").addEventListener("click", () => zoom(0.7));
   $("zoom-out").addEventListener("click", () => zoom(1 / 0.7));
   $("zoom-reset").addEventListener("click", () => zoom(0));
