@@ -12,6 +12,7 @@ is -inf in its logits at every loop.
 
 import hashlib
 import json
+import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -336,7 +337,7 @@ class Trajectory:
                 swapped = value.shape[: len(shape)] == (loops, rows)[: len(shape)]
                 raise UserError(
                     f"{name} has the shape {list(value.shape)}, but there are {rows} examples and {loops} loops"
-                    + (": logits are [examples, loops, classes]; are the first two swapped?" if swapped else ".")
+                    + ("; arrays are [examples, loops, ...]: are two axes swapped?" if swapped else ".")
                 )
         for name, signal in self.signals.items():
             if np.shape(signal) != (rows, loops):
@@ -492,5 +493,16 @@ def _warn_of_probabilities(gate_logits: Array) -> None:
         warnings.warn(
             "All gate_logits lie between 0 and 1, as probabilities do; they are halt logits, whose sigmoid is the "
             "probability of halting. If yours are probabilities p, give log(p / (1 - p)).",
-            stacklevel=4,  # where the trajectory is made
+            stacklevel=_callers() + 1,
         )
+
+
+def _callers() -> int:
+    """How many calls lie between this function's caller and the user's own line; ours make trajectories, too."""
+    frame, level = sys._getframe(1), 0
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
+        "loopscope",
+        "dataclasses",
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
