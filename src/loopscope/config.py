@@ -5,7 +5,6 @@ only knows how to fill one.
 """
 
 import hashlib
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,8 +28,8 @@ Positions = Annotated[int, msgspec.Meta(ge=1, le=2**30)]
 Epsilon = Annotated[float, msgspec.Meta(ge=0, le=1)]
 RotaryBase = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-NonNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]  # products of two are still numbers in float32
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 
 
 _LARGEST_TOML = 1 << 22

@@ -337,7 +337,7 @@ def _other_array(rng: Rng, array: Any) -> Any:
     ]
     try:
         return rng.choice(strange)()
-    except (TypeError, ValueError, IndexError):  # not every array can become every other
+    except (TypeError, ValueError, IndexError, OverflowError):  # not every array can become every other
         return None
 
 

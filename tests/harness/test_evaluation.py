@@ -97,6 +97,7 @@ def test_lm_eval_knows_the_model_by_its_name(checkpoint: Path) -> None:
     [
         (["--tasks", "arc_easy"], "could not be read from the Hub"),
         (["--tasks", "gsm8k", "--data", str(DATA)], "A folder of data is read for"),
+        (["--tasks", __file__, "--data", str(DATA)], "leave out the folder of data"),
         (["--tasks", "mmlu_virology", "--data", str(DATA)], "There is no mmlu_virology"),
         (["--tasks", "arc_easy", "--loops", "9", "--data", str(DATA), "--limit", "1"], "beyond"),
         (["--tasks", "arc_easy", "--any-model"], "--policy"),

@@ -127,6 +127,13 @@ def test_data_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "commonsense_qa" / "validation.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="commonsense_qa/0 has no right answer"):
         load_questions(BENCHMARKS["commonsense_qa"], "test", tmp_path)
+    shutil.copytree(DATA / "openbookqa", tmp_path / "openbookqa")
+    good, odd = (DATA / "openbookqa" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:2]
+    spoilt = json.loads(odd)
+    spoilt["choices"]["text"][3] = None
+    (tmp_path / "openbookqa" / "test.jsonl").write_text(f"{good}\n{json.dumps(spoilt)}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="openbookqa/1 has a choice that is no text"):
+        load_questions(BENCHMARKS["openbookqa"], "test", tmp_path)
 
 
 def test_a_missing_lm_eval_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

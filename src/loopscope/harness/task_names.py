@@ -24,8 +24,15 @@ def check_tasks(names: Sequence[str], data: Path | None = None) -> None:
         raise UserError("This needs lm_eval; install it with: pip install 'loopscope[lm]'.")
     ours = {task for benchmark in BENCHMARKS.values() for task in (benchmark.name, *benchmark.tasks)}
     for name in names:
-        if is_file(Path(name)) or name in ours:
+        if name in ours:
             continue
+        if is_file(Path(name)):
+            if data is None:
+                continue
+            raise UserError(
+                f"{name} would be a task definition, which names its data itself; leave out the folder of data, or ask "
+                f"for one of {', '.join(BENCHMARKS)}."
+            )
         if name.endswith(_DEFINITION):
             require_file(Path(name), "task definition")
         if data is not None:

@@ -4,8 +4,9 @@ Shapes: B rows, S states, R rows of a group, M tokens of its longest row, N keys
 branches of a row), H heads, K head width.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,21 +51,23 @@ def cached_attention(
         turned = rotary.apply_rotary(turned, angles)
     query, key = turned[:, : heads[0]], turned[:, heads[0] :]
     if isinstance(cache, AppendingRows):
-        _write_kv_cache(layout, cache, layer, key, value)
+        return _joined(query, _appending(query, key, value, layout, cache, layer))
+    groups = (_GroupAttention(query, key, value, layout, *each, layer) for each in enumerate(layout.groups))
+    return _joined(
+        query, chain.from_iterable(each.branches() if cache is None else each.after_prefix(cache) for each in groups)
+    )
+
+
+def _joined(query: Tensor, attended: Iterable[tuple[Tensor, Scatter]]) -> Tensor:
+    """[S, H K] from dense outputs and where they belong."""
     out = None
-    for number, group in enumerate(layout.groups):
-        attention = _GroupAttention(query, key, value, layout, number, group, layer)
-        if isinstance(cache, AppendingRows):
-            attended = attention.appending(cache)
-        else:
-            attended = attention.branches() if cache is None else attention.after_prefix(cache)
-        for dense, scatter in attended:
-            tokens = dense.transpose(1, 2).flatten(0, 1)
-            if scatter.states is None:
-                return tokens.flatten(1)
-            tokens = tokens if scatter.cells is None else tokens.index_select(0, scatter.cells)
-            out = query.new_empty(query.shape) if out is None else out
-            out.index_copy_(0, scatter.states, tokens)
+    for dense, scatter in attended:
+        tokens = dense.transpose(1, 2).flatten(0, 1)
+        if scatter.states is None:
+            return tokens.flatten(1)
+        tokens = tokens if scatter.cells is None else tokens.index_select(0, scatter.cells)
+        out = query.new_empty(query.shape) if out is None else out
+        out.index_copy_(0, scatter.states, tokens)
     return query.flatten(1) if out is None else out.flatten(1)  # None: there are no rows
 
 
@@ -73,9 +76,50 @@ def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor,
     return cos[:, None], sin[:, None]
 
 
-def _write_kv_cache(layout: Layout, cache: AppendingRows, layer: str, key: Tensor, value: Tensor) -> None:
-    places = layout.compute_once((OF_ONE_LOOP, "written"), lambda: _written_places(layout, cache))
-    cache.kv_cache.write(layer, cache.looped, places, key, value)
+def _appending(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, cache: AppendingRows, layer: str
+) -> Iterator[tuple[Tensor, Scatter]]:
+    """Keys and values join the cache, by position; rows attend to it, or to their own where nothing was before."""
+    plan = layout.compute_once(_PLAN, partial(_appending_plan, layout, cache, key[0].numel(), query.dtype))
+    cache.kv_cache.write(layer, cache.looped, plan.written, key, value)
+    for places, upto, cells, mask, scatter in plan.reads:
+        dense = _dense(query, cells, scatter)
+        if places is None:
+            yield causal_attention(dense, _dense(key, cells, scatter), _dense(value, cells, scatter)), scatter
+        else:
+            keys, values = cache.kv_cache.read(layer, cache.looped, places, upto)
+            yield masked_attention(dense, keys.transpose(1, 2), values.transpose(1, 2), mask), scatter
+
+
+class _CacheRead(NamedTuple):
+    """Rows of a group that attend together: what they read, and what they see of it."""
+
+    places: slice | Tensor | None  # in the cache; None: they read their own keys, which are all
+    upto: int  # tokens of each
+    cells: Tensor
+    mask: Tensor | None
+    scatter: Scatter
+
+
+class _AppendingPlan(NamedTuple):
+    """What is the same in every layer of one loop."""
+
+    written: Places
+    reads: list[_CacheRead]
+
+
+_PLAN = (OF_ONE_LOOP, "appending")
+
+
+def _appending_plan(layout: Layout, cache: AppendingRows, width: int, dtype: torch.dtype) -> _AppendingPlan:
+    """Of keys [., width]."""
+    reads = []
+    for group in layout.groups:
+        if cache.cached[group.rows].any():
+            reads += _cache_reads(layout, cache, group, width, dtype)
+        else:
+            reads.append(_CacheRead(None, 0, group.cells, None, _appending_scatter(layout, group.cells, group.rows)))
+    return _AppendingPlan(_written_places(layout, cache), reads)
 
 
 def _written_places(layout: Layout, cache: AppendingRows) -> Places:
@@ -94,23 +138,6 @@ class _GroupAttention(NamedTuple):
     number: int  # of the group
     group: AttentionGroup
     layer: str
-
-    def appending(self, cache: AppendingRows) -> Iterator[tuple[Tensor, Scatter]]:
-        """All keys are in the cache by now, by position; where nothing was before, the rows' own are at hand."""
-        rows, cells = self.group
-        if not cache.cached[rows].any():
-            scatter = self._once("inside", lambda: _appending_scatter(self.layout, cells, rows))
-            query, key, value = (_dense(each, cells, scatter) for each in (self.query, self.key, self.value))
-            yield causal_attention(query, key, value), scatter
-            return
-        width = self.key[0].numel()
-        name = (OF_ONE_LOOP, "reads", self.number)
-        make = partial(_cache_reads, self.layout, cache, self.group, width, self.query.dtype)
-        reads = self.layout.compute_once(name, make)
-        for places, upto, own, mask, scatter in reads:
-            keys, values = cache.kv_cache.read(self.layer, cache.looped, places, upto)
-            query = _dense(self.query, own, scatter)
-            yield masked_attention(query, keys.transpose(1, 2), values.transpose(1, 2), mask), scatter
 
     def after_prefix(self, cache: SharedPrefix) -> Iterator[tuple[Tensor, Scatter]]:
         rows, cells = self.group
@@ -142,16 +169,6 @@ class _GroupAttention(NamedTuple):
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         return self.layout.compute_once((name, self.number), make)
-
-
-class _CacheRead(NamedTuple):
-    """Rows of a group that attend together: what they read, and what they see of it."""
-
-    places: slice | Tensor  # in the cache
-    upto: int  # tokens of each
-    cells: Tensor
-    mask: Tensor | None
-    scatter: Scatter
 
 
 def _cache_reads(

@@ -167,10 +167,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         return self.weight * rms_normalised(hidden, self.eps)
 
 
 def rms_normalised(hidden: Tensor, eps: float) -> Tensor:
-    """[..., D] of mean square 1; computed in float32, whatever the model's precision."""
-    single = hidden.float()
-    return (single * torch.rsqrt(single.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype)
+    """[..., D] of mean square 1; computed in float32, whatever the model's precision, and rounded to it."""
+    return F.rms_norm(hidden.float(), hidden.shape[-1:], eps=eps).to(hidden.dtype)

@@ -135,6 +135,8 @@ def _questions(benchmark: Benchmark, subject: str | None, task: Any) -> Iterator
     for document, group in groupby(task.instances, key=lambda request: request.doc_id):
         requests = list(group)
         choices, gold = task.doc_to_choice(requests[0].doc), task.doc_to_target(requests[0].doc)
+        if not all(isinstance(choice, str) for choice in choices):
+            raise UserError(f"{place}/{document} has a choice that is no text; correct the data of {benchmark.title}.")
         label = gold if isinstance(gold, int) else choices.index(gold) if gold in choices else -1
         if not 0 <= label < len(choices):
             raise UserError(
