@@ -83,7 +83,7 @@ def test_an_altered_promise_is_refused(
         assert sentence in refusal(capsys, "evaluate", recording_of(mine, "test"), "--policy", file)
     file.write_bytes(policy.read_bytes()[:-20])
     assert "not a readable policy" in refusal(capsys, "evaluate", recording_of(mine, "test"), "--policy", file)
-    assert "There is no policy" in refusal(
+    assert "give a policy" in refusal(
         capsys, "evaluate", recording_of(mine, "test"), "--policy", tmp_path / "nowhere.json"
     )
 
