@@ -10,12 +10,14 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.arguments import as_path, check_kind, check_mapping
+from loopscope.artifacts import MANIFEST
 from loopscope.config import read_json
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.splits import is_pair
 from loopscope.progress import ProgressCallback, silent
-from loopscope.reading import is_folder
+from loopscope.reading import is_file, is_folder
+from loopscope.recording_places import RECORDINGS
 from loopscope.report.charts import write_figure
 from loopscope.report.layout import figure_style
 from loopscope.report.markdown import markdown
@@ -71,8 +73,11 @@ def check_report_place(folder: Path, products: Collection[str] = tuple(OVERVIEW.
         return
     found = sorted(each.name for each in folder.iterdir() if not is_scratch(each))
     ours = {RESULTS, TABLES, PAGE, *(name + kind for name in products for kind in _FIGURES)}
-    if RESULTS not in found and (others := [name for name in found if name not in ours]):
-        raise UserError(f"{folder} is not a report: it holds {others[0]}; choose another folder, or an empty one.")
+    others = [name for name in found if name not in ours]
+    if RESULTS in found:  # beside a report notes may lie, but no recordings, and no run
+        others = [name for name in others if name in (MANIFEST, RECORDINGS) or is_file(folder / name / MANIFEST)]
+    if others:
+        raise UserError(f"{folder} is not only a report's: it holds {others[0]}; choose another folder for the report.")
 
 
 class _Model(msgspec.Struct):
