@@ -113,6 +113,22 @@ def test_lines_on_each_other_are_drawn_once_and_said_to_be() -> None:
     assert len(chosen_lines([Panel("", [same, late], 4, 0.9)], [WHOLE]).panels[0].lines) == 2
 
 
+def test_bands_that_would_cover_every_line_are_left_out() -> None:
+    """A few hundred questions: the intervals stand at the fixed depths, and the panel has room for them."""
+    flat = np.array([0.30, 0.31, 0.32, 0.31])
+    narrow, wide = ([line(name, flat + shift) for name, shift in (("gate", 0), ("fixed", 0.01))] for _ in range(2))
+    wide = [replace(each, low=each.accuracy - 0.05, high=each.accuracy + 0.05) for each in wide]
+    areas = []
+    for lines in (narrow, wide):
+        panel = Panel("one", lines, 4, 0.3)
+        made = frontiers([panel], scaled_alone=True)
+        assert made is not None
+        areas.append(str(made(STYLES["page"])).count("'area'"))
+        assert panel.wide == (lines is wide) == ("fixed depths only" in str(made(STYLES["page"])["title"]))
+    assert areas == [1, 0]
+    assert panel.heights[0] < 0.26 < 0.38 < panel.heights[1]
+
+
 def test_a_key_has_eight_entries_and_says_what_is_left_out() -> None:
     many = [line(f"r{place}", np.linspace(0.1, 0.9, 4) * (1 - place / 20)) for place in range(12)]
     with_gate = [*many, line("gate", [0.9, 0.91, 0.92, 0.93]), line("fixed", [0.2, 0.4, 0.6, 0.8])]

@@ -94,6 +94,8 @@ def _frontiers(panels: Sequence[Panel], scaled_alone: bool, style: FigureStyle) 
         for place, (panel, limits) in enumerate(zip(drawn.panels, heights, strict=True))
     ]
     notes = [_bands({line.seeds for panel in drawn.panels for line in panel.lines})]
+    if any(panel.wide for panel in drawn.panels):
+        notes.append("Where they are wider than the lines' whole range, at the fixed depths only.")
     if drawn.merged or any(panel.same for panel in drawn.panels):
         notes.append("≈, as: closer than a line's width, drawn once.")
     if drawn.left_out:
@@ -133,13 +135,10 @@ def _frontier_panel(
     )
     base = alt.Chart(figure.named(rows)).encode(x=x, y=y, color=alt.Color("colour:N", scale=None))
     lines, points = base.transform_filter("!datum.alone"), base.transform_filter("datum.mark")
-    band = lines.mark_area(opacity=0.18, clip=True).encode(
-        y=alt.Y("low:Q", scale=alt.Scale(domain=list(heights), nice=False)), y2="high:Q", detail="line:N"
-    )
+    low = alt.Y("low:Q", scale=alt.Scale(domain=list(heights), nice=False))
+    band = lines.mark_area(opacity=0.18, clip=True).encode(y=low, y2="high:Q", detail="line:N")
     bars = (
-        base.transform_filter("datum.alone")
-        .mark_rule(strokeWidth=style.stroke, clip=True)
-        .encode(y="low:Q", y2="high:Q")
+        base.transform_filter("datum.alone").mark_rule(strokeWidth=style.stroke, clip=True).encode(y=low, y2="high:Q")
     )
     curves = lines.mark_line(strokeWidth=style.stroke, clip=True).encode(
         detail="line:N", order="order:Q", strokeDash=alt.StrokeDash("dash:N", scale=None)
@@ -148,7 +147,7 @@ def _frontier_panel(
     marks = points.mark_point(filled=True, opacity=1, strokeWidth=0.8 * style.stroke).encode(
         shape=alt.Shape("shape:N", scale=None), size=size
     )
-    layers = [band, bars, curves, marks]
+    layers = [bars, curves, marks] if panel.wide else [band, bars, curves, marks]
     if rule:
         target = alt.Chart(figure.named([{"accuracy": panel.target}]))
         layers.insert(

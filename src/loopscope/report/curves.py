@@ -90,8 +90,21 @@ class Panel:
     def heights(self) -> tuple[float, float]:
         """From the least to the greatest accuracy, with a little room."""
         low, high = (pick(pick(line.accuracy) for line in self.lines) for pick in (min, max))
+        if self.wide:  # the bars of the fixed depths are all that is drawn of intervals
+            fixed = [line for line in self.lines if line.name == "fixed"]
+            low = min([low, *(float(line.low.min()) for line in fixed)])
+            high = max([high, *(float(line.high.max()) for line in fixed)])
         margin = 0.05 * (high - low) + 1e-3
         return max(0.0, low - margin), min(1.0, high + margin)
+
+    @property
+    def wide(self) -> bool:
+        """Whether the bands are wider than all that the lines do: they would cover each other, and the lines."""
+        lines = [line for line in self.lines if line.name not in POINTS]
+        if not lines:
+            return False
+        heights = np.concatenate([line.accuracy for line in lines])
+        return bool(np.median(np.concatenate([line.high - line.low for line in lines])) > np.ptp(heights))
 
 
 @dataclass(frozen=True)
