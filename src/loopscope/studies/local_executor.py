@@ -20,6 +20,9 @@ from loopscope.machine import cores
 from loopscope.studies.step_runner import Failures, StepResult, StudyProgress, do_step, pin
 from loopscope.studies.steps import Step
 
+_LEAVING = 10.0
+"""Seconds in which a worker with nothing to do ends."""
+
 
 def run_locally(
     steps: list[Step], store: Path, progress: StudyProgress, device: str, threads: int = 1, workers: int | None = None
@@ -67,6 +70,13 @@ class _Worker:
         self.step = step
         self.pipe.send((step, store, device))
 
+    def leave(self) -> None:
+        """Ends by itself if it has nothing to do: libraries that it loaded tidy up then."""
+        if self.step is None:
+            self.pipe.close()
+        else:
+            self.process.terminate()
+
     def end(self) -> StepResult:
         """What became of its step, which has ended."""
         self.step = None
@@ -87,8 +97,10 @@ def _workers(count: int, threads: int) -> Iterator[list[_Worker]]:
         yield pool
     finally:
         for worker in pool:
-            worker.process.terminate()
+            worker.leave()
         for worker in pool:
+            worker.process.join(_LEAVING)
+            worker.process.terminate()
             worker.process.join()
 
 
@@ -117,7 +129,10 @@ def _work(pipe: Connection, threads: int, parent: int) -> None:
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
     while True:
-        step, store, device = pipe.recv()
+        try:
+            step, store, device = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
         try:
             do_step(step, store, device)
             pipe.send(None)
