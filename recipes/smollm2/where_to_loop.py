@@ -18,7 +18,7 @@ import altair as alt
 import loopscope as ls
 from loopscope.recording import record_text
 
-PARTS = ("10-19", "8-21", "12-15", "2-9", "20-25", "14-25", "4-25", "0-29")
+PARTS = ("12-15", "10-19", "8-21", "2-9", "20-25", "14-25", "4-25", "0-29")
 LOOPS = 4
 
 
@@ -77,27 +77,29 @@ def table(found: dict[str, Any], benchmarks: list[str]) -> str:
 
 
 def figure(found: dict[str, Any], benchmarks: list[str]) -> alt.HConcatChart:
-    """One panel for the text and one a benchmark."""
-
-    def panel(name: str, title: str, **scale: Any) -> alt.Chart:
-        rows = [
-            {"layers": part, "loop": loop, "value": value}
-            for part, values in found.items()
-            for loop, value in enumerate(values[name], 1)
-        ]
-        return (
-            alt.Chart(alt.Data(values=rows), title=title, width=200, height=200)
-            .mark_line(point=True, clip=True)
-            .encode(
-                x=alt.X("loop:O", axis=alt.Axis(labelAngle=0)),
-                y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False, **scale)),
-                color=alt.Color("layers:N", sort=list(found), title="looped layers"),
-            )
-        )
-
+    """One panel for the text and one per benchmark."""
     ceiling = max(values["text"][0] for values in found.values()) + 3
-    panels = [panel("text", "nats a token", domainMax=ceiling)]
-    return alt.hconcat(*panels, *(panel(name, f"accuracy, {name}") for name in benchmarks))
+    text = _panel(found, "text", "loss, nats per token", scale=alt.Scale(zero=False, domainMax=ceiling))
+    accuracy = {"scale": alt.Scale(zero=False, padding=8), "axis": alt.Axis(format="%")}
+    chart = alt.hconcat(text, *(_panel(found, name, f"accuracy, {name}", **accuracy) for name in benchmarks))
+    return chart.configure_title(fontWeight="normal").configure_axis(titleFontWeight="normal")
+
+
+def _panel(found: dict[str, Any], name: str, title: str, **height: Any) -> alt.Chart:
+    rows = [
+        {"layers": part, "loop": loop, "value": value}
+        for part, values in found.items()
+        for loop, value in enumerate(values[name], 1)
+    ]
+    return (
+        alt.Chart(alt.Data(values=rows), title=title, width=200, height=200)
+        .mark_line(point=True, clip=True)
+        .encode(
+            x=alt.X("loop:O", axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("value:Q", title=None, **height),
+            color=alt.Color("layers:N", sort=list(found), title="looped layers"),
+        )
+    )
 
 
 if __name__ == "__main__":
