@@ -92,6 +92,10 @@ class Way:
     cache: CacheMode = "full"
     lossless: bool = False
 
+    def __str__(self) -> str:
+        rule = "full depth" if self.policy is None else f"{self.policy.readout} at {self.policy.threshold:.4g}"
+        return f"{rule}, {'lossless' if self.lossless else f'cache {self.cache}'}"
+
 
 @dataclass(frozen=True)
 class _Text:
