@@ -28,8 +28,8 @@ Positions = Annotated[int, msgspec.Meta(ge=1, le=2**30)]
 Epsilon = Annotated[float, msgspec.Meta(ge=0, le=1)]
 RotaryBase = Annotated[float, msgspec.Meta(ge=1, le=1e15)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]  # products of two are still numbers in float32
-NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]  # products of two are still numbers in float32
+NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 
 _LARGEST_TOML = 1 << 22

@@ -80,6 +80,7 @@ def test_every_cache_is_what_it_is_meant_to_be(
 
 
 @torch.inference_mode()
+@pytest.mark.filterwarnings("ignore:All gate_logits lie between 0 and 1")  # those of random weights may
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[1], POLICIES[3], None], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(name: str, policy: ls.ExitPolicy | None) -> None:
