@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 import loopscope.artifacts
-import loopscope.trajectory
+import loopscope.trajectory_checks
 from loopscope.errors import UserError
 from loopscope.exits import readouts
 from loopscope.exits.policy import PolicyFile
@@ -132,7 +132,7 @@ def test_it_finds_an_exception_that_is_no_sentence(world: World, monkeypatch: py
     def check(logits: Any, labels: Any) -> None:
         assert len(logits) == 40
 
-    monkeypatch.setattr(loopscope.trajectory, "_check_logits", check)
+    monkeypatch.setattr(loopscope.trajectory_checks, "_check_logits", check)
     assert found_within(world, 300, "python", "AssertionError")
 
 

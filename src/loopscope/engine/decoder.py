@@ -189,12 +189,10 @@ class Decoder:
     def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1) -> None:
         """Takes rows to these loops, or through so many from them on, with all their tokens that lack them."""
         missing = self._lengths[rows] - self._cached[rows, loops]
-        cut = (
-            self._cache == "latest" and ahead > 1 and missing.max() > _CHUNK
-        )  # its later part must not see deeper keys
-        if cut or any(
-            (self._cached[rows, loops + more] != self._cached[rows, loops]).any() for more in range(1, ahead)
-        ):
+        # With one place for all loops, the later part of a row must not see keys of deeper loops.
+        in_parts = self._cache == "latest" and missing.max() > _CHUNK
+        apart = (self._cached[rows, loops + more] != self._cached[rows, loops] for more in range(1, ahead))
+        if ahead > 1 and (in_parts or any(each.any() for each in apart)):
             for more in range(ahead):
                 self._run_loop(rows, loops + more)
             return

@@ -1,0 +1,179 @@
+"""Do these arrays make a recording? Their types, shapes and values, checked once, where a `Trajectory` is made.
+
+Shapes: N examples, T loops, V classes, D width.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.arguments import as_array, check_mapping
+from loopscope.config import plain
+from loopscope.errors import UserError
+
+Array = NDArray[Any]
+_WIDE = ("logits", "hidden")
+_ROUNDING = 1e-3
+"""What may be missing to a probability of 1."""
+_MANY = 100
+"""So many gate logits do not lie between 0 and 1 by chance."""
+_WORDS = ("weights_sha256", "precision", "benchmark", "metric", "unit", "state")
+"""Of a provenance: what is text, where it is there."""
+
+
+def check_contents(trajectory: Any) -> None:
+    """Refuses arrays, texts and a provenance that do not make a recording.
+
+    Of a `Trajectory`, which imports this, with its arrays frozen.
+    """
+    _check_provenance(trajectory.provenance)
+    _check_examples(trajectory.examples)
+    _check_shapes(trajectory)
+    if trajectory.logits is not None:
+        _check_logits(trajectory.logits, trajectory.labels)
+    for name in ("gate_logits", "label_log_probs", "hidden", "difficulty"):
+        if (value := getattr(trajectory, name)) is not None and not np.isfinite(value).all():
+            raise UserError(f"{name} holds a value that is not finite (first: {_first(name, ~np.isfinite(value))}).")
+    for name in ("labels", "predictions"):
+        if (value := getattr(trajectory, name)) is not None and value.min() < 0:
+            raise UserError(f"{name} are classes, counted from 0, and one of them is below 0.")
+    if trajectory.label_log_probs is not None and trajectory.label_log_probs.max() > _ROUNDING:
+        raise UserError("label_log_probs are logarithms of probabilities, and one of them is above 0.")
+    _check_norms(trajectory.norms, trajectory.logits)
+    for name, values in trajectory.signals.items():  # one that looks back has no value (NaN) at its first loops
+        missing = np.isnan(values)
+        if np.isinf(values).any() or (missing[:, 1:] & ~missing[:, :-1]).any():
+            raise UserError(f"signal {name} holds a value that is not finite; NaN is for its first loops only.")
+    if trajectory.gate_logits is not None and "loopscope" not in trajectory.provenance:  # which one from disk has
+        _warn_of_probabilities(trajectory.gate_logits)
+
+
+def _check_norms(norms: Array | None, logits: Array | None) -> None:
+    missing = np.isneginf(logits[:, 0]) if logits is not None else np.zeros(1, dtype=bool)
+    if norms is not None and not (np.isfinite(norms) & (norms > 0) | missing).all():
+        raise UserError("norms are the characters of every choice: finite numbers above 0.")
+
+
+def _check_shapes(trajectory: Any) -> None:
+    for name in ("labels", "sequences"):
+        value = getattr(trajectory, name)
+        if value is not None and (value.ndim != 1 or not np.issubdtype(value.dtype, np.integer)):
+            raise UserError(f"{name} must be a vector of whole numbers, one an example.")
+    if trajectory.predictions is not None and not np.issubdtype(trajectory.predictions.dtype, np.integer):
+        raise UserError("predictions must be whole numbers, the class that each loop answers.")
+    answers = trajectory.predictions if trajectory.logits is None else trajectory.logits
+    assert answers is not None
+    if trajectory.logits is not None and (answers.ndim != 3 or answers.shape[2] < 2):
+        raise UserError(f"logits must have the shape [examples, loops, classes], got {list(answers.shape)}.")
+    if answers.ndim < 2 or answers.shape[1] < 1:
+        raise UserError(f"predictions must have the shape [examples, loops], got {list(answers.shape)}.")
+    rows, loops = trajectory.num_examples, trajectory.num_loops
+    if rows == 0:
+        raise UserError("A trajectory needs at least one example.")
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(("labels", "difficulty", "seen", "sequences"), (rows,))
+    expected |= dict.fromkeys(("logits", "hidden", "gate_logits", "predictions", "label_log_probs"), (rows, loops))
+    if trajectory.norms is not None:
+        expected["norms"] = (rows, trajectory.num_classes or 0)
+    for name, shape in expected.items():
+        value = getattr(trajectory, name)
+        if value is not None and (value.shape[: len(shape)] != shape or value.ndim != len(shape) + (name in _WIDE)):
+            swapped = value.shape[: len(shape)] == (loops, rows)[: len(shape)]
+            raise UserError(
+                f"{name} has the shape {list(value.shape)}, but there are {rows} examples and {loops} loops"
+                + ("; arrays are [examples, loops, ...]: are two axes swapped?" if swapped else ".")
+            )
+    for name, signal in trajectory.signals.items():
+        if np.shape(signal) != (rows, loops):
+            raise UserError(f"signal {name} has the shape {list(np.shape(signal))}, expected {[rows, loops]}.")
+    if trajectory.examples is not None and len(trajectory.examples) != rows:
+        raise UserError(f"There are {len(trajectory.examples)} example texts for {rows} examples.")
+
+
+def _check_examples(examples: Sequence[str] | None) -> None:
+    if examples is None:
+        return
+    texts = isinstance(examples, Sequence) and not isinstance(examples, str | bytes)
+    if not texts or not all(isinstance(text, str) for text in examples):
+        raise UserError("examples must be a list of texts, one an example.")
+
+
+def _check_provenance(provenance: Mapping[str, Any]) -> None:
+    check_mapping(provenance, "provenance")
+    try:
+        plain(provenance)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise UserError("provenance is saved as JSON, so it holds text, numbers, lists and mappings only.") from None
+    for name in _WORDS:
+        if not isinstance(provenance.get(name), str | None):
+            raise UserError(f"'{name}' of a provenance must be text, got {type(provenance[name]).__name__}.")
+    check_mapping(provenance.get("signal_definitions", {}), "'signal_definitions' of a provenance")
+
+
+def frozen(values: Array, name: str) -> Array:
+    """A read-only view (whole numbers as int64, others as floats); its source must not be changed from now on."""
+    array = as_array(values, name)
+    if name == "seen":
+        array = _flags(array)
+    elif array.dtype == np.bool_ and name != "difficulty":
+        raise UserError(f"{name} must be numbers, got booleans.")
+    elif array.dtype.kind in "biu":
+        array = array.astype(np.int64, copy=False)
+    elif array.dtype not in (np.float16, np.float32):
+        array = array.astype(np.float64, copy=False)
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
+def _flags(seen: Array) -> Array:
+    """Booleans, also of 0 and 1: of a whole number, `~` would make an index."""
+    if seen.dtype != np.bool_ and not np.isin(seen, (0, 1)).all():
+        raise UserError("seen must be true or false (or 1 or 0) for every example.")
+    return seen.astype(np.bool_, copy=False)
+
+
+def _check_logits(logits: Array, labels: Array | None) -> None:
+    top = logits.max(axis=-1)
+    if not np.isfinite(top).all():  # catches NaN, +inf, and rows without a class
+        raise UserError(
+            "logits hold a value that is not a number, or +inf, or an example without any class (first: "
+            f"{_first('logits', ~np.isfinite(top))})."
+        )
+    missing = np.isneginf(logits)
+    if missing.any():
+        if (missing != missing[:, :1]).any():
+            raise UserError("A class is missing (-inf) at one loop of an example but not at another.")
+        if (logits.shape[2] - missing[:, 0].sum(axis=-1) < 2).any():
+            raise UserError("An example has fewer than two classes.")
+    if labels is None:
+        return
+    classes = logits.shape[2]
+    wrong = (labels < 0) | (labels >= classes)
+    if not wrong.any():
+        wrong = missing[np.arange(len(labels)), 0, labels]
+    if wrong.any():
+        row = int(wrong.argmax())
+        among = f"0 to {classes - 1}" + (", without those that are -inf" if missing[row].any() else "")
+        raise UserError(
+            f"labels[{row}] is {labels[row]}, which is not one of the classes of its example ({among}); leave out "
+            "examples without a label."
+        )
+
+
+def _first(name: str, wrong: Array) -> str:
+    """The first place at which an array is wrong, as Python writes it."""
+    return f"{name}[{', '.join(map(str, np.argwhere(wrong)[0]))}]"
+
+
+def _warn_of_probabilities(gate_logits: Array) -> None:
+    """A gate's probabilities in the place of its logits give a verdict, and a wrong one; logits seldom look like it."""
+    low, high = float(gate_logits.min()), float(gate_logits.max())
+    if gate_logits.size >= _MANY and low >= 0 and high <= 1 and high - low > 0.5:
+        warnings.warn(
+            "All gate_logits lie between 0 and 1, as probabilities do; they are halt logits, whose sigmoid is the "
+            "probability of halting. If yours are probabilities p, give log(p / (1 - p)).",
+            stacklevel=5,  # of whoever makes a Trajectory
+        )
