@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loopscope.models.attention import Rotary, causal_attention, masked_attention
 from loopscope.models.device import upload
-from loopscope.models.kv_cache import AppendingRows, Integers, KeysValues, Places, SharedPrefix
+from loopscope.models.kv_cache import AppendingRows, Integers, KeysValues, SharedPrefix
 from loopscope.models.layout import OF_ONE_LOOP, AttentionGroup, Layout, count_up
 from loopscope.models.packed_attention import packed_attention
 
@@ -80,14 +80,15 @@ def _appending(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, cache: AppendingRows, layer: str
 ) -> Iterator[tuple[Tensor, Scatter]]:
     """Keys and values join the cache, by position; rows attend to it, or to their own where nothing was before."""
-    plan = layout.compute_once(_PLAN, partial(_appending_plan, layout, cache, key[0].numel(), query.dtype))
-    cache.kv_cache.write(layer, cache.looped, plan.written, key, value)
+    name = _PLAN if cache.at.number is not None else (OF_ONE_LOOP, _PLAN)
+    plan = layout.compute_once(name, partial(_appending_plan, layout, cache, key[0].numel(), query.dtype))
+    cache.kv_cache.write(layer, cache.at, plan.written, key, value)
     for places, upto, cells, mask, scatter in plan.reads:
         dense = _dense(query, cells, scatter)
         if places is None:
             yield causal_attention(dense, _dense(key, cells, scatter), _dense(value, cells, scatter)), scatter
         else:
-            keys, values = cache.kv_cache.read(layer, cache.looped, places, upto)
+            keys, values = cache.kv_cache.read(layer, cache.at, places, upto)
             yield masked_attention(dense, keys.transpose(1, 2), values.transpose(1, 2), mask), scatter
 
 
@@ -102,13 +103,13 @@ class _CacheRead(NamedTuple):
 
 
 class _AppendingPlan(NamedTuple):
-    """What is the same in every layer of one loop."""
+    """What is the same in every layer, and in every loop that all rows are at together."""
 
-    written: Places
+    written: Tensor  # [S] where their keys and values go in the cache
     reads: list[_CacheRead]
 
 
-_PLAN = (OF_ONE_LOOP, "appending")
+_PLAN = "appending"
 
 
 def _appending_plan(layout: Layout, cache: AppendingRows, width: int, dtype: torch.dtype) -> _AppendingPlan:
@@ -119,13 +120,8 @@ def _appending_plan(layout: Layout, cache: AppendingRows, width: int, dtype: tor
             reads += _cache_reads(layout, cache, group, width, dtype)
         else:
             reads.append(_CacheRead(None, 0, group.cells, None, _appending_scatter(layout, group.cells, group.rows)))
-    return _AppendingPlan(_written_places(layout, cache), reads)
-
-
-def _written_places(layout: Layout, cache: AppendingRows) -> Places:
-    rows = cache.places
-    indices = np.repeat(rows, layout.counts.lengths) * cache.kv_cache.capacity + layout.host_positions
-    return Places(upload(indices, layout.device), int(rows.min(initial=0)) // cache.kv_cache.rows)
+    written = np.repeat(cache.places, layout.counts.lengths) * cache.kv_cache.capacity + layout.host_positions
+    return _AppendingPlan(upload(written, layout.device), reads)
 
 
 class _GroupAttention(NamedTuple):
@@ -146,8 +142,7 @@ class _GroupAttention(NamedTuple):
         parts = self._once("parts", lambda: _row_parts(self.layout, self.group, cached, size))
         stored: KeysValues | tuple[()] = ()
         if kv_cache is not None:
-            (place,) = kv_cache.places(np.zeros(1, dtype=np.int64), cache.loops[rows][:1]).tolist()
-            stored = kv_cache.read(self.layer, bool(cache.loops[rows][0]), slice(place, place + 1), cached)
+            stored = kv_cache.read(self.layer, kv_cache.at(int(cache.loops[rows][0])), slice(0, 1), cached)
         for own, mask, scatter in parts:
             keys, values = _dense(self.key, own), _dense(self.value, own)
             if stored:

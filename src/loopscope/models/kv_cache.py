@@ -27,11 +27,12 @@ class KeysValues(NamedTuple):
     values: Tensor  # [L, R, C, H, K]
 
 
-class Places(NamedTuple):
-    """Where tokens go in a cache."""
+class CachedLoops(NamedTuple):
+    """The loops that tokens are at, by the number that the cache gives each."""
 
-    indices: Tensor  # [P] place times capacity plus position
-    first: int  # the first loop, of those in the cache, that is among them
+    looped: bool  # or before the loops
+    number: int | None  # of the one loop that all are at; None: they are at several
+    first: int  # the smallest number
 
 
 @dataclass(eq=False)
@@ -42,35 +43,38 @@ class KVCache:
     capacity: int
     latest_only: bool = False
     most_loops: int = 1  # that it will be asked for, as far as one knows
-    _slots: dict[int, int] = field(default_factory=dict, init=False)  # where each loop lies, from 1 on
+    _numbers: dict[int, int] = field(default_factory=dict, init=False)  # where each loop lies, from 1 on
     _keys_values: dict[tuple[str, bool], KeysValues] = field(default_factory=dict, init=False)  # looped, or before
+    _views: dict[tuple[str, bool, int | None], KeysValues] = field(default_factory=dict, init=False)  # parts of those
     _firsts: dict[tuple[str, bool], int] = field(default_factory=dict, init=False)  # the first loop that a layer has
     _states: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)  # [R, C, D]
 
-    def places(self, rows: Integers, loops: Integers) -> Integers:
-        """[B] where these rows at these loops lie among all rows of all loops; all or none of the loops are 0."""
-        if self.latest_only or not loops.any():
-            return rows
-        slots = {loop: self._slots.setdefault(loop, len(self._slots)) for loop in sorted(set(loops.tolist()))}
-        return np.array([slots[loop] for loop in loops.tolist()], dtype=np.int64) * self.rows + rows
+    def number(self, loop: int) -> int:
+        return 0 if self.latest_only or not loop else self._numbers.setdefault(loop, len(self._numbers))
 
-    def write(self, layer: str, looped: bool, places: Places, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [P, H, K] of tokens."""
-        found = self._allocated(layer, looped, places.first, keys, values)
-        before = self._firsts[layer, looped] * self.rows * self.capacity
-        indices = places.indices - before if before else places.indices
+    def at(self, loop: int) -> CachedLoops:
+        """Where tokens that are all at this loop lie."""
+        return CachedLoops(loop > 0, self.number(loop), self.number(loop))
+
+    def write(self, layer: str, at: CachedLoops, indices: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [P, H, K] of tokens: row (of several loops: of all) times capacity plus position."""
+        if at.number is None or (layer, at.looped, at.number) not in self._views:
+            self._allocate(layer, at, keys, values)
+        if at.number is None and (before := self._firsts[layer, at.looped]):
+            indices = indices - before * self.rows * self.capacity
+        found = self._view(layer, at)
         found.keys.view(-1, *keys.shape[1:]).index_copy_(0, indices, keys)
         found.values.view(-1, *values.shape[1:]).index_copy_(0, indices, values)
 
-    def read(self, layer: str, looped: bool, places: Tensor | slice, upto: int) -> KeysValues:
-        """[B, `upto`, H, K] those of the first tokens at these places: of neighbours where they are, else a copy."""
-        keys, values = (stored.flatten(0, 1) for stored in self._keys_values[layer, looped])
-        before = self._firsts[layer, looped] * self.rows
-        if isinstance(places, slice):
-            first, last = places.start - before, places.stop - before
-            return KeysValues(keys[first:last, :upto], values[first:last, :upto])
-        there = places - before if before else places
-        return KeysValues(*(stored[:, :upto].index_select(0, there) for stored in (keys, values)))
+    def read(self, layer: str, at: CachedLoops, rows: Tensor | slice, upto: int) -> KeysValues:
+        """[B, `upto`, H, K] the first tokens of rows (of several loops: of all): of neighbours there, else a copy."""
+        keys, values = self._view(layer, at)
+        before = self._firsts[layer, at.looped] * self.rows if at.number is None else 0
+        if isinstance(rows, slice):
+            there = slice(rows.start - before, rows.stop - before)
+            return KeysValues(keys[there, :upto], values[there, :upto])
+        chosen = rows - before if before else rows
+        return KeysValues(*(stored[:, :upto].index_select(0, chosen) for stored in (keys, values)))
 
     def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
         """States [P, D] of tokens (row times capacity plus position), from which their next loop can begin later."""
@@ -86,20 +90,20 @@ class KVCache:
 
     def propagate(self, loop: int, loops: Iterable[int], indices: Tensor) -> None:
         """Fills the deeper `loops` of tokens (row times capacity plus position) with what their `loop` has."""
-        own, *deeper = (self._loop_number(each) for each in (loop, *loops))
-        size = self.rows * self.capacity
+        own, deeper = self.number(loop), [self.at(each) for each in loops]
         for (layer, looped), found in list(self._keys_values.items()):
             place = own - self._firsts[layer, looped]
             if looped and 0 <= place < len(found.keys):
                 keys, values = (stored[place].flatten(0, 1).index_select(0, indices) for stored in found)
-                for number in deeper:
-                    self.write(layer, looped, Places(indices + number * size, number), keys, values)
+                for at in deeper:
+                    self.write(layer, at, indices, keys, values)
 
     def grow(self, capacity: int, rows: int = 0) -> None:
         """Makes room for longer rows, or for more of them."""
         if capacity <= self.capacity and rows <= self.rows:
             return
         self.rows = max(rows, self.rows)
+        self._views.clear()
         if capacity > self.capacity:
             self.capacity = -(-max(capacity, self.capacity * 5 // 4) // _ROUND) * _ROUND
         for key, found in self._keys_values.items():  # one after the other, so that no more than one is there twice
@@ -110,6 +114,7 @@ class KVCache:
     def take(self, rows: Tensor) -> None:
         """Keeps the rows of these numbers, in that order, each as often as it is named: the beams of a search."""
         self.rows = len(rows)
+        self._views.clear()
         for key, found in self._keys_values.items():
             self._keys_values[key] = KeysValues(*(stored.index_select(1, rows.to(stored.device)) for stored in found))
         for name, states in self._states.items():
@@ -120,25 +125,32 @@ class KVCache:
         """What the keys and values take."""
         return sum(stored.nbytes for found in self._keys_values.values() for stored in found)
 
-    def _loop_number(self, loop: int) -> int:
-        return int(self.places(np.zeros(1, dtype=np.int64), np.array([loop]))[0]) // self.rows
+    def _view(self, layer: str, at: CachedLoops) -> KeysValues:
+        """[R, C, H, K] of one loop, or [L R, C, H, K] of all."""
+        found = self._views.get((layer, at.looped, at.number))
+        if found is None:
+            stored, first = self._keys_values[layer, at.looped], self._firsts[layer, at.looped]
+            found = KeysValues(
+                *(each.flatten(0, 1) if at.number is None else each[at.number - first] for each in stored)
+            )
+            self._views[layer, at.looped, at.number] = found
+        return found
 
-    def _allocated(self, layer: str, looped: bool, first: int, keys: Tensor, values: Tensor) -> KeysValues:
-        """The tensors of a layer, with room for the loops from this one on that were asked for."""
-        key, end = (layer, looped), len(self._slots) if looped and not self.latest_only else 1
+    def _allocate(self, layer: str, at: CachedLoops, keys: Tensor, values: Tensor) -> None:
+        """Makes tensors for a layer, with room for the loops from these on that were asked for."""
+        key, end = (layer, at.looped), len(self._numbers) if at.looped and not self.latest_only else 1
         found = self._keys_values.get(key)
         if found is None:
-            self._firsts[key] = first
-            shapes = ((end - first, self.rows, self.capacity, *each.shape[1:]) for each in (keys, values))
-            found = KeysValues(*(keys.new_zeros(shape) for shape in shapes))
-        elif (before := max(0, self._firsts[key] - first)) or end - self._firsts[key] > len(found.keys):
+            self._firsts[key] = at.first
+            shapes = ((end - at.first, self.rows, self.capacity, *each.shape[1:]) for each in (keys, values))
+            self._keys_values[key] = KeysValues(*(keys.new_zeros(shape) for shape in shapes))
+        elif (before := max(0, self._firsts[key] - at.first)) or end - self._firsts[key] > len(found.keys):
+            self._views.clear()
             self._firsts[key] -= before
             needed = end - self._firsts[key]
             room = min(self.most_loops - self._firsts[key], 2 * len(found.keys))
             loops = max(needed, before + len(found.keys), room)
-            found = KeysValues(*(self._grown(stored, loops, before) for stored in found))
-        self._keys_values[key] = found
-        return found
+            self._keys_values[key] = KeysValues(*(self._grown(stored, loops, before) for stored in found))
 
     def _grown(self, stored: Tensor, loops: int, before: int = 0) -> Tensor:
         """The same in a larger tensor, with room for so many loops before what there is."""
@@ -166,14 +178,19 @@ class AppendingRows:
         return np.array_equal(self.rows, other.rows) and np.array_equal(self.cached, other.cached)
 
     @cached_property
-    def looped(self) -> bool:
-        """Whether the rows are in the loops, or before them."""
-        return bool(self.loops.any())
+    def at(self) -> CachedLoops:
+        """Where their loops lie in the cache; all or none of them are 0."""
+        numbers = set(self._numbers.tolist()) or {0}
+        return CachedLoops(bool(self.loops.any()), min(numbers) if len(numbers) == 1 else None, min(numbers))
 
     @cached_property
     def places(self) -> Integers:
-        """[B] where they lie in the cache."""
-        return self.kv_cache.places(self.rows, self.loops)
+        """[B] where they lie among the rows of their loop, or of all loops where they are at several."""
+        return self.rows if self.at.number is not None else self._numbers * self.kv_cache.rows + self.rows
+
+    @cached_property
+    def _numbers(self) -> Integers:
+        return np.array([self.kv_cache.number(loop) for loop in self.loops.tolist()], dtype=np.int64)
 
     @property
     def group_keys(self) -> Integers:

@@ -1,0 +1,256 @@
+"""Prints the numbers with which docs/results/README.md judges the paper's claims, from the study's results.json.
+
+python scripts/claims.py [runs/mano/report/results.json | docs/results/results.json.xz]
+"""
+
+import json
+import lzma
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import spearmanr
+
+Model = dict[str, Any]
+TARGETS = ("0.95", "0.98", "0.99")
+CONFIDENCE = ("entropy", "top1", "margin")
+CONVERGENCE = ("kl", "logit_change", "hidden_change")
+PRIORS = ("geometric0.3", "uniform")
+
+
+def over_seeds(values: list[float | None], digits: int = 2) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "N/A"
+    text = f"{statistics.mean(known):.{digits}f}"
+    if len(known) > 1:
+        text += f" ± {statistics.stdev(known):.{digits}f}"
+    return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"
+
+
+def gap(value: dict[str, Any] | None) -> str:
+    if value is None:
+        return "none"
+    at = "" if value["accuracy"] == value["target"] else f" at {value['accuracy']:.2f}"
+    return f"{value['value']:+.2f} [{value['low']:+.2f}, {value['high']:+.2f}]{at}"
+
+
+def frontier(model: Model, readout: str, grid: str = "paper") -> dict[str, Any] | None:
+    frontiers = model["paper_grid"]["frontiers"] if grid == "paper" and model["paper_grid"] else model["frontiers"]
+    return next((each for each in frontiers if each["readout"] == readout), None)
+
+
+def depth(model: Model, readout: str, target: str = "0.95", grid: str = "paper") -> float | None:
+    found = frontier(model, readout, grid)
+    return None if found is None else found["depth_at"][target]
+
+
+def depths(models: list[Model], readout: str, grid: str = "paper") -> str:
+    return " | ".join(over_seeds([depth(model, readout, target, grid) for model in models]) for target in TARGETS)
+
+
+def title(text: str) -> None:
+    print(f"\n## {text}\n")
+
+
+class Claims:
+    def __init__(self, results: dict[str, Any]) -> None:
+        self.models: list[Model] = results["models"]
+        self.groups: dict[str, list[Model]] = {}
+        for model in self.models:
+            self.groups.setdefault(model["name"].rsplit("-s", 1)[0], []).append(model)
+
+    def task(self, task: str) -> dict[str, list[Model]]:
+        return {name: models for name, models in self.groups.items() if name.startswith(f"{task}-")}
+
+    def blame(self, task: str) -> None:
+        title(f"{task}: own gate and best readout, D@95 D@98 D@99 (fine grid), gaps by seed")
+        for name, models in self.task(task).items():
+            best = models[0]["diagnosis"]["best_readout"]
+            print(f"- {name}: blamed {[' and '.join(model['diagnosis']['blamed']) for model in models]}")
+            print(f"  - own gate {depths(models, 'gate', 'fine')} (paper's grid {depths(models, 'gate')})")
+            own = [[depth(m, m["diagnosis"]["best_readout"], target, "fine") for m in models] for target in TARGETS]
+            print(f"  - best readout ({best} in seed 0) {' | '.join(over_seeds(each) for each in own)}")
+            print(f"  - margin {depths(models, 'margin', 'fine')} (paper's grid {depths(models, 'margin')})")
+            for kind in ("readout_gap", "trajectory_gap", "room_left", "reachable_room"):
+                print(f"  - {kind}: {'; '.join(gap(model['diagnosis'][kind]) for model in models)}")
+
+    def forced(self, task: str) -> None:
+        title(f"{task}: accuracy of every loop, best loop, mean over seeds")
+        for name, models in self.task(task).items():
+            loops = zip(*(model["forced_accuracy"] for model in models), strict=True)
+            best = over_seeds([100 * max(model["forced_accuracy"]) for model in models], 1)
+            print(f"- {name}: {', '.join(f'{100 * statistics.mean(loop):.1f}' for loop in loops)}; best {best}")
+
+    def confidence(self, task: str) -> None:
+        title(f"{task}: readouts of the fixed priors on the paper's grid, D@95 D@98 D@99; seed 0 with its interval")
+        for prior in PRIORS:
+            models = self.groups[f"{task}-{prior}-fixed"]
+            for readout in ("fixed", *CONFIDENCE, *CONVERGENCE):
+                found = frontier(models[0], readout)
+                interval = found["depth_interval"]["0.95"] if found else None
+                seed0 = f"[{interval['low']:.2f}, {interval['high']:.2f}]" if interval and interval["low"] else "none"
+                print(f"- {prior}, {readout}: {depths(models, readout)}; seed 0 {depth(models[0], readout)} {seed0}")
+                selected = [each["selected"] for model in models if (each := frontier(model, readout))]
+                print(
+                    f"  - selected: accuracy {over_seeds([100 * each['accuracy'] for each in selected], 1)}, "
+                    f"loops {over_seeds([each['average_loops'] for each in selected])}"
+                )
+
+    def ordering(self, task: str) -> None:
+        title(f"{task}: difficulty ordering (bin means; single examples)")
+        for prior in PRIORS:
+            models = self.groups[f"{task}-{prior}-fixed"]
+            for signal in models[0]["ordering"]:
+                means, single = (
+                    over_seeds([model["ordering"][signal][kind] for model in models])
+                    for kind in ("bin_mean", "per_example")
+                )
+                print(f"- {prior}, {signal}: {means}; {single}")
+            for signal in ("entropy", "margin", "kl", "hidden_change"):
+                table = models[0]["signals"][signal]
+                rows = [", ".join("-" if value is None else f"{value:.2f}" for value in row) for row in table["values"]]
+                print(f"  - {signal} by loop, seed 0, easiest {rows[0]}; hardest {rows[-1]}")
+
+    def extrapolation(self) -> None:
+        title("beyond the range of training: correlation of bin means over the harder levels, averaged over loops")
+        for prior in PRIORS:
+            models = self.groups[f"mano-{prior}-fixed"]
+            accuracy = models[0]["extrapolation"]["forced_accuracy_by_difficulty"]
+            print(f"- {prior}: last loop by level {[round(100 * row[-1], 1) for row in accuracy['values']]} (seed 0)")
+            for signal in ("entropy", "margin", "kl", "hidden_change"):
+                sign = -1.0 if signal in ("top1", "margin") else 1.0
+                found: list[float | None] = []
+                for model in models:
+                    table = model["extrapolation"]["signals"][signal]
+                    loops = [loop for loop in zip(*table["values"], strict=True) if None not in loop]
+                    correlations = [spearmanr(table["levels"], loop).statistic for loop in loops]
+                    found.append(sign * statistics.mean(correlations))
+                print(f"  - {signal}: {over_seeds(found)} ({', '.join(f'{value:.2f}' for value in found)})")
+
+    def by_difficulty(self, task: str) -> None:
+        title(f"{task}: fixed minus gate by difficulty, points, mean over seeds; last loop of the hardest")
+        for prior in PRIORS:
+            fixed = self.groups[f"{task}-{prior}-fixed"]
+            for gate in ("linear-b0.1", "mlp-b0.1", "decoupled-linear-b0.1", "decoupled-mlp-b0.1"):
+                models = self.groups[f"{task}-{prior}-{gate}"]
+                for loop in (0, 1, 2):
+                    gains = [
+                        100
+                        * statistics.mean(
+                            a["forced_accuracy_by_difficulty"]["values"][level][loop]
+                            - b["forced_accuracy_by_difficulty"]["values"][level][loop]
+                            for a, b in zip(fixed, models, strict=True)
+                        )
+                        for level in range(len(fixed[0]["forced_accuracy_by_difficulty"]["levels"]))
+                    ]
+                    print(f"- {prior}, {gate}, loop {loop + 1}: {', '.join(f'{gain:+.1f}' for gain in gains)}")
+                last = [100 * model["forced_accuracy_by_difficulty"]["values"][-1][-1] for model in models]
+                same = [100 * model["forced_accuracy_by_difficulty"]["values"][-1][-1] for model in fixed]
+                print(f"  - hardest at the last loop: {over_seeds(last, 1)} against {over_seeds(same, 1)} (fixed)")
+                mass = models[0]["exit_distribution"]
+                if mass is not None:
+                    for name, row in (("easiest", mass["values"][0]), ("hardest", mass["values"][-1])):
+                        print(f"  - exits, {name}, seed 0: {', '.join(f'{100 * value:.0f}' for value in row)} %")
+
+    def early_states(self) -> None:
+        title("accuracy at loop 1 against D@95 of the best readout, Spearman's correlation over MANO's runs")
+        runs = [
+            (model["forced_accuracy"][0], depth(model, model["diagnosis"]["best_readout"], "0.95", "fine"), model)
+            for models in self.task("mano").values()
+            for model in models
+        ]
+        for name, chosen in (
+            ("all", runs),
+            ("with a gate", [run for run in runs if "fixed" not in run[2]["name"]]),
+            (
+                "with a jointly trained gate",
+                [r for r in runs if not {"fixed", "decoupled"} & {*r[2]["name"].split("-")}],
+            ),
+        ):
+            known = [run for run in chosen if run[1] is not None]
+            rho = spearmanr([run[0] for run in known], [run[1] for run in known]).statistic
+            print(f"- {name}: {rho:+.2f} over {len(known)} of {len(chosen)} runs")
+
+    def fitted(self) -> None:
+        title("fitted gates: D@95 D@98 D@99 on the paper's grid; minus own gate or margin, paired (fine grid)")
+        signs: dict[tuple[str, str], list[int]] = {}
+        for name, models in self.task("mano").items():
+            for index, first in enumerate(models[0]["fitted_gaps"]):
+                print(f"- {name}, {first['first']}: {depths(models, first['first'])}")
+                gaps = [model["fitted_gaps"][index] for model in models]
+                print(f"  - minus {first['second']}: {'; '.join(gap(each) for each in gaps)}")
+                kind = "fixed" if "fixed" in name else "joint"
+                signs.setdefault((kind, first["first"]), []).extend(
+                    0 if each["low"] <= 0 <= each["high"] else (1 if each["value"] > 0 else -1) for each in gaps
+                )
+        for (kind, readout), found in signs.items():
+            print(f"- {kind}, {readout}: better {found.count(-1)}, undecided {found.count(0)}, worse {found.count(1)}")
+
+    def remedy(self, task: str) -> None:
+        title(f"{task}: the remedy, D@95 | D@98 | D@99 on the fine grid (reached by how many seeds)")
+        for prior in PRIORS:
+            fixed = self.groups[f"{task}-{prior}-fixed"]
+            print(f"- {prior}, fixed prior, margin: {depths(fixed, 'margin', 'fine')}")
+            for kind in ("linear", "mlp"):
+                joint = self.groups[f"{task}-{prior}-{kind}-b0.1"]
+                decoupled = self.groups[f"{task}-{prior}-decoupled-{kind}-b0.1"]
+                print(f"- {prior}, {kind}, joint: {depths(joint, 'gate', 'fine')}")
+                print(f"- {prior}, {kind}, fitted: {depths(fixed, f'gate:{kind}-ponder', 'fine')}")
+                print(f"- {prior}, {kind}, decoupled: {depths(decoupled, 'gate', 'fine')}")
+                print(f"- {prior}, {kind}, decoupled, margin: {depths(decoupled, 'margin', 'fine')}")
+                for label, models in (("joint", joint), ("decoupled", decoupled)):
+                    selected = [each["selected"] for model in models if (each := frontier(model, "gate", "fine"))]
+                    print(
+                        f"  - {label} at the selected point: "
+                        f"{over_seeds([100 * each['accuracy'] for each in selected], 1)} % at "
+                        f"{over_seeds([each['average_loops'] for each in selected])} loops"
+                    )
+
+    def stoppers(self) -> None:
+        title("learned stoppers against the best single readout (reachable room, paired; positive: they save loops)")
+        for task in ("mano", "parity"):
+            for name, models in self.task(task).items():
+                gaps = [model["diagnosis"]["reachable_room"] for model in models]
+                rooms = [model["diagnosis"]["room_left"] for model in models]
+                means = [over_seeds([each["value"] if each else None for each in kind]) for kind in (gaps, rooms)]
+                print(f"- {name}: reachable {means[0]} of {means[1]}: {'; '.join(gap(each) for each in gaps)}")
+                for stopper in ("stopper:induction", "stopper:classifier"):
+                    print(f"  - {stopper}: {depths(models, stopper, 'fine')}")
+
+    def certified(self) -> None:
+        title("certified policies")
+        verdicts: dict[str, int] = {}
+        for name, models in self.groups.items():
+            kept = [policy for model in models for policy in model["certified"]]
+            for policy in kept:
+                verdict = policy["held_out"]["guarantee"]["verdict"]
+                verdicts[verdict] = verdicts.get(verdict, 0) + 1
+            loops = over_seeds([policy["held_out"]["average_loops"]["value"] for policy in kept])
+            drops = ", ".join(f"{100 * policy['held_out']['drop']['value']:.2f}" for policy in kept)
+            refused = sum(len(model["refused"]) for model in models)
+            print(f"- {name}: {loops} loops, drop {drops} %, {[p['readout'] for p in kept]}, refused {refused}")
+        print(f"- verdicts: {verdicts}")
+
+
+def main() -> None:
+    file = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/results.json.xz")
+    content = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+    claims = Claims(json.loads(content))
+    for task in ("mano", "parity"):
+        claims.blame(task)
+        claims.forced(task)
+        claims.confidence(task)
+        claims.ordering(task)
+        claims.by_difficulty(task)
+        claims.remedy(task)
+    claims.extrapolation()
+    claims.early_states()
+    claims.fitted()
+    claims.stoppers()
+    claims.certified()
+
+
+if __name__ == "__main__":
+    main()
