@@ -9,6 +9,7 @@ from vllm_engines import GOLDEN_OURO, engine, expected, greedy, noted, some_prom
 
 import loopscope as ls
 from loopscope.errors import UserError
+from loopscope.models.run_hashes import write_hashes
 from loopscope.vllm.exits_log import prompt_digest, read_exits
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
@@ -76,9 +77,12 @@ def test_what_cannot_be_served_is_refused_before_an_engine_starts(tmp_path: Path
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     policy = tmp_path / "policy.json"
     ls.ExitPolicy("gate", 0.5, model="ab" * 32).save(policy)
+    altered = write_looped_llama(tmp_path / "altered")
+    write_hashes(altered, {"model.safetensors": "ab" * 32})
     refused = [
         (GOLDEN_OURO, {"policy": str(policy)}, {}, "calibrated for another model"),
         (GOLDEN_OURO, {"depth": 2}, {}, "depth"),
+        (altered, {}, {}, "was altered since its run wrote it"),
         (GOLDEN_OURO, exits, {"kv_transfer_config": connector}, "no other request or engine may have it"),
         (looped_llama, exits, {"max_num_batched_tokens": 64}, "must fit into one step"),
         (GOLDEN_OURO, {"policy": str(tmp_path / "none.json")}, {}, "none.json"),

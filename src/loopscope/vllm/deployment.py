@@ -23,6 +23,7 @@ from loopscope.models.decoder_layers import DecoderConfig
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.looped_llama import LoopedLlamaConfig
 from loopscope.models.ouro import OuroConfig
+from loopscope.models.run_hashes import check_hashes
 
 KEY = "loopscope"
 _WHERE = f"hf_overrides: {KEY}"
@@ -118,6 +119,7 @@ class DeploymentChecks:
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """With a policy, switches off what would run other tokens than LoopScope, or other loops than are decided."""
+        check_hashes(Path(vllm_config.model_config.model))  # of a folder that training left
         deployment = deployment_of(vllm_config)
         if deployment.policy is None:  # vLLM keeps compiled graphs by what its configuration says, not by a file's
             vllm_config.model_config.hf_config.loopscope = {"loops": deployment.loops}
