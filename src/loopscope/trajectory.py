@@ -216,6 +216,23 @@ class Trajectory:
             raise UserError("Every example of the recording occurs in the training data, so that none is unseen.")
         return self.take(~self.seen)
 
+    @cached_property
+    def units(self) -> NDArray[np.int64] | None:
+        """[N] what an example belongs to that was drawn as a whole: its sequence, or its input where some have copies.
+
+        None: every example was drawn by itself.
+        """
+        wholes = self.examples if self.sequences is None else self.sequences.tolist()
+        if wholes is None:
+            return None
+        numbers: dict[Any, int] = {}
+        units = [numbers.setdefault(whole, len(numbers)) for whole in wholes]
+        return None if len(numbers) == len(units) else np.array(units, dtype=np.int64)
+
+    @property
+    def num_units(self) -> int:
+        return self.num_examples if self.units is None else int(self.units.max()) + 1
+
     def distinct(self) -> Self:
         """Every input once, where it comes first."""
         if self.examples is None or self.sequences is not None:

@@ -1,5 +1,7 @@
 """The bootstrap: its sample is the frontier itself, its spread is the right one, its pairs are pairs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import random_trajectory
@@ -11,8 +13,10 @@ from loopscope.analysis.bootstrap import (
     intervals,
     resampled_curves,
     resampled_label_aware,
+    resampled_means,
     resampled_sums,
 )
+from loopscope.analysis.difficulty import forced_accuracy
 from loopscope.exits.sweep import replay
 
 
@@ -41,8 +45,8 @@ def test_curves_of_the_sample_are_the_frontier(name: str) -> None:
     val, test = random_trajectory(seed=1), random_trajectory(seed=2)
     frontier = ls.sweep(name, val, test)
     curves = resampled_curves(name, frontier.thresholds, test, resamples=20)
-    assert curves.right[0] / 200 == pytest.approx(frontier.accuracy)
-    assert curves.loops[0] / 200 == pytest.approx(frontier.average_loops)
+    assert curves.accuracy[0] == pytest.approx(frontier.accuracy)
+    assert curves.average_loops[0] == pytest.approx(frontier.average_loops)
     for accuracy in (0.3, 0.6, 0.8, 0.999):
         depth = frontier.depth_at(accuracy)
         assert curves.depth_at(accuracy)[0] == pytest.approx(np.nan if depth is None else depth, nan_ok=True)
@@ -88,16 +92,51 @@ def test_many_intervals_are_each_what_one_is() -> None:
 
 def test_many_depths_are_each_what_one_is() -> None:
     rng = np.random.default_rng(1)
-    curves = Curves(rng.integers(0, 50, (40, 12)).astype(float), rng.integers(50, 200, (40, 12)).astype(float), 50)
+    curves = Curves(rng.integers(0, 50, (40, 12)) / 50, rng.integers(50, 200, (40, 12)) / 50)
     accuracies = [0.0, 0.1, 0.5, 0.9, 0.98, 1.0]
     many = curves.depths_at(accuracies)
     for place, accuracy in enumerate(accuracies):
         for row in range(40):
             met = [
                 loops
-                for right, loops in zip(curves.right[row], curves.loops[row], strict=True)
-                if right >= accuracy * 50
+                for right, loops in zip(curves.accuracy[row], curves.average_loops[row], strict=True)
+                if round(50 * right) >= accuracy * 50
             ]
-            expected = min(met) / 50 if met else np.nan
+            expected = min(met) if met else np.nan
             assert many[row, place] == pytest.approx(expected, nan_ok=True)
     assert curves.depth_at(0.5) == pytest.approx(many[:, 2], nan_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["copies", "sequences"])
+def test_what_was_drawn_together_is_resampled_together(kind: str) -> None:
+    """Every example three times over says no more than once; drawn one by one it would seem to."""
+    once = random_trajectory(seed=2)
+    rows = np.repeat(np.arange(once.num_examples), 3)
+    names = [f"input {number}" for number in rows]
+    thrice = once.take(rows)
+    known = replace(thrice, examples=names) if kind == "copies" else replace(thrice, sequences=rows)
+    assert known.num_units == once.num_examples == once.num_units
+    grid = ls.sweep("margin", random_trajectory(seed=1), once).thresholds
+    expected, found, naive = (resampled_curves("margin", grid, each) for each in (once, known, thrice))
+    assert found.accuracy == pytest.approx(expected.accuracy)
+    assert found.average_loops == pytest.approx(expected.average_loops)
+    assert naive.accuracy.std(axis=0).mean() < 0.7 * found.accuracy.std(axis=0).mean()
+    labels = [resampled_label_aware(each).depth_at(0.6) for each in (once, known)]
+    assert labels[0] == pytest.approx(labels[1], abs=3 / once.num_examples, nan_ok=True)
+    means = [forced_accuracy(each) for each in (once, known, thrice)]
+    assert means[1].low == pytest.approx(means[0].low)
+    assert (means[2].high - means[2].low).mean() < 0.7 * (means[1].high - means[1].low).mean()
+
+
+def test_units_of_different_sizes() -> None:
+    """A mean is over the examples of a resample, however many they are."""
+    rng = np.random.default_rng(0)
+    units = np.repeat(np.arange(40), rng.integers(1, 9, 40))
+    values = (rng.normal(size=40)[units] + 0.1 * rng.normal(size=len(units)))[:, None].astype(np.float32)
+    means = resampled_means(values, 500, units=units)
+    assert means[0, 0] == pytest.approx(values.mean(), abs=1e-5)
+    assert means[:, 0].min() > values.min()
+    assert means[:, 0].max() < values.max()
+    assert resampled_means(np.ones_like(values), 50, units=units) == pytest.approx(1)
+    within = np.array([values[units == unit].mean() for unit in range(40)])
+    assert means[1:, 0].std() == pytest.approx(within.std() / np.sqrt(40), rel=0.35)

@@ -72,7 +72,7 @@ def test_the_same_recordings_give_the_same_bytes(results: Results) -> None:
 
 def test_results_are_json_that_reads_back(results: Results) -> None:
     data = json.loads(msgspec.json.encode(results), parse_constant=lambda word: pytest.fail(word))
-    assert data["schema_version"] == 7
+    assert data["schema_version"] == 8
     assert data["models"][1]["signals"]["kl"]["values"][0][0] is None  # no convergence at loop 1
 
 

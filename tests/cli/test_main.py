@@ -309,7 +309,7 @@ def test_a_table_fits_80_columns_and_loses_nothing(
 
 def test_no_number_is_minus_zero() -> None:
     assert percent(-1e-9) == "0.0 %"
-    tiny = Gap("margin", "entropy", 0.9, 0.9, 1.5, 1.5, -1e-4, -2e-4, -1e-5, 1.0, 1.0, 1.0, 1000)
+    tiny = Gap("margin", "entropy", 0.9, 0.9, 1.5, 1.5, -1e-4, -2e-4, -1e-5, 1.0, 1.0, 1.0, 1000, 1000)
     level = TargetLevel(as_target(0.9), 0.9, None, 4, 0.9)
     diagnosis = Diagnosis(level, 0.5, "margin", tiny, None, None, None, (), "neither", "Neither part is to blame.")
     assert "+0.00 [+0.00, +0.00]" in str(diagnosis)

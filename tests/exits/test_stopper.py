@@ -83,6 +83,62 @@ def test_backward_induction_finds_the_best_rule() -> None:
         assert all((each.depth_at(accuracy) or 3.0) > best + 0.05 for each in single)
 
 
+KINDS_OF_INPUTS = {  # how many there are, and how often each loop is right
+    "known": (0.4, (0.9, 0.9, 0.9)),
+    "loop 2 helps": (0.2, (0.5, 0.95, 0.95)),
+    "only loop 3 helps": (0.2, (0.5, 0.5, 0.95)),
+    "nothing helps": (0.2, (0.5, 0.5, 0.5)),
+}
+MARGINS = {
+    "known": (0.0, 1.0),
+    "loop 2 helps": (0.4, 0.6),
+    "only loop 3 helps": (0.1, 0.3),
+    "nothing helps": (0.7, 0.9),
+}
+"""At loop 1: they tell three kinds apart that are all as confident (top1), in an order that no threshold follows."""
+
+
+def kinds_of_inputs(seed: int, rows: int, split: str) -> ls.Trajectory:
+    rng = np.random.default_rng(seed)
+    shares, right = zip(*KINDS_OF_INPUTS.values(), strict=True)
+    kind = rng.choice(len(shares), rows, p=shares)
+    low, high = np.array(list(MARGINS.values()))[kind].T
+    confident = np.where(kind == 0, 0.9, 0.5) + rng.normal(0, 0.05, rows)
+    noise = rng.random((4, rows))
+    correct = rng.random((rows, 3)) < np.array(right)[kind]
+    signals = {
+        "top1": np.stack([confident, *noise[:2]], 1),
+        "margin": np.stack([rng.uniform(low, high), *noise[2:]], 1),
+    }
+    return ls.Trajectory(
+        logits=None,
+        predictions=correct.astype(np.int64),
+        labels=np.ones(rows, dtype=np.int64),
+        signals=signals,
+        split=split,
+    )
+
+
+def test_backward_induction_learns_what_going_on_is_worth() -> None:
+    """Not how sure the answer is, and not what the next loop alone is worth.
+
+    By hand: without going on 66 % are right; an input that loop 2 helps wins 0.45 for one loop, one that only loop 3
+    helps wins 0.45 for two, and these come last. A rule that looks one loop ahead never takes the latter along, and so
+    gets no further than 75 %; one that goes by confidence takes along as many that nothing helps.
+    """
+    validation, test = (kinds_of_inputs(*each) for each in ((1, 20_000, "validation"), (2, 100_000, "test")))
+    stopper, out_of_bag = fit_out_of_bag(validation, signals=["top1", "margin"])
+    validation = replace(validation, signals={**validation.signals, "stopper:a": out_of_bag})
+    test = ls.attach(test, {"a": stopper})
+    frontier, confidence = (sweep(name, validation, test) for name in ("stopper:a", "top1"))
+    for accuracy in (0.7, 0.74, 0.78, 0.82):
+        best = 1 + (min(accuracy, 0.75) - 0.66) / 0.45 + max(accuracy - 0.75, 0) * 2 / 0.45
+        found, by_confidence = frontier.depth_at(accuracy), confidence.depth_at(accuracy)
+        assert found is not None
+        assert best - 0.02 < found < best + 0.02
+        assert by_confidence is None or by_confidence > best + 0.1
+
+
 def test_what_it_says_of_its_own_recording_is_no_better_than_of_another() -> None:
     """Cross-fitted, also by whole sequences; what it was fitted to, asked again, would look far better."""
     noise = random_trajectory(3, rows=600, loops=4)  # labels by chance: there is nothing to learn
@@ -137,6 +193,9 @@ def test_it_can_be_certified() -> None:
     assert policy.guarantee.average_loops < best_single.guarantee.average_loops - 0.05
     with pytest.raises(ls.UserError, match="fitted to the train split, so its threshold must be chosen on another"):
         ls.calibrate(fitted, 0.15, gates={"mine": stopper}, readout="stopper:mine")
+    unnamed = replace(fitted, split=None)
+    with pytest.raises(ls.UserError, match="fitted to this very recording"):
+        ls.calibrate(unnamed, 0.15, gates={"mine": ls.fit_stopper(unnamed)}, readout="stopper:mine")
 
 
 def test_agreement_needs_no_labels() -> None:

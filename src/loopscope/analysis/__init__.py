@@ -1,6 +1,6 @@
 """What do recordings say? Forced exits, difficulty, bootstrap intervals and the diagnosis; never the network."""
 
-from loopscope.analysis.bootstrap import ENOUGH, Estimate, Interval, interval, resampled_curves, resampled_sums
+from loopscope.analysis.bootstrap import ENOUGH, Estimate, Interval, interval, resampled_curves, resampled_means
 from loopscope.analysis.comparison import Comparison, compare_readouts as compare
 from loopscope.analysis.diagnosis import Diagnosis, diagnose, diagnose_subject
 from loopscope.analysis.difficulty import (

@@ -1,15 +1,19 @@
 """How sure is a number that was measured on a sample of examples? Bootstrap resamples of whole frontiers at once.
 
-Resampling examples is a matrix product: counts [R, N] times what each example contributes [N, K]. Of a frontier that is
-sparse: an example moves to a later loop at T - 1 of the thresholds, and a running sum gives the curve, so a fine grid
-costs no more than a coarse one. The same seed and the same number of examples give the same resamples, so two readouts,
-or two models on the same examples, are compared pairwise.
+Whatever is drawn together is resampled together: the tokens of a sequence, the copies of an input
+(`Trajectory.units`). Drawn one by one they would seem to know more than they do.
 
-Shapes: R resamples, N examples, G thresholds, T loops.
+Resampling is a matrix product: counts [R, U] times what each unit contributes [U, K]. Of a frontier that is sparse: an
+example moves to a later loop at T - 1 of the thresholds, and a running sum gives the curve, so a fine grid costs no
+more than a coarse one. The same seed and the same units give the same resamples, so two readouts, or two models on the
+same examples, are compared pairwise.
+
+Shapes: R resamples, N examples, U units, G thresholds, T loops.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +23,7 @@ from loopscope.exits.sweep import crossings, laxest_first
 from loopscope.trajectory import Trajectory
 
 Sums = NDArray[np.float64]
+Units = NDArray[np.int64] | None
 
 LEVEL = 0.95
 ENOUGH = 0.95
@@ -26,12 +31,17 @@ ENOUGH = 0.95
 RESAMPLES = 1000
 SEED = 0
 _CHUNK = 50
+_EXACT = 1e-10
+"""Shares of examples that differ by less are equal: the rest is rounding."""
 
 
 def resampled_sums(
-    contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, seed: int = SEED
+    contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, seed: int = SEED, units: Units = None
 ) -> Sums:
-    """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample."""
+    """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample of units [N] (None: of rows)."""
+    if units is not None:
+        ones = np.ones(len(units), dtype=np.float32)
+        contributions = cast("csr_array", csr_array((ones, (units, np.arange(len(units))))) @ contributions)
     rows = contributions.shape[0]
     rng = np.random.default_rng(seed)
     sums = [contributions.sum(axis=0, dtype=np.float64)[None]]
@@ -41,6 +51,16 @@ def resampled_sums(
         counts = np.bincount(drawn.ravel(), minlength=size[0] * rows).reshape(size).astype(np.float32)
         sums.append((counts @ contributions).astype(np.float64))  # exact: whole numbers below 2**24
     return np.concatenate(sums)
+
+
+def resampled_means(
+    values: NDArray[np.float32], resamples: int = RESAMPLES, seed: int = SEED, units: Units = None
+) -> Sums:
+    """[1 + R, K] the same of means."""
+    counted = np.concatenate((values, np.ones((len(values), 1), dtype=np.float32)), axis=1)
+    sums = resampled_sums(counted, resamples, seed, units)
+    means: Sums = sums[:, :-1] / sums[:, -1:]
+    return means
 
 
 @dataclass(frozen=True)
@@ -107,15 +127,14 @@ def estimate(values: Sums) -> Estimate:
 
 @dataclass(frozen=True)
 class Curves:
-    """A frontier, resampled: how many are right and how many loops they take, at every threshold."""
+    """A frontier, resampled, at every threshold."""
 
-    right: Sums  # [1 + R, G] counts
-    loops: Sums  # [1 + R, G] totals
-    examples: int
+    accuracy: Sums  # [1 + R, G]
+    average_loops: Sums  # [1 + R, G]
 
     def at(self, chosen: NDArray[np.bool_]) -> "Curves":
         """Of these thresholds alone."""
-        return Curves(self.right[:, chosen], self.loops[:, chosen], self.examples)
+        return Curves(self.accuracy[:, chosen], self.average_loops[:, chosen])
 
     def depth_at(self, accuracy: float) -> Sums:
         """[1 + R] D@X of the sample and of each resample; NaN where X is not reached."""
@@ -123,10 +142,10 @@ class Curves:
 
     def depths_at(self, accuracies: Sequence[float]) -> Sums:
         """[1 + R, S] the same for many accuracies, in rising order."""
-        rows, size = len(self.right), len(accuracies)
-        reached = np.searchsorted(np.asarray(accuracies) * self.examples - 1e-6, self.right, side="right")
+        rows, size = len(self.accuracy), len(accuracies)
+        reached = np.searchsorted(np.asarray(accuracies) - _EXACT, self.accuracy, side="right")
         least = np.full((rows, size + 1), np.inf)  # of the points that reach so many of the accuracies
-        np.minimum.at(least, (np.arange(rows)[:, None], reached), self.loops / self.examples)
+        np.minimum.at(least, (np.arange(rows)[:, None], reached), self.average_loops)
         depth = np.minimum.accumulate(least[:, :0:-1], axis=1)[:, ::-1]
         return np.where(np.isinf(depth), np.nan, depth)
 
@@ -140,15 +159,16 @@ def resampled_curves(
     crossed = crossings(readout, points[order], trajectory)  # [N, T-1], a threshold each, or `size`: none
     right = trajectory.correct.astype(np.float32)
     rows = trajectory.num_examples
-    places = np.concatenate((np.zeros((rows, 1), np.int64), 1 + crossed, 2 + size + crossed), axis=1)
-    worth = np.concatenate((right[:, :1], np.diff(right, axis=1), np.ones_like(right[:, 1:])), axis=1)
+    last = np.full((rows, 1), 2 * size + 3)  # counts the examples themselves
+    places = np.concatenate((np.zeros_like(last), 1 + crossed, 2 + size + crossed, last), axis=1)
+    worth = np.concatenate((right[:, :1], np.diff(right, axis=1), np.ones_like(right)), axis=1)
     ends = np.arange(rows + 1) * places.shape[1]
-    contributions = csr_array((worth.ravel(), places.ravel(), ends), shape=(rows, 2 * size + 3))
-    sums = resampled_sums(contributions, resamples, seed)
-    rank = np.argsort(order)
+    contributions = csr_array((worth.ravel(), places.ravel(), ends), shape=(rows, 2 * size + 4))
+    sums = resampled_sums(contributions, resamples, seed, trajectory.units)
+    rank, drawn = np.argsort(order), sums[:, -1:]
     right_at = sums[:, :1] + sums[:, 1 : size + 1].cumsum(axis=1)
-    loops_at = rows + sums[:, size + 2 : -1].cumsum(axis=1)
-    return Curves(right_at[:, rank], loops_at[:, rank], rows)
+    loops_at = drawn + sums[:, size + 2 : -2].cumsum(axis=1)
+    return Curves(right_at[:, rank] / drawn, loops_at[:, rank] / drawn)
 
 
 @dataclass(frozen=True)
@@ -156,20 +176,22 @@ class LabelAware:
     """The cheapest rule that knows the labels: exit at the first correct loop, or at once if there is none."""
 
     first_right: Sums  # [1 + R, T] how many examples are first right at each loop
-    examples: int
+    examples: Sums  # [1 + R, 1] how many there are
 
     def depth_at(self, accuracy: float) -> Sums:
         """[1 + R] the least depth with which any rule could reach X: the quickest successes, all others at loop 1."""
         need = np.ceil(accuracy * self.examples - 1e-6)
         before = np.cumsum(self.first_right, axis=1) - self.first_right
         taken = np.clip(need - before, 0, self.first_right)
-        depth = 1 + (taken * np.arange(self.first_right.shape[1])).sum(axis=1) / self.examples
-        return np.where(self.first_right.sum(axis=1) >= need, depth, np.nan)
+        depth = 1 + (taken * np.arange(self.first_right.shape[1]) / self.examples).sum(axis=1)
+        return np.where(self.first_right.sum(axis=1) >= need[:, 0], depth, np.nan)
 
 
 def resampled_label_aware(trajectory: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> LabelAware:
     right = trajectory.correct
-    first = np.zeros(right.shape, dtype=np.float32)
+    first = np.zeros((len(right), right.shape[1] + 1), dtype=np.float32)
     rows = np.flatnonzero(right.any(axis=1))
     first[rows, right[rows].argmax(axis=1)] = 1.0
-    return LabelAware(resampled_sums(first, resamples, seed), trajectory.num_examples)
+    first[:, -1] = 1.0  # counts the examples themselves
+    sums = resampled_sums(first, resamples, seed, trajectory.units)
+    return LabelAware(sums[:, :-1], sums[:, -1:])

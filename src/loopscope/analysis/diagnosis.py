@@ -4,8 +4,7 @@
 - trajectory gap: D@X of the best readout here minus the same on a reference trajectory;
 - room left: D@X of the best readout minus that of the cheapest rule that knows the labels;
 - reachable room, a part of it: D@X of the best readout minus that of the better learned stopper, which chooses exits by
-  all recorded signals together (`exits.stopper`). What is left after that only the labels know, as far as could be
-  learned from the validation data.
+  all recorded signals together (`exits.stopper`). It is a lower bound: what could be learned from the validation data.
 
 X is one point below full depth on validation data, unless it is given; for the trajectory gap below the lower of both
 models. Where X is out of reach, the comparison is made lower down (`gaps`). The best readout is the one that validation
@@ -169,17 +168,29 @@ def diagnose_subject(
         both = min(level.accuracy, reference.level(level.target).accuracy)
         floor = max(subject.chance, reference.chance)
         trajectory = gap_between(both, best, partial(best_way, reference, " on the reference"), subject, floor)
-    known = partial(label_aware_way, subject)
-    room = gap_between(level.accuracy, best, known, subject, subject.chance)
-    reachable = None
-    if subject.stoppers:
-        reachable = gap_between(level.accuracy, best, partial(stopper_way, subject), subject, subject.chance)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
     decided = all(gap is not None and (gap.sign or gap.is_nothing or gap.first == gap.second) for gap in parts.values())
     verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
     sentence = _sentence(subject, reference, level, readout, trajectory, verdict)
-    return Diagnosis(*found, readout, trajectory, room, reachable, blamed, verdict, sentence)
+    room = rooms(subject, level)
+    return Diagnosis(*found, readout, trajectory, room.room_left, room.reachable_room, blamed, verdict, sentence)
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """What other rules could save of a model's best readout."""
+
+    room_left: Gap | None  # None only where nothing above chance is ever reached together
+    reachable_room: Gap | None  # None where no stopper could be learned
+
+
+def rooms(subject: Subject, level: TargetLevel) -> Rooms:
+    best = partial(best_way, subject, "")
+    room = gap_between(level.accuracy, best, partial(label_aware_way, subject), subject, subject.chance)
+    if not subject.stoppers:
+        return Rooms(room, None)
+    return Rooms(room, gap_between(level.accuracy, best, partial(stopper_way, subject), subject, subject.chance))
 
 
 def without_verdict(validation: Trajectory, test: Trajectory, level: TargetLevel) -> str:
@@ -224,8 +235,9 @@ def _sentence(
         reached = f" With {best} it reaches {percent_text(level.reached)} in {depth:.2f} loops on average."
         return f"It is the reference, and has no gate of its own.{'' if np.isnan(depth) else reached}{ceiling}"
     findings = "; ".join(_findings(subject, reference, readout, trajectory, verdict))
-    if subject.test.num_examples < FEWEST:
-        head = f"Nothing can be told from {subject.test.num_examples} test examples"
+    if subject.test.num_units < FEWEST:
+        what = "test examples" if subject.test.sequences is None else "test sequences"
+        head = f"Nothing can be told from {subject.test.num_units} {what}"
     else:
         head = _HEADS[verdict]
     return f"{head}: {findings}.{ceiling}"

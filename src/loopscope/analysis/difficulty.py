@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from loopscope.analysis.bootstrap import intervals, resampled_sums
+from loopscope.analysis.bootstrap import intervals, resampled_means
 from loopscope.errors import UserError
 from loopscope.exits import signal
 from loopscope.trajectory import Trajectory
@@ -52,11 +52,20 @@ def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> ByDifficulty:
     """The bin means of [N, T] values."""
     levels, bins = difficulty_bins(trajectory)
     counts = np.bincount(bins)
-    members = [values[bins == level].astype(np.float32) for level in range(len(levels))]
+    inside = [bins == level for level in range(len(levels))]
     with np.errstate(invalid="ignore"):  # an infinite signal has no interval
-        bounds = [intervals(resampled_sums(each) / len(each)) for each in members]
+        bounds = [
+            intervals(resampled_means(values[each].astype(np.float32), units=_units_inside(trajectory, each)))
+            for each in inside
+        ]
     low, high = np.stack([each.low for each in bounds]), np.stack([each.high for each in bounds])
     return ByDifficulty(levels, counts.tolist(), _bin_means(values, bins), low, high)
+
+
+def _units_inside(trajectory: Trajectory, inside: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+    if trajectory.units is None:
+        return None
+    return np.unique(trajectory.units[inside], return_inverse=True)[1].astype(np.int64)
 
 
 def _bin_means(values: NDArray[Any], bins: NDArray[np.int64]) -> Means:

@@ -32,7 +32,7 @@ from loopscope.trajectory import Trajectory
 
 Way = Callable[[float], tuple[str, Sums]]
 FEWEST = 30
-"""With fewer test examples than this a bootstrap interval says nothing."""
+"""With fewer test examples than this (sequences, distinct inputs) a bootstrap interval says nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class Gap:
     first_reaches_target: float  # share of resamples in which the first reaches the target
     second_reaches_target: float
     examples: int
+    units: int  # that were resampled: examples, or the sequences or distinct inputs that they belong to
 
     @property
     def sign(self) -> int:
         """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
-        if self.examples < FEWEST:
+        if self.units < FEWEST:
             return 0
         reaches_more = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
         missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
@@ -67,7 +68,7 @@ class Gap:
     @property
     def is_nothing(self) -> bool:
         """Whether the two take as many loops: the whole interval is zero, to the hundredths that are printed."""
-        return self.examples >= FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < 0.005
+        return self.units >= FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < 0.005
 
 
 class Subject:
@@ -153,7 +154,8 @@ def gap_between(target: float, first: Way, second: Way, subject: Subject, floor:
         assert bounds is not None
         numbers = (float(a[0]), float(b[0]), float(difference[0]), bounds.low, bounds.high)
         shares = (bounds.reached, *at_target)
-        return Gap(first_name, second_name, target, accuracy, *numbers, *shares, subject.test.num_examples)
+        counted = (subject.test.num_examples, subject.test.num_units)
+        return Gap(first_name, second_name, target, accuracy, *numbers, *shares, *counted)
     return None
 
 

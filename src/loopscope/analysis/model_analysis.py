@@ -29,13 +29,13 @@ from loopscope.analysis import (
     hold_out,
     interval,
     paired,
-    resampled_sums,
+    resampled_means,
     signal_by_difficulty,
     target_level,
 )
 from loopscope.analysis.benchmarks import benchmark_result
 from loopscope.analysis.bootstrap import Curves, intervals, resampled_curves
-from loopscope.analysis.diagnosis import without_verdict
+from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, rooms, without_verdict
 from loopscope.analysis.labels import model_label, recorded_run
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import (
@@ -166,6 +166,7 @@ def analyse_model(
         for name in readouts
     ]
     frontiers = {each.frontier.readout: each.frontier for each in details}
+    diagnosis = diagnose_subject(subject, against, sought[0])
     paper = {name: sweep(name, validation, evaluation, grid="paper") for name in readouts}
     result = ModelResult(
         name=source.name,
@@ -193,7 +194,8 @@ def analyse_model(
             [_paper_result(frontier, levels, evaluation) for frontier in paper.values()],
             _paired(paper, source, evaluation, reference, "paper"),
         ),
-        diagnosis=diagnose_subject(subject, against, sought[0]),
+        diagnosis=diagnosis,
+        rooms=_rooms(subject, diagnosis, levels),
         paired=_paired(frontiers, source, evaluation, reference, "fine"),
         fitted_gaps=_fitted_gaps(validation, evaluation, source.gates, sought[0]),
         extrapolation=None if source.extrapolation is None else _extrapolation(source.extrapolation),
@@ -202,6 +204,12 @@ def analyse_model(
         benchmark=benchmark_result(source.name, test),
     )
     return ModelAnalysis(result, threshold_details(details, certified, evaluation, sought))
+
+
+def _rooms(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]) -> dict[str, Rooms]:
+    if diagnosis.verdict == NO_VERDICT:
+        return {}
+    return {level.target.key: rooms(subject, level) for level in levels}
 
 
 def frontier_result(detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:
@@ -227,14 +235,13 @@ def _frontier_result(
     evaluation: Trajectory,
 ) -> FrontierResult:
     point, (thresholds, drawn) = frontier.select(), points
-    accuracy, loops = drawn.right / drawn.examples, drawn.loops / drawn.examples
-    bounds = intervals(accuracy)
-    means = resampled_sums(exits_of(point.policy, evaluation)) / evaluation.num_examples
+    bounds = intervals(drawn.accuracy)
+    means = resampled_means(exits_of(point.policy, evaluation), units=evaluation.units)
     return FrontierResult(
         frontier.readout,
         thresholds,
-        accuracy[0].tolist(),
-        loops[0].tolist(),
+        drawn.accuracy[0].tolist(),
+        drawn.average_loops[0].tolist(),
         rounded(bounds.low.tolist()),
         rounded(bounds.high.tolist()),
         {level.target.key: frontier.depth_at(level.reached) for level in levels},

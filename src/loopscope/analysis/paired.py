@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.analysis.bootstrap import RESAMPLES, SEED, Estimate, estimate, resampled_sums
+from loopscope.analysis.bootstrap import RESAMPLES, SEED, Estimate, estimate, resampled_means
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.trajectory import Trajectory
@@ -41,7 +41,7 @@ def paired(first: Side, second: Side, resamples: int = RESAMPLES, seed: int = SE
     if not np.array_equal(first.trajectory.required_labels, second.trajectory.required_labels):
         raise UserError("A paired comparison needs the same examples in both recordings, in the same order.")
     ours, theirs = (exits_of(side.policy, side.trajectory) for side in (first, second))
-    means = resampled_sums(ours - theirs, resamples, seed) / len(ours)
+    means = resampled_means(ours - theirs, resamples, seed, first.trajectory.units)
     return Paired(
         first.name,
         second.name,

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired, Target, TargetLevel
+from loopscope.analysis.diagnosis import Rooms
 from loopscope.analysis.timings import QuestionBench
 from loopscope.exits.guarantee import Guarantee
 
-RESULTS_SCHEMA = 7
+RESULTS_SCHEMA = 8
 
 
 class Binned(msgspec.Struct, frozen=True):
@@ -118,6 +119,7 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
     frontiers: list[FrontierResult]
     paper_grid: PaperGrid
     diagnosis: Diagnosis
+    rooms: dict[str, Rooms]  # target -> room left and its reachable part there; nothing without a verdict
     paired: list[Paired]  # at the operating points that validation chose
     fitted_gaps: list[Gap]  # D@X of every fitted gate minus that of the model's own gate, or of margin without one
     extrapolation: Extrapolation | None

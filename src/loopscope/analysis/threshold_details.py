@@ -166,7 +166,7 @@ def threshold_details(
 
 def _curve(detail: DetailedFrontier, certified: Sequence[Certified], stops: Sequence[float]) -> ReadoutCurve:
     frontier, resampled = detail.frontier, detail.resampled
-    accuracy, loops = resampled.right / resampled.examples, resampled.loops / resampled.examples
+    accuracy, loops = resampled.accuracy, resampled.average_loops
     depths = detail.depths.depths_at(stops)
     of_accuracy, of_loops, of_depths = (intervals(values) for values in (accuracy, loops, depths))
     oracle = readout_kind(frontier.readout) == "oracle"

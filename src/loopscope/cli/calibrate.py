@@ -106,7 +106,8 @@ def _certify(recording: "Trajectory", target: "RiskTarget", options: argparse.Na
             "yours to know (by provenance: docs/recordings.md)."
         )
     if recording.split is None:
-        print_note("The recording does not say which split it is of; that it is not for evaluation is yours to know.")
+        what = "it is not for evaluation" + (", nor what the gate was fitted to," if options.gate else "")
+        print_note(f"The recording does not say which split it is of; that {what} is yours to know.")
     return policy
 
 

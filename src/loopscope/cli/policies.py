@@ -61,5 +61,5 @@ def load_gates(folders: Sequence[Path], calibration: "Trajectory") -> dict[str, 
         if name in gates:
             raise UserError(f"Two of the gates are named '{name}'; give their folders different names.")
         gates[name] = load_fitted(folder)
-        gates[name].check_calibration(calibration.split)
+        gates[name].check_calibration(calibration)
     return gates

@@ -150,7 +150,7 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
         )
     validation = Trajectory.load(recording)
     if gate is not None:
-        gate.check_calibration(validation.split)
+        gate.check_calibration(validation)
         validation = attach(validation, {options.gate.absolute().name: gate})
     return replace(choose(readout, validation), gate=gate)
 

@@ -145,7 +145,7 @@ def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, F
     if recording.num_loops == 1:
         raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
     for gate in gates.values():
-        gate.check_calibration(recording.split)
+        gate.check_calibration(recording)
     if grid is not None:
         check_split(grid, "grid's")
         check_same_model(recording, grid, "The recording and that of the grid")

@@ -9,7 +9,7 @@ Shapes: N examples, T loops, D width, H hidden units.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,16 @@ GATE_SCHEMA = 1
 GATE_WEIGHTS = "gate.safetensors"
 _LAYERS = {2: ("weight", "bias"), 4: ("weight_1", "bias_1", "weight", "bias")}
 _CHUNK = 4096
+
+
+class CalibrationData(Protocol):
+    """A recording, or a live run of one."""
+
+    @property
+    def split(self) -> str | None: ...
+
+    @property
+    def sha256(self) -> str: ...
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -110,8 +120,8 @@ class FittedGate:
     def check(self, weights: str | None) -> None:
         check_host(self.provenance, weights, "gate")
 
-    def check_calibration(self, split: str | None) -> None:
-        check_other_split(self.provenance, split, "gate")
+    def check_calibration(self, recording: CalibrationData) -> None:
+        check_other_data(self.provenance, recording, "gate")
 
     def save(self, folder: str | Path) -> None:
         with artifact_folder(as_path(folder, "folder"), GATE, [GATE_WEIGHTS]) as scratch:
@@ -138,7 +148,11 @@ def check_host(provenance: Mapping[str, Any], weights: str | None, what: str) ->
         raise UserError(f"This {what} was fitted to the states of another model; fit one to this model.")
 
 
-def check_other_split(provenance: Mapping[str, Any], split: str | None, what: str) -> None:
+def check_other_data(provenance: Mapping[str, Any], recording: CalibrationData, what: str) -> None:
     """Refuses to choose a threshold on the data to which it was fitted."""
-    if split is not None and split == provenance.get("split"):
-        raise UserError(f"This {what} was fitted to the {split} split, so its threshold must be chosen on another.")
+    if recording.split is not None and recording.split == provenance.get("split"):
+        raise UserError(
+            f"This {what} was fitted to the {recording.split} split, so its threshold must be chosen on another."
+        )
+    if recording.sha256 == provenance.get("recording"):
+        raise UserError(f"This {what} was fitted to this very recording, so its threshold must be chosen on another.")

@@ -69,7 +69,7 @@ def propose_candidates(
     check_live_target(target)
     check_gates(gates)
     for gate in gates.values():
-        gate.check_calibration(recording.split)
+        gate.check_calibration(recording)
     check_split(recording, "calibration")
     if scope_of(recording).unit != "tokens" or recording.sequences is None:
         raise UserError("Live runs are for text: give a recording that `loopscope record text` made.")
@@ -139,7 +139,7 @@ def certify_live(runs: LiveRuns, target: RiskTarget, seed: int = 0, bound: Bound
     proof, contents = Proof(bound, as_count(seed, "seed", 0)), runs.contents
     check_split(runs, "calibration")
     if runs.rule.gate is not None:
-        runs.rule.gate.check_calibration(contents.split)
+        runs.rule.gate.check_calibration(runs)
     if contents.proposing is None:
         raise UserError(
             "This live run is of a policy that was given, so it can check a promise (loopscope evaluate) but not make "

@@ -25,7 +25,7 @@ from loopscope.arguments import as_array, as_path, check_kind, check_mapping
 from loopscope.artifacts import artifact_folder, map_tensors, read_manifest, save_tensors, write_manifest
 from loopscope.config import Settings, build, plain
 from loopscope.errors import UserError
-from loopscope.exits.fitted_gate import GATE, GATE_SCHEMA, GATE_WEIGHTS, check_host, check_other_split
+from loopscope.exits.fitted_gate import GATE, GATE_SCHEMA, GATE_WEIGHTS, CalibrationData, check_host, check_other_data
 from loopscope.exits.readouts import Readout, State, find_readout
 from loopscope.exits.recorded_signals import signal
 from loopscope.exits.signals import STOPPER, Array, Signal
@@ -121,8 +121,8 @@ class Stopper:
     def check(self, weights: str | None) -> None:
         check_host(self.provenance, weights, "stopper")
 
-    def check_calibration(self, split: str | None) -> None:
-        check_other_split(self.provenance, split, "stopper")
+    def check_calibration(self, recording: CalibrationData) -> None:
+        check_other_data(self.provenance, recording, "stopper")
 
     def check_depth(self, num_loops: int) -> None:
         if num_loops != self.num_loops:

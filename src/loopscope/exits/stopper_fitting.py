@@ -82,6 +82,7 @@ def fit_out_of_bag(
         "stopper": plain(settings),
         "weights_sha256": recording.provenance.get("weights_sha256"),
         "split": recording.split,
+        "recording": recording.sha256,
         "examples": recording.num_examples,
     }
     fitting = _Fitting(settings, names, edges, values, right.astype(np.float64), recording.sequences)

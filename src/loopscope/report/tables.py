@@ -112,49 +112,56 @@ def gaps(results: Results) -> Table:
 
 
 def learned_stoppers(results: Results) -> Table | None:
-    """What rules on all signals together gain over the best single readout, and what only the labels know."""
-    target, models = results.targets[0], {model.name: model for model in results.models}
+    """What rules on all signals together gain over the best single readout, and what no rule has reached."""
+    models = {model.name: model for model in results.models}
     learned = [f"{STOPPER}{kind}" for kind in KINDS]
-    rows = []
+    several, rows = len(results.targets) > 1, []
     for group in results.groups:
         members = [models[name] for name in group.names]
         if without_depths(members) or not any(name in group.depth_at for name in learned):
             continue
-        best = [model.diagnosis.best_readout for model in members]
-        single = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
-        depths = [over_seeds([_depth_of(model, name, target.key) for model in members]) for name in learned]
-        lower = read_lower(members, target)
-        room = [model.diagnosis.room_left for model in members]
-        reachable = [model.diagnosis.reachable_room for model in members]
-        signs = [gap.sign for gap in reachable if gap is not None]
-        each = "; ".join(_gap(gap, "N/A", False, gap.target if gap else 0.0) for gap in reachable)
-        rows.append(
-            [
-                group.label if len(members) > 1 else members[0].label,
-                f"{over_seeds(single)}{lower}, {'/'.join(dict.fromkeys(best))}",
-                *(f"{depth}{lower}" for depth in depths),
-                gap_over_seeds(room) or "N/A",
-                f"{gap_over_seeds(reachable) or 'N/A'}: {each}" if len(members) > 1 else each,
-                f"{signs.count(1)}, {signs.count(-1)}",
-                str(over_seeds([_only_labels(*both) for both in zip(room, reachable, strict=True)])),
-            ]
-        )
+        name = group.label if len(members) > 1 else members[0].label
+        for target in results.targets:
+            rows.append([name, *([target.label] if several else []), *_stopper_cells(members, target, learned)])
     if not rows:
         return None
     note = (
-        f"{target.label} of the single readout that validation data choose, and of two rules learned from validation "
-        "data on all signals together: optimal stopping by backward induction, and a classifier that says whether "
-        "exiting here loses nothing. Room left: the single readout minus the cheapest rule that knows the labels. "
-        "Reachable room, a part of it: the single readout minus the learned rule that validation data choose, on the "
-        "same test examples, of every seed with its 95 % bootstrap interval; in how many seeds the learned rule is "
-        "better or worse (interval without zero). It is a lower bound: what was learned from this much data. The rest "
-        "only the labels know. Over several seeds: mean ± sample standard deviation (how many)."
+        f"{'D@X' if several else results.targets[0].label} of the single readout that validation data choose, and of "
+        "two rules learned from validation data on all signals together: optimal stopping by backward induction, and a "
+        "classifier that says whether exiting here loses nothing. Room left: the single readout minus the cheapest "
+        "rule that knows the labels. Reachable room, a part of it: the single readout minus the learned rule that "
+        "validation data choose, on the same test examples, of every seed with its 95 % bootstrap interval; in how "
+        "many seeds the learned rule is better or worse (interval without zero). It is a lower bound: what was learned "
+        "from this much data and these signals. Gaps are at a lower accuracy (@) where the target is out of reach. "
+        "Over several seeds: mean ± sample standard deviation (how many)."
     )
-    columns = ["model", "best single readout", *KINDS, "room left", "reachable room", "seeds better, worse"]
-    return Table("Learned stoppers", note, [*columns, "only labels know"], rows)
+    columns = ["model", *(["target"] if several else []), "best single readout", *KINDS, "room left", "reachable room"]
+    return Table("Learned stoppers", note, [*columns, "seeds better, worse", "not reached"], rows)
 
 
-def _only_labels(room: Gap | None, reachable: Gap | None) -> float | None:
+def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequence[str]) -> list[str]:
+    """The row of runs that differ in their seed only, at one target."""
+    found = [model.rooms.get(target.key) for model in members]
+    room = [None if each is None else each.room_left for each in found]
+    reachable = [None if each is None else each.reachable_room for each in found]
+    best = [
+        gap.first if gap is not None else model.diagnosis.best_readout for gap, model in zip(room, members, strict=True)
+    ]
+    single = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
+    depths = [over_seeds([_depth_of(model, name, target.key) for model in members]) for name in learned]
+    lower, signs = read_lower(members, target), [gap.sign for gap in reachable if gap is not None]
+    each = "; ".join(_gap(gap, "N/A", False, gap.target if gap else 0.0) for gap in reachable)
+    return [
+        f"{over_seeds(single)}{lower}, {'/'.join(dict.fromkeys(best))}",
+        *(f"{depth}{lower}" for depth in depths),
+        gap_over_seeds(room) or "N/A",
+        f"{gap_over_seeds(reachable) or 'N/A'}: {each}" if len(members) > 1 else each,
+        f"{signs.count(1)}, {signs.count(-1)}",
+        str(over_seeds([_not_reached(*both) for both in zip(room, reachable, strict=True)])),
+    ]
+
+
+def _not_reached(room: Gap | None, reachable: Gap | None) -> float | None:
     """What is left of the room, where both are at the same accuracy."""
     if room is None or reachable is None or room.accuracy != reachable.accuracy:
         return None

@@ -117,6 +117,7 @@ def fit_gate(
         "gate": plain(settings),
         "weights_sha256": recording.provenance.get("weights_sha256"),
         "split": recording.split,
+        "recording": recording.sha256,
         "examples": count,
     }
     return FittedGate.of_tensors(tensors, provenance)
