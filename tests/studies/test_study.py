@@ -437,7 +437,7 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
         mano = [run for run in runs if run.task == runs[0].task]
         seeds = [run.training.seed for run in mano]
         assert max(seeds[30:]) == 0  # three seeds of the main settings come before the variants
-        assert (len(mano), len(runs)) == (41, 71)
+        assert (len(mano), len(runs)) == (43, 73)
     else:
         betas = {beta for _, beta, _ in settings("mano", "linear", "uniform")}
         assert betas == {0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5}

@@ -108,6 +108,26 @@ def test_an_adapter_lowers_the_loss_of_every_loop_and_becomes_a_checkpoint(ouro:
     assert not torch.equal(ls.load_model(tmp_path / "merged").gate.weight, before["model.early_exit_gate.weight"])
 
 
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "an adapter"])
+def test_a_decoupled_gate_changes_nothing_else(ouro: Path, tmp_path: Path, adapter: bool) -> None:
+    """Bit for bit what the fixed prior trains, also where gradients are clipped."""
+    trained = {}
+    for name in ("fixed_prior", "decoupled_gate"):
+        torch.manual_seed(0)
+        base = load(ouro)
+        model = get_peft_model(base, lora_config(base, rank=4)) if adapter else base
+        run = trainer(model, tmp_path, name, max_steps=6, logging_steps=2, max_grad_norm=0.05)
+        run.train()
+        norms = [each["grad_norm"] for each in run.state.log_history if "grad_norm" in each]
+        trained[name] = ({key: each.clone() for key, each in model.state_dict().items()}, norms)
+    (plain, norms), (decoupled, same) = trained.values()
+    different = {key for key, value in plain.items() if not torch.equal(value, decoupled[key])}
+    assert different
+    assert all("early_exit_gate" in key for key in different)
+    assert norms == same
+    assert min(norms) > 0.05  # so that they were clipped
+
+
 def weighted(loops: LoopLosses, power: float = 2.0) -> Tensor:
     return (loops.cross_entropy**power).mean(0)
 

@@ -61,7 +61,8 @@ from loopscope.errors import UserError, visible
 from loopscope.exits import ExitPolicy, Frontier, attach, sweep
 from loopscope.exits.fitted import Fitted, by_readout
 from loopscope.exits.readouts import POST_HOC, readout_kind
-from loopscope.exits.signals import FITTED, own_name
+from loopscope.exits.signals import FITTED, STOPPER, own_name
+from loopscope.exits.stopper import KINDS
 from loopscope.exits.sweep import Grid
 from loopscope.exits.thresholds import available_readouts
 from loopscope.progress import ProgressCallback, silent
@@ -150,6 +151,11 @@ def analyse_model(
     levels = [target_level(target, source.validation, test) for target in sought]
     own = {own_name(policy.readout): policy.gate for policy in source.policies if policy.gate is not None}
     gates = {**own, **source.gates}
+    if taken := sorted({*by_readout(gates)} & {STOPPER + kind for kind in KINDS}):
+        raise UserError(
+            f"A report learns a '{taken[0]}' of its own from validation data; give the folder of yours another name "
+            f"than '{own_name(taken[0])}', and calibrate its policy again."
+        )
     subject = source.measure if without_verdict(source.validation, test, levels[0]) else source.subject
     validation, evaluation = (attach(recording, gates) for recording in (subject.validation, subject.test))
     against = None if reference is None else subject if reference is source else reference.measure

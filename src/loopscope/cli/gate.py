@@ -1,7 +1,7 @@
 """Fit an exit gate or a stopper to a frozen trajectory, or put a gate into a checkpoint.
 
 loopscope gate fit runs/mine/recordings/train --out gates/linear
-loopscope gate fit runs/mine/recordings/train --kind induction --out gates/induction
+loopscope gate fit runs/mine/recordings/train --kind induction --out gates/price
 loopscope gate write gates/linear Ouro-1.4B --out Ouro-1.4B-refitted
 """
 
@@ -30,9 +30,9 @@ def _define_fit(kinds: Any) -> None:
 loopscope record task runs/mine --split train --hidden --examples 20000
 loopscope gate fit runs/mine --out gates/linear
 loopscope gate fit runs/mine --kind mlp --objective utility --out gates/mlp-utility
-loopscope gate fit runs/mine --kind induction --out gates/induction
+loopscope gate fit runs/mine --kind induction --out gates/price
 loopscope evaluate runs/mine --gate gates/linear            (its splits recorded with --hidden)
-loopscope calibrate runs/mine --gate gates/induction --readout stopper:induction --out policy.json
+loopscope calibrate runs/mine --gate gates/price --readout stopper:price --out policy.json
 loopscope run runs/mine examples.txt --gate gates/linear
 
 ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility: whether

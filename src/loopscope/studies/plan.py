@@ -220,14 +220,16 @@ def _refitted(gates: Gates, score: Score) -> list[Fit]:
 def _check(run: StudyRun, part: StudyPart) -> None:
     """Says before anything is trained what could only fail afterwards."""
     task = run.settings.task
-    if task.train_examples == 0 and (part.unseen or run.of.fit):
+    fitted = part.gates.examples if run.of.fit else None
+    if task.train_examples == 0 and (part.unseen or (run.of.fit and fitted is None)):
         reason = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
-        raise UserError(f"{reason}, so its task needs stored training examples (train_examples above 0).")
+        instead = "" if part.unseen else ", or gates.examples, how many to draw"
+        raise UserError(f"{reason}, so its task needs stored training examples (train_examples above 0){instead}.")
     for size, whole, what in (
-        (part.gates.examples if run.of.fit else None, task.train_examples, "gates.examples"),
+        (fitted, task.train_examples, "gates.examples"),
         (part.extrapolation_examples, task.test_examples, "extrapolation_examples"),
     ):
-        if size is not None and size > whole:
+        if size is not None and 0 < whole < size:
             raise UserError(f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}.")
     if run.of.extrapolate:
         extrapolation_levels(run.settings)

@@ -107,7 +107,8 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
     def split(self, name: str, size: int | None = None, levels: range | None = None) -> Examples:
         """A split (or its first `size` examples), balanced over difficulties.
 
-        `extrapolation` needs `levels` beyond the range of training.
+        `extrapolation` needs `levels` beyond the range of training. Of a task that draws its training examples online,
+        `train` is so many others, drawn as those were.
         """
         check_split_name(name)
         if name == "extrapolation" and (levels is None or levels.start <= self.levels[-1]):
@@ -115,8 +116,11 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
                 f"The extrapolation split needs difficulties above {self.levels[-1]}, the hardest of training."
             )
         whole: int = getattr(self, "test_examples" if name == "extrapolation" else f"{name}_examples")
-        if whole == 0:
-            raise UserError("This task draws its training examples online: there is no stored train split.")
+        if whole == 0 and size is None:
+            raise UserError(
+                "This task draws its training examples online: there is no stored train split; say how many to draw."
+            )
+        whole = whole or size or 0
         if size is not None and size > whole:
             raise UserError(f"The {name} split has {whole:,} examples, {size:,} were asked for.")
         draws = Draws(getattr(self, f"{name}_seed"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
@@ -135,6 +136,18 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
             if self.args.average_tokens_across_devices:
                 loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return (loss, found) if return_outputs else loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """A decoupled gate is clipped by itself, so that its gradients change no other step; sharded ones are not."""
+        whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        if self.objective.name != "decoupled_gate" or self.accelerator.distributed_type not in whole:
+            return super()._clip_grad_norm(model)
+        own: Any = _base(self.model).looped.gate
+        gate = set(own.parameters())
+        rest = [parameter for parameter in model.parameters() if parameter not in gate]
+        norm = self.accelerator.clip_grad_norm_(rest, self.args.max_grad_norm)  # unscales all gradients
+        nn.utils.clip_grad_norm_(gate, self.args.max_grad_norm)
+        return norm
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
