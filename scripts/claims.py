@@ -7,6 +7,7 @@ import json
 import lzma
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ CONVERGENCE = ("kl", "logit_change", "hidden_change")
 PRIORS = ("geometric0.3", "uniform")
 
 
-def over_seeds(values: list[float | None], digits: int = 2) -> str:
+def over_seeds(values: Sequence[float | None], digits: int = 2) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "N/A"
@@ -36,6 +37,10 @@ def gap(value: dict[str, Any] | None) -> str:
     return f"{value['value']:+.2f} [{value['low']:+.2f}, {value['high']:+.2f}]{at}"
 
 
+def sign(value: dict[str, Any]) -> int:
+    return 0 if value["low"] <= 0 <= value["high"] else 1 if value["value"] > 0 else -1
+
+
 def frontier(model: Model, readout: str, grid: str = "paper") -> dict[str, Any] | None:
     frontiers = model["paper_grid"]["frontiers"] if grid == "paper" and model["paper_grid"] else model["frontiers"]
     return next((each for each in frontiers if each["readout"] == readout), None)
@@ -48,6 +53,14 @@ def depth(model: Model, readout: str, target: str = "0.95", grid: str = "paper")
 
 def depths(models: list[Model], readout: str, grid: str = "paper") -> str:
     return " | ".join(over_seeds([depth(model, readout, target, grid) for model in models]) for target in TARGETS)
+
+
+def best_at(model: Model, target: str) -> tuple[str, float | None]:
+    """The single readout that validation data choose for a target, and its depth there on test data."""
+    room = model["rooms"][target]["room_left"] if target in model["rooms"] else None
+    if room is None or room["accuracy"] != room["target"]:
+        return "none", None
+    return room["first"], room["first_depth"]
 
 
 def title(text: str) -> None:
@@ -65,15 +78,16 @@ class Claims:
         return {name: models for name, models in self.groups.items() if name.startswith(f"{task}-")}
 
     def blame(self, task: str) -> None:
-        title(f"{task}: own gate and best readout, D@95 D@98 D@99 (fine grid), gaps by seed")
+        title(f"{task}: own gate and best readout, D@95 D@98 D@99 (fine grid), gaps by seed at 95 %")
         for name, models in self.task(task).items():
-            best = models[0]["diagnosis"]["best_readout"]
-            print(f"- {name}: blamed {[' and '.join(model['diagnosis']['blamed']) for model in models]}")
+            print(f"- {name}: blamed {[model['diagnosis']['verdict'] for model in models]}")
             print(f"  - own gate {depths(models, 'gate', 'fine')} (paper's grid {depths(models, 'gate')})")
-            own = [[depth(m, m["diagnosis"]["best_readout"], target, "fine") for m in models] for target in TARGETS]
-            print(f"  - best readout ({best} in seed 0) {' | '.join(over_seeds(each) for each in own)}")
+            chosen = [[best_at(model, target) for model in models] for target in TARGETS]
+            names = ["/".join(dict.fromkeys(each[0] for each in at)) for at in chosen]
+            own = " | ".join(over_seeds([each[1] for each in at]) for at in chosen)
+            print(f"  - best readout, chosen on validation data for each target ({', '.join(names)}): {own}")
             print(f"  - margin {depths(models, 'margin', 'fine')} (paper's grid {depths(models, 'margin')})")
-            for kind in ("readout_gap", "trajectory_gap", "room_left", "reachable_room"):
+            for kind in ("readout_gap", "trajectory_gap"):
                 print(f"  - {kind}: {'; '.join(gap(model['diagnosis'][kind]) for model in models)}")
 
     def forced(self, task: str) -> None:
@@ -155,38 +169,33 @@ class Claims:
                         print(f"  - exits, {name}, seed 0: {', '.join(f'{100 * value:.0f}' for value in row)} %")
 
     def early_states(self) -> None:
-        title("accuracy at loop 1 against D@95 of the best readout, Spearman's correlation over MANO's runs")
+        title("accuracy at loop 1 against D@95 of the best readout, Spearman's correlation over MANO's trajectories")
         runs = [
-            (model["forced_accuracy"][0], depth(model, model["diagnosis"]["best_readout"], "0.95", "fine"), model)
-            for models in self.task("mano").values()
+            (model["forced_accuracy"][0], best_at(model, "0.95")[1], name)
+            for name, models in self.task("mano").items()
             for model in models
+            if "decoupled" not in name  # whose trajectories are those of the fixed priors
         ]
-        for name, chosen in (
-            ("all", runs),
-            ("with a gate", [run for run in runs if "fixed" not in run[2]["name"]]),
-            (
-                "with a jointly trained gate",
-                [r for r in runs if not {"fixed", "decoupled"} & {*r[2]["name"].split("-")}],
-            ),
-        ):
+        for label, chosen in (("all", runs), ("with a gate", [run for run in runs if "-b0" in run[2]])):
             known = [run for run in chosen if run[1] is not None]
             rho = spearmanr([run[0] for run in known], [run[1] for run in known]).statistic
-            print(f"- {name}: {rho:+.2f} over {len(known)} of {len(chosen)} runs")
+            print(f"- {label}: {rho:+.2f} over {len(known)} of {len(chosen)} runs")
 
-    def fitted(self) -> None:
-        title("fitted gates: D@95 D@98 D@99 on the paper's grid; minus own gate or margin, paired (fine grid)")
+    def fitted(self, task: str) -> None:
+        title(f"{task}: fitted gates, D@95 | D@98 | D@99; and minus own gate or margin at 95 %, paired, by seed")
         signs: dict[tuple[str, str], list[int]] = {}
-        for name, models in self.task("mano").items():
-            for index, first in enumerate(models[0]["fitted_gaps"]):
-                print(f"- {name}, {first['first']}: {depths(models, first['first'])}")
-                gaps = [model["fitted_gaps"][index] for model in models]
-                print(f"  - minus {first['second']}: {'; '.join(gap(each) for each in gaps)}")
-                kind = "fixed" if "fixed" in name else "joint"
-                signs.setdefault((kind, first["first"]), []).extend(
-                    0 if each["low"] <= 0 <= each["high"] else (1 if each["value"] > 0 else -1) for each in gaps
+        for name, models in self.task(task).items():
+            gaps = [{each["first"]: each for each in model["fitted_gaps"]} for model in models]
+            for readout in sorted({readout for each in gaps for readout in each}):
+                print(
+                    f"- {name}, {readout}: {depths(models, readout, 'fine')} (paper's grid {depths(models, readout)})"
                 )
-        for (kind, readout), found in signs.items():
-            print(f"- {kind}, {readout}: better {found.count(-1)}, undecided {found.count(0)}, worse {found.count(1)}")
+                found = [each.get(readout) for each in gaps]
+                print(f"  - minus {gaps[0][readout]['second']}: {'; '.join(gap(each) for each in found)}")
+                kind = "fixed prior" if "-fixed" in name else "learned gate"
+                signs.setdefault((kind, readout), []).extend(sign(each) for each in found if each is not None)
+        for (kind, readout), each in signs.items():
+            print(f"- {kind}, {readout}: better {each.count(-1)}, undecided {each.count(0)}, worse {each.count(1)}")
 
     def remedy(self, task: str) -> None:
         title(f"{task}: the remedy, D@95 | D@98 | D@99 on the fine grid (reached by how many seeds)")
@@ -197,7 +206,9 @@ class Claims:
                 joint = self.groups[f"{task}-{prior}-{kind}-b0.1"]
                 decoupled = self.groups[f"{task}-{prior}-decoupled-{kind}-b0.1"]
                 print(f"- {prior}, {kind}, joint: {depths(joint, 'gate', 'fine')}")
-                print(f"- {prior}, {kind}, fitted: {depths(fixed, f'gate:{kind}-ponder', 'fine')}")
+                fitted = f"gate:{kind}-ponder"
+                missing = "" if frontier(fixed[0], fitted, "fine") else "not fitted: "
+                print(f"- {prior}, {kind}, fitted: {missing}{depths(fixed, fitted, 'fine')}")
                 print(f"- {prior}, {kind}, decoupled: {depths(decoupled, 'gate', 'fine')}")
                 print(f"- {prior}, {kind}, decoupled, margin: {depths(decoupled, 'margin', 'fine')}")
                 for label, models in (("joint", joint), ("decoupled", decoupled)):
@@ -209,15 +220,19 @@ class Claims:
                     )
 
     def stoppers(self) -> None:
-        title("learned stoppers against the best single readout (reachable room, paired; positive: they save loops)")
-        for task in ("mano", "parity"):
-            for name, models in self.task(task).items():
-                gaps = [model["diagnosis"]["reachable_room"] for model in models]
-                rooms = [model["diagnosis"]["room_left"] for model in models]
-                means = [over_seeds([each["value"] if each else None for each in kind]) for kind in (gaps, rooms)]
-                print(f"- {name}: reachable {means[0]} of {means[1]}: {'; '.join(gap(each) for each in gaps)}")
-                for stopper in ("stopper:induction", "stopper:classifier"):
-                    print(f"  - {stopper}: {depths(models, stopper, 'fine')}")
+        title("learned stoppers: reachable room of the room left, at 95 | 98 | 99 % where that is reached; by seed")
+        for name, models in self.groups.items():
+            for target in TARGETS:
+                both = [(each["room_left"], each["reachable_room"]) for m in models if (each := m["rooms"].get(target))]
+                known = [pair for pair in both if all(each and each["accuracy"] == each["target"] for each in pair)]
+                room, reachable = ([pair[place]["value"] for pair in known] for place in (0, 1))
+                gains = [sign(pair[1]) for pair in known]
+                print(
+                    f"- {name}, {target}: {over_seeds(reachable)} of {over_seeds(room)} ({len(known)} seeds; better "
+                    f"{gains.count(1)}, worse {gains.count(-1)}): {'; '.join(gap(pair[1]) for pair in known)}"
+                )
+            for stopper in ("stopper:induction", "stopper:classifier"):
+                print(f"  - {stopper}: {depths(models, stopper, 'fine')}")
 
     def certified(self) -> None:
         title("certified policies")
@@ -228,9 +243,10 @@ class Claims:
                 verdict = policy["held_out"]["guarantee"]["verdict"]
                 verdicts[verdict] = verdicts.get(verdict, 0) + 1
             loops = over_seeds([policy["held_out"]["average_loops"]["value"] for policy in kept])
-            drops = ", ".join(f"{100 * policy['held_out']['drop']['value']:.2f}" for policy in kept)
+            risks = [max(risk["loss"] for risk in policy["held_out"]["guarantee"]["risks"]) for policy in kept]
+            lost = ", ".join(f"{100 * risk:.2f}" for risk in risks)
             refused = sum(len(model["refused"]) for model in models)
-            print(f"- {name}: {loops} loops, drop {drops} %, {[p['readout'] for p in kept]}, refused {refused}")
+            print(f"- {name}: {loops} loops, loses {lost} %, {[p['readout'] for p in kept]}, refused {refused}")
         print(f"- verdicts: {verdicts}")
 
 
@@ -247,7 +263,8 @@ def main() -> None:
         claims.remedy(task)
     claims.extrapolation()
     claims.early_states()
-    claims.fitted()
+    claims.fitted("mano")
+    claims.fitted("parity")
     claims.stoppers()
     claims.certified()
 

@@ -1,6 +1,7 @@
 """Results: do they say what the analyses say, group seeds, and hold nothing of the machine?"""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -147,3 +148,10 @@ def test_a_recording_of_predictions_alone_still_reports() -> None:
     assert results.models[0].ordering == {}
     stoppers = ["stopper:classifier", "stopper:induction"]
     assert [frontier.readout for frontier in results.models[0].frontiers] == ["fixed", "patience", "oracle", *stoppers]
+
+
+def test_a_stopper_of_the_user_does_not_take_the_name_of_one_that_is_learned_here() -> None:
+    given = source("a", 0)
+    stopper = ls.fit_stopper(random_trajectory(7, rows=200), kind="classifier")
+    with pytest.raises(ls.UserError, match="another name than 'induction'"):
+        analyse_models([replace(given, gates={"induction": stopper})], None, [0.9])

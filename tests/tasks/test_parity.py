@@ -55,3 +55,13 @@ def test_written_examples_are_read_again() -> None:
     for text in ("", "012", "1 0"):
         with pytest.raises(UserError, match="bits"):
             task.parse([text])
+
+
+def test_a_train_split_of_a_task_that_draws_online_is_drawn_like_its_batches() -> None:
+    task = Parity(max_bits=9, validation_examples=50, test_examples=50)
+    with pytest.raises(UserError, match="say how many to draw"):
+        task.split("train")
+    drawn = task.split("train", 90)
+    assert len(drawn) == 90
+    assert np.bincount(drawn.difficulty)[1:].tolist() == [10] * 9
+    assert np.array_equal(drawn.tokens, task.split("train", 90).tokens)
