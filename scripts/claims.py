@@ -177,8 +177,8 @@ class Claims:
             if "decoupled" not in name  # whose trajectories are those of the fixed priors
         ]
         for label, chosen in (("all", runs), ("with a gate", [run for run in runs if "-b0" in run[2]])):
-            known = [run for run in chosen if run[1] is not None]
-            rho = spearmanr([run[0] for run in known], [run[1] for run in known]).statistic
+            known = [(first, depth) for first, depth, _ in chosen if depth is not None]
+            rho = spearmanr(*zip(*known, strict=True)).statistic
             print(f"- {label}: {rho:+.2f} over {len(known)} of {len(chosen)} runs")
 
     def fitted(self, task: str) -> None:
