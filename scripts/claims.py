@@ -178,7 +178,7 @@ class Claims:
         ]
         for label, chosen in (("all", runs), ("with a gate", [run for run in runs if "-b0" in run[2]])):
             known = [(first, depth) for first, depth, _ in chosen if depth is not None]
-            rho = spearmanr(*zip(*known, strict=True)).statistic
+            rho = spearmanr([first for first, _ in known], [depth for _, depth in known]).statistic
             print(f"- {label}: {rho:+.2f} over {len(known)} of {len(chosen)} runs")
 
     def fitted(self, task: str) -> None:
