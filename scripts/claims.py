@@ -58,9 +58,8 @@ def depths(models: list[Model], readout: str, grid: str = "paper") -> str:
 def best_at(model: Model, target: str) -> tuple[str, float | None]:
     """The single readout that validation data choose for a target, and its depth there on test data."""
     room = model["rooms"][target]["room_left"] if target in model["rooms"] else None
-    if room is None or room["accuracy"] != room["target"]:
-        return "none", None
-    return room["first"], room["first_depth"]
+    chosen = model["diagnosis"]["best_readout"] if room is None else room["first"]
+    return chosen, depth(model, chosen, target, "fine")
 
 
 def title(text: str) -> None:
