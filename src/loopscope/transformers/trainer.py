@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
@@ -139,6 +138,8 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """A decoupled gate is clipped by itself, so that its gradients change no other step; sharded ones are not."""
+        from accelerate.utils import DistributedType  # which training needs, and vLLM's environment does not have
+
         whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         if self.objective.name != "decoupled_gate" or self.accelerator.distributed_type not in whole:
             return super()._clip_grad_norm(model)
