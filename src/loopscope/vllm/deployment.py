@@ -18,6 +18,7 @@ from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
 from loopscope.exits.scope import Scope
+from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.decoder_layers import DecoderConfig
 from loopscope.models.hub import find_checkpoint
@@ -77,7 +78,7 @@ def read_deployment(configuration: dict[str, Any], checkpoint: str, revision: st
     if policy is None:
         return Deployment(config, loops)
     tied = policy.model is not None or policy.gate is not None
-    weights = weights_sha256(find_checkpoint(checkpoint, revision)) if tied else None
+    weights = with_configuration(weights_sha256(find_checkpoint(checkpoint, revision)), config.sha256) if tied else None
     fixed = policy.readout == "fixed"
     policy.check(weights, loops, Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision))
     state = ExitState(policy, loops)  # refuses what can only be replayed
