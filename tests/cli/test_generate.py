@@ -1,6 +1,8 @@
 """`loopscope generate`: prompts in, text or JSON lines out, and what cannot be generated."""
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from conftest import random_trajectory
 import loopscope as ls
 from cli.conftest import run
 from loopscope.engine import generation
+from loopscope.exits import readouts
 from loopscope.models.tokenizer import Detokenizer
 
 
@@ -120,6 +123,58 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert not kept.exists()
     assert run(*words, "--out", str(texts)) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_texts_of_another_model_are_not_gone_on_with(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the texts depend on may change between two halves: the model's depth, its tokens, the rule's code."""
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n", encoding="utf-8")
+    (tmp_path / "own_height.py").write_text(
+        "import loopscope as ls\n\n\n"
+        "@ls.readout('own_height', exits='above', reads='logits')\ndef height(logits):\n    return logits.max(axis=1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copytree(checkpoint, tmp_path / "model")
+    words = ("generate", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "2")
+    words += ("--batch-size", "1", "--chat", "--with-readout", "own_height:height", "--readout", "own_height")
+    words += ("--threshold", "1e9", "--out", str(tmp_path / "texts.jsonl"))
+    whole = generation.stream
+
+    def cut(*given: Any, **options: Any) -> Iterator[Any]:
+        for token in whole(*given, **options):
+            if token.key == 1:
+                raise KeyboardInterrupt
+            yield token
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "stream", cut)
+        assert run(*words) == 130
+    for name, old, new in (
+        ("config.json", '"total_ut_steps": 4', '"total_ut_steps": 3'),
+        ("config.json", '"hidden_act"', '"eos_token_id": 7, "hidden_act"'),
+        ("chat_template.jinja", "<|im_start|>", "<|im_end|>"),
+        ("own_height.py", "logits.max(axis=1)", "logits.mean(axis=1)"),
+    ):
+        file = tmp_path / name if name == "own_height.py" else tmp_path / "model" / name
+        before = file.read_text(encoding="utf-8")
+        assert old in before
+        file.write_text(before.replace(old, new), encoding="utf-8")
+        _forget_readout("own_height", monkeypatch)
+        capsys.readouterr()
+        assert run(*words) == 2, name
+        assert "has the texts of another command" in capsys.readouterr().err
+        file.write_text(before, encoding="utf-8")
+    _forget_readout("own_height", monkeypatch)
+    assert run(*words) == 0
+    _forget_readout("own_height", monkeypatch)
+
+
+def _forget_readout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another process would not know it."""
+    for table in (ls.READOUTS, readouts._KNOWN):
+        table.pop(name)  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_text_ends_before_a_string(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

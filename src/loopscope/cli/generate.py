@@ -118,7 +118,8 @@ def execute(options: argparse.Namespace) -> int:
         )
 
     output = _Output(options, given, prompts, tokenizer, texts, ends)
-    if not output.write(tokens, lambda: _settings(options, given, model)):
+    used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
+    if not output.write(tokens, lambda: _settings(options, given, prompts, model, ends, used)):
         return 130
     if stats.tokens:
         print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
@@ -128,15 +129,28 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace, given: list[GivenPrompt], model: "LoopedModel") -> dict[str, Any]:
-    """What the texts depend on."""
+def _settings(
+    options: argparse.Namespace,
+    given: list[GivenPrompt],
+    prompts: list["Prompt"],
+    model: "LoopedModel",
+    ends: set[int],
+    readouts: set[str],
+) -> dict[str, Any]:
+    """What the texts depend on: what was asked for, and what the model, its tokenizer and the rules make of it."""
+    from loopscope.exits.readouts import readout_definition
+
     names = ("chat", "readout", "threshold", "loops", "cache", "lossless", "max_new_tokens", "stop", "temperature")
     found = {name: getattr(options, name) for name in (*names, "top_k", "top_p", "seed", "any_model")}
     files = {each.rule.policy for each in given} | {options.policy}
     policies = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None}
-    weights = {"weights": model.weights_sha256, "precision": model.precision, "policies": policies}
-    rules = [[str(part) for part in each.rule] for each in given]
-    return found | weights | {"prompts": [each.prompt for each in given], "rules": rules}
+    found |= {"weights": model.weights_sha256, "num_loops": model.num_loops, "precision": model.precision}
+    found |= {"policies": policies, "definitions": {name: readout_definition(name) for name in sorted(readouts)}}
+    found |= {
+        "prompts": [each.prompt for each in given],
+        "rules": [[str(part) for part in each.rule] for each in given],
+    }
+    return found | {"tokens": [prompt.tokens.tolist() for prompt in prompts], "ends": sorted(ends)}
 
 
 def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
