@@ -14,6 +14,7 @@ import loopscope as ls
 from loopscope.engine import GenerationStats, Prompt, Sampling, draft_length, generate, stream
 from loopscope.engine.draft_length import MOST_TOKENS, DraftLength
 from loopscope.engine.sampling import Draft
+from loopscope.exits.scope import Scope
 from loopscope.models import LoopedModel
 
 POLICIES = [ls.ExitPolicy("fixed", 1), ls.ExitPolicy("top1", 0.075), ls.ExitPolicy("hidden_cosine", 0.3)]
@@ -224,6 +225,24 @@ def test_how_many_are_drafted_follows_how_many_stand(model: LoopedModel) -> None
 def test_what_cannot_be_is_refused(model: LoopedModel, policy: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ls.UserError, match=words):
         generate(model, prompts(1), policy, **{"lossless": True, **options})
+
+
+def test_drafts_may_come_from_a_policy_for_another_cache(model: LoopedModel) -> None:
+    """The text is full depth's, whatever that promises of text with its own cache."""
+    policy = ls.ExitPolicy("top1", 0.075, scope=Scope(unit="tokens", cache="propagate"))
+    full = generate(model, prompts(2), max_new_tokens=4)
+    ours = generate(model, prompts(2), policy, max_new_tokens=4, lossless=True)
+    assert [text.tokens for text in ours] == [text.tokens for text in full]
+    with pytest.raises(ls.UserError, match="text with the cache 'propagate'"):
+        generate(model, prompts(2), policy, max_new_tokens=4)
+
+
+def test_policies_of_all_prompts_are_looked_at_before_the_first_token(model: LoopedModel) -> None:
+    foreign = ls.ExitPolicy("top1", 0.5, model="a" * 64)
+    asked = [Prompt(0, np.array([1])), Prompt(1, np.array([1]), policy=foreign)]
+    with pytest.raises(ls.UserError, match="calibrated for another model"):
+        next(stream(model, asked, batch_size=1))
+    assert next(stream(model, iter(asked), batch_size=1)).key == 0  # nobody knows what is to come
 
 
 def test_forced_tokens_are_no_drafts(model: LoopedModel) -> None:

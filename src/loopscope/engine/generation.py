@@ -7,7 +7,7 @@ is done twice; the first that full depth would not have said takes back what fol
 Shapes: V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -121,6 +121,9 @@ def stream(
     model.require("kv_cache", "Writing text")
     policies = _Policies(model, policy or ExitPolicy("fixed", model.num_loops), cache, lossless)
     sampling, stats = sampling or Sampling(), stats or GenerationStats()
+    if isinstance(prompts, Sequence):
+        for prompt in prompts:  # before the first token, not when its turn comes
+            policies.of(prompt)
     decoder = Decoder(model, batch_size, cache, lossless)
     waiting = enumerate(prompts)
     rows: dict[int, _Row] = {}
@@ -129,7 +132,6 @@ def stream(
             if (following := next(waiting, None)) is None:
                 break
             number, prompt = following
-            check_kind(prompt, Prompt, "What is continued", "a Prompt")
             own = policies.of(prompt)
             number = number if prompt.number is None else _draws_number(prompt.number)
             rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number, model)
@@ -202,11 +204,13 @@ class _Policies:
 
     def __init__(self, model: LoopedModel, usual: ExitPolicy, cache: CacheMode, lossless: bool) -> None:
         self._model, self._usual, self._lossless = model, usual, lossless
-        self._here = Scope(unit="tokens", cache=cache, precision=model.precision)
+        # what lossless text is does not depend on the policy, so that it is whatever cache that was calibrated for
+        self._here = Scope(unit="tokens", cache=None if lossless else cache, precision=model.precision)
         self._checked: dict[int, ExitPolicy] = {}  # by identity: to compare two is dear
         self._check(usual)
 
     def of(self, prompt: Prompt) -> ExitPolicy:
+        check_kind(prompt, Prompt, "What is continued", "a Prompt")
         check_kind(prompt.policy, (ExitPolicy, type(None)), "The policy of a prompt", "an ExitPolicy")
         policy = prompt.policy or self._usual
         if self._lossless and prompt.forced is not None:
