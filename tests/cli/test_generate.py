@@ -58,6 +58,10 @@ def test_lossless_text_is_full_depths(checkpoint: str, capsys: pytest.CaptureFix
     assert ours["drafted"] >= ours["accepted"] == sum(loops == 1 for loops in ours["loops"])
     assert ours["drafted"] > 0
     assert f"{ours['accepted']} of {ours['drafted']} drafts stood" in notes[1]
+    assert "up to rounding" not in notes[1]
+    for more, noted in ((("--loops", "1", "--lossless"), True), ((), False)):
+        assert run(*words, *more, "--dtype", "bfloat16") == 0
+        assert ("In bfloat16, lossless text is full depth's up to rounding" in capsys.readouterr().err) is noted
 
 
 def test_a_text_is_spelled_as_it_comes_without_decoding_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,8 @@ def define(subparsers: Any) -> None:
     parser.add_argument(
         "--lossless",
         action="store_true",
-        help="the text of full depth: the exit rule only says which tokens are drafts, which are verified together",
+        help="the text of full depth, up to rounding (below float32 ties may fall otherwise): the exit rule only says "
+        "which tokens are drafts, which are verified together",
     )
     parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="default: 128")
     parser.add_argument(
@@ -102,6 +103,11 @@ def execute(options: argparse.Namespace) -> int:
     for prompt in prompts:
         token_budget(model, prompt, options.max_new_tokens)  # before anything is printed, not when its turn comes
     announce_device(options)
+    if options.lossless and model.precision != "float32":
+        print_note(
+            f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
+            "likely, either may come; --dtype float32 is nearly exact."
+        )
     texts, stats, start = StopStrings(tokenizer, options.stop), GenerationStats(), time.perf_counter()
     ends = stop_tokens(tokenizer, end_tokens(folder))
 
