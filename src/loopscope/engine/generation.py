@@ -100,7 +100,7 @@ def stream(
     so. A prompt that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what
     is drawn: a prompt has random numbers of its own. A prompt's own policy is taken before `policy`.
 
-    With `lossless`, text is what full depth says, or, where it is drawn, with the same probabilities: the policy decides
+    With `lossless`, text is what full depth says, or, where it is drawn, with the same probabilities: the policy says
     which tokens are drafts, and a token comes when full depth has confirmed it. That is exact up to rounding: several
     tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
     other may be said.
