@@ -15,6 +15,7 @@ from conftest import random_trajectory
 
 import loopscope as ls
 from cli.conftest import run
+from loopscope.cli.generate import _wasted
 from loopscope.engine import generation
 from loopscope.exits import readouts
 from loopscope.models.tokenizer import Detokenizer
@@ -218,6 +219,17 @@ def test_a_policy_that_saves_no_time_is_named(checkpoint: str, capsys: pytest.Ca
         assert run(*words, *policy) == 0
         said[policy[-1]] = capsys.readouterr().err
     assert [name for name, text in said.items() if "This saved no time" in text] == ["0.1"], said
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "cost", "words"),
+    [(0, 0, 130.0, "nothing was drafted"), (20, 19, 130.0, "no faster than full depth"), (60, 25, 70.0, None)],
+)
+def test_lossless_text_that_saves_no_time_is_named(drafted: int, accepted: int, cost: float, words: str | None) -> None:
+    """By what it took, those that were asked in vain included, not by how many drafts stood."""
+    stats = generation.GenerationStats(tokens=100, drafted=drafted, accepted=accepted, drafting_cost=cost)
+    told = _wasted(stats, 110, 4, lossless=True)
+    assert told is None if words is None else words in str(told)
 
 
 @pytest.mark.parametrize(

@@ -264,3 +264,18 @@ def test_prompts_with_policies_of_their_own_run_together(model: LoopedModel) -> 
         assert same(together, alone)
     with pytest.raises(ls.UserError, match="beyond the model's 4 loops"):
         generate(model, [Prompt(0, np.array([1]), policy=ls.ExitPolicy("fixed", 9))], usual)
+
+
+def test_asking_in_vain_is_given_up(model: LoopedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that reads logits and lets nobody exit takes a head at every loop; now and then it is tried again."""
+    read: list[int] = []
+    predict = type(model).predict
+    monkeypatch.setattr(type(model), "predict", lambda self, given: (read.append(len(given)), predict(self, given))[1])
+    for policy, most in ((ls.ExitPolicy("margin", 1e9), 120), (ls.ExitPolicy("hidden_cosine", -2.0), 60)):
+        read.clear()
+        stats = GenerationStats()
+        generate(model, prompts(1), policy, max_new_tokens=60, lossless=True, stats=stats)
+        assert stats.drafted == 0
+        assert 60 <= sum(read) <= most
+        assert 1 <= stats.drafting_cost / stats.tokens < 2
+        assert (stats.drafting_cost > stats.tokens) is (policy.readout == "margin")

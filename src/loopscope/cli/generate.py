@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from loopscope.models import LoopedModel
 
 
+_HARDLY = 0.95
+"""Of what full depth takes: not worth it."""
+
+
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "generate", __doc__, execute)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
@@ -172,9 +176,12 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
     if lossless:
         if not stats.drafted:
             return "No token exited early, so nothing was drafted and no time saved; let tokens exit at more signals."
-        if stats.accepted >= stats.drafted / 2:
+        if stats.drafting_cost < _HARDLY * stats.tokens:
             return None
-        return "Most drafts fell, so that this is hardly faster than full depth; draft later, or where it is surer."
+        return (
+            "By estimate this was no faster than full depth: too many drafts fell, or too many tokens were asked in "
+            "vain; draft later, or where it is surer, or do without --lossless."
+        )
     full = processed * num_loops
     if stats.loops > 0.9 * stats.tokens * num_loops or stats.token_loops < 0.95 * full:
         return None

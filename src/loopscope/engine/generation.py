@@ -66,6 +66,7 @@ class GenerationStats:
     prompt_loops: int = 0  # those of them that were tokens of prompts
     drafted: int = 0  # of lossless text: tokens that were said early
     accepted: int = 0  # those that full depth says, too
+    drafting_cost: float = 0.0  # of lossless text: what it took by estimate, in tokens at full depth
     cache_bytes: int = 0
 
 
@@ -138,6 +139,7 @@ def stream(
             number = number if prompt.number is None else _draws_number(prompt.number)
             rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number, model)
             decoder.prefill(row, rows[row].tokens, own, may_exit=not lossless)
+            rows[row].reads_logits = decoder.reads_logits(row)
         if not rows:
             return
         exits = decoder.step()
@@ -151,7 +153,8 @@ def stream(
             else _exited_tokens(rows, exits, sampling)
         )
         unfinished = []
-        for row, tokens, loops, first, drafted in confirmed:
+        for row, tokens, loops, first, drafted, cost in confirmed:
+            stats.drafting_cost += cost
             for place, token in enumerate(tokens):
                 finish_reason = rows[row].add(token, stop)
                 if stopping_criterion is not None and stopping_criterion(rows[row].prompt.key, token):
@@ -171,7 +174,7 @@ def stream(
             else:
                 unfinished.append((row, tokens[-1]))
         if unfinished:
-            may_exit = [not lossless or rows[row].may_draft for row, _ in unfinished]
+            may_exit = [not lossless or rows[row].ask() for row, _ in unfinished]
             decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], may_exit)
 
 
@@ -241,17 +244,19 @@ class _Row:
         self.tokens = np.asarray(prompt.tokens, dtype=np.int64)
         self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
         self.drafts: list[Draft] = []  # after what full depth has confirmed
+        self.reads_logits = False
+        self.asked = False  # whether the token that is running may exit
         self._model = model
 
     @cached_property
     def draft_length(self) -> DraftLength:
-        return DraftLength(self._model)
+        return DraftLength(self._model, self.reads_logits)
 
-    @property
-    def may_draft(self) -> bool:
+    def ask(self) -> bool:
         """Whether the next token may be said early: not the last one that there is room for."""
         drafted = len(self.drafts) + 1
-        return drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
+        self.asked = drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
+        return self.asked
 
     def add(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
         self.generated += 1
@@ -268,6 +273,7 @@ class _Confirmed(NamedTuple):
     loops: list[int]
     first: int  # of its logits
     drafted: int = 0  # since it last said something
+    cost: float = 0.0  # of drafting, in tokens at full depth
 
 
 def _exited_tokens(rows: dict[int, _Row], exits: Exits, sampling: Sampling) -> list[_Confirmed]:
@@ -298,7 +304,7 @@ def _confirmed(
         done, exits.rows[deep].tolist(), starts[deep].tolist(), outcomes, strict=True
     ):
         kept, drafted = own.drafts[:stood], len(own.drafts)
-        own.draft_length.update(own.drafts, stood)
+        cost = own.draft_length.update(own.drafts, stood, own.asked)
         if stood < drafted:
             decoder.take_back(row, len(own.tokens) + own.generated + stood)
         found.append(
@@ -308,6 +314,7 @@ def _confirmed(
                 [*(each.loops for each in kept), model.num_loops],
                 first,
                 drafted,
+                cost,
             )
         )
         own.drafts = []
@@ -336,9 +343,10 @@ def _draft(
     for row, each in zip(index, drafts, strict=True):
         if each.token in stop and each.shares is None:
             decoder.deepen([row])
+            rows[row].asked = False  # it did exit
             continue
         rows[row].drafts.append(each)
-        going_on.append((row, each.token, rows[row].may_draft))
+        going_on.append((row, each.token, rows[row].ask()))
     if going_on:
         decoder.append(*zip(*going_on, strict=True))
 
