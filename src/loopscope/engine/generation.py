@@ -20,7 +20,7 @@ from loopscope.arguments import as_count, as_token_row, check_kind, check_list
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
 from loopscope.engine.request_batch import require_vocabulary
-from loopscope.engine.sampling import Draft, Sampling, draft, next_tokens, verify
+from loopscope.engine.sampling import Draft, Sampling, draw_drafts, greedy_tokens, next_tokens, verify, verify_greedy
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
@@ -292,13 +292,17 @@ def _confirmed(
     """Rows that exit early go on from their draft; what full depth confirms of the others."""
     starts = exits.counts.cumsum() - exits.counts
     deep = exits.loops == model.num_loops
-    _draft(decoder, rows, exits, np.flatnonzero(~deep), starts, stop, sampling)
+    chosen = greedy_tokens(exits.logits) if sampling.temperature == 0 else None  # fetched once, for drafts and verdicts
+    _draft(decoder, rows, exits, chosen, np.flatnonzero(~deep), starts, stop, sampling)
     if not deep.any():
         return []
     done = [rows[row] for row in exits.rows[deep].tolist()]
-    there = upload(count_up(starts[deep], exits.counts[deep]), exits.logits.device)
-    logits = exits.logits if deep.all() else exits.logits.index_select(0, there)
-    outcomes = verify(logits, [row.drafts for row in done], [row.draws for row in done], sampling)
+    there, drafts = count_up(starts[deep], exits.counts[deep]), [row.drafts for row in done]
+    if chosen is not None:
+        outcomes = verify_greedy([chosen[place] for place in there.tolist()], drafts)
+    else:
+        logits = exits.logits.index_select(0, upload(there, exits.logits.device))
+        outcomes = verify(logits, drafts, [row.draws for row in done], sampling)
     found = []
     for own, row, first, (stood, token) in zip(
         done, exits.rows[deep].tolist(), starts[deep].tolist(), outcomes, strict=True
@@ -325,6 +329,7 @@ def _draft(
     decoder: Decoder,
     rows: dict[int, _Row],
     exits: Exits,
+    chosen: list[int] | None,
     early: Integers,
     starts: Integers,
     stop: Collection[int],
@@ -337,8 +342,11 @@ def _draft(
     if not len(early):
         return
     index, loops = exits.rows[early].tolist(), exits.loops[early].tolist()
-    logits = exits.logits.index_select(0, upload(starts[early], exits.logits.device))
-    drafts = draft(logits, loops, [rows[row].draws for row in index], sampling)
+    if chosen is not None:
+        drafts = [Draft(chosen[place], loop, None) for place, loop in zip(starts[early].tolist(), loops, strict=True)]
+    else:
+        logits = exits.logits.index_select(0, upload(starts[early], exits.logits.device))
+        drafts = draw_drafts(logits, loops, [rows[row].draws for row in index], sampling)
     going_on = []
     for row, each in zip(index, drafts, strict=True):
         if each.token in stop and each.shares is None:

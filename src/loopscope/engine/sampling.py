@@ -50,8 +50,13 @@ class Sampling(Settings, frozen=True, kw_only=True):
 def next_tokens(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:
     """The next token of every row, from its logits [n, V] and its own random numbers."""
     if sampling.temperature == 0:
-        return _fetched(likeliest_classes(logits))
+        return greedy_tokens(logits)
     return _drawn_tokens(_shares(logits, sampling), draws)
+
+
+def greedy_tokens(logits: Tensor) -> list[int]:
+    """The likeliest token of every row of logits [n, V]."""
+    return _fetched(likeliest_classes(logits))
 
 
 class Draft:
@@ -62,31 +67,34 @@ class Draft:
         self.shares = shares  # [V], by token
 
 
-def draft(
+def draw_drafts(
     logits: Tensor, loops: Sequence[int], draws: Sequence[np.random.Generator], sampling: Sampling
 ) -> list[Draft]:
-    """What every row says at this loop of its own."""
-    if sampling.temperature == 0:
-        tokens = _fetched(likeliest_classes(logits))
-        return [Draft(token, loop, None) for token, loop in zip(tokens, loops, strict=True)]
+    """What every row says at this loop of its own, where it is drawn."""
     shares = _shares(logits, sampling)
     tokens = _drawn_tokens(shares, draws)
     return [Draft(*each) for each in zip(tokens, loops, shares, strict=True)]
 
 
+def verify_greedy(chosen: Sequence[int], drafts: Sequence[Sequence[Draft]]) -> list[tuple[int, int]]:
+    """As `verify`, of the likeliest tokens by the same logits."""
+    found, start = [], 0
+    for own in drafts:
+        stood = next((place for place, each in enumerate(own) if each.token != chosen[start + place]), len(own))
+        found.append((stood, chosen[start + stood]))
+        start += len(own) + 1
+    return found
+
+
 def verify(
     logits: Tensor, drafts: Sequence[Sequence[Draft]], draws: Sequence[np.random.Generator], sampling: Sampling
 ) -> list[tuple[int, int]]:
-    """For every row how many of its drafts stand, and the token after those.
+    """For every row how many of its drafts, which were drawn, stand, and the token after those.
 
     `logits` [sum over rows of (drafts + 1), V] are full depth's where each draft was said, and after the last of them.
     """
     ends = np.cumsum([len(own) + 1 for own in drafts])
     starts = [int(end) - len(own) - 1 for own, end in zip(drafts, ends, strict=True)]
-    if sampling.temperature == 0:
-        chosen = _fetched(likeliest_classes(logits))
-        kept = [_standing(own, chosen[start:]) for own, start in zip(drafts, starts, strict=True)]
-        return [(count, chosen[start + count]) for count, start in zip(kept, starts, strict=True)]
     full = _shares(logits, sampling)
     kept = _kept_drafts(full, drafts, starts, draws)
     rows = upload(np.array(starts) + np.array(kept), logits.device)
@@ -121,11 +129,6 @@ def _kept_drafts(
         kept.append(count)
         first += len(own)
     return kept
-
-
-def _standing(drafts: Sequence[Draft], chosen: Sequence[int]) -> int:
-    """How many drafts are what was chosen, up to the first that is not."""
-    return next((place for place, each in enumerate(drafts) if each.token != chosen[place]), len(drafts))
 
 
 def _shares(logits: Tensor, sampling: Sampling) -> Tensor:
