@@ -1,13 +1,17 @@
 """Is a deployment what its overrides say, or refused? And is a log of exits read as it was written?"""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import GOLDEN
+from conftest import GOLDEN, random_trajectory
 from tiny_language import looped_llama_config
+from vllm_engines import write_looped_llama
 
 import loopscope as ls
 from loopscope.errors import UserError
@@ -48,6 +52,73 @@ def test_a_policy_is_held_to_its_model_and_cache(tmp_path: Path) -> None:
     ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(precision="bfloat16")).save(path)
     with pytest.raises(UserError, match="weights in bfloat16"):
         deployed(told)
+
+
+def test_a_promise_is_not_for_a_cache_of_another_precision(tmp_path: Path) -> None:
+    """A rule without one is served, whatever the cache."""
+    path, told = tmp_path / "policy.json", {"policy": str(tmp_path / "policy.json")}
+    certified = ls.calibrate(random_trajectory(5, rows=300, loops=4, split="validation"), 0.5, 0.6, readout="margin")
+    scope = Scope(unit="tokens", cache="propagate", precision="float32")
+    policy = replace(certified, model=weights_sha256(FOLDER), scope=scope)
+    assert policy.guarantee is not None
+    policy.save(path)
+    values = json.loads((FOLDER / "config.json").read_text())
+
+    def served(**more: Any) -> Deployment:
+        return read_deployment({**values, "loopscope": {**told, **more}}, str(FOLDER), None, "float32", "fp8_e5m2")
+
+    assert deployed(told).policy == policy
+    with pytest.raises(UserError, match="holds them in fp8_e5m2"):
+        served()
+    assert served(without_promise=True).policy is not None
+    replace(policy, guarantee=None, calibration_exits=None).save(path)
+    assert served().policy is not None
+
+
+def engine_config(folder: Path, told: dict[str, Any], **options: Any) -> Any:
+    """What vLLM makes of a checkpoint and of what it is told, before an engine starts."""
+    pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
+    from vllm.engine.arg_utils import EngineArgs
+
+    overrides, sizes = {"loopscope": told}, {"max_model_len": 128, "dtype": "float32", "skip_tokenizer_init": True}
+    return EngineArgs(str(folder), hf_overrides=overrides, **sizes, **options).create_engine_config()
+
+
+def test_a_window_that_a_qwen_does_not_use_is_none(tmp_path: Path) -> None:
+    window = {"use_sliding_window": False, "sliding_window": 8}
+    folder = write_looped_llama(tmp_path / "qwen", looping={"source": "qwen2"}, **window)
+    found = engine_config(folder, {"loops": 2})
+    assert (found.cache_config.sliding_window, found.model_config.get_sliding_window()) == (None, None)
+
+
+def test_a_cache_of_another_precision_is_told_of(tmp_path: Path) -> None:
+    """By what vLLM calls it."""
+    policy = ls.calibrate(random_trajectory(5, rows=300, loops=4, split="validation"), 0.5, 0.6, readout="margin")
+    replace(policy, scope=Scope(unit="tokens", cache="propagate")).save(tmp_path / "policy.json")
+    with pytest.raises(Exception, match="holds them in fp8"):
+        engine_config(FOLDER, {"policy": str(tmp_path / "policy.json")}, kv_cache_dtype="fp8_e5m2")
+
+
+PLUGIN = """
+import sys
+sys.modules |= dict.fromkeys(("accelerate", "peft"))  # which vLLM does not bring
+from loopscope.pretrained_configuration import register_configurations
+import loopscope.vllm.deployment
+from transformers import AutoConfig
+register_configurations()
+assert AutoConfig.from_pretrained({folder!r}).total_ut_steps == 4
+print(*(name for name in sys.modules if name.startswith(("loopscope.transformers", "transformers.trainer"))))
+sys.modules["loopscope.vllm.deployment"] = None
+loopscope.vllm.register()
+"""
+
+
+def test_the_plugin_imports_little_and_never_ends_a_server() -> None:
+    """Every process of vLLM runs it, whatever is served; where it does not work, it warns once."""
+    script = PLUGIN.format(folder=str(FOLDER))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not done.stdout.strip()
+    assert done.stderr.count("LoopScope's plugin does not work here") == 1
 
 
 @pytest.mark.parametrize(

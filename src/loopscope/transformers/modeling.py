@@ -33,15 +33,15 @@ from loopscope.models.decoder_layers import SwiGLU
 from loopscope.models.huginn import HuginnMLP
 from loopscope.models.run_hashes import check_hashes
 from loopscope.objectives import Unrolling
-from loopscope.training.language_run import TokenLosses
-from loopscope.training.loop import BatchLosses
-from loopscope.transformers.adaptive_generation import adaptive_decoding, not_done
-from loopscope.transformers.configuration import (
+from loopscope.pretrained_configuration import (
     HuginnPretrainedConfig,
     LoopedLlamaPretrainedConfig,
     LoopedPretrainedConfig,
     OuroPretrainedConfig,
 )
+from loopscope.training.language_run import TokenLosses
+from loopscope.training.loop import BatchLosses
+from loopscope.transformers.adaptive_generation import adaptive_decoding, not_done
 from loopscope.transformers.padded_batch import LoopedCache, PaddedBatch
 
 _OF_ANOTHER_FILE = ("subfolder", "variant", "state_dict", "gguf_file", "quantization_config")
