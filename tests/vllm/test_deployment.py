@@ -91,6 +91,11 @@ def test_a_window_that_a_qwen_does_not_use_is_none(tmp_path: Path) -> None:
     assert (found.cache_config.sliding_window, found.model_config.get_sliding_window()) == (None, None)
 
 
+def test_adapters_are_refused_before_an_engine_starts() -> None:
+    with pytest.raises(Exception, match="merge them into its weights"):
+        engine_config(FOLDER, {}, enable_lora=True)
+
+
 def test_a_cache_of_another_precision_is_told_of(tmp_path: Path) -> None:
     """By what vLLM calls it."""
     policy = ls.calibrate(random_trajectory(5, rows=300, loops=4, split="validation"), 0.5, 0.6, readout="margin")
@@ -171,6 +176,20 @@ def test_a_log_has_every_text_with_its_loops(tmp_path: Path) -> None:
         TextExits(2, prompt_digest([1, 1]), [4]),
     ]
     assert [step.ran for step in steps] == [4, 4, 2, 4]
+
+
+def test_a_text_that_is_read_again_with_a_part_of_one_token(tmp_path: Path) -> None:
+    """Which looks like a token of a text, until the next part comes: the prompt is all of them."""
+    log, path = ExitsLog(tmp_path / "exits.jsonl"), tmp_path / "exits.jsonl"
+    log.note(Step((7, 3, 3, True)), np.array([5, 6, 7]), np.array([4]), 4)
+    log.note(Step((7, 1, 4, False)), np.array([8]), np.array([1]), 1)
+    log.note(Step((7, 2, 6, True)), np.array([9, 3]), np.array([2]), 4)
+    log.note(Step((7, 1, 7, False)), np.array([1]), np.array([3]), 3)
+    assert read_exits(path)[0] == [TextExits(6, prompt_digest([5, 6, 7, 8, 9, 3]), [2, 3])]
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, lines[2]]))
+    with pytest.raises(UserError, match="line 5"):
+        read_exits(path)
 
 
 def test_a_log_goes_on_after_a_kill(tmp_path: Path) -> None:

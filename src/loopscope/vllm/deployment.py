@@ -136,6 +136,11 @@ class DeploymentChecks:
     def verify_and_update_config(vllm_config: Any) -> None:
         """With a policy, switches off what would run other tokens than LoopScope, or other loops than are decided."""
         check_hashes(Path(vllm_config.model_config.model))  # of a folder that training left
+        if vllm_config.lora_config is not None:
+            raise UserError(
+                "Adapters (LoRA) are not served beside a looped model; merge them into its weights first "
+                "(merge_and_unload of PEFT), and leave out --enable-lora."
+            )
         deployment = deployment_of(vllm_config)
         if deployment.policy is None:  # vLLM keeps compiled graphs by what its configuration says, not by a file's
             vllm_config.model_config.hf_config.loopscope = {"loops": deployment.loops}
