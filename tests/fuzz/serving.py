@@ -2,8 +2,6 @@
 
 import json
 
-import numpy as np
-
 from loopscope.vllm.deployment import read_deployment
 from loopscope.vllm.exits_log import read_exits
 
@@ -56,9 +54,10 @@ def exits_log(world: World, case: Case) -> str:
     lines = [json.loads(line) for line in path.read_bytes().decode("utf-8-sig").split("\n")[:-1] if line.strip()]
     if [step.loops for step in steps] != [line["loops"] for line in lines]:
         raise MisledError("the loops are not those of the file")
-    parts = sum(len(line.get("prompts", {})) for line in lines)  # of prompts in parts only the last counts
-    if sum(len(text.loops) for text in texts) + parts - len(texts) != int(
-        np.sum([len(line["loops"]) for line in lines])
-    ):
+    counts: dict[int, int] = {}
+    for line in lines:
+        for text in line["texts"]:  # of a prompt in parts only what comes with and after the last one counts
+            counts[text] = 1 if str(int(text)) in line.get("prompts", {}) else counts[text] + 1
+    if [len(text.loops) for text in texts] != list(counts.values()):
         raise MisledError("texts lost loops, or have some of others")
     return "other"

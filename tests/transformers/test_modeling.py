@@ -14,7 +14,8 @@ from conftest import GOLDEN
 from safetensors.torch import load_file, save_file
 from tiny_language import looped_llama_config, ouro_config, tiny_looped_llama, tiny_ouro
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, TemperatureLogitsWarper
 
 import loopscope as ls
 from loopscope.engine import Prompt, Sampling
@@ -207,11 +208,21 @@ def test_what_forward_refuses() -> None:
         "num_loops": {"num_loops": 0},
         "need labels": {"loop_losses": True},
         "No label": {"loop_losses": True, "labels": torch.full_like(text, -100)},
+        "leave out num_loops": {"loop_losses": True, "labels": text, "num_loops": 2},
     }.items():
         with pytest.raises(ls.UserError, match=match):
             model(text, **given)
     with pytest.raises(ls.UserError, match="block size"):
         model(torch.ones(1, 129, dtype=torch.long))
+
+
+@torch.no_grad()
+def test_several_texts_in_one_row_are_refused_with_and_without_losses() -> None:
+    """Each would see those before it."""
+    packed = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in rows()[:2]])
+    for options in ({}, {"loop_losses": True}):
+        with pytest.raises(ls.UserError, match="a row of its own"):
+            load(OURO)(**packed, **options)
 
 
 @torch.no_grad()
@@ -309,6 +320,9 @@ def test_checkpoints_that_would_mislead_are_refused(spoiled: Path) -> None:
         save_file(changed, spoiled / "model.safetensors", {"format": "pt"})
         with pytest.raises(ls.UserError, match=match):
             load(spoiled)
+    save_file(tensors, spoiled / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ls.UserError, match="another shape for the tensor 'lm_head.weight'"):
+        load(spoiled, ignore_mismatched_sizes=True, vocab_size=64)
     config = json.loads((spoiled / "config.json").read_text())
     (spoiled / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     with pytest.raises(ls.UserError, match="hidden_act"):
@@ -453,7 +467,15 @@ def test_what_a_policy_does_not_go_with() -> None:
         "output_scores": {"output_scores": True, "return_dict_in_generate": True},
         "assistant": {"assistant_model": model},
         "no cache 'some'": {"cache": "some"},
-        "name one": {"policy": None, "lossless": True},
+        "lossless is of an exit policy": {"policy": None, "lossless": True},
+        "cache is of an exit policy": {"policy": None, "cache": "propagate"},
+        "num_loops is not done": {"num_loops": 1},
+        "output_loop_logits is not done": {"output_loop_logits": True},
+        "past_key_values is not done": {"past_key_values": LoopedCache()},
+        "a row of its own": {"position_ids": torch.zeros_like(tokens)},
+        "EosTokenCriteria is not done": {"stopping_criteria": [EosTokenCriteria(5)]},
+        "MaxLengthCriteria is not done": {"stopping_criteria": [MaxLengthCriteria(8)]},
+        "TemperatureLogitsWarper is not done": {"logits_processor": [TemperatureLogitsWarper(0.3)]},
     }.items():
         with pytest.raises(ls.UserError, match=match):
             model.generate(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from conftest import GOLDEN
 from peft import PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_language import write_ouro
 from torch import Tensor, nn
 from transformers import (
@@ -65,8 +66,13 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **settings | changes)
 
 
+UNKNOWN = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
+"""Arguments of transformers' Trainer that ours does not take."""
+
+
 def trainer(model: Any, folder: Path, objective: Any = "fixed_prior", **changes: Any) -> LoopTrainer:
-    options = {name: changes.pop(name) for name in ("teacher", "teacher_loops", "callbacks") if name in changes}
+    own = ("teacher", "teacher_loops", "callbacks", *UNKNOWN)
+    options = {name: changes.pop(name) for name in own if name in changes}
     data = {"train_dataset": text(0), "eval_dataset": text(1, 16)}
     return LoopTrainer(model, arguments(folder, **changes), objective=objective, **data, **options)
 
@@ -189,6 +195,26 @@ def test_a_batch_in_parts_is_the_same_batch(ouro: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(value, weights[1][name], atol=2e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("objective", ["fixed_prior", "decoupled_gate", "random_depth"])
+def test_a_part_in_which_no_label_counts_adds_nothing(ouro: Path, tmp_path: Path, objective: str) -> None:
+    """Rows that are all prompt, say; a step of nothing else is refused."""
+    full, empty = text(0, 4), [{"input_ids": row["input_ids"], "labels": [-100] * 17} for row in text(5, 4)]
+    found = []
+    for parts, rows in ((1, full), (2, [*full, *empty])):
+        torch.manual_seed(0)
+        model = load(ouro)
+        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": parts, "max_steps": 2}
+        options |= {"train_sampling_strategy": "sequential", "logging_steps": 1}
+        run = LoopTrainer(model, arguments(tmp_path, **options), objective=objective, train_dataset=rows)
+        run.train()
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name])
+    run = LoopTrainer(load(ouro), arguments(tmp_path), objective=objective, train_dataset=empty)
+    with pytest.raises(ls.UserError, match="No label of a whole step"):
+        run.train()
+
+
 def test_metrics_go_by_loop_to_whoever_listens(ouro: Path, tmp_path: Path) -> None:
     class Tracker(TrainerCallback):
         seen: list[dict[str, float]]
@@ -230,6 +256,46 @@ def test_what_is_saved_says_how_it_was_trained(tiny_ouro: LanguageRun, tmp_path:
     assert config["fine_tuning"]["objective"]["name"] == "random_depth"
     assert config["fine_tuning"]["start"]["objective"]["name"] == "learned_gate"
     assert ls.load_model(tmp_path / "tuned").num_loops == 3
+
+
+def test_a_merged_adapter_does_not_go_by_the_name_of_the_run_it_began_with(
+    tiny_ouro: LanguageRun, tmp_path: Path
+) -> None:
+    base = load(tiny_ouro.folder)
+    base.save_pretrained(tmp_path / "same")
+    model = get_peft_model(base, lora_config(base, rank=2))
+    trainer(model, tmp_path, max_steps=2).train()
+    model.save_pretrained(tmp_path / "adapter")
+    PeftModel.from_pretrained(load(tiny_ouro.folder), tmp_path / "adapter").merge_and_unload().save_pretrained(
+        tmp_path / "merged"
+    )
+    start, same, merged = (
+        json.loads((each / "config.json").read_text())
+        for each in (tiny_ouro.folder, tmp_path / "same", tmp_path / "merged")
+    )
+    assert same["run"] == start["run"]
+    assert "run" not in merged
+    assert merged["fine_tuning"]["start"] == start["run"]
+
+
+def test_an_adapter_of_a_spoiled_checkpoint_is_refused(ouro: Path, tmp_path: Path) -> None:
+    """transformers tells of the adapter's tensors alone, and takes for the rest whatever memory holds."""
+    folder = Path(shutil.copytree(ouro, tmp_path / "base"))
+    base = load(folder)
+    get_peft_model(base, lora_config(base, rank=2)).save_pretrained(tmp_path / "adapter")
+    assert load(tmp_path / "adapter").num_loops == 3
+    whole, adapter = (load_file(file) for file in (file_of(folder), file_of(tmp_path / "adapter")))
+    save_file({n: v for n, v in whole.items() if n != "model.norm.weight"}, file_of(folder), {"format": "pt"})
+    with pytest.raises(ls.UserError, match="base has no tensor 'model.norm.weight'"):
+        load(tmp_path / "adapter")
+    save_file(whole, file_of(folder), {"format": "pt"})
+    save_file(dict(list(adapter.items())[1:]), file_of(tmp_path / "adapter"), {"format": "pt"})
+    with pytest.raises(ls.UserError, match="adapter has no tensor"):
+        load(tmp_path / "adapter")
+
+
+def file_of(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
 
 
 def finished(folder: Path) -> dict[str, Tensor]:
@@ -321,11 +387,16 @@ def test_what_cannot_be_trained(ouro: Path, tmp_path: Path) -> None:
         ("no looped model", load(ouro), "final", {"teacher": _llama(), "teacher_loops": 2}),
         ("must be an Ouro", nn.Linear(2, 2), "final", {}),
         ("label smoothing", load(ouro), "final", {"label_smoothing_factor": 0.1}),
+        ("keeps no logits for compute_metrics", load(ouro), "final", {"compute_metrics": print}),
+        ("keeps no logits for preprocess", load(ouro), "final", {"preprocess_logits_for_metrics": print}),
+        ("compute_loss_func", load(ouro), "final", {"compute_loss_func": print}),
         ("held still", get_peft_model(*_with(ouro, modules_to_save=None)), "decoupled_gate", {}),
         ("would change nothing", get_peft_model(*_with(ouro, target_modules="all-linear")), "decoupled_gate", {}),
     ):
         with pytest.raises(ls.UserError, match=match):
             trainer(model, tmp_path, objective, **changes)
+    with pytest.raises(ls.UserError, match="no logits to predict from"):
+        trainer(load(ouro), tmp_path).predict(text(1, 16))
 
 
 def _llama() -> Any:

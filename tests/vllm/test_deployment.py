@@ -1,13 +1,17 @@
 """Is a deployment what its overrides say, or refused? And is a log of exits read as it was written?"""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import GOLDEN
+from conftest import GOLDEN, random_trajectory
 from tiny_language import looped_llama_config
+from vllm_engines import write_looped_llama
 
 import loopscope as ls
 from loopscope.errors import UserError
@@ -56,6 +60,78 @@ def test_a_policy_is_held_to_the_configuration_as_it_is_overridden(tmp_path: Pat
     assert deployed(told).policy is not None
     with pytest.raises(UserError, match="the same weights, computed with by another"):
         deployed(told, rope_theta=77.0)
+
+
+def test_a_promise_is_not_for_a_cache_of_another_precision(tmp_path: Path) -> None:
+    """A rule without one is served, whatever the cache."""
+    path, told = tmp_path / "policy.json", {"policy": str(tmp_path / "policy.json")}
+    certified = ls.calibrate(random_trajectory(5, rows=300, loops=4, split="validation"), 0.5, 0.6, readout="margin")
+    scope = Scope(unit="tokens", cache="propagate", precision="float32")
+    policy = replace(certified, model=weights_sha256(FOLDER), scope=scope)
+    assert policy.guarantee is not None
+    policy.save(path)
+    values = json.loads((FOLDER / "config.json").read_text())
+
+    def served(**more: Any) -> Deployment:
+        return read_deployment({**values, "loopscope": {**told, **more}}, str(FOLDER), None, "float32", "fp8_e5m2")
+
+    assert deployed(told).policy == policy
+    with pytest.raises(UserError, match="holds them in fp8_e5m2"):
+        served()
+    assert served(without_promise=True).policy is not None
+    replace(policy, guarantee=None, calibration_exits=None).save(path)
+    assert served().policy is not None
+
+
+def engine_config(folder: Path, told: dict[str, Any], **options: Any) -> Any:
+    """What vLLM makes of a checkpoint and of what it is told, before an engine starts."""
+    pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
+    from vllm.engine.arg_utils import EngineArgs
+
+    overrides, sizes = {"loopscope": told}, {"max_model_len": 128, "dtype": "float32", "skip_tokenizer_init": True}
+    return EngineArgs(str(folder), hf_overrides=overrides, **sizes, **options).create_engine_config()
+
+
+def test_a_window_that_a_qwen_does_not_use_is_none(tmp_path: Path) -> None:
+    window = {"use_sliding_window": False, "sliding_window": 8}
+    folder = write_looped_llama(tmp_path / "qwen", looping={"source": "qwen2"}, **window)
+    found = engine_config(folder, {"loops": 2})
+    assert (found.cache_config.sliding_window, found.model_config.get_sliding_window()) == (None, None)
+
+
+def test_adapters_are_refused_before_an_engine_starts() -> None:
+    with pytest.raises(Exception, match="merge them into its weights"):
+        engine_config(FOLDER, {}, enable_lora=True)
+
+
+def test_a_cache_of_another_precision_is_told_of(tmp_path: Path) -> None:
+    """By what vLLM calls it."""
+    policy = ls.calibrate(random_trajectory(5, rows=300, loops=4, split="validation"), 0.5, 0.6, readout="margin")
+    replace(policy, scope=Scope(unit="tokens", cache="propagate")).save(tmp_path / "policy.json")
+    with pytest.raises(Exception, match="holds them in fp8"):
+        engine_config(FOLDER, {"policy": str(tmp_path / "policy.json")}, kv_cache_dtype="fp8_e5m2")
+
+
+PLUGIN = """
+import sys
+sys.modules |= dict.fromkeys(("accelerate", "peft"))  # which vLLM does not bring
+from loopscope.pretrained_configuration import register_configurations
+import loopscope.vllm.deployment
+from transformers import AutoConfig
+register_configurations()
+assert AutoConfig.from_pretrained({folder!r}).total_ut_steps == 4
+print(*(name for name in sys.modules if name.startswith(("loopscope.transformers", "transformers.trainer"))))
+sys.modules["loopscope.vllm.deployment"] = None
+loopscope.vllm.register()
+"""
+
+
+def test_the_plugin_imports_little_and_never_ends_a_server() -> None:
+    """Every process of vLLM runs it, whatever is served; where it does not work, it warns once."""
+    script = PLUGIN.format(folder=str(FOLDER))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not done.stdout.strip()
+    assert done.stderr.count("LoopScope's plugin does not work here") == 1
 
 
 @pytest.mark.parametrize(
@@ -108,6 +184,20 @@ def test_a_log_has_every_text_with_its_loops(tmp_path: Path) -> None:
         TextExits(2, prompt_digest([1, 1]), [4]),
     ]
     assert [step.ran for step in steps] == [4, 4, 2, 4]
+
+
+def test_a_text_that_is_read_again_with_a_part_of_one_token(tmp_path: Path) -> None:
+    """Which looks like a token of a text, until the next part comes: the prompt is all of them."""
+    log, path = ExitsLog(tmp_path / "exits.jsonl"), tmp_path / "exits.jsonl"
+    log.note(Step((7, 3, 3, True)), np.array([5, 6, 7]), np.array([4]), 4)
+    log.note(Step((7, 1, 4, False)), np.array([8]), np.array([1]), 1)
+    log.note(Step((7, 2, 6, True)), np.array([9, 3]), np.array([2]), 4)
+    log.note(Step((7, 1, 7, False)), np.array([1]), np.array([3]), 3)
+    assert read_exits(path)[0] == [TextExits(6, prompt_digest([5, 6, 7, 8, 9, 3]), [2, 3])]
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, lines[2]]))
+    with pytest.raises(UserError, match="line 5"):
+        read_exits(path)
 
 
 def test_a_log_goes_on_after_a_kill(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm_engines import (
@@ -32,8 +33,13 @@ def test_a_small_ouro_token_for_token_compiled(tmp_path: Path) -> None:
         assert greedy(llm, prompts) == expected(folder, prompts)[0]
 
 
-def test_a_looped_llama_token_for_token(tmp_path: Path) -> None:
-    looped_llama, prompts = write_looped_llama(tmp_path / "llama"), some_prompts(97)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"looping": {"source": "qwen2"}, "use_sliding_window": False, "sliding_window": 8}],
+    ids=["llama", "qwen with a window that it does not use"],
+)
+def test_a_looped_llama_token_for_token(changes: dict[str, Any], tmp_path: Path) -> None:
+    looped_llama, prompts = write_looped_llama(tmp_path / "llama", **changes), some_prompts(97)
     with engine(looped_llama) as llm:
         assert greedy(llm, prompts) == expected(looped_llama, prompts)[0]
 

@@ -30,53 +30,53 @@ class DraftLength:
         self._depth, self._before, self._reads = float(model.num_loops), model.embed_cost, reads_logits
         self._head = model.head_cost + _vocabulary_cost(model)
         self._stood, self._tested = _PRIOR
-        self._exited, self._asked = _PRIOR
+        self._exited, self._candidates = _PRIOR
         self._exit = 1.0  # the loop at which drafts are said, on average
         self._idle = 0
         self.tokens = self._best()
         """Of a cycle, the last of which goes through all loops; 1: nothing is drafted, and nobody is asked."""
 
-    def update(self, drafts: Sequence[Draft], stood: int, asked: bool = False) -> float:
+    def update(self, drafts: Sequence[Draft], stood: int, may_exit: bool = False) -> float:
         """So many of these drafts stood; those after the first that did not were not looked at.
 
-        `asked`: so was the token after them, and it did not exit. What all of it took, in tokens at full depth.
+        `may_exit`: the token after them was asked, and did not exit. What all of it took, in tokens at full depth.
         """
         for place, each in enumerate(drafts[: stood + 1]):
             self._stood = _MEMORY * self._stood + (place < stood)
             self._tested = _MEMORY * self._tested + 1
             self._exit = _MEMORY * self._exit + (1 - _MEMORY) * each.loops
-        for place in range(len(drafts) + asked):
+        for place in range(len(drafts) + may_exit):
             self._exited = _MEMORY * self._exited + (place < len(drafts))
-            self._asked = _MEMORY * self._asked + 1
+            self._candidates = _MEMORY * self._candidates + 1
         self.tokens = self._best()
         self._idle = self._idle + 1 if self.tokens == 1 else 0
         if self._idle > _PATIENCE:
             self.tokens, self._idle = 2, 0
         exit_loop = sum(each.loops for each in drafts) / len(drafts) if drafts else self._exit
-        return self._cost(len(drafts), exit_loop, asked) / self._cost(0, self._exit, False)
+        return self._cost(len(drafts), exit_loop, may_exit) / self._cost(0, self._exit, False)
 
     def _best(self) -> int:
         """The length of a cycle that brings the most tokens for what it costs."""
-        share, exits = self._stood / self._tested, self._exited / self._asked
+        share, exits = self._stood / self._tested, self._exited / self._candidates
         best, pace = 1, 0.0
         brings, cost = 0.0, 0.0  # of cycles that end before, by their probabilities
         reached, tokens = 1.0, 0.0
         for drafts in range(MOST_TOKENS):
             tokens += share**drafts
-            whole = (brings + reached * tokens) / (cost + reached * self._cost(drafts, self._exit, False))
-            if whole > pace:
-                best, pace = drafts + 1, whole
+            rate = (brings + reached * tokens) / (cost + reached * self._cost(drafts, self._exit, False))
+            if rate > pace:
+                best, pace = drafts + 1, rate
             brings += reached * (1 - exits) * tokens
             cost += reached * (1 - exits) * self._cost(drafts, self._exit, True)
             reached *= exits
         return best
 
-    def _cost(self, drafts: int, exit_loop: float, asked: bool) -> float:
+    def _cost(self, drafts: int, exit_loop: float, may_exit: bool) -> float:
         """Of drafts that exit at this loop and the token after them, in loops."""
         early = drafts * (self._before + exit_loop + (exit_loop if self._reads else 1) * self._head)
         rest = self._depth - exit_loop + self._head
         last = self._before + exit_loop + rest * (_TOGETHER if drafts else 1)
-        return early + last + ((self._depth - 1) * self._head if asked and self._reads else 0)
+        return early + last + ((self._depth - 1) * self._head if may_exit and self._reads else 0)
 
 
 def _vocabulary_cost(model: LoopedModel) -> float:

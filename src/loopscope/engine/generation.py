@@ -174,7 +174,7 @@ def stream(
             else:
                 unfinished.append((row, tokens[-1]))
         if unfinished:
-            may_exit = [not lossless or rows[row].ask() for row, _ in unfinished]
+            may_exit = [not lossless or rows[row].next_may_exit() for row, _ in unfinished]
             decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], may_exit)
 
 
@@ -245,18 +245,18 @@ class _Row:
         self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
         self.drafts: list[Draft] = []  # after what full depth has confirmed
         self.reads_logits = False
-        self.asked = False  # whether the token that is running may exit
+        self.may_exit = False  # whether the token that is running may exit
         self._model = model
 
     @cached_property
     def draft_length(self) -> DraftLength:
         return DraftLength(self._model, self.reads_logits)
 
-    def ask(self) -> bool:
+    def next_may_exit(self) -> bool:
         """Whether the next token may be said early: not the last one that there is room for."""
         drafted = len(self.drafts) + 1
-        self.asked = drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
-        return self.asked
+        self.may_exit = drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
+        return self.may_exit
 
     def add(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
         self.generated += 1
@@ -308,7 +308,7 @@ def _confirmed(
         done, exits.rows[deep].tolist(), starts[deep].tolist(), outcomes, strict=True
     ):
         kept, drafted = own.drafts[:stood], len(own.drafts)
-        cost = own.draft_length.update(own.drafts, stood, own.asked)
+        cost = own.draft_length.update(own.drafts, stood, own.may_exit)
         if stood < drafted:
             decoder.take_back(row, len(own.tokens) + own.generated + stood)
         found.append(
@@ -351,10 +351,10 @@ def _draft(
     for row, each in zip(index, drafts, strict=True):
         if each.token in stop and each.shares is None:
             decoder.deepen([row])
-            rows[row].asked = False  # it did exit
+            rows[row].may_exit = False  # it did exit
             continue
         rows[row].drafts.append(each)
-        going_on.append((row, each.token, rows[row].ask()))
+        going_on.append((row, each.token, rows[row].next_may_exit()))
     if going_on:
         decoder.append(*zip(*going_on, strict=True))
 

@@ -138,7 +138,7 @@ class LoopedModel(nn.Module):
         A loaded model whose parameters were changed since is another model, and so is one in another precision. Where
         the network follows from a configuration, too, the hash of that comes after it (`loopscope.model_identity`).
         """
-        if self._identity is None or self._identity[0] != self._fingerprint():
+        if not self.is_identified:
             self.identify_by(partial(parameters_sha256, self))
         assert self._identity is not None
         fingerprint, known = self._identity
@@ -155,6 +155,11 @@ class LoopedModel(nn.Module):
     def precision(self) -> str:
         """That of the weights."""
         return str(next(self.parameters()).dtype).removeprefix("torch.")
+
+    @property
+    def is_identified(self) -> bool:
+        """Whether the weights are still those that `identify_by` was called for."""
+        return self._identity is not None and self._identity[0] == self._fingerprint()
 
     def identify_by(self, hashed: Callable[[], str]) -> None:
         """Lets the weights as they are now be known by what this returns, which is asked for when it is needed."""

@@ -9,12 +9,13 @@ try:
 except ImportError:
     raise UserError("This needs transformers; install it with: pip install 'loopscope[transformers]'.") from None
 
-from loopscope.transformers.adaptive_generation import AdaptiveGenerateOutput
-from loopscope.transformers.configuration import (
+from loopscope.pretrained_configuration import (
     HuginnPretrainedConfig,
     LoopedLlamaPretrainedConfig,
     OuroPretrainedConfig,
+    register_configurations,
 )
+from loopscope.transformers.adaptive_generation import AdaptiveGenerateOutput
 from loopscope.transformers.modeling import (
     LoopedForCausalLM,
     LoopedLlamaForCausalLM,
@@ -25,6 +26,6 @@ from loopscope.transformers.modeling import (
 from loopscope.transformers.padded_batch import LoopedCache
 from loopscope.transformers.trainer import LoopTrainer, lora_config
 
+register_configurations()
 for _model in (OuroForCausalLM, RavenForCausalLM, LoopedLlamaForCausalLM):
-    _transformers.AutoConfig.register(_model.config_class.model_type, _model.config_class)
     _transformers.AutoModelForCausalLM.register(_model.config_class, _model)

@@ -6,6 +6,7 @@ deep as its policy says, no row waiting for another. So the tokens are those of 
 Shapes: B rows, M columns of the prompts, N new tokens of the longest text.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,12 @@ from loopscope.engine import Prompt, Sampling, stream
 from loopscope.engine.decoder import CacheMode
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
+from loopscope.transformers.padded_batch import PaddedBatch
 
 _KNOWN = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
 """What the engine does itself."""
+_INPUTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
+"""What transformers itself gives to whoever decodes."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -57,7 +61,8 @@ def adaptive_decoding(
     transformers gives the mask among the `inputs`, which it would give twice to a function that names it.
     """
     attention_mask = inputs.get("attention_mask")
-    _check(generation_config, logits_processor, stopping_criteria, streamer, len(input_ids))
+    _check(generation_config, logits_processor, stopping_criteria, streamer, len(input_ids), inputs)
+    PaddedBatch.of(input_ids, attention_mask, None).layout(input_ids.device, None, inputs.get("position_ids"))
     masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = [tokens[mask.bool()].cpu().numpy() for tokens, mask in zip(input_ids, masks, strict=True)]
     pad, ends = generation_config._pad_token_tensor, generation_config._eos_token_tensor
@@ -98,16 +103,26 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 
 def _check(
-    config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList, streamer: Any, rows: int
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    streamer: Any,
+    rows: int,
+    inputs: Mapping[str, Any],
 ) -> None:
     unknown = [type(each).__name__ for each in (*processors, *criteria) if type(each) not in _KNOWN]
     unknown += [name for name in _OUTPUTS if getattr(config, name)]
+    unknown += [name for name, value in inputs.items() if name not in _INPUTS and value is not None]
     if (config.num_beams or 1) > 1:
         unknown.insert(0, "beams")
     if streamer is not None and rows > 1:
         unknown.insert(0, "a streamer of several rows")
     if unknown:
-        raise UserError(
-            f"Under an exit policy texts are greedy or sampled (temperature, top_k, top_p), and {unknown[0]} is not "
-            "done; leave it out, or generate without a policy."
-        )
+        raise not_done(unknown[0])
+
+
+def not_done(what: str) -> UserError:
+    return UserError(
+        f"Under an exit policy texts are greedy or sampled (temperature, top_k, top_p), and {what} is not done; leave "
+        "it out, or generate without a policy."
+    )

@@ -17,7 +17,8 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import cached_file
 
@@ -32,15 +33,15 @@ from loopscope.models.decoder_layers import SwiGLU
 from loopscope.models.huginn import HuginnMLP
 from loopscope.models.run_hashes import check_hashes
 from loopscope.objectives import Unrolling
-from loopscope.training.language_run import TokenLosses
-from loopscope.training.loop import BatchLosses
-from loopscope.transformers.adaptive_generation import adaptive_decoding
-from loopscope.transformers.configuration import (
+from loopscope.pretrained_configuration import (
     HuginnPretrainedConfig,
     LoopedLlamaPretrainedConfig,
     LoopedPretrainedConfig,
     OuroPretrainedConfig,
 )
+from loopscope.training.language_run import TokenLosses
+from loopscope.training.loop import BatchLosses
+from loopscope.transformers.adaptive_generation import adaptive_decoding, not_done
 from loopscope.transformers.padded_batch import LoopedCache, PaddedBatch
 
 _OF_ANOTHER_FILE = ("subfolder", "variant", "state_dict", "gguf_file", "quantization_config")
@@ -102,7 +103,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it; weights that are missing, unknown or not finite are refused."""
+        """As transformers does it; weights that are missing, unknown, of other shapes or not finite are refused."""
         with_info = kwargs.pop("output_loading_info", False)
         folder = (
             None
@@ -112,17 +113,24 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if folder is not None:
             check_hashes(folder)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        if not model._hf_peft_config_loaded:
-            model._check_loaded(str(pretrained_model_name_or_path), info)
-        if folder is not None and not model._hf_peft_config_loaded:
+        base = model.__dict__.pop("_loaded", None)
+        source = str((kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path", pretrained_model_name_or_path))
+        if model._hf_peft_config_loaded:
+            _check_keys(*base)
+        elif folder is not None:
             model.looped.identify_by(partial(weights_sha256, folder))
+        _check_keys(source, info)
+        model._check_values(source)
         return (model, info) if with_info else model
 
-    def _check_loaded(self, source: str, info: Mapping[str, Any]) -> None:
-        for problem, names in (("has no tensor", "missing_keys"), ("does not know the tensor", "unexpected_keys")):
-            if found := sorted(info[names]):
-                who = "The checkpoint" if names == "missing_keys" else "The configuration of the checkpoint"
-                raise UserError(f"{who} in {source} {problem} '{found[0]}'; fetch or make it again.")
+    @staticmethod
+    def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
+        """Takes down what was loaded; if an adapter follows, `from_pretrained` tells of the adapter alone."""
+        info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+        model._loaded = (str(load_config.pretrained_model_name_or_path), info.to_dict())
+        return info
+
+    def _check_values(self, source: str) -> None:
         if len(places := {str(place) for place in getattr(self, "hf_device_map", {}).values()}) > 1:
             raise UserError(
                 f"A looped model runs on one device, and this device_map has {', '.join(sorted(places))}: every loop "
@@ -132,6 +140,14 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             raise UserError(
                 f"In {source} the tensor '{wrong}' holds a value that is not finite; fetch or make it again."
             )
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it; weights that are not those that a run of LoopScope left do not go by its name."""
+        run = getattr(self.config, "run", None)
+        if run is not None and (kwargs.get("state_dict") is not None or not self.looped.is_identified):
+            self.config.fine_tuning = {"start": run}
+            del self.config.run
+        return super().save_pretrained(*args, **kwargs)
 
     @property
     def num_loops(self) -> int:
@@ -191,7 +207,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
         `labels` are the tokens themselves, -100 where none counts; the loss is that of the last loop. With
         `loop_losses` there are no logits, but the losses of every loop, or of the last that `unrolling` runs, against
-        the labels or against the `teacher`.
+        the labels or against the `teacher`; in a part of a larger batch (`num_items_in_batch`) there may be none.
         """
         if input_ids is None or inputs_embeds is not None:
             raise UserError("A looped model takes input_ids; what is embedded already (inputs_embeds) it does not.")
@@ -205,9 +221,14 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         cache = LoopedCache() if use_cache and past_key_values is None else past_key_values
         if cache is not None and loop_losses:
             raise UserError("Losses of every loop are computed without a cache; leave out use_cache.")
+        if num_loops is not None and loop_losses:
+            raise UserError("Losses of every loop are those of all loops of the model; leave out num_loops.")
         batch = PaddedBatch.of(input_ids, attention_mask, cache)
         if loop_losses:
-            found = self._loop_losses(batch, input_ids, attention_mask, labels, unrolling, teacher)
+            is_part = num_items_in_batch is not None
+            found = self._loop_losses(
+                batch, input_ids, attention_mask, position_ids, labels, is_part, unrolling, teacher
+            )
             output = LoopedOutput(None, None, None, None, None, None, *found)
         else:
             loops = self.num_loops if num_loops is None else as_count(num_loops, "num_loops")
@@ -236,9 +257,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if cache is not None:
             cache.begin(batch.size, loops, read_at)
         at_loop = None if cache is None else partial(cache.appending, batch.rows, batch.counts)
-        layout = batch.layout(self.device, None if at_loop is None else at_loop(0))
-        if position_ids is not None:
-            batch.check_positions(position_ids, layout)
+        layout = batch.layout(self.device, None if at_loop is None else at_loop(0), position_ids)
         state = looped.begin_packed(batch.pack(tokens.to(self.device)), layout)
         hidden, logits, halts = [batch.unpack(state.hidden)] if with_states else [], [], []
         for loop, state in enumerate(looped.unroll(state, loops, at_loop), start=1):  # noqa: B020
@@ -281,28 +300,34 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         batch: PaddedBatch,
         tokens: Tensor,
         attention_mask: Tensor | None,
+        position_ids: Tensor | None,
         labels: Tensor | None,
+        is_part: bool,
         unrolling: Unrolling | None,
         teacher: TeacherLogits | None,
     ) -> BatchLosses:
         if labels is None:
             raise UserError("Losses of every loop need labels; give them (the tokens themselves, -100 for padding).")
+        layout = batch.layout(self.device, None, position_ids)
         chosen, targets = batch.targets(labels.to(self.device))
-        if not len(targets):
+        if not len(targets) and not is_part:
             raise UserError("No label of this batch counts: all are -100, or padding, or the first of their row.")
         taught = None
         if teacher is not None:
             taught = batch.pack(teacher(tokens, attention_mask)).index_select(0, chosen).float().log_softmax(-1)
-        state = self.looped.begin_packed(batch.pack(tokens.to(self.device)), batch.layout(self.device, None))
+        state = self.looped.begin_packed(batch.pack(tokens.to(self.device)), layout)
         return TokenLosses(self.looped).of_state(state, targets, taught, unrolling, chosen)
 
     @torch.no_grad()
     def generate(
         self,
         inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
         *args: Any,
         policy: ExitPolicy | str | Path | None = None,
-        cache: CacheMode = "full",
+        cache: CacheMode | None = None,
         lossless: bool = False,
         streamer: Any = None,
         **kwargs: Any,
@@ -310,24 +335,28 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """As transformers does it; with an exit policy, or a file of one, by LoopScope's engine, every token as deep as
         the policy says.
 
-        `cache` is what later tokens find of one that left early, and with `lossless` the text is that of full depth, as
-        in `loopscope.generate`.
+        `cache` (default: `full`) is what later tokens find of one that left early, and with `lossless` the text is that
+        of full depth, as in `loopscope.generate`.
         """
-        if policy is None and lossless:
-            raise UserError("lossless is of an exit policy, which says what is drafted; name one.")
+        given = (inputs, generation_config, logits_processor, stopping_criteria, *args)
         if policy is None:
+            if lossless or cache is not None:
+                name = "lossless" if lossless else "cache"
+                raise UserError(f"{name} is of an exit policy, by which tokens exit early; name one (policy=...).")
             mask = kwargs.get("attention_mask")
             if mask is not None and bool((mask[:, -1] == 0).any()):
                 raise UserError(
                     "transformers goes on after the last column of a batch, and there is padding; pad prompts on the "
                     'left (tokenizer.padding_side = "left"), or give an exit policy, which takes both.'
                 )
-            return super().generate(inputs, *args, streamer=streamer, **kwargs)
+            return super().generate(*given, streamer=streamer, **kwargs)
         if kwargs.get("assistant_model") is not None:
             raise UserError("An exit policy and an assistant do not go together; leave out one of them.")
+        if own := [*(logits_processor or ()), *(stopping_criteria or ())]:
+            raise not_done(type(own[0]).__name__)
         rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
-        decoding = partial(adaptive_decoding, policy=rule, cache=cache, lossless=lossless, streamer=streamer)
-        return super().generate(inputs, *args, custom_generate=decoding, streamer=streamer, **kwargs)
+        decoding = partial(adaptive_decoding, policy=rule, cache=cache or "full", lossless=lossless, streamer=streamer)
+        return super().generate(*given, custom_generate=decoding, streamer=streamer, **kwargs)
 
 
 class OuroForCausalLM(LoopedForCausalLM):
@@ -370,6 +399,20 @@ class LoopedLlamaForCausalLM(LoopedForCausalLM):
 def _kept(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """[B, M, D], its last so many columns (0: all), or the columns of these numbers."""
     return values[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else values[:, logits_to_keep]
+
+
+def _check_keys(source: str, info: Mapping[str, Any]) -> None:
+    """Refuses what would leave weights as memory happens to be, or leave some of a file out."""
+    checkpoint = f"checkpoint in {source}"
+    for problem, names in {
+        f"The {checkpoint} has no tensor": info["missing_keys"],
+        f"The configuration of the {checkpoint} does not know the tensor": info["unexpected_keys"],
+        f"The configuration of the {checkpoint} has another shape for the tensor": [
+            name for name, *_ in info["mismatched_keys"]
+        ],
+    }.items():
+        if names:
+            raise UserError(f"{problem} '{min(names)}'; fetch or make it again.")
 
 
 def _folder(source: Any, options: Mapping[str, Any]) -> Path | None:

@@ -120,8 +120,17 @@ class PaddedBatch:
         rows = np.flatnonzero(counts)
         return cls(columns, size, upload(flat, device), rows, counts[rows])
 
-    def layout(self, device: torch.device, cache: AppendingRows | None) -> Layout:
-        return Layout.from_host(self.counts, device, cache=cache)
+    def layout(self, device: torch.device, cache: AppendingRows | None, position_ids: Tensor | None) -> Layout:
+        """Refuses positions that are not those of the tokens in their rows: several texts in one row, say."""
+        layout = Layout.from_host(self.counts, device, cache=cache)
+        if position_ids is not None:
+            given = self.pack(position_ids.expand(self.size, -1).reshape(self.size, -1))
+            if not torch.equal(given.to(device), layout.positions):
+                raise UserError(
+                    "position_ids must count the tokens that the attention mask shows, from 0 in every row; leave them "
+                    "out, and give every text a row of its own."
+                )
+        return layout
 
     def pack(self, values: Tensor) -> Tensor:
         """[B, M, ...] -> [P, ...]"""
@@ -138,15 +147,6 @@ class PaddedBatch:
     @property
     def _is_full(self) -> bool:
         return len(self.cells) == self.size * self.columns
-
-    def check_positions(self, position_ids: Tensor, layout: Layout) -> None:
-        """Refuses positions that are not those of the tokens in their rows: several texts in one row, say."""
-        given = self.pack(position_ids.expand(self.size, -1).reshape(self.size, -1))
-        if not torch.equal(given.to(layout.device), layout.positions):
-            raise UserError(
-                "position_ids must count the tokens that the attention mask shows, from 0 in every row; leave them "
-                "out, and give every text a row of its own."
-            )
 
     def targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens [N] after which a label is to be said, by their numbers among the P, and the labels [N].

@@ -46,6 +46,12 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         looped = _base(model).looped
         self.objective = _objective(objective)
         self._check_gate(looped)
+        for name in ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"):
+            if options.get(name) is not None:
+                raise UserError(
+                    f"LoopTrainer computes losses and accuracies of every loop, and keeps no logits for {name}; leave "
+                    "it out, or use transformers' Trainer, which runs the last loop."
+                )
         super().__init__(model, args, **options)
         if self.args.n_gpu > 1:
             raise UserError(
@@ -124,9 +130,12 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         training, step = model.training, self.state.global_step
         loops = self._sums[training].loops
         unrolling = self.objective.unrolling(loops, self.args.seed, step) if training else None
-        found = model(**inputs, loop_losses=True, unrolling=unrolling, teacher=self._teacher)
+        part = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        found = model(**inputs, loop_losses=True, unrolling=unrolling, teacher=self._teacher, **part)
         self._sums[training].add(found, unrolling)
-        if training or not self.objective.is_custom:
+        if not found.cross_entropy.shape[1]:
+            loss = self._nothing(found, num_items_in_batch)
+        elif training or not self.objective.is_custom:
             loss = self._minimised(LoopLosses(found.cross_entropy, found.halt_logits, step, found.detached_halt_logits))
         else:
             loss = found.cross_entropy[-1].mean()
@@ -135,6 +144,13 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
             if self.args.average_tokens_across_devices:
                 loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return (loss, found) if return_outputs else loss
+
+    def _nothing(self, found: LoopedOutput, num_items_in_batch: Any) -> Tensor:
+        """The loss of a part in which no label counts: a zero, which has gradients where others of its step have."""
+        if not num_items_in_batch:
+            raise UserError("No label of a whole step counts: all are -100; leave such rows out of the data.")
+        parts = [found.cross_entropy, found.halt_logits if self.objective.name in GATED else None]
+        return sum((part.sum() for part in parts if part is not None), torch.zeros((), device=self.args.device))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """A decoupled gate is clipped by itself, so that its gradients change no other step; sharded ones are not."""
@@ -157,6 +173,12 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss.detach(), None, None
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        raise UserError(
+            "LoopTrainer keeps no logits to predict from; evaluate() has losses and accuracies by loop, and "
+            "transformers' Trainer predicts with the last loop."
+        )
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._sums[False].clear()

@@ -4,15 +4,32 @@ It is named in the entry points of the package (group `vllm.general_plugins`). `
 looped Llamas; a deployment says in `hf_overrides` how many loops they run, or which exit policy (`deployment.py`).
 """
 
+import logging
+
 
 def register() -> None:
-    """Tells vLLM of the models by their names, so that nothing heavy is imported before one is wanted."""
+    """Tells vLLM of the models by their names, so that nothing heavy is imported before one is wanted.
+
+    vLLM runs this whatever it serves, and ends where it fails: so it only warns.
+    """
+    try:
+        _register()
+    except Exception as error:
+        logging.getLogger(__name__).warning(
+            "LoopScope's plugin does not work here, so that looped models are unknown: %s: %s",
+            type(error).__name__,
+            error,
+        )
+
+
+def _register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    import loopscope.transformers  # by whose configurations vLLM reads those of looped models
+    from loopscope.pretrained_configuration import register_configurations
     from loopscope.vllm.deployment import DeploymentChecks
 
+    register_configurations()  # by which vLLM reads those of looped models
     for name, path in ARCHITECTURES.items():
         ModelRegistry.register_model(name, path)
         MODELS_CONFIG_MAP[name] = DeploymentChecks

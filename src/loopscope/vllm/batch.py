@@ -76,7 +76,8 @@ def _batch(common: Any) -> StepBatch:
     bounds = common.query_start_loc_cpu.numpy().astype(np.int64)
     counts = np.diff(bounds)
     here = np.flatnonzero(counts)  # others are padding
-    # A request that was preempted reads its own text again as a prompt, in parts, of which the runner says otherwise.
+    # A request that was preempted reads its own text again as a prompt, in parts, of which the runner says otherwise;
+    # what it does not say is which of them are of one token, so that such a part is taken for one of a text.
     prefilling = common.is_prefilling.cpu().numpy()[here] | (counts[here] > 1)
     return StepBatch(
         bounds[here],

@@ -62,10 +62,17 @@ class Deployment(msgspec.Struct, frozen=True):
         return isinstance(self.config, LoopedLlamaConfig) and self.config.coda > 0
 
 
-def read_deployment(configuration: dict[str, Any], checkpoint: str, revision: str | None, precision: str) -> Deployment:
+def read_deployment(
+    configuration: dict[str, Any],
+    checkpoint: str,
+    revision: str | None,
+    precision: str,
+    cache_precision: str | None = None,
+) -> Deployment:
     """What a configuration with its overrides asks for, of the model in a folder or on the Hub; or a refusal.
 
-    A policy is held to the weights, depth, precision and cache that it was made for, as everywhere.
+    A policy is held to the weights, depth, precision and cache that it was made for, as everywhere. `cache_precision`
+    is that of keys and values in the cache, where it is another than they are computed in.
     """
     values = {name: value for name, value in configuration.items() if value is not None}
     settings = build(DeploymentSettings, values.pop(KEY, {}), _WHERE)
@@ -75,6 +82,12 @@ def read_deployment(configuration: dict[str, Any], checkpoint: str, revision: st
     depth = config.total_ut_steps if isinstance(config, OuroConfig) else config.looping.loops
     loops = settings.loops or depth
     policy = _policy(settings)
+    if policy is not None and policy.guarantee is not None and cache_precision is not None:
+        raise UserError(
+            f"The policy's promise is for a cache that holds keys and values as they are computed, and this one holds "
+            f"them in {cache_precision}; leave out --kv-cache-dtype, or use the rule without its promise "
+            '("without_promise": true).'
+        )
     if policy is None:
         return Deployment(config, loops)
     tied = policy.model is not None or policy.gate is not None
@@ -106,8 +119,10 @@ def _policy(settings: DeploymentSettings) -> ExitPolicy | None:
 
 def deployment_of(vllm_config: Any) -> Deployment:
     model = vllm_config.model_config
-    precision = model.quantization or str(model.dtype).removeprefix("torch.")
-    return read_deployment(model.hf_config.to_dict(), model.model, model.revision, precision)
+    computed_in, cached_in = str(model.dtype).removeprefix("torch."), vllm_config.cache_config.cache_dtype
+    other = None if cached_in in ("auto", computed_in) else cached_in
+    precision = model.quantization or computed_in
+    return read_deployment(model.hf_config.to_dict(), model.model, model.revision, precision, other)
 
 
 class DeploymentChecks:
@@ -115,12 +130,18 @@ class DeploymentChecks:
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        return
+        """No window of attention: what a Qwen's configuration says of one that is not used, vLLM would take for one."""
+        model_config.hf_text_config.sliding_window = None
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """With a policy, switches off what would run other tokens than LoopScope, or other loops than are decided."""
         check_hashes(Path(vllm_config.model_config.model))  # of a folder that training left
+        if vllm_config.lora_config is not None:
+            raise UserError(
+                "Adapters (LoRA) are not served beside a looped model; merge them into its weights first "
+                "(merge_and_unload of PEFT), and leave out --enable-lora."
+            )
         deployment = deployment_of(vllm_config)
         if deployment.policy is None:  # vLLM keeps compiled graphs by what its configuration says, not by a file's
             vllm_config.model_config.hf_config.loopscope = {"loops": deployment.loops}

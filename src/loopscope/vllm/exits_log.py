@@ -69,7 +69,8 @@ def read_exits(path: str | Path) -> tuple[list[TextExits], list[StepExits]]:
             step = msgspec.json.decode(line, type=StepExits)
             for text, loops in zip(step.texts, step.loops, strict=True):
                 if (begun := step.prompts.get(str(text))) is not None:
-                    if text in texts and (len(texts[text].loops) > 1 or begun[0] <= texts[text].prompt_tokens):
+                    known = texts.get(text)
+                    if known is not None and begun[0] < known.prompt_tokens + len(known.loops):
                         raise ValueError("a text begins twice")
                     texts[text] = TextExits(*begun, loops=[loops])  # of a prompt in parts, the last part counts
                 else:
@@ -86,7 +87,7 @@ class ExitsLog:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._texts: dict[int, int] = {}  # by the first block of their cache
-        self._prompts: dict[int, list[int]] = {}
+        self._tokens: dict[int, list[int]] = {}  # so far, of a text that is read again maybe more than its prompt
         self._begun = _cut_unfinished(self._path)  # a text takes more than a byte, so no earlier one has this number
 
     def note(self, batch: Any, tokens: Integers, loops: Integers, ran: int) -> None:
@@ -94,11 +95,11 @@ class ExitsLog:
         prompts: dict[str, tuple[int, str]] = {}
         for row, block in enumerate(batch.first_blocks.tolist()):
             new = tokens[batch.starts[row] : batch.ends[row]].tolist()
+            if batch.prefilling[row] and batch.lengths[row] == len(new):
+                self._texts[block], self._tokens[block], self._begun = self._begun, [], self._begun + 1
+            known = self._tokens[block]
+            known += new
             if batch.prefilling[row]:
-                if batch.lengths[row] == len(new):
-                    self._texts[block], self._prompts[block], self._begun = self._begun, [], self._begun + 1
-                self._prompts[block] += new
-                known = self._prompts[block]
                 prompts[str(self._texts[block])] = (len(known), prompt_digest(known))
         self._write(ran, [self._texts[block] for block in batch.first_blocks.tolist()], loops.tolist(), prompts)
 

@@ -1,12 +1,13 @@
 """What do the configurations of looped checkpoints look like to transformers? As their `config.json` says, key by key.
 
 The keys are those of the Hub. What of them a network depends on, and which values are refused, stands beside the
-network (`loopscope.models`): these classes only carry them.
+network (`loopscope.models`): these classes only carry them. They stand apart from `loopscope.transformers` because vLLM
+needs them, too, in each of its processes, and nothing of the models and the Trainer there.
 """
 
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 
 class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -45,3 +46,9 @@ class HuginnPretrainedConfig(LoopedPretrainedConfig):
 
 class LoopedLlamaPretrainedConfig(LoopedPretrainedConfig):
     model_type, architecture = "looped_llama", "LoopedLlamaForCausalLM"
+
+
+def register_configurations() -> None:
+    """Lets transformers read the configurations of looped checkpoints."""
+    for kind in (OuroPretrainedConfig, HuginnPretrainedConfig, LoopedLlamaPretrainedConfig):
+        AutoConfig.register(kind.model_type, kind)
