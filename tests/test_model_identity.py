@@ -39,6 +39,7 @@ def test_what_a_file_of_before_does_not_say_is_not_compared() -> None:
     assert not same_model(None, new)
     assert with_configuration(new, "2") == other
     assert with_configuration(new, None) == old == weights_of(other)
+    assert not same_model(5, new)  # as a file that was altered may have it
     assert not same_model("mine", "mine-2")  # texts of a user's own are whole
 
 

@@ -20,10 +20,10 @@ def weights_of(model: str) -> str:
     return model.partition(_CONFIGURATION)[0]
 
 
-def same_model(ours: str | None, theirs: str | None) -> bool:
-    """Whether these are one model, as far as both say; what is not known is the same as nothing but itself."""
-    if ours is None or theirs is None:
-        return ours is theirs
+def same_model(ours: object, theirs: object) -> bool:
+    """Whether these are one model, as far as both say; what is no text (None: not known) is as nothing but itself."""
+    if not isinstance(ours, str) or not isinstance(theirs, str):
+        return ours == theirs
     our_weights, _, our_configuration = ours.partition(_CONFIGURATION)
     weights, _, configuration = theirs.partition(_CONFIGURATION)
     if not our_configuration or not configuration:

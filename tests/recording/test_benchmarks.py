@@ -108,7 +108,7 @@ def test_it_is_what_the_model_says(whole: ls.Trajectory, checkpoint: Path, data:
     told = {"benchmark": "arc_easy", "metric": "acc_norm", "shots": 8, "examples": 7, "limit": None, "cut": 0}
     assert told.items() <= whole.provenance.items()
     assert whole.split == "test"
-    assert len(whole.provenance["weights_sha256"]) == 64
+    assert whole.provenance["weights_sha256"] == model.weights_sha256
 
 
 def test_what_is_not_kept_is_not_missed(recording: Record, whole: ls.Trajectory, tmp_path: Path) -> None:

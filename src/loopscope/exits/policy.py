@@ -206,7 +206,7 @@ class ExitPolicy:
             self.gate.check_depth(num_loops)
         if self.model is not None and weights is not None and not same_model(self.model, weights):
             raise UserError(
-                f"This policy was calibrated for another model ({model_words(self.model, weights)}), and "
+                f"This policy was calibrated for another model ({model_words(self.model, str(weights))}), and "
                 "promises nothing for this one; calibrate it for this model, or use it without its promise "
                 "(--any-model, or policy.for_any_model())."
             )

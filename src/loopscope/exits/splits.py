@@ -50,7 +50,7 @@ def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
         ("classes", first.num_classes, second.num_classes),
         ("weights", first.provenance.get("weights_sha256"), second.provenance.get("weights_sha256")),
     ):
-        if None in (ours, theirs) or (same_model(str(ours), str(theirs)) if what == "weights" else ours == theirs):
+        if None in (ours, theirs) or (same_model(ours, theirs) if what == "weights" else ours == theirs):
             continue
         raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")
     if (found := scope_of(first).difference(scope_of(second))) is not None:

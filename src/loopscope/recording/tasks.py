@@ -279,9 +279,7 @@ def holds_same(out: Path, kind: str, files: Collection[str], expected: Mapping[s
 
 
 def _same(name: str, found: Any, expected: Any) -> bool:
-    if name == "weights_sha256" and isinstance(found, str) and isinstance(expected, str):
-        return same_model(found, expected)
-    return bool(found == expected)
+    return same_model(found, expected) if name == "weights_sha256" else bool(found == expected)
 
 
 def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:
