@@ -1,6 +1,7 @@
 """Would it run on a GPU, and would the host keep ahead of it? Everything once on a pretended one, beside the CPU.
 
-What is fetched at a loop step: the one array that decides who exits, and the tokens or answers of who does.
+What is fetched at a loop step: the one array that decides who exits, and the tokens or answers of who does. Every
+further policy has an array of its own, and where lossless text is drawn, drafts and verdicts are fetched by themselves.
 """
 
 import json
@@ -66,14 +67,14 @@ def steps(device: PretendedDevice, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
 
 @contextmanager
-def bounded(device: PretendedDevice, steps: list[int]) -> Iterator[None]:
+def bounded(device: PretendedDevice, steps: list[int], most: int = MOST_WAITS) -> Iterator[None]:
     """Holds the waits of every loop step."""
     steps.clear()
     with device.counted() as waits:
         yield
     each = np.diff([*steps, sum(waits.values())])
     print(f"{len(each)} steps, at most {each.max()} waits in one, {each.mean():.2f} on average")
-    assert each.max() <= MOST_WAITS, waits.most_common()
+    assert each.max() <= most, waits.most_common()
 
 
 def both(name: str = "ouro-tiny") -> tuple[LoopedModel, LoopedModel]:
@@ -232,6 +233,31 @@ def test_generation(
     expected = generate(here, asked, policy, **options)
     with bounded(device, steps):
         texts = generate(there, asked, policy, **options)
+    assert [(text.tokens, text.loops) for text in texts] == [(text.tokens, text.loops) for text in expected]
+
+
+@pytest.mark.parametrize(("temperature", "most"), [(0.0, 2), (1.0, 4)])
+def test_lossless_text(temperature: float, most: int, device: PretendedDevice, steps: list[int]) -> None:
+    here, there = both()
+    asked, policy = prompts(4, here.vocab_size), ls.ExitPolicy("margin", 0.3)
+    options: dict[str, Any] = {"max_new_tokens": 6, "batch_size": 4, "lossless": True}
+    options["sampling"] = Sampling(temperature=temperature)
+    expected = generate(here, asked, policy, **options)
+    with bounded(device, steps, most):
+        texts = generate(there, asked, policy, **options)
+    assert [(text.tokens, text.drafted) for text in texts] == [(text.tokens, text.drafted) for text in expected]
+    assert sum(text.drafted for text in texts) > 0
+
+
+def test_several_policies_at_once(device: PretendedDevice, steps: list[int]) -> None:
+    here, there = both()
+    asked = [
+        Prompt(each.key, each.tokens, policy=policy)
+        for each, policy in zip(prompts(4, here.vocab_size), POLICIES, strict=False)
+    ]
+    expected = generate(here, asked, max_new_tokens=4, batch_size=4)
+    with bounded(device, steps, 4 + 1):
+        texts = generate(there, asked, max_new_tokens=4, batch_size=4)
     assert [(text.tokens, text.loops) for text in texts] == [(text.tokens, text.loops) for text in expected]
 
 

@@ -1,24 +1,58 @@
-"""Recipes: does the text for the small Ouro leave out what will be scored?"""
+"""Recipes: does the text for the small Ouro leave out what will be scored? Does a profile see writing alone?"""
 
 import importlib.util
 import json
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tiny_language import tiny_ouro
 
-pytest.importorskip("pyarrow")
+from loopscope.engine.decoder import Decoder
 
 
-@pytest.fixture(scope="module")
-def recipe() -> ModuleType:
-    path = Path(__file__).parents[1] / "recipes" / "small_ouro" / "make_text.py"
-    spec = importlib.util.spec_from_file_location("make_text", path)
+def loaded(name: str) -> ModuleType:
+    path = Path(__file__).parents[1] / "recipes" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    pytest.importorskip("pyarrow")
+    return loaded("small_ouro/make_text.py")
+
+
+def test_prompts_are_not_in_a_profile_of_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten rows, with tokens of different depths, which is more rows than a stream takes by itself."""
+    recipe, model = loaded("real_size/generation.py"), tiny_ouro()
+    prompts, policy = recipe.texts(model, 10, 5, 4), recipe.margin_for(model, 2.0)
+    begun: list[int] = []
+    prefill = Decoder.prefill
+    monkeypatch.setattr(
+        Decoder, "prefill", lambda self, row, *given, **more: (begun.append(row), prefill(self, row, *given, **more))
+    )
+
+    @contextmanager
+    def observed() -> Iterator[None]:
+        before = len(begun)
+        yield
+        assert len(begun) == before == 10
+
+    count, seconds = recipe.written(model, prompts, policy, observed())
+    assert 0 < count <= 30
+    assert seconds > 0
+    options = Namespace(loops=2.0, context=[6], batch_size=2, new=3)
+    (found,) = recipe.profiled(model, options)
+    assert found["milliseconds_a_token"] > 0
+    assert 0.8 < sum(found["shares"].values()) < 1.2
 
 
 def test_what_is_scored_is_left_out(recipe: ModuleType, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from loopscope.arguments import as_array, as_integers, as_path, check_kind, chec
 from loopscope.artifacts import artifact_folder, map_tensors, read_manifest, read_whole, save_tensors, write_manifest
 from loopscope.config import Settings, build, plain
 from loopscope.errors import UserError
+from loopscope.model_identity import same_model
 from loopscope.trajectory_checks import Array, check_contents, frozen
 from loopscope.writing import write_json
 
@@ -243,9 +244,10 @@ class Trajectory:
         """Whether both hold the same data: the same split of the same model, or the same labels and answers."""
         if self is other:
             return True
-        names = ("weights_sha256", "benchmark", "text_sha256", "tokens_sha256")
-        ours, theirs = ([trajectory.provenance.get(name) for name in names] for trajectory in (self, other))
-        if ours[0] is not None and ours == theirs and self.split is not None and self.split == other.split:
+        model, names = self.provenance.get("weights_sha256"), ("benchmark", "text_sha256", "tokens_sha256")
+        known = model is not None and same_model(model, other.provenance.get("weights_sha256"))
+        alike = all(self.provenance.get(name) == other.provenance.get(name) for name in names)
+        if known and alike and self.split is not None and self.split == other.split:
             return True
         if not _equal(self.labels, other.labels) or not np.array_equal(self.predicted, other.predicted):
             return False
@@ -307,9 +309,10 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     """The parts of one recording, one after the other; of their provenance what all of them say."""
     first = parts[0]
     kept = [name for name in (*_ARRAYS, "hidden") if getattr(first, name) is not None]
-    for other in parts[1:]:
+    models = [part.provenance.get("weights_sha256") for part in parts]
+    for other, model in zip(parts[1:], models[1:], strict=True):
         for what, ours, theirs in (
-            ("weights", first.provenance.get("weights_sha256"), other.provenance.get("weights_sha256")),
+            ("weights", True, same_model(models[0], model)),
             ("split", first.split, other.split),
             ("loops", first.num_loops, other.num_loops),
             ("classes", first.num_classes, other.num_classes),
@@ -327,6 +330,10 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     provenance = {
         key: value for key, value in first.provenance.items() if all(p.provenance.get(key) == value for p in parts)
     }
+    if None not in models:
+        provenance["weights_sha256"] = min(
+            (str(model) for model in models), key=len
+        )  # that without a configuration, which is what all say
     if "examples" in first.provenance:
         provenance["examples"] = sum(part.num_examples for part in parts)
     return Trajectory(

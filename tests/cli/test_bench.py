@@ -178,6 +178,8 @@ def test_lossless_text_and_the_plain_way_are_measured(
     assert lossless["drafts"]["drafted"] > 0
     assert lossless["drafts"]["differing"] == measured["plain"]["differing"] == 0
     assert lossless["agreement"] == 1
+    assert lossless["average_loops"] is lossless["realised"] is None  # all loops of an accepted draft were run
+    assert early["average_loops"] == 1
     assert lossless["writing_loops"] >= 4 > early["writing_loops"] == 1
     for spread in (*(measured["plain"][name] for name in ("speedup", "writing_speedup")), lossless["realised_of_run"]):
         assert spread["median"] > 0

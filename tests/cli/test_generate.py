@@ -1,6 +1,8 @@
 """`loopscope generate`: prompts in, text or JSON lines out, and what cannot be generated."""
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,9 @@ from conftest import random_trajectory
 
 import loopscope as ls
 from cli.conftest import run
+from loopscope.cli.generate import _wasted
 from loopscope.engine import generation
+from loopscope.exits import readouts
 from loopscope.models.tokenizer import Detokenizer
 
 
@@ -55,6 +59,10 @@ def test_lossless_text_is_full_depths(checkpoint: str, capsys: pytest.CaptureFix
     assert ours["drafted"] >= ours["accepted"] == sum(loops == 1 for loops in ours["loops"])
     assert ours["drafted"] > 0
     assert f"{ours['accepted']} of {ours['drafted']} drafts stood" in notes[1]
+    assert "up to rounding" not in notes[1]
+    for more, noted in ((("--loops", "1", "--lossless"), True), ((), False)):
+        assert run(*words, *more, "--dtype", "bfloat16") == 0
+        assert ("In bfloat16, lossless text is full depth's up to rounding" in capsys.readouterr().err) is noted
 
 
 def test_a_text_is_spelled_as_it_comes_without_decoding_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +130,58 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert "is there already" in capsys.readouterr().err
 
 
+def test_texts_of_another_model_are_not_gone_on_with(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the texts depend on may change between two halves: the model's depth, its tokens, the rule's code."""
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n", encoding="utf-8")
+    (tmp_path / "own_height.py").write_text(
+        "import loopscope as ls\n\n\n"
+        "@ls.readout('own_height', exits='above', reads='logits')\ndef height(logits):\n    return logits.max(axis=1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copytree(checkpoint, tmp_path / "model")
+    words = ("generate", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "2")
+    words += ("--batch-size", "1", "--chat", "--with-readout", "own_height:height", "--readout", "own_height")
+    words += ("--threshold", "1e9", "--out", str(tmp_path / "texts.jsonl"))
+    whole = generation.stream
+
+    def cut(*given: Any, **options: Any) -> Iterator[Any]:
+        for token in whole(*given, **options):
+            if token.key == 1:
+                raise KeyboardInterrupt
+            yield token
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "stream", cut)
+        assert run(*words) == 130
+    for name, old, new in (
+        ("config.json", '"total_ut_steps": 4', '"total_ut_steps": 3'),
+        ("config.json", '"hidden_act"', '"eos_token_id": 7, "hidden_act"'),
+        ("chat_template.jinja", "<|im_start|>", "<|im_end|>"),
+        ("own_height.py", "logits.max(axis=1)", "logits.mean(axis=1)"),
+    ):
+        file = tmp_path / name if name == "own_height.py" else tmp_path / "model" / name
+        before = file.read_text(encoding="utf-8")
+        assert old in before
+        file.write_text(before.replace(old, new), encoding="utf-8")
+        _forget_readout("own_height", monkeypatch)
+        capsys.readouterr()
+        assert run(*words) == 2, name
+        assert "has the texts of another command" in capsys.readouterr().err
+        file.write_text(before, encoding="utf-8")
+    _forget_readout("own_height", monkeypatch)
+    assert run(*words) == 0
+    _forget_readout("own_height", monkeypatch)
+
+
+def _forget_readout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another process would not know it."""
+    for table in (ls.READOUTS, readouts._KNOWN):
+        table.pop(name)  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, name)
+
+
 def test_a_text_ends_before_a_string(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("generate", checkpoint, "The sun", "--max-new-tokens", "12")
     assert run(*words, "--json") == 0
@@ -159,6 +219,17 @@ def test_a_policy_that_saves_no_time_is_named(checkpoint: str, capsys: pytest.Ca
         assert run(*words, *policy) == 0
         said[policy[-1]] = capsys.readouterr().err
     assert [name for name, text in said.items() if "This saved no time" in text] == ["0.1"], said
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "cost", "words"),
+    [(0, 0, 130.0, "nothing was drafted"), (20, 19, 130.0, "no faster than full depth"), (60, 25, 70.0, None)],
+)
+def test_lossless_text_that_saves_no_time_is_named(drafted: int, accepted: int, cost: float, words: str | None) -> None:
+    """By what it took, those that were asked in vain included, not by how many drafts stood."""
+    stats = generation.GenerationStats(tokens=100, drafted=drafted, accepted=accepted, drafting_cost=cost)
+    told = _wasted(stats, 110, 4, lossless=True)
+    assert told is None if words is None else words in str(told)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import loopscope as ls
 from loopscope.engine import GenerationStats, Prompt, Sampling, draft_length, generate, stream
 from loopscope.engine.draft_length import MOST_TOKENS, DraftLength
 from loopscope.engine.sampling import Draft
+from loopscope.exits.scope import Scope
 from loopscope.models import LoopedModel
 
 POLICIES = [ls.ExitPolicy("fixed", 1), ls.ExitPolicy("top1", 0.075), ls.ExitPolicy("hidden_cosine", 0.3)]
@@ -226,6 +227,24 @@ def test_what_cannot_be_is_refused(model: LoopedModel, policy: Any, options: dic
         generate(model, prompts(1), policy, **{"lossless": True, **options})
 
 
+def test_drafts_may_come_from_a_policy_for_another_cache(model: LoopedModel) -> None:
+    """The text is full depth's, whatever that promises of text with its own cache."""
+    policy = ls.ExitPolicy("top1", 0.075, scope=Scope(unit="tokens", cache="propagate"))
+    full = generate(model, prompts(2), max_new_tokens=4)
+    ours = generate(model, prompts(2), policy, max_new_tokens=4, lossless=True)
+    assert [text.tokens for text in ours] == [text.tokens for text in full]
+    with pytest.raises(ls.UserError, match="text with the cache 'propagate'"):
+        generate(model, prompts(2), policy, max_new_tokens=4)
+
+
+def test_policies_of_all_prompts_are_looked_at_before_the_first_token(model: LoopedModel) -> None:
+    foreign = ls.ExitPolicy("top1", 0.5, model="a" * 64)
+    asked = [Prompt(0, np.array([1])), Prompt(1, np.array([1]), policy=foreign)]
+    with pytest.raises(ls.UserError, match="calibrated for another model"):
+        next(stream(model, asked, batch_size=1))
+    assert next(stream(model, iter(asked), batch_size=1)).key == 0  # nobody knows what is to come
+
+
 def test_forced_tokens_are_no_drafts(model: LoopedModel) -> None:
     with pytest.raises(ls.UserError, match="is no draft"):
         generate(model, [Prompt(0, np.array([1]), np.array([2, 3]))], POLICIES[0], lossless=True)
@@ -245,3 +264,18 @@ def test_prompts_with_policies_of_their_own_run_together(model: LoopedModel) -> 
         assert same(together, alone)
     with pytest.raises(ls.UserError, match="beyond the model's 4 loops"):
         generate(model, [Prompt(0, np.array([1]), policy=ls.ExitPolicy("fixed", 9))], usual)
+
+
+def test_asking_in_vain_is_given_up(model: LoopedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that reads logits and lets nobody exit takes a head at every loop; now and then it is tried again."""
+    read: list[int] = []
+    predict = type(model).predict
+    monkeypatch.setattr(type(model), "predict", lambda self, given: (read.append(len(given)), predict(self, given))[1])
+    for policy, most in ((ls.ExitPolicy("margin", 1e9), 120), (ls.ExitPolicy("hidden_cosine", -2.0), 60)):
+        read.clear()
+        stats = GenerationStats()
+        generate(model, prompts(1), policy, max_new_tokens=60, lossless=True, stats=stats)
+        assert stats.drafted == 0
+        assert 60 <= sum(read) <= most
+        assert 1 <= stats.drafting_cost / stats.tokens < 2
+        assert (stats.drafting_cost > stats.tokens) is (policy.readout == "margin")

@@ -326,7 +326,9 @@ def test_a_rate_too_close_to_the_limit_is_refused_with_the_number_needed() -> No
     right = np.ones((5_000, 2), bool)
     right[::143, 0] = False
     recording, grid = made(right, np.zeros((5_000, 2))), made(np.ones((300, 2), bool), np.zeros((300, 2)))
-    with pytest.raises(NotProven, match="loses 0.70 % of the 1,000 tested examples; at that rate") as near:
+    with pytest.raises(
+        NotProven, match="loses 0.70 % of the 1,000 tested examples; at that rate .* others, .* on other examples"
+    ) as near:
         ls.calibrate(recording.take(np.arange(1_000)), readout="fixed", grid=grid)
     assert 2_000 < near.value.needed < 4_500
     assert ls.calibrate(recording.take(np.arange(near.value.needed)), readout="fixed", grid=grid).threshold == 1

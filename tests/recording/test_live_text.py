@@ -104,11 +104,11 @@ def test_a_promise_is_for_the_cache_in_which_the_text_was_run(
     model, recording = ls.load_model(recorded.model), recorded.recordings["test"]
     replayed = certify(recorded.recordings["validation"], LAX)
     assert replayed.scope.cache == "full"
-    assert replayed.guarantee.sentence.endswith(", for text with the cache 'full'.")
+    assert replayed.guarantee.sentence.endswith(", for next tokens along given documents, with the cache 'full'.")
     for cache, other in (("propagate", "full"), ("full", "propagate")):
         policy = certify_live(runs[cache], LAX)
         assert policy.scope.cache == cache
-        assert policy.guarantee.sentence.endswith(f", for text with the cache '{cache}'.")
+        assert policy.guarantee.sentence.endswith(f", for next tokens along given documents, with the cache '{cache}'.")
         assert (policy.guarantee.bound, policy.guarantee.order_seed) == ("betting", 0)
         assert sum(policy.calibration_exits.counts) == policy.guarantee.evidence[0].units
         policy.save(tmp_path / f"{cache}.json")
@@ -157,7 +157,9 @@ def test_the_command_line_says_for_which_cache_and_holds_to_it(
     assert "leave out --grid" in said("calibrate", live, *asked, "--grid", recording, code=2)
     assert "of 'margin', not of 'entropy'" in said("calibrate", live, *asked, "--readout", "entropy", code=2)
     assert "not made with --in-expectation" in said("calibrate", live, *asked[:4], "--in-expectation", code=2)
-    assert "for text with the cache 'propagate'." in said("calibrate", live, *asked, "--cache", "propagate")
+    assert "for next tokens along given documents, with the cache 'propagate'." in said(
+        "calibrate", live, *asked, "--cache", "propagate"
+    )
     assert "calibrated on text with the cache 'propagate'" in said(
         "evaluate", tmp_path / "test", "--policy", policy, code=2
     )

@@ -54,6 +54,14 @@ def test_a_policy_is_held_to_its_model_and_cache(tmp_path: Path) -> None:
         deployed(told)
 
 
+def test_a_policy_is_held_to_the_configuration_as_it_is_overridden(tmp_path: Path) -> None:
+    path, told = tmp_path / "policy.json", {"policy": str(tmp_path / "policy.json")}
+    ls.ExitPolicy("gate", 0.5, model=weights_sha256(FOLDER)).save(path)
+    assert deployed(told).policy is not None
+    with pytest.raises(UserError, match="the same weights, computed with by another"):
+        deployed(told, rope_theta=77.0)
+
+
 def test_a_promise_is_not_for_a_cache_of_another_precision(tmp_path: Path) -> None:
     """A rule without one is served, whatever the cache."""
     path, told = tmp_path / "policy.json", {"policy": str(tmp_path / "policy.json")}

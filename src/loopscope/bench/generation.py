@@ -47,11 +47,11 @@ class GenerationTiming(msgspec.Struct, frozen=True):
     threshold: float | None
     max_drop: float | None  # promised
     cache: str
-    average_loops: float  # of a token
+    average_loops: float | None  # of a token; None: lossless, where every token goes through all of them in the end
     agreement: float  # share of tokens whose likeliest next one is full depth's
     kl: float  # of full depth's prediction against this one's, on average
     speedup: Spread  # tokens a second
-    realised: Spread  # share of the ideal speed-up: T by the average loops, prelude and coda included
+    realised: Spread | None  # share of the ideal speed-up: T by the average loops, prelude and coda included
     prompt_speedup: Spread
     writing_speedup: Spread
     writing_loops: float  # that were run for a token that was written, those for the cache included
@@ -209,7 +209,8 @@ class _Measured:
 
     def timing(self, full: "_Measured", reference: Tensor, freely: list[list[int]]) -> GenerationTiming:
         model, policy = self.text.model, self.way.policy or ExitPolicy("fixed", self.text.model.num_loops)
-        average, tokens = self.stats.loops / self.stats.tokens, self.stats.tokens
+        tokens = self.stats.tokens
+        average = None if self.way.lossless else self.stats.loops / tokens
         agreement, kl, drafts = 1.0, 0.0, None
         if self.way.lossless:
             differing = _differing(self.text.written(self.way), freely)
@@ -231,7 +232,7 @@ class _Measured:
             agreement=agreement,
             kl=kl,
             speedup=spread(speedup),
-            realised=spread(speedup / model.ideal_speedup(average)),
+            realised=None if average is None else spread(speedup / model.ideal_speedup(average)),
             prompt_speedup=spread(full.prompt_seconds / self.prompt_seconds),
             writing_speedup=spread(writing),
             writing_loops=self.writing_loops,

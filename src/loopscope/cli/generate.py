@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from loopscope.models import LoopedModel
 
 
+_HARDLY = 0.95
+"""Of what full depth takes: not worth it."""
+
+
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "generate", __doc__, execute)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
@@ -59,7 +63,8 @@ def define(subparsers: Any) -> None:
     parser.add_argument(
         "--lossless",
         action="store_true",
-        help="the text of full depth: the exit rule only says which tokens are drafts, which are verified together",
+        help="the text of full depth, up to rounding (below float32 ties may fall otherwise): the exit rule only says "
+        "which tokens are drafts, which are verified together",
     )
     parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="default: 128")
     parser.add_argument(
@@ -102,6 +107,11 @@ def execute(options: argparse.Namespace) -> int:
     for prompt in prompts:
         token_budget(model, prompt, options.max_new_tokens)  # before anything is printed, not when its turn comes
     announce_device(options)
+    if options.lossless and model.precision != "float32":
+        print_note(
+            f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
+            "likely, either may come; --dtype float32 is nearly exact."
+        )
     texts, stats, start = StopStrings(tokenizer, options.stop), GenerationStats(), time.perf_counter()
     ends = stop_tokens(tokenizer, end_tokens(folder))
 
@@ -118,7 +128,8 @@ def execute(options: argparse.Namespace) -> int:
         )
 
     output = _Output(options, given, prompts, tokenizer, texts, ends)
-    if not output.write(tokens, lambda: _settings(options, given, model)):
+    used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
+    if not output.write(tokens, lambda: _settings(options, given, prompts, model, ends, used)):
         return 130
     if stats.tokens:
         print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
@@ -128,15 +139,28 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(options: argparse.Namespace, given: list[GivenPrompt], model: "LoopedModel") -> dict[str, Any]:
-    """What the texts depend on."""
+def _settings(
+    options: argparse.Namespace,
+    given: list[GivenPrompt],
+    prompts: list["Prompt"],
+    model: "LoopedModel",
+    ends: set[int],
+    readouts: set[str],
+) -> dict[str, Any]:
+    """What the texts depend on: what was asked for, and what the model, its tokenizer and the rules make of it."""
+    from loopscope.exits.readouts import readout_definition
+
     names = ("chat", "readout", "threshold", "loops", "cache", "lossless", "max_new_tokens", "stop", "temperature")
     found = {name: getattr(options, name) for name in (*names, "top_k", "top_p", "seed", "any_model")}
     files = {each.rule.policy for each in given} | {options.policy}
     policies = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None}
-    weights = {"weights": model.weights_sha256, "precision": model.precision, "policies": policies}
-    rules = [[str(part) for part in each.rule] for each in given]
-    return found | weights | {"prompts": [each.prompt for each in given], "rules": rules}
+    found |= {"weights": model.weights_sha256, "num_loops": model.num_loops, "precision": model.precision}
+    found |= {"policies": policies, "definitions": {name: readout_definition(name) for name in sorted(readouts)}}
+    found |= {
+        "prompts": [each.prompt for each in given],
+        "rules": [[str(part) for part in each.rule] for each in given],
+    }
+    return found | {"tokens": [prompt.tokens.tolist() for prompt in prompts], "ends": sorted(ends)}
 
 
 def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless: bool) -> str:
@@ -152,9 +176,12 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
     if lossless:
         if not stats.drafted:
             return "No token exited early, so nothing was drafted and no time saved; let tokens exit at more signals."
-        if stats.accepted >= stats.drafted / 2:
+        if stats.drafting_cost < _HARDLY * stats.tokens:
             return None
-        return "Most drafts fell, so that this is hardly faster than full depth; draft later, or where it is surer."
+        return (
+            "By estimate this was no faster than full depth: too many drafts fell, or too many tokens were asked in "
+            "vain; draft later, or where it is surer, or do without --lossless."
+        )
     full = processed * num_loops
     if stats.loops > 0.9 * stats.tokens * num_loops or stats.token_loops < 0.95 * full:
         return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from loopscope.cli.output import print_note
 from loopscope.errors import UserError
+from loopscope.model_identity import same_model
 
 if TYPE_CHECKING:
     from loopscope.exits import ExitPolicy
@@ -43,12 +44,16 @@ def policies_by_model(
     """For each of these models (None: unknown) its own policies; one that names no model is everybody's."""
     loaded = [load_policy(path, any_model) for path in paths]
     for path, policy in zip(paths, loaded, strict=True):
-        if policy.model is not None and policy.model not in models and None not in models:
+        known = policy.model is None or None in models
+        if not known and not any(same_model(policy.model, model) for model in models):
             raise UserError(
                 f"{path} was calibrated for another model than these; add that run, or use it without its "
                 "promise (--any-model)."
             )
-    return [[policy for policy in loaded if None in (policy.model, model) or policy.model == model] for model in models]
+    return [
+        [policy for policy in loaded if None in (policy.model, model) or same_model(policy.model, model)]
+        for model in models
+    ]
 
 
 def load_gates(folders: Sequence[Path], calibration: "Trajectory") -> dict[str, "Fitted"]:

@@ -103,6 +103,10 @@ class Decoder:
         self._prefilling[index] = False
         self._begin(index, np.ones(len(index), dtype=bool) if may_exit is None else np.asarray(may_exit, dtype=bool))
 
+    def reads_logits(self, row: int) -> bool:
+        """Whether the policy of a row takes the head to be asked."""
+        return self._groups[self._group_of[row]].reads_logits
+
     def deepen(self, rows: Sequence[int]) -> None:
         """The tokens of rows that have just exited go on to full depth instead."""
         self._to_full_depth = np.concatenate((self._to_full_depth, np.asarray(rows, dtype=np.int64)))

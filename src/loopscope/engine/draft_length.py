@@ -1,9 +1,10 @@
 """How many tokens are drafted before full depth looks at them? As many as pay, by how often it agreed so far.
 
-A cycle of k tokens is k - 1 drafts and one token that goes through all loops and takes the drafts along. If every draft
-stands with probability a, it brings 1 + a + .. + a^(k-1) tokens. It costs k times what comes before the exit, and the
-rest once, for all of them together: a few tokens in one batch take about twice what one takes, where a model is bound
-by reading its weights.
+A cycle of at most k tokens is up to k - 1 drafts and one token that goes through all loops and takes the drafts along:
+the first that is asked and does not exit, or the k-th, which is not asked. If every draft stands with probability a, m
+of them bring 1 + a + .. + a^m tokens. They cost what comes before their exits, and the rest once, for all of them
+together: a few tokens in one batch take about twice what one takes, where a model is bound by reading its weights. A
+policy that reads logits costs a head at every loop that it is asked after, also of a token that does not exit.
 """
 
 from collections.abc import Sequence
@@ -25,36 +26,57 @@ _PATIENCE = 8
 class DraftLength:
     """Of one row: what it says must not depend on its neighbours."""
 
-    def __init__(self, model: LoopedModel) -> None:
-        self._depth, self._before = float(model.num_loops), model.embed_cost
+    def __init__(self, model: LoopedModel, reads_logits: bool = False) -> None:
+        self._depth, self._before, self._reads = float(model.num_loops), model.embed_cost, reads_logits
         self._head = model.head_cost + _vocabulary_cost(model)
         self._stood, self._tested = _PRIOR
+        self._exited, self._candidates = _PRIOR
         self._exit = 1.0  # the loop at which drafts are said, on average
         self._idle = 0
         self.tokens = self._best()
-        """Of a cycle, the last of which goes through all loops; 1: nothing is drafted."""
+        """Of a cycle, the last of which goes through all loops; 1: nothing is drafted, and nobody is asked."""
 
-    def update(self, drafts: Sequence[Draft], stood: int) -> None:
-        """So many of these drafts stood; those after the first that did not were not looked at."""
+    def update(self, drafts: Sequence[Draft], stood: int, may_exit: bool = False) -> float:
+        """So many of these drafts stood; those after the first that did not were not looked at.
+
+        `may_exit`: the token after them was asked, and did not exit. What all of it took, in tokens at full depth.
+        """
         for place, each in enumerate(drafts[: stood + 1]):
             self._stood = _MEMORY * self._stood + (place < stood)
             self._tested = _MEMORY * self._tested + 1
             self._exit = _MEMORY * self._exit + (1 - _MEMORY) * each.loops
+        for place in range(len(drafts) + may_exit):
+            self._exited = _MEMORY * self._exited + (place < len(drafts))
+            self._candidates = _MEMORY * self._candidates + 1
         self.tokens = self._best()
         self._idle = self._idle + 1 if self.tokens == 1 else 0
         if self._idle > _PATIENCE:
             self.tokens, self._idle = 2, 0
+        exit_loop = sum(each.loops for each in drafts) / len(drafts) if drafts else self._exit
+        return self._cost(len(drafts), exit_loop, may_exit) / self._cost(0, self._exit, False)
 
     def _best(self) -> int:
-        return max(range(1, MOST_TOKENS + 1), key=self._pace)
+        """The length of a cycle that brings the most tokens for what it costs."""
+        share, exits = self._stood / self._tested, self._exited / self._candidates
+        best, pace = 1, 0.0
+        brings, cost = 0.0, 0.0  # of cycles that end before, by their probabilities
+        reached, tokens = 1.0, 0.0
+        for drafts in range(MOST_TOKENS):
+            tokens += share**drafts
+            rate = (brings + reached * tokens) / (cost + reached * self._cost(drafts, self._exit, False))
+            if rate > pace:
+                best, pace = drafts + 1, rate
+            brings += reached * (1 - exits) * tokens
+            cost += reached * (1 - exits) * self._cost(drafts, self._exit, True)
+            reached *= exits
+        return best
 
-    def _pace(self, tokens: int) -> float:
-        """Tokens that a cycle brings for what a loop costs."""
-        share = self._stood / self._tested
-        brings = sum(share**place for place in range(tokens))
-        once = self._depth - self._exit + self._head
-        drafts = tokens * (self._before + self._exit) + (tokens - 1) * self._head
-        return brings / (drafts + once * (1 if tokens == 1 else _TOGETHER))
+    def _cost(self, drafts: int, exit_loop: float, may_exit: bool) -> float:
+        """Of drafts that exit at this loop and the token after them, in loops."""
+        early = drafts * (self._before + exit_loop + (exit_loop if self._reads else 1) * self._head)
+        rest = self._depth - exit_loop + self._head
+        last = self._before + exit_loop + rest * (_TOGETHER if drafts else 1)
+        return early + last + ((self._depth - 1) * self._head if may_exit and self._reads else 0)
 
 
 def _vocabulary_cost(model: LoopedModel) -> float:

@@ -7,7 +7,7 @@ is done twice; the first that full depth would not have said takes back what fol
 Shapes: V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -20,7 +20,7 @@ from loopscope.arguments import as_count, as_token_row, check_kind, check_list
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
 from loopscope.engine.request_batch import require_vocabulary
-from loopscope.engine.sampling import Draft, Sampling, draft, next_tokens, verify
+from loopscope.engine.sampling import Draft, Sampling, draw_drafts, greedy_tokens, next_tokens, verify, verify_greedy
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
@@ -66,6 +66,7 @@ class GenerationStats:
     prompt_loops: int = 0  # those of them that were tokens of prompts
     drafted: int = 0  # of lossless text: tokens that were said early
     accepted: int = 0  # those that full depth says, too
+    drafting_cost: float = 0.0  # of lossless text: what it took by estimate, in tokens at full depth
     cache_bytes: int = 0
 
 
@@ -100,8 +101,10 @@ def stream(
     so. A prompt that is finished gives its place to the next. Nothing of a row depends on its neighbours, not even what
     is drawn: a prompt has random numbers of its own. A prompt's own policy is taken before `policy`.
 
-    With `lossless`, text is what full depth says, token for token, or, where it is drawn, with the same probabilities:
-    the policy decides which tokens are drafts, and a token comes when full depth has confirmed it.
+    With `lossless`, text is what full depth says, or, where it is drawn, with the same probabilities: the policy says
+    which tokens are drafts, and a token comes when full depth has confirmed it. That is exact up to rounding: several
+    tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
+    other may be said.
     """
     check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
     check_kind(policy, (ExitPolicy, type(None)), "The policy", "an ExitPolicy")
@@ -121,6 +124,9 @@ def stream(
     model.require("kv_cache", "Writing text")
     policies = _Policies(model, policy or ExitPolicy("fixed", model.num_loops), cache, lossless)
     sampling, stats = sampling or Sampling(), stats or GenerationStats()
+    if isinstance(prompts, Sequence):
+        for prompt in prompts:  # before the first token, not when its turn comes
+            policies.of(prompt)
     decoder = Decoder(model, batch_size, cache, lossless)
     waiting = enumerate(prompts)
     rows: dict[int, _Row] = {}
@@ -129,11 +135,11 @@ def stream(
             if (following := next(waiting, None)) is None:
                 break
             number, prompt = following
-            check_kind(prompt, Prompt, "What is continued", "a Prompt")
             own = policies.of(prompt)
             number = number if prompt.number is None else _draws_number(prompt.number)
             rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number, model)
             decoder.prefill(row, rows[row].tokens, own, may_exit=not lossless)
+            rows[row].reads_logits = decoder.reads_logits(row)
         if not rows:
             return
         exits = decoder.step()
@@ -147,7 +153,8 @@ def stream(
             else _exited_tokens(rows, exits, sampling)
         )
         unfinished = []
-        for row, tokens, loops, first, drafted in confirmed:
+        for row, tokens, loops, first, drafted, cost in confirmed:
+            stats.drafting_cost += cost
             for place, token in enumerate(tokens):
                 finish_reason = rows[row].add(token, stop)
                 if stopping_criterion is not None and stopping_criterion(rows[row].prompt.key, token):
@@ -167,7 +174,7 @@ def stream(
             else:
                 unfinished.append((row, tokens[-1]))
         if unfinished:
-            may_exit = [not lossless or rows[row].may_draft for row, _ in unfinished]
+            may_exit = [not lossless or rows[row].next_may_exit() for row, _ in unfinished]
             decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], may_exit)
 
 
@@ -202,11 +209,13 @@ class _Policies:
 
     def __init__(self, model: LoopedModel, usual: ExitPolicy, cache: CacheMode, lossless: bool) -> None:
         self._model, self._usual, self._lossless = model, usual, lossless
-        self._here = Scope(unit="tokens", cache=cache, precision=model.precision)
+        # what lossless text is does not depend on the policy, so that it is whatever cache that was calibrated for
+        self._here = Scope(unit="tokens", cache=None if lossless else cache, precision=model.precision)
         self._checked: dict[int, ExitPolicy] = {}  # by identity: to compare two is dear
         self._check(usual)
 
     def of(self, prompt: Prompt) -> ExitPolicy:
+        check_kind(prompt, Prompt, "What is continued", "a Prompt")
         check_kind(prompt.policy, (ExitPolicy, type(None)), "The policy of a prompt", "an ExitPolicy")
         policy = prompt.policy or self._usual
         if self._lossless and prompt.forced is not None:
@@ -235,17 +244,19 @@ class _Row:
         self.tokens = np.asarray(prompt.tokens, dtype=np.int64)
         self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
         self.drafts: list[Draft] = []  # after what full depth has confirmed
+        self.reads_logits = False
+        self.may_exit = False  # whether the token that is running may exit
         self._model = model
 
     @cached_property
     def draft_length(self) -> DraftLength:
-        return DraftLength(self._model)
+        return DraftLength(self._model, self.reads_logits)
 
-    @property
-    def may_draft(self) -> bool:
+    def next_may_exit(self) -> bool:
         """Whether the next token may be said early: not the last one that there is room for."""
         drafted = len(self.drafts) + 1
-        return drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
+        self.may_exit = drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
+        return self.may_exit
 
     def add(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
         self.generated += 1
@@ -262,6 +273,7 @@ class _Confirmed(NamedTuple):
     loops: list[int]
     first: int  # of its logits
     drafted: int = 0  # since it last said something
+    cost: float = 0.0  # of drafting, in tokens at full depth
 
 
 def _exited_tokens(rows: dict[int, _Row], exits: Exits, sampling: Sampling) -> list[_Confirmed]:
@@ -280,19 +292,23 @@ def _confirmed(
     """Rows that exit early go on from their draft; what full depth confirms of the others."""
     starts = exits.counts.cumsum() - exits.counts
     deep = exits.loops == model.num_loops
-    _draft(decoder, rows, exits, np.flatnonzero(~deep), starts, stop, sampling)
+    chosen = greedy_tokens(exits.logits) if sampling.temperature == 0 else None  # fetched once, for drafts and verdicts
+    _draft(decoder, rows, exits, chosen, np.flatnonzero(~deep), starts, stop, sampling)
     if not deep.any():
         return []
     done = [rows[row] for row in exits.rows[deep].tolist()]
-    there = upload(count_up(starts[deep], exits.counts[deep]), exits.logits.device)
-    logits = exits.logits if deep.all() else exits.logits.index_select(0, there)
-    outcomes = verify(logits, [row.drafts for row in done], [row.draws for row in done], sampling)
+    there, drafts = count_up(starts[deep], exits.counts[deep]), [row.drafts for row in done]
+    if chosen is not None:
+        outcomes = verify_greedy([chosen[place] for place in there.tolist()], drafts)
+    else:
+        logits = exits.logits.index_select(0, upload(there, exits.logits.device))
+        outcomes = verify(logits, drafts, [row.draws for row in done], sampling)
     found = []
     for own, row, first, (stood, token) in zip(
         done, exits.rows[deep].tolist(), starts[deep].tolist(), outcomes, strict=True
     ):
         kept, drafted = own.drafts[:stood], len(own.drafts)
-        own.draft_length.update(own.drafts, stood)
+        cost = own.draft_length.update(own.drafts, stood, own.may_exit)
         if stood < drafted:
             decoder.take_back(row, len(own.tokens) + own.generated + stood)
         found.append(
@@ -302,6 +318,7 @@ def _confirmed(
                 [*(each.loops for each in kept), model.num_loops],
                 first,
                 drafted,
+                cost,
             )
         )
         own.drafts = []
@@ -312,6 +329,7 @@ def _draft(
     decoder: Decoder,
     rows: dict[int, _Row],
     exits: Exits,
+    chosen: list[int] | None,
     early: Integers,
     starts: Integers,
     stop: Collection[int],
@@ -324,15 +342,19 @@ def _draft(
     if not len(early):
         return
     index, loops = exits.rows[early].tolist(), exits.loops[early].tolist()
-    logits = exits.logits.index_select(0, upload(starts[early], exits.logits.device))
-    drafts = draft(logits, loops, [rows[row].draws for row in index], sampling)
+    if chosen is not None:
+        drafts = [Draft(chosen[place], loop, None) for place, loop in zip(starts[early].tolist(), loops, strict=True)]
+    else:
+        logits = exits.logits.index_select(0, upload(starts[early], exits.logits.device))
+        drafts = draw_drafts(logits, loops, [rows[row].draws for row in index], sampling)
     going_on = []
     for row, each in zip(index, drafts, strict=True):
         if each.token in stop and each.shares is None:
             decoder.deepen([row])
+            rows[row].may_exit = False  # it did exit
             continue
         rows[row].drafts.append(each)
-        going_on.append((row, each.token, rows[row].may_draft))
+        going_on.append((row, each.token, rows[row].next_may_exit()))
     if going_on:
         decoder.append(*zip(*going_on, strict=True))
 

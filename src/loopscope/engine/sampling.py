@@ -50,11 +50,13 @@ class Sampling(Settings, frozen=True, kw_only=True):
 def next_tokens(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:
     """The next token of every row, from its logits [n, V] and its own random numbers."""
     if sampling.temperature == 0:
-        return _fetched(likeliest_classes(logits))
-    shares, tokens = _ranked_shares(logits, sampling)
-    picked = tokens.gather(1, _drawn(shares, draws)[:, None])[:, 0]
-    largest = logits.gather(1, tokens[:, :1])[:, 0]  # or a NaN, which is sorted to the front
-    return _fetched(picked.masked_fill(~largest.isfinite(), NO_ANSWER))
+        return greedy_tokens(logits)
+    return _drawn_tokens(_shares(logits, sampling), draws)
+
+
+def greedy_tokens(logits: Tensor) -> list[int]:
+    """The likeliest token of every row of logits [n, V]."""
+    return _fetched(likeliest_classes(logits))
 
 
 class Draft:
@@ -65,31 +67,34 @@ class Draft:
         self.shares = shares  # [V], by token
 
 
-def draft(
+def draw_drafts(
     logits: Tensor, loops: Sequence[int], draws: Sequence[np.random.Generator], sampling: Sampling
 ) -> list[Draft]:
-    """What every row says at this loop of its own."""
-    if sampling.temperature == 0:
-        tokens = _fetched(likeliest_classes(logits))
-        return [Draft(token, loop, None) for token, loop in zip(tokens, loops, strict=True)]
+    """What every row says at this loop of its own, where it is drawn."""
     shares = _shares(logits, sampling)
-    tokens = _fetched(_drawn(shares, draws).masked_fill(~shares.sum(-1).isfinite(), NO_ANSWER))
+    tokens = _drawn_tokens(shares, draws)
     return [Draft(*each) for each in zip(tokens, loops, shares, strict=True)]
+
+
+def verify_greedy(chosen: Sequence[int], drafts: Sequence[Sequence[Draft]]) -> list[tuple[int, int]]:
+    """As `verify`, of the likeliest tokens by the same logits."""
+    found, start = [], 0
+    for own in drafts:
+        stood = next((place for place, each in enumerate(own) if each.token != chosen[start + place]), len(own))
+        found.append((stood, chosen[start + stood]))
+        start += len(own) + 1
+    return found
 
 
 def verify(
     logits: Tensor, drafts: Sequence[Sequence[Draft]], draws: Sequence[np.random.Generator], sampling: Sampling
 ) -> list[tuple[int, int]]:
-    """For every row how many of its drafts stand, and the token after those.
+    """For every row how many of its drafts, which were drawn, stand, and the token after those.
 
     `logits` [sum over rows of (drafts + 1), V] are full depth's where each draft was said, and after the last of them.
     """
     ends = np.cumsum([len(own) + 1 for own in drafts])
     starts = [int(end) - len(own) - 1 for own, end in zip(drafts, ends, strict=True)]
-    if sampling.temperature == 0:
-        chosen = _fetched(likeliest_classes(logits))
-        kept = [_standing(own, chosen[start:]) for own, start in zip(drafts, starts, strict=True)]
-        return [(count, chosen[start + count]) for count, start in zip(kept, starts, strict=True)]
     full = _shares(logits, sampling)
     kept = _kept_drafts(full, drafts, starts, draws)
     rows = upload(np.array(starts) + np.array(kept), logits.device)
@@ -100,8 +105,7 @@ def verify(
             assert refused is not None
             more = (left[place] - refused).clamp_(min=0)
             left[place] = torch.where(more.sum() > 0, more, left[place])  # 0: they differ by rounding alone
-    tokens = _fetched(_drawn(left, draws).masked_fill(~left.sum(-1).isfinite(), NO_ANSWER))
-    return list(zip(kept, tokens, strict=True))
+    return list(zip(kept, _drawn_tokens(left, draws), strict=True))
 
 
 def _kept_drafts(
@@ -127,35 +131,41 @@ def _kept_drafts(
     return kept
 
 
-def _standing(drafts: Sequence[Draft], chosen: Sequence[int]) -> int:
-    """How many drafts are what was chosen, up to the first that is not."""
-    return next((place for place, each in enumerate(drafts) if each.token != chosen[place]), len(drafts))
-
-
 def _shares(logits: Tensor, sampling: Sampling) -> Tensor:
     """[n, V] the share of every token, by token; NaN where logits are not finite."""
-    shares, tokens = _ranked_shares(logits, sampling)
-    return torch.zeros_like(shares).scatter_(1, tokens, shares / shares.sum(-1, keepdim=True))
+    scaled = logits.to(accumulator(logits.device)) / sampling.temperature
+    size = scaled.shape[-1]
+    top_k = min(sampling.top_k or size, size)
+    if top_k < size:
+        likeliest = _likeliest(scaled, top_k)
+        scaled = scaled.masked_fill(~likeliest, -torch.inf)
+    shares = scaled.softmax(-1)
+    if sampling.top_p == 1:
+        return shares
+    tokens = torch.arange(size, device=scaled.device).expand_as(scaled)
+    if top_k < size:  # there is nothing else to be sorted
+        tokens = tokens.masked_fill(~likeliest, size).topk(top_k, largest=False).values
+    ordered, order = shares.gather(1, tokens).sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p * ordered.sum(-1, keepdim=True), 0.0)
+    ordered = ordered / ordered.sum(-1, keepdim=True)
+    return torch.zeros_like(shares).scatter_(1, tokens.gather(1, order), ordered)
 
 
-def _ranked_shares(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """[n, V] shares of those tokens that may be drawn and 0 for others, likeliest first, and the tokens."""
-    ordered, tokens = (logits.to(accumulator(logits.device)) / sampling.temperature).sort(
-        dim=-1, descending=True, stable=True
-    )
-    shares = ordered.softmax(-1)
-    if sampling.top_k:
-        shares[:, sampling.top_k :] = 0
-    shares.masked_fill_(shares.cumsum(-1) - shares >= sampling.top_p * shares.sum(-1, keepdim=True), 0.0)
-    return shares, tokens
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """[n, V] whether a token is among so many; of equal ones the first are, whatever stands beside them."""
+    least = logits.topk(count).values[:, -1:]
+    above = ~(logits <= least)  # a NaN, too, which shows in the shares then
+    equal = logits == least
+    return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
-def _drawn(shares: Tensor, draws: Sequence[np.random.Generator]) -> Tensor:
-    """[n] one place of every row of shares [n, V], which need not sum to 1."""
+def _drawn_tokens(shares: Tensor, draws: Sequence[np.random.Generator]) -> list[int]:
+    """A token of every row of shares [n, V], which need not sum to 1."""
     drawn = upload(torch.tensor([own.random() for own in draws], dtype=shares.dtype), shares.device)
     summed = shares.cumsum(-1)
     reached = summed > drawn[:, None] * summed[:, -1:]
-    return torch.where(reached.any(-1), reached.int().argmax(-1), shares.argmax(-1))  # none: by rounding
+    tokens = torch.where(reached.any(-1), reached.int().argmax(-1), shares.argmax(-1))  # none: by rounding
+    return _fetched(tokens.masked_fill(~summed[:, -1].isfinite(), NO_ANSWER))
 
 
 def _fetched(tokens: Tensor) -> list[int]:

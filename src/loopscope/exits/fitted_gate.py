@@ -19,6 +19,7 @@ from loopscope.arguments import as_array, as_path, check_mapping
 from loopscope.artifacts import artifact_folder, map_tensors, read_manifest, save_tensors, write_manifest
 from loopscope.errors import UserError
 from loopscope.exits.signals import FITTED_GATE, Signal, exit_cdf
+from loopscope.model_identity import same_model
 from loopscope.trajectory import Trajectory
 
 Array = NDArray[Any]
@@ -144,7 +145,7 @@ class FittedGate:
 def check_host(provenance: Mapping[str, Any], weights: str | None, what: str) -> None:
     """Refuses another model than the one to whose recording it was fitted (where both are known)."""
     own = provenance.get("weights_sha256")
-    if own is not None and weights is not None and own != weights:
+    if own is not None and weights is not None and not same_model(own, weights):
         raise UserError(f"This {what} was fitted to the states of another model; fit one to this model.")
 
 

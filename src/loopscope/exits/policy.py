@@ -27,6 +27,7 @@ from loopscope.exits.recorded_signals import signal
 from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import own_name
 from loopscope.exits.stopper import Stopper, StopperContents
+from loopscope.model_identity import model_words, same_model
 from loopscope.trajectory import Trajectory, check_trajectory
 from loopscope.writing import BESIDE, atomic_file, remove_leftovers, write_bytes
 
@@ -203,9 +204,9 @@ class ExitPolicy:
             self.gate.check(weights)
         if isinstance(self.gate, Stopper):
             self.gate.check_depth(num_loops)
-        if self.model is not None and weights is not None and self.model != weights:
+        if self.model is not None and weights is not None and not same_model(self.model, weights):
             raise UserError(
-                f"This policy was calibrated for another model (weights {self.model[:12]}, here {weights[:12]}), and "
+                f"This policy was calibrated for another model ({model_words(self.model, weights)}), and "
                 "promises nothing for this one; calibrate it for this model, or use it without its promise "
                 "(--any-model, or policy.for_any_model())."
             )

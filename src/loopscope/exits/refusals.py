@@ -43,7 +43,8 @@ def not_safe(
 ) -> NotProven:
     """Not even the safest is proven; this group loses the most by it.
 
-    `spread` is the variance of the losses of its units, where bets on them were the test.
+    `spread` is the variance of the losses of its units, where bets on them were the test. What was tested is used up:
+    whoever tries something else on it has two chances at a promise that allows for one.
     """
     level = None if target.delta is None else target.delta / (2 if target.readout == AUTO else 1)
     if level is not None and spread is not None and not group.binary:
@@ -53,19 +54,23 @@ def not_safe(
     observed = (
         f"Even {safest} loses {100 * rate:.2f} % of the {group.units:,} tested {_what(group.difficulty, counted)}"
     )
+    others = f"on other {_units(counted)}, since a second test on these would promise nothing"
     if needed is None:
-        return NotProven(f"{observed}, so no number of them would prove it; {remedy}.", None)
+        return NotProven(f"{observed}, so no number of them would prove it; {remedy}, {others}.", None)
     record = _to_record(needed, group.difficulty, counted, target, split)
     return NotProven(
-        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} in all{_population(target)}, "
-        f"{remedy}.",
+        f"{observed}; at that rate {target} takes about {needed:,}: record {record:,} others{_population(target)}, or "
+        f"{remedy}, {others}.",
         record,
     )
 
 
+def _units(counted: Counted) -> str:
+    return "examples" if counted.sequences is None else "sequences"
+
+
 def _what(difficulty: float | None, counted: Counted) -> str:
-    units = "examples" if counted.sequences is None else "sequences"
-    return units if difficulty is None else f"{units} of difficulty {difficulty:g}"
+    return _units(counted) if difficulty is None else f"{_units(counted)} of difficulty {difficulty:g}"
 
 
 def _population(target: RiskTarget) -> str:

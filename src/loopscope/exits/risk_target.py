@@ -68,7 +68,7 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
         words = _WORDS[self.loss].format(limit=f"{100 * self.max_drop:g} %", where=where)
         new = ", for inputs that training did not have" if self.unseen else ""
         once = ", every input counted once" if self.distinct else ""
-        text = "" if scope.cache is None else f", for text with the cache '{scope.cache}'"
+        text = "" if scope.cache is None else f", for next tokens along given documents, with the cache '{scope.cache}'"
         return f"{how}, exiting early {words}{new}{once}{text}."
 
     def __str__(self) -> str:

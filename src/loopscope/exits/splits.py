@@ -6,6 +6,7 @@ from loopscope.errors import UserError
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.live_runs import LiveRuns, Recorded
 from loopscope.exits.scope import scope_of
+from loopscope.model_identity import same_model
 from loopscope.trajectory import Trajectory, check_trajectory
 
 EVALUATION_SPLITS = ("test", "extrapolation")
@@ -37,9 +38,9 @@ def check_held_out(guarantee: Guarantee, model: str | None, trajectory: Recorded
         counted, here = ("examples", "sequences") if guarantee.tested.sequences is None else ("sequences", "examples")
         raise UserError(f"The promise counts {counted}, and this recording is of {here}; record it as the other was.")
     known = {guarantee.recording, guarantee.tested.sha256, guarantee.grid.sha256}
-    same_model = model is not None and model == trajectory.provenance.get("weights_sha256")
+    own = model is not None and same_model(model, trajectory.provenance.get("weights_sha256"))
     splits = {guarantee.tested.split, guarantee.grid.split} - {None}
-    if trajectory.sha256 in known or (same_model and trajectory.split in splits):
+    if trajectory.sha256 in known or (own and trajectory.split in splits):
         raise UserError("The promise rests on this data, which cannot say whether it is kept; give another split.")
 
 
@@ -49,8 +50,9 @@ def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
         ("classes", first.num_classes, second.num_classes),
         ("weights", first.provenance.get("weights_sha256"), second.provenance.get("weights_sha256")),
     ):
-        if ours is not None and theirs is not None and ours != theirs:
-            raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")
+        if None in (ours, theirs) or (same_model(str(ours), str(theirs)) if what == "weights" else ours == theirs):
+            continue
+        raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")
     if (found := scope_of(first).difference(scope_of(second))) is not None:
         raise UserError(f"{both} are of different kinds ({found[1]}, and {found[2]}); record both alike.")
 

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from loopscope.config import digest, read_json
 from loopscope.errors import UserError
+from loopscope.model_identity import with_configuration
 from loopscope.models.configuration import CONFIG, INDEX, WEIGHTS, ModelType, read_checkpoint_config
 from loopscope.models.contract import LoopedModel
+from loopscope.models.decoder_layers import DecoderConfig
 from loopscope.models.device import check_device
 from loopscope.models.gates import Gate
 from loopscope.models.hub import find_checkpoint
-from loopscope.models.huginn import Huginn, read_huginn_config
+from loopscope.models.huginn import Huginn, HuginnConfig, read_huginn_config
 from loopscope.models.looped_llama import SOURCES, LoopedLlama, read_looped_llama_config
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.run_hashes import check_hashes, known_sha256
@@ -65,7 +67,7 @@ def load_model(
     check_hashes(path)
     fill(model, path, device, None if dtype is None else DTYPES[dtype])
     model.eval().requires_grad_(False)
-    model.identify_by(partial(weights_sha256, path.resolve()))
+    model.identify_by(partial(stored_sha256, path.resolve()))
     return model
 
 
@@ -127,6 +129,11 @@ _BUILDERS: dict[str, Callable[[Path], LoopedModel]] = {
     "ouro": _ouro,
     "huginn_raven": _huginn,
     "looped_llama": _looped_llama,
+}
+_CONFIGURATIONS: dict[str, Callable[[Path], DecoderConfig | HuginnConfig]] = {
+    "ouro": read_ouro_config,
+    "huginn_raven": read_huginn_config,
+    "looped_llama": read_looped_llama_config,
 }
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -286,7 +293,19 @@ def gate_tensors(folder: Path) -> dict[str, str]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """What tells this model from any other: the hash of its weights' file, or of the hashes of several."""
+    """What tells this model from any other: the hash of its weights, and of the configuration where it has one.
+
+    A run of LoopScope's own has none: `hashes.json` holds its configuration to what the run wrote.
+    """
+    found = (
+        read_json(ModelType, folder / CONFIG, "model configuration").model_type if (folder / CONFIG).is_file() else ""
+    )
+    config = _CONFIGURATIONS[found](folder).sha256 if found in _CONFIGURATIONS else None
+    return with_configuration(stored_sha256(folder), config)
+
+
+def stored_sha256(folder: Path) -> str:
+    """The hash of a checkpoint's weights alone: of their file, or of the hashes of several."""
     files = weight_files(folder)
     if len(files) == 1:
         return known_sha256(files[0])

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loopscope.errors import UserError
+from loopscope.model_identity import with_configuration
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, SharedPrefix
 from loopscope.models.layout import Layout, share_prefixes
@@ -134,7 +135,8 @@ class LoopedModel(nn.Module):
     def weights_sha256(self) -> str:
         """What tells this model from any other: the hash of the file that it was loaded from, or of its parameters.
 
-        A loaded model whose parameters were changed since is another model, and so is one in another precision.
+        A loaded model whose parameters were changed since is another model, and so is one in another precision. Where
+        the network follows from a configuration, too, the hash of that comes after it (`loopscope.model_identity`).
         """
         if not self.is_identified:
             self.identify_by(partial(parameters_sha256, self))
@@ -142,7 +144,12 @@ class LoopedModel(nn.Module):
         fingerprint, known = self._identity
         if not isinstance(known, str):
             self._identity = (fingerprint, known := known())
-        return known
+        return with_configuration(known, self.configuration_sha256)
+
+    @property
+    def configuration_sha256(self) -> str | None:
+        """What tells how it computes with its weights, of a model that a configuration describes; not its depth."""
+        return None
 
     @property
     def precision(self) -> str:

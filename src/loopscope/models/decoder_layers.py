@@ -4,14 +4,14 @@ keys of `config.json` that say how large they are; all in the parameter names of
 Shapes: S states, D width.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Epsilon, Layers, Positions, Positive, RotaryBase, Vocabulary, Width
+from loopscope.config import Epsilon, Layers, Positions, Positive, RotaryBase, Vocabulary, Width, digest, plain
 from loopscope.models.attention import Llama3Scaling, Rotary
 from loopscope.models.cached_attention import cached_attention
 from loopscope.models.layout import Layout
@@ -111,6 +111,27 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key_value_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def network(self) -> dict[str, Any]:
+        """What these keys say of the network, in whichever way they say it; how many loops it runs is not in it."""
+        given = {name: value for name, value in plain(self).items() if name not in _RESOLVED and value}
+        rotary = self.rotary
+        scaling = None if rotary.scaling is None else list(rotary.scaling)
+        return given | {
+            "head_width": self.head_width,
+            "key_value_heads": self.key_value_heads,
+            "rotary": [rotary.theta, scaling],
+        }
+
+    @property
+    def sha256(self) -> str:
+        """What tells this network from another with the same weights."""
+        return digest([type(self).__name__, self.network])[:16]
+
+
+_RESOLVED = ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
+"""What can be written in two ways, or left out; the network has what it comes to."""
 
 
 class Attention(nn.Module):

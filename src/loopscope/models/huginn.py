@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, read_json
+from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest, plain, read_json
 from loopscope.models.attention import Rotary
 from loopscope.models.cached_attention import cached_attention
 from loopscope.models.contract import InjectedState, LoopedModel, LoopState
@@ -67,6 +67,17 @@ class HuginnConfig(msgspec.Struct, frozen=True, kw_only=True):
     def head_width(self) -> int:
         return self.n_embd // self.n_heads
 
+    @property
+    def network(self) -> dict[str, Any]:
+        """What these keys say of the network; how many loops it runs is not in it."""
+        unsaid = ("mean_recurrence", "num_key_value_heads", "head_dim")  # the last two follow from others
+        return {name: value for name, value in plain(self).items() if name not in unsaid and value}
+
+    @property
+    def sha256(self) -> str:
+        """What tells this network from another with the same weights."""
+        return digest([type(self).__name__, self.network])[:16]
+
 
 def read_huginn_config(folder: Path) -> HuginnConfig:
     return read_json(HuginnConfig, folder / "config.json", "Huginn configuration")
@@ -89,6 +100,12 @@ class Huginn(LoopedModel):
         """Where the loops begin; random as in training, but the same for all rows at a position, as `seed` gives it."""
         self.seed = 0
         self.transformer = HuginnBackbone(config)
+
+    @property
+    def configuration_sha256(self) -> str:
+        if self.initial_state == "zeros":
+            return self.config.sha256
+        return digest([self.config.sha256, self.initial_state, self.seed])[:16]
 
     @property
     def block(self) -> nn.Module:

@@ -18,12 +18,12 @@ Shapes: S states, D width, V vocabulary.
 
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from torch import Tensor, nn
 
-from loopscope.config import Layers, Loops, Settings, read_json
+from loopscope.config import Layers, Loops, Settings, plain, read_json
 from loopscope.models.contract import InjectedState, LoopedModel, LoopState, initial_loop_state
 from loopscope.models.decoder_layers import Attention, DecoderConfig, RMSNorm, SwiGLU, rms_normalised
 from loopscope.models.gates import linear_halt
@@ -76,6 +76,11 @@ class LoopedLlamaConfig(DecoderConfig, frozen=True, kw_only=True):
             raise ValueError("head_dim is missing")
 
     @property
+    def network(self) -> dict[str, Any]:
+        looping = {name: value for name, value in plain(self.looping).items() if name != "loops"}
+        return super().network | {"looping": looping}
+
+    @property
     def coda(self) -> int:
         """How many layers run after the last loop."""
         return self.num_hidden_layers - self.looping.prelude - self.looping.core
@@ -105,6 +110,10 @@ class LoopedLlama(LoopedModel):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @property
+    def configuration_sha256(self) -> str:
+        return self.config.sha256
 
     @property
     def block(self) -> nn.Module:

@@ -29,6 +29,10 @@ class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
     attention_bias: Literal[False] | None = None
     mlp_bias: Literal[False] | None = None
 
+    @property
+    def network(self) -> dict[str, Any]:
+        return {name: value for name, value in super().network.items() if name != "total_ut_steps"}
+
 
 class _Run(msgspec.Struct, frozen=True):
     model: dict[str, Any] = {}
@@ -65,6 +69,10 @@ class Ouro(LoopedModel):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @property
+    def configuration_sha256(self) -> str:
+        return self.config.sha256
 
     @property
     def block(self) -> nn.Module:

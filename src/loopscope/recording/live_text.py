@@ -29,6 +29,7 @@ from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.risk_target import RiskTarget
 from loopscope.exits.scope import Scope
 from loopscope.exits.threshold_walk import Proof
+from loopscope.model_identity import same_model, weights_of
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.device import check_device
 from loopscope.models.hub import find_checkpoint
@@ -162,8 +163,10 @@ def _windows(texts: Sequence[Path], recording: Trajectory, folder: Path) -> Text
 
 
 def _check_model(model: LoopedModel, recording: Trajectory) -> None:
+    recorded = recording.provenance.get("weights_sha256")
     for what, ours, theirs in (
-        ("weights", recording.provenance.get("weights_sha256"), model.weights_sha256),
+        ("weights", weights_of(recorded or ""), weights_of(model.weights_sha256)),
+        ("configurations", True, same_model(recorded, model.weights_sha256)),
         ("loops", recording.num_loops, model.num_loops),
         ("precision", recording.provenance.get("precision"), model.precision),
     ):

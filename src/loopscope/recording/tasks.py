@@ -24,6 +24,7 @@ from loopscope.errors import UserError
 from loopscope.exits.readouts import find_readout, readout_definition, readouts_reading
 from loopscope.exits.recorded_signals import check_definition, replayed
 from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_probs
+from loopscope.model_identity import same_model
 from loopscope.models import LoopedModel, Loops, load_model
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.device import upload
@@ -270,11 +271,17 @@ def holds_same(out: Path, kind: str, files: Collection[str], expected: Mapping[s
         return False
     check_replaceable(out, kind, files)
     found = {**manifest.contents, **manifest.provenance}
-    changed = [name for name, value in expected.items() if found.get(name) != value]
+    changed = [name for name, value in expected.items() if not _same(name, found.get(name), value)]
     if changed:
         differs = ", ".join(dict.fromkeys(_DIFFERS.get(name, f"with another {name}") for name in changed))
         raise UserError(f"{out} holds another {kind} ({differs}); choose another --out, or remove it.")
     return True
+
+
+def _same(name: str, found: Any, expected: Any) -> bool:
+    if name == "weights_sha256" and isinstance(found, str) and isinstance(expected, str):
+        return same_model(found, expected)
+    return bool(found == expected)
 
 
 def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:

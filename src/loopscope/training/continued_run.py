@@ -25,7 +25,7 @@ from loopscope.models.checkpoint import (
     end_tokens,
     gate_tensors,
     model_without_weights,
-    weights_sha256,
+    stored_sha256,
 )
 from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.objectives import GATED
@@ -72,9 +72,9 @@ class ContinuedRun(TextRun):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        hashes = {"start_sha256": weights_sha256(self.start), "text_sha256": self.texts_sha256}
+        hashes = {"start_sha256": stored_sha256(self.start), "text_sha256": self.texts_sha256}
         if self.teacher is not None:
-            hashes["teacher_sha256"] = weights_sha256(self.teacher)
+            hashes["teacher_sha256"] = stored_sha256(self.teacher)
         found = read_json(dict[str, Any], self.start / CONFIG, "model configuration")
         return {**found, "run": {**plain(self.settings), **hashes}}
 

@@ -18,6 +18,7 @@ from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
 from loopscope.exits.scope import Scope
+from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.decoder_layers import DecoderConfig
 from loopscope.models.hub import find_checkpoint
@@ -90,7 +91,7 @@ def read_deployment(
     if policy is None:
         return Deployment(config, loops)
     tied = policy.model is not None or policy.gate is not None
-    weights = weights_sha256(find_checkpoint(checkpoint, revision)) if tied else None
+    weights = with_configuration(weights_sha256(find_checkpoint(checkpoint, revision)), config.sha256) if tied else None
     fixed = policy.readout == "fixed"
     policy.check(weights, loops, Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision))
     state = ExitState(policy, loops)  # refuses what can only be replayed

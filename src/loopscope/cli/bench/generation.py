@@ -80,9 +80,10 @@ def _print(result: "GenerationBench", as_json: bool) -> None:
         name = timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %"
         way = [name, "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
         drafts = "" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}"
-        close.append([*way, f"{timing.average_loops:.2f}", f"{timing.run_loops:.2f}", percent(timing.agreement)])
+        average = "" if timing.average_loops is None else f"{timing.average_loops:.2f}"
+        close.append([*way, average, f"{timing.run_loops:.2f}", percent(timing.agreement)])
         close[-1] += [f"{timing.kl:.4f}", drafts, f"{timing.cache_bytes / 2**20:.1f}"]
-        ratios = (timing.speedup, timing.realised, timing.prompt_speedup, timing.writing_speedup)
+        ratios = (timing.speedup, timing.realised or "", timing.prompt_speedup, timing.writing_speedup)
         fast.append([*way, *map(str, (*ratios, timing.realised_of_run))])
     title = (
         f"{result.model}: {result.prompts} prompts of {result.prompt_tokens} tokens, {result.new_tokens:,} after them, "
