@@ -95,8 +95,9 @@ class ExitPolicy:
     """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
 
     With the readout `gate:NAME` or `stopper:NAME` it carries that gate or stopper, unless it is only replayed on
-    recordings that have its signal. A calibrated one carries its promise, the hash of the weights for which it was
-    made, and its scope: the kind of decisions that it was calibrated on, to which it is held wherever it is used.
+    recordings that have its signal. A calibrated one carries its promise, the model for which it was made (the hash of
+    its weights and configuration), and its scope: the kind of decisions that it was calibrated on, to which it is held
+    wherever it is used.
     """
 
     readout: str
