@@ -12,6 +12,7 @@ import pytest
 from tiny_language import tiny_ouro
 
 from loopscope.engine.decoder import Decoder
+from loopscope.engine.generation import Token, stream
 
 
 def loaded(name: str) -> ModuleType:
@@ -34,17 +35,25 @@ def test_prompts_are_not_in_a_profile_of_writing(monkeypatch: pytest.MonkeyPatch
     """Of ten rows, with tokens of different depths, which is more rows than a stream takes by itself."""
     recipe, model = loaded("real_size/generation.py"), tiny_ouro()
     prompts, policy = recipe.texts(model, 10, 5, 4), recipe.margin_for(model, 2.0)
-    begun: list[int] = []
+    taken: list[int] = []
+    written: list[int] = []
     prefill = Decoder.prefill
     monkeypatch.setattr(
-        Decoder, "prefill", lambda self, row, *given, **more: (begun.append(row), prefill(self, row, *given, **more))
+        Decoder, "prefill", lambda self, row, *given, **more: (taken.append(row), prefill(self, row, *given, **more))
     )
+    monkeypatch.setattr(recipe, "stream", lambda *given, **more: noted(stream(*given, **more)))
+
+    def noted(tokens: Iterator[Token]) -> Iterator[Token]:
+        for token in tokens:
+            written.append(token.key)
+            yield token
 
     @contextmanager
     def observed() -> Iterator[None]:
-        before = len(begun)
+        assert set(written) == set(range(10))
+        assert len(written) > 10  # a shallow row has several before a deep one has its first
         yield
-        assert len(begun) == before == 10
+        assert sorted(taken) == list(range(10))  # all at once
 
     count, seconds = recipe.written(model, prompts, policy, observed())
     assert 0 < count <= 30
