@@ -24,7 +24,7 @@ def over_seeds(values: Sequence[float | None], digits: int = 2) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "N/A"
-    text = f"{statistics.mean(known):.{digits}f}"
+    text = f"{statistics.mean(known):z.{digits}f}"
     if len(known) > 1:
         text += f" ± {statistics.stdev(known):.{digits}f}"
     return text if len(known) == len(values) else f"{text} ({len(known)} of {len(values)})"

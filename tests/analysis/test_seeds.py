@@ -16,3 +16,4 @@ def test_one_seed_has_no_deviation_and_none_no_mean() -> None:
     assert str(over_seeds([1.384])) == "1.38"
     assert str(over_seeds([1.384, None])) == "1.38 (1 of 2)"
     assert str(over_seeds([None, None, None])) == "N/A"
+    assert str(over_seeds([-0.01, 0.0, 0.004])) == "0.00 ± 0.01 (3 of 3)"  # nothing has no sign

@@ -16,7 +16,7 @@ class OverSeeds:
     def __str__(self) -> str:
         if self.mean is None:
             return "N/A"
-        text = f"{self.mean:.2f}" + ("" if self.deviation is None else f" ± {self.deviation:.2f}")
+        text = f"{self.mean:z.2f}" + ("" if self.deviation is None else f" ± {self.deviation:.2f}")
         return text if self.seeds == 1 else f"{text} ({self.reached} of {self.seeds})"
 
 
