@@ -120,7 +120,7 @@ def test_the_comparison_with_the_paper_alone_has_its_grid() -> None:
     noted = {
         name
         for name in PAPER | OURO
-        if getattr(recipe := PRODUCTS.recipes[name], "note", "").endswith("hundredths of a loop less.")
+        if getattr(recipe := PRODUCTS.recipes[name], "note", "").endswith("hundredths of a loop.")
         or recipe is not (PAPER | OURO)[name]
     }
     assert {"fixed_prior_summary", "gate_summary", "teaser", "ouro_summary"} <= noted

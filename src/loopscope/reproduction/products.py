@@ -186,7 +186,7 @@ def _counterpart(label: str) -> str:
 
 _GRID = (
     " Thresholds: the paper's grids (51 quantiles of the validation signal, 100 values of the gate's CDF), coarser "
-    "than those of other tables, where depths can be some hundredths of a loop less."
+    "than those of other tables, where depths can be less, mostly by hundredths of a loop."
 )
 _BESIDE = {
     *("teaser", "fixed_prior_frontiers", "fixed_prior_summary", "gate_comparison", "gate_summary", "posthoc_main"),
