@@ -162,10 +162,14 @@ def test_seeds_of_a_learned_stopper_are_counted_together() -> None:
         both = pair(right=0.9, rows=300, seed=seed)
         both = tuple(replace(each, provenance={"run": run}, gate_logits=None) for each in both)
         sources.append(ModelRecordings(f"seed-{seed}", *both))
-    results = analyse_models(sources, None, [0.7])[0]
+    results = analyse_models(sources, None, [0.7, 0.6])[0]
     table = tables.learned_stoppers(results)
     assert table is not None
-    (row,) = table.rows
+    row, lower = table.rows
+    assert [dict(zip(table.columns, each, strict=True))["target"] for each in (row, lower)] == ["D@70", "D@60"]
+    at_60 = [model.rooms["0.6"].reachable_room for model in results.models]
+    values = [gap.value for gap in at_60 if gap is not None]
+    assert dict(zip(table.columns, lower, strict=True))["reachable room"].startswith(f"{np.mean(values):z.2f} ±")
     cells = dict(zip(table.columns, row, strict=True))
     gaps = [model.diagnosis.reachable_room for model in results.models]
     values = [gap.value for gap in gaps if gap is not None]
