@@ -80,5 +80,6 @@ def write_looped_llama(folder: Path, **changes: Any) -> Path:
     changes = {"vocab_size": 97, **changes}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(looped_llama_config(**changes)))
-    save_model(tiny_looped_llama(**changes).state_dict(), folder)
+    model = tiny_looped_llama(**changes)
+    save_model({name: value for name, value in model.state_dict().items() if name not in model.tied}, folder)
     return folder
