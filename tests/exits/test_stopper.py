@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import random_trajectory
+from numpy.typing import NDArray
 from scipy.optimize import brentq
 
 import loopscope as ls
@@ -19,6 +20,12 @@ LAST = 0.95
 """The accuracy of the last loop of the population below, whatever was seen before."""
 
 
+def recorded(right: NDArray[np.bool_], signals: dict[str, NDArray[np.float64]], split: str) -> ls.Trajectory:
+    """Answers that are right or not, and what is seen of them at every loop."""
+    labels = np.ones(len(right), dtype=np.int64)
+    return ls.Trajectory(logits=None, predictions=right.astype(np.int64), labels=labels, signals=signals, split=split)
+
+
 def population(seed: int, rows: int, split: str) -> ls.Trajectory:
     """Three loops. At loop 1 an answer is right with probability (u + v) / 2, at loop 2 with 1/2 + w/2, at loop 3 LAST.
 
@@ -30,13 +37,7 @@ def population(seed: int, rows: int, split: str) -> ls.Trajectory:
     right = rng.random((rows, 3)) < np.stack([(u + v) / 2, 0.5 + w / 2, np.full(rows, LAST)], axis=1)
     noise = rng.random((4, rows))
     signals = {"top1": np.stack([u, w, noise[0]], axis=1), "margin": np.stack([v, *noise[1:3]], axis=1)}
-    return ls.Trajectory(
-        logits=None,
-        predictions=right.astype(np.int64),
-        labels=np.ones(rows, dtype=np.int64),
-        signals=signals,
-        split=split,
-    )
+    return recorded(right, signals, split)
 
 
 def optimum(price: float) -> tuple[float, float]:
@@ -110,13 +111,7 @@ def kinds_of_inputs(seed: int, rows: int, split: str) -> ls.Trajectory:
         "top1": np.stack([confident, *noise[:2]], 1),
         "margin": np.stack([rng.uniform(low, high), *noise[2:]], 1),
     }
-    return ls.Trajectory(
-        logits=None,
-        predictions=correct.astype(np.int64),
-        labels=np.ones(rows, dtype=np.int64),
-        signals=signals,
-        split=split,
-    )
+    return recorded(correct, signals, split)
 
 
 def test_backward_induction_learns_what_going_on_is_worth() -> None:

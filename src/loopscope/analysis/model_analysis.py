@@ -215,7 +215,9 @@ def analyse_model(
 def _rooms(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]) -> dict[str, Rooms]:
     if diagnosis.verdict == NO_VERDICT:
         return {}
-    return {level.target.key: rooms(subject, level) for level in levels}
+    first, *others = levels
+    found = Rooms(diagnosis.room_left, diagnosis.reachable_room)
+    return {first.target.key: found, **{level.target.key: rooms(subject, level) for level in others}}
 
 
 def frontier_result(detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:

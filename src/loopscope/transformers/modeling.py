@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.modeling_outputs import ModelOutput
-from transformers.utils import cached_file
 
 from loopscope.arguments import as_count
 from loopscope.config import build
@@ -42,10 +41,8 @@ from loopscope.pretrained_configuration import (
 from loopscope.training.language_run import TokenLosses
 from loopscope.training.loop import BatchLosses
 from loopscope.transformers.adaptive_generation import adaptive_decoding, not_done
+from loopscope.transformers.loading import check_keys, own_folder
 from loopscope.transformers.padded_batch import LoopedCache, PaddedBatch
-
-_OF_ANOTHER_FILE = ("subfolder", "variant", "state_dict", "gguf_file", "quantization_config")
-"""Arguments of `from_pretrained` by which the weights are not those of the folder's own files."""
 
 TeacherLogits = Callable[[Tensor, Tensor | None], Tensor]
 """Tokens [B, M] and their mask -> the logits [B, M, V] that are to be said."""
@@ -105,21 +102,17 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As transformers does it; weights that are missing, unknown, of other shapes or not finite are refused."""
         with_info = kwargs.pop("output_loading_info", False)
-        folder = (
-            None
-            if any(kwargs.get(name) for name in _OF_ANOTHER_FILE)
-            else _folder(pretrained_model_name_or_path, kwargs)
-        )
+        folder = own_folder(pretrained_model_name_or_path, kwargs)
         if folder is not None:
             check_hashes(folder)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         base = model.__dict__.pop("_loaded", None)
         source = str((kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path", pretrained_model_name_or_path))
         if model._hf_peft_config_loaded:
-            _check_keys(*base)
+            check_keys(*base)
         elif folder is not None:
             model.looped.identify_by(partial(weights_sha256, folder))
-        _check_keys(source, info)
+        check_keys(source, info)
         model._check_values(source)
         return (model, info) if with_info else model
 
@@ -399,29 +392,3 @@ class LoopedLlamaForCausalLM(LoopedForCausalLM):
 def _kept(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """[B, M, D], its last so many columns (0: all), or the columns of these numbers."""
     return values[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else values[:, logits_to_keep]
-
-
-def _check_keys(source: str, info: Mapping[str, Any]) -> None:
-    """Refuses what would leave weights as memory happens to be, or leave some of a file out."""
-    checkpoint = f"checkpoint in {source}"
-    for problem, names in {
-        f"The {checkpoint} has no tensor": info["missing_keys"],
-        f"The configuration of the {checkpoint} does not know the tensor": info["unexpected_keys"],
-        f"The configuration of the {checkpoint} has another shape for the tensor": [
-            name for name, *_ in info["mismatched_keys"]
-        ],
-    }.items():
-        if names:
-            raise UserError(f"{problem} '{min(names)}'; fetch or make it again.")
-
-
-def _folder(source: Any, options: Mapping[str, Any]) -> Path | None:
-    """Where the files of a checkpoint lie: its folder, or what was fetched of it."""
-    if Path(source).is_dir():
-        return Path(source).resolve()
-    given = {name: options[name] for name in ("cache_dir", "revision", "token") if name in options}
-    try:
-        found = cached_file(source, "config.json", local_files_only=bool(options.get("local_files_only")), **given)
-    except OSError:
-        return None  # transformers says it better
-    return None if found is None else Path(found).parent
