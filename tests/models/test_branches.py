@@ -217,7 +217,7 @@ def test_a_cache_has_room_for_the_loops_that_were_asked_for() -> None:
     for row in (0, 1):
         found = [read(kv_cache, "a", loop, torch.tensor([row]), 1).keys.item() for loop in range(6)]
         assert found == [9, 1, 2, 3, 4, 5]
-        found = [read(kv_cache, "late", loop, torch.tensor([row]), 2).keys[0, 1].item() for loop in (1, 4, 5)]
+        found = [read(kv_cache, "late", loop, torch.tensor([row]), 2).keys[0, 0, 1].item() for loop in (1, 4, 5)]
         assert found == [10, 40, 50]
 
 

@@ -1,7 +1,8 @@
 """The plain way to write text, as a measure: rows padded on the left, a cache that is concatenated, every loop of all.
 
 As public implementations of looped models do it, with the weights of the model at hand: its own projections, norms and
-rotary angles, PyTorch's fused attention, one forward pass of the whole batch a token, the likeliest token of each row.
+rotary angles, PyTorch's own linear layers (rows of a padded batch are no packed tokens, of which our layers know a
+faster product) and fused attention, one forward pass of the whole batch a token, the likeliest token of each row.
 
 Shapes: B rows, M new tokens, N all of them so far, H heads, K head width, D width.
 """
@@ -69,8 +70,7 @@ class _Forward:
         hidden = model.model.embed_tokens(tokens)
         hidden = self._ouro(hidden) if isinstance(model, Ouro) else self._looped_llama(model, hidden)
         self.seen += new
-        logits: Tensor = model.lm_head(hidden[:, -1])
-        return logits
+        return F.linear(hidden[:, -1], model.lm_head.weight)
 
     def _mask(self, places: Tensor) -> Tensor | None:
         """[B, 1, M, N] what new tokens see; None: all before them."""

@@ -219,11 +219,10 @@ class Decoder:
         state = states[0] if len(states) == 1 else self._kind.join(states)
         last = loops + ahead - 1
         for more in range(ahead):
-            cache = AppendingRows(self._kv_cache, rows, cached, loops + more)
-            state = self._model.step(state.with_cache(cache))
-            self._cached[rows, cache.loops] += counts
+            state = self._model.step(state.with_cache(AppendingRows(self._kv_cache, rows, cached, loops + more)))
+        self._cached[rows[:, None], loops[:, None] + np.arange(ahead)] += counts[:, None]
         self.token_loops += ahead * int(counts.sum())
-        self.prompt_loops += ahead * int((self._prompts[rows] - cached).clip(0, counts).sum())
+        self.prompt_loops += ahead * int(np.minimum(np.maximum(self._prompts[rows] - cached, 0), counts).sum())
         for loop, part in _loop_slices(counts, last):
             self._kv_cache.write_states("hidden", loop, indices[part], state.hidden[part])
 
@@ -235,12 +234,8 @@ class Decoder:
         cache = AppendingRows(self._kv_cache, rows, cached, none)
         layout = Layout.from_host(counts, self._device, cache=cache)
         state = self._model.begin_packed(upload(tokens, self._device), layout)
-        self._kind = type(state)
-        if by_row := sorted({*self._kind._tensors()} - {*self._kind.tokenwise, "loop"}):
-            raise UserError(
-                f"The state's '{by_row[0]}' goes by row, and what is kept of a row that is continued goes by token; "
-                "name it in `tokenwise`, or do not declare kv_cache."
-            )
+        if self._kind is not type(state):
+            self._kind = _by_token(type(state))
         for name in self._extra_states:
             self._kv_cache.write_states(name, 0, indices, getattr(state, name))
         self._cached[rows, 0] += counts
@@ -331,6 +326,16 @@ class Decoder:
         missing = self._kv_cache.capacity - self._tokens.shape[1]
         if missing > 0:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
+
+
+def _by_token(kind: type[LoopState]) -> type[LoopState]:
+    """The kind of state, if all that it keeps can be kept by token."""
+    if by_row := sorted({*kind._tensors()} - {*kind.tokenwise, "loop"}):
+        raise UserError(
+            f"The state's '{by_row[0]}' goes by row, and what is kept of a row that is continued goes by token; "
+            "name it in `tokenwise`, or do not declare kv_cache."
+        )
+    return kind
 
 
 def _portions(missing: Integers) -> Iterator[Integers]:

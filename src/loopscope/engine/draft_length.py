@@ -3,7 +3,7 @@
 A cycle of at most k tokens is up to k - 1 drafts and one token that goes through all loops and takes the drafts along:
 the first that is asked and does not exit, or the k-th, which is not asked. If every draft stands with probability a, m
 of them bring 1 + a + .. + a^m tokens. They cost what comes before their exits, and the rest once, for all of them
-together: a few tokens in one batch take about twice what one takes, where a model is bound by reading its weights. A
+together: a few tokens in one batch take little more than one, where a model is bound by reading its weights. A
 policy that reads logits costs a head at every loop that it is asked after, also of a token that does not exit.
 """
 
@@ -13,8 +13,9 @@ from loopscope.engine.sampling import Draft
 from loopscope.models import LoopedModel
 
 MOST_TOKENS = 16
-_TOGETHER = 2.0
-"""What a loop of 2 to 16 tokens of one row takes, in loops of one."""
+_FEW = 4
+_TOGETHER = (1.3, 2.6)
+"""What a loop of 2 to 4, and of 5 to 16 tokens of one row takes, in loops of one."""
 _MEMORY = 0.95
 """The weight of what was seen, a draft later."""
 _PRIOR = (4.5, 5.0)
@@ -75,7 +76,8 @@ class DraftLength:
         """Of drafts that exit at this loop and the token after them, in loops."""
         early = drafts * (self._before + exit_loop + (exit_loop if self._reads else 1) * self._head)
         rest = self._depth - exit_loop + self._head
-        last = self._before + exit_loop + rest * (_TOGETHER if drafts else 1)
+        together = 1 if not drafts else _TOGETHER[drafts + 1 > _FEW]
+        last = self._before + exit_loop + rest * together
         return early + last + ((self._depth - 1) * self._head if may_exit and self._reads else 0)
 
 

@@ -62,6 +62,8 @@ def _joined(query: Tensor, attended: Iterable[tuple[Tensor, Scatter]]) -> Tensor
     """[S, H K] from dense outputs and where they belong."""
     out = None
     for dense, scatter in attended:
+        if scatter.states is None and dense.shape[2] == 1:  # heads lie side by side already
+            return dense.flatten(1)
         tokens = dense.transpose(1, 2).flatten(0, 1)
         if scatter.states is None:
             return tokens.flatten(1)
@@ -81,7 +83,7 @@ def _appending(
 ) -> Iterator[tuple[Tensor, Scatter]]:
     """Keys and values join the cache, by position; rows attend to it, or to their own where nothing was before."""
     name = _PLAN if cache.at.number is not None else (OF_ONE_LOOP, _PLAN)
-    plan = layout.compute_once(name, partial(_appending_plan, layout, cache, key[0].numel(), query.dtype))
+    plan = layout.compute_once(name, partial(_appending_plan, layout, cache, key.shape[1:].numel(), query.dtype))
     cache.kv_cache.write(layer, cache.at, plan.written, key, value)
     for places, upto, cells, mask, scatter in plan.reads:
         dense = _dense(query, cells, scatter)
@@ -89,7 +91,7 @@ def _appending(
             yield causal_attention(dense, _dense(key, cells, scatter), _dense(value, cells, scatter)), scatter
         else:
             keys, values = cache.kv_cache.read(layer, cache.at, places, upto)
-            yield masked_attention(dense, keys.transpose(1, 2), values.transpose(1, 2), mask), scatter
+            yield masked_attention(dense, keys, values, mask), scatter
 
 
 class _CacheRead(NamedTuple):
@@ -147,7 +149,7 @@ class _GroupAttention(NamedTuple):
             keys, values = _dense(self.key, own), _dense(self.value, own)
             if stored:
                 keys, values = (
-                    torch.cat((prefix.transpose(1, 2).expand(len(own), -1, -1, -1), new), 2)
+                    torch.cat((prefix.expand(len(own), -1, -1, -1), new), 2)
                     for prefix, new in zip(stored, (keys, values), strict=True)
                 )
             yield masked_attention(_dense(self.query, own), keys, values, mask), scatter
@@ -270,5 +272,7 @@ def _scatter_of(cells: Tensor, counts: Integers) -> Scatter:
 def _dense(packed: Tensor, cells: Tensor, scatter: Scatter | None = None) -> Tensor:
     """[S, H, K] -> [R, H, M, K]"""
     if scatter is not None and scatter.states is None:
+        if cells.shape[1] == 1:
+            return packed.unsqueeze(2)
         return packed.reshape(*cells.shape, *packed.shape[1:]).transpose(1, 2)
     return packed.index_select(0, cells.flatten()).view(*cells.shape, *packed.shape[1:]).transpose(1, 2)

@@ -15,6 +15,7 @@ from loopscope.config import Epsilon, Layers, Positions, Positive, RotaryBase, V
 from loopscope.models.attention import Llama3Scaling, Rotary
 from loopscope.models.cached_attention import cached_attention
 from loopscope.models.layout import Layout
+from loopscope.models.linear import Linear
 
 RopeType = Literal["default", "llama3"]
 
@@ -150,10 +151,10 @@ class Attention(nn.Module):
         self.head_width, self.rotary = config.head_width, config.rotary
         self.heads = (config.num_attention_heads, config.key_value_heads, config.key_value_heads)
         inner, shared = (heads * self.head_width for heads in self.heads[:2])
-        self.q_proj = nn.Linear(config.hidden_size, inner, bias=qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, shared, bias=qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, shared, bias=qkv_bias)
-        self.o_proj = nn.Linear(inner, config.hidden_size, bias=output_bias)
+        self.q_proj = Linear(config.hidden_size, inner, bias=qkv_bias)
+        self.k_proj = Linear(config.hidden_size, shared, bias=qkv_bias)
+        self.v_proj = Linear(config.hidden_size, shared, bias=qkv_bias)
+        self.o_proj = Linear(inner, config.hidden_size, bias=output_bias)
         if query_key_norm:
             self.q_norm, self.k_norm = (RMSNorm(self.head_width, config.rms_norm_eps) for _ in range(2))
         self.query_key_norm = query_key_norm
@@ -172,9 +173,9 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, config: DecoderConfig, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))

@@ -26,6 +26,7 @@ from loopscope.models.cached_attention import cached_attention
 from loopscope.models.contract import InjectedState, LoopedModel, LoopState
 from loopscope.models.device import upload
 from loopscope.models.layout import Layout
+from loopscope.models.linear import Linear
 
 
 class HuginnConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +165,7 @@ class HuginnBackbone(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.prelude = _blocks(config, "prelude", config.n_layers_in_prelude)
-        self.adapter = nn.Linear(2 * config.n_embd, config.n_embd, bias=False)
+        self.adapter = Linear(2 * config.n_embd, config.n_embd, bias=False)
         self.core_block = _blocks(config, "core", config.n_layers_in_recurrent_block)
         self.coda = _blocks(config, "coda", config.n_layers_in_coda)
         self.ln_f = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -197,9 +198,9 @@ class HuginnAttention(nn.Module):
         self.layer_name = layer  # under which the cache keeps its keys and values
         self.heads, self.head_width = config.n_heads, config.head_width
         self.rotary = Rotary(config.head_width, config.rope_base, interleaved=True)
-        self.Wqkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.Wqkv = Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.qk_bias = nn.Parameter(torch.zeros(2, 1, config.n_heads, config.head_width))
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.proj = Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projected = self.Wqkv(hidden).view(-1, 3 * self.heads, self.head_width)
@@ -211,8 +212,8 @@ class HuginnAttention(nn.Module):
 class HuginnMLP(nn.Module):
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__()
-        self.fc = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
-        self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
+        self.fc = Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
+        self.proj = Linear(config.intermediate_size, config.n_embd, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.fc(hidden).chunk(2, dim=-1)

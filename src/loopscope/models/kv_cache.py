@@ -23,8 +23,15 @@ _ROUND = 64
 
 
 class KeysValues(NamedTuple):
-    keys: Tensor  # [L, R, C, H, K]
-    values: Tensor  # [L, R, C, H, K]
+    keys: Tensor  # [L, R, C, H, K] as they are stored
+    values: Tensor
+
+
+class _LoopViews(NamedTuple):
+    """The same memory of one loop of a layer, or of all: every token needs them again."""
+
+    tokens: KeysValues  # [R C, H, K] by token, where they are written
+    rows: KeysValues  # [R, H, C, K] by row and head, as attention reads them
 
 
 class CachedLoops(NamedTuple):
@@ -45,7 +52,7 @@ class KVCache:
     most_loops: int = 1  # that it will be asked for, as far as one knows
     _numbers: dict[int, int] = field(default_factory=dict, init=False)  # where each loop lies, from 1 on
     _keys_values: dict[tuple[str, bool], KeysValues] = field(default_factory=dict, init=False)  # looped, or before
-    _views: dict[tuple[str, bool, int | None], KeysValues] = field(default_factory=dict, init=False)  # parts of those
+    _views: dict[tuple[str, bool, int | None], _LoopViews] = field(default_factory=dict, init=False)  # parts of those
     _firsts: dict[tuple[str, bool], int] = field(default_factory=dict, init=False)  # the first loop that a layer has
     _states: dict[tuple[str, int], Tensor] = field(default_factory=dict, init=False)  # [R, C, D]
 
@@ -62,19 +69,22 @@ class KVCache:
             self._allocate(layer, at, keys, values)
         if at.number is None and (before := self._firsts[layer, at.looped]):
             indices = indices - before * self.rows * self.capacity
-        found = self._view(layer, at)
-        found.keys.view(-1, *keys.shape[1:]).index_copy_(0, indices, keys)
-        found.values.view(-1, *values.shape[1:]).index_copy_(0, indices, values)
+        stored = self._view(layer, at).tokens
+        stored.keys.index_copy_(0, indices, keys)
+        stored.values.index_copy_(0, indices, values)
 
     def read(self, layer: str, at: CachedLoops, rows: Tensor | slice, upto: int) -> KeysValues:
-        """[B, `upto`, H, K] the first tokens of rows (of several loops: of all): of neighbours there, else a copy."""
-        keys, values = self._view(layer, at)
+        """[B, H, `upto`, K] the first tokens of rows (of several loops: of all): of neighbours there, else a copy."""
+        keys, values = (stored.narrow(2, 0, upto) for stored in self._view(layer, at).rows)
         before = self._firsts[layer, at.looped] * self.rows if at.number is None else 0
         if isinstance(rows, slice):
+            if rows.stop - rows.start == len(keys):
+                return KeysValues(keys, values)
             there = slice(rows.start - before, rows.stop - before)
-            return KeysValues(keys[there, :upto], values[there, :upto])
+            return KeysValues(keys[there], values[there])
         chosen = rows - before if before else rows
-        return KeysValues(*(stored[:, :upto].index_select(0, chosen) for stored in (keys, values)))
+        copies = (stored.transpose(1, 2).index_select(0, chosen) for stored in (keys, values))  # whole tokens at a time
+        return KeysValues(*(copy.transpose(1, 2) for copy in copies))
 
     def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
         """States [P, D] of tokens (row times capacity plus position), from which their next loop can begin later."""
@@ -125,14 +135,14 @@ class KVCache:
         """What the keys and values take."""
         return sum(stored.nbytes for found in self._keys_values.values() for stored in found)
 
-    def _view(self, layer: str, at: CachedLoops) -> KeysValues:
-        """[R, C, H, K] of one loop, or [L R, C, H, K] of all."""
+    def _view(self, layer: str, at: CachedLoops) -> _LoopViews:
+        """Of one loop, or of all: then their rows follow each other."""
         found = self._views.get((layer, at.looped, at.number))
         if found is None:
             stored, first = self._keys_values[layer, at.looped], self._firsts[layer, at.looped]
-            found = KeysValues(
-                *(each.flatten(0, 1) if at.number is None else each[at.number - first] for each in stored)
-            )
+            own = [each.flatten(0, 1) if at.number is None else each[at.number - first] for each in stored]
+            tokens = KeysValues(*(each.flatten(0, 1) for each in own))
+            found = _LoopViews(tokens, KeysValues(*(each.transpose(1, 2) for each in own)))
             self._views[layer, at.looped, at.number] = found
         return found
 
@@ -180,6 +190,9 @@ class AppendingRows:
     @cached_property
     def at(self) -> CachedLoops:
         """Where their loops lie in the cache; all or none of them are 0."""
+        loops = set(self.loops.tolist())
+        if len(loops) == 1:
+            return self.kv_cache.at(*loops)
         numbers = set(self._numbers.tolist()) or {0}
         return CachedLoops(bool(self.loops.any()), min(numbers) if len(numbers) == 1 else None, min(numbers))
 

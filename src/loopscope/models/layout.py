@@ -312,6 +312,8 @@ class Layout:
 
 def count_up(first: Integers, counts: Integers) -> Integers:
     """For each of `first` so many numbers, counting up from it."""
+    if (counts == 1).all():  # text that goes on by a token
+        return first.copy()
     return np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
 
 

@@ -28,6 +28,7 @@ from loopscope.models.contract import InjectedState, LoopedModel, LoopState, ini
 from loopscope.models.decoder_layers import Attention, DecoderConfig, RMSNorm, SwiGLU, rms_normalised
 from loopscope.models.gates import linear_halt
 from loopscope.models.layout import Layout
+from loopscope.models.linear import Linear
 
 Source = Literal["llama", "mistral", "qwen2", "qwen3"]
 SOURCES: tuple[Source, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -103,7 +104,7 @@ class LoopedLlama(LoopedModel):
         self.head_attends = config.coda > 0
         self.embed_cost, self.head_cost = looping.prelude / looping.core, config.coda / looping.core
         self.model = LoopedLlamaModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.unneeded = [
             f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in range(config.num_hidden_layers)
         ]
@@ -181,7 +182,7 @@ class LoopedLlamaModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.layers = nn.ModuleList(LlamaLayer(config, str(number)) for number in range(config.num_hidden_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.injection = _zeros(nn.Linear(width, width, bias=False)) if looping.injection else None
+        self.injection = _zeros(Linear(width, width, bias=False)) if looping.injection else None
         self.early_exit_gate = _zeros(nn.Linear(width, 1)) if looping.gate == "linear" else None
 
 

@@ -18,6 +18,7 @@ from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
 from loopscope.models.decoder_layers import Attention, DecoderConfig, RMSNorm, SwiGLU
 from loopscope.models.gates import linear_halt
 from loopscope.models.layout import Layout
+from loopscope.models.linear import Linear
 
 
 class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
@@ -65,7 +66,7 @@ class Ouro(LoopedModel):
         self.block_size = config.max_position_embeddings
         self.vocab_size = config.vocab_size
         self.model = OuroModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
             self.tied = {"lm_head.weight": "model.embed_tokens.weight"}

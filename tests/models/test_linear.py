@@ -1,0 +1,51 @@
+"""The product of few tokens with a large matrix is PyTorch's, whichever way round it is computed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loopscope.models import linear
+from loopscope.models.linear import Linear
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> int:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_tokens_are_multiplied_as_many_are(threads: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = Linear(96, 200, bias=bias)
+    with torch.inference_mode():
+        for count in (0, 1, 2, 3, 4, 7, 64, 65):
+            rows = torch.randn(count, 96)
+            out = layer(rows)
+            assert out.is_contiguous()
+            torch.testing.assert_close(out, F.linear(rows, layer.weight, layer.bias), rtol=1e-5, atol=1e-5)
+            spread = torch.randn(96, count).t()  # as a product that was turned round would leave them
+            torch.testing.assert_close(layer(spread), F.linear(spread, layer.weight, layer.bias), rtol=1e-5, atol=1e-5)
+
+
+def test_only_few_tokens_on_a_cpu_go_the_other_way_round(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    turned: list[int] = []
+
+    def counted(weight: Tensor, columns: Tensor) -> Tensor:
+        turned.append(columns.shape[1])
+        return weight @ columns
+
+    monkeypatch.setattr(linear.torch, "mm", counted)
+    layer = Linear(8, 8, bias=False)
+    with torch.inference_mode():
+        for count in (1, 2, 3, 4, 64, 65):
+            layer(torch.randn(count, 8))
+        assert turned == ([2, 2, 3] if threads == 1 else [2, 2, 3, 4, 64])
+        layer(torch.randn(1, 2, 8))
+        layer.bfloat16()(torch.randn(2, 8, dtype=torch.bfloat16))
+        assert len(turned) == (3 if threads == 1 else 5)
+    Linear(8, 8)(torch.randn(2, 8)).sum().backward()  # gradients go PyTorch's way
+    assert len(turned) == (3 if threads == 1 else 5)
