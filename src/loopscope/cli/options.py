@@ -18,7 +18,7 @@ CHECK_KINDS: Final = ("contract", "precision", "batch", "cache", "replay", "spee
 """As the library has them, which need not be imported to refuse another name."""
 
 PRESETS: Final = "demo, demo-parity, paper, paper-parity"
-STUDIES: Final = "demo, mano, ouro, paper"
+STUDIES: Final = "demo, mano, mano-mod3, ouro, paper"
 BENCHMARKS: Final = "mmlu, arc_easy, arc_challenge, openbookqa, hellaswag, commonsense_qa"
 READOUTS: Final = (
     "gate, entropy, top1, margin, kl, logit_change, hidden_change, hidden_cosine, patience, settling, "

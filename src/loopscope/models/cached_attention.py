@@ -51,7 +51,7 @@ def cached_attention(
         turned = rotary.apply_rotary(turned, angles)
     query, key = turned[:, : heads[0]], turned[:, heads[0] :]
     if isinstance(cache, AppendingRows):
-        return _joined(query, _appending(query, key, value, layout, cache, layer))
+        return _appending(query, key, value, layout, cache, layer)
     groups = (_GroupAttention(query, key, value, layout, *each, layer) for each in enumerate(layout.groups))
     return _joined(
         query, chain.from_iterable(each.branches() if cache is None else each.after_prefix(cache) for each in groups)
@@ -78,20 +78,23 @@ def _angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor,
     return cos[:, None], sin[:, None]
 
 
-def _appending(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, cache: AppendingRows, layer: str
-) -> Iterator[tuple[Tensor, Scatter]]:
+def _appending(query: Tensor, key: Tensor, value: Tensor, layout: Layout, cache: AppendingRows, layer: str) -> Tensor:
     """Keys and values join the cache, by position; rows attend to it, or to their own where nothing was before."""
     name = _PLAN if cache.at.number is not None else (OF_ONE_LOOP, _PLAN)
     plan = layout.compute_once(name, partial(_appending_plan, layout, cache, key.shape[1:].numel(), query.dtype))
     cache.kv_cache.write(layer, cache.at, plan.written, key, value)
-    for places, upto, cells, mask, scatter in plan.reads:
-        dense = _dense(query, cells, scatter)
-        if places is None:
-            yield causal_attention(dense, _dense(key, cells, scatter), _dense(value, cells, scatter)), scatter
-        else:
-            keys, values = cache.kv_cache.read(layer, cache.at, places, upto)
-            yield masked_attention(dense, keys, values, mask), scatter
+    return _joined(query, [(_attended(query, key, value, cache, layer, read), read.scatter) for read in plan.reads])
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, cache: AppendingRows, layer: str, read: "_CacheRead"
+) -> Tensor:
+    """[R, H, M, K] of rows of a group that attend together."""
+    places, upto, cells, mask, scatter = read
+    dense = _dense(query, cells, scatter)
+    if places is None:
+        return causal_attention(dense, _dense(key, cells, scatter), _dense(value, cells, scatter))
+    return masked_attention(dense, *cache.kv_cache.read(layer, cache.at, places, upto), mask)
 
 
 class _CacheRead(NamedTuple):

@@ -189,9 +189,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if hidden.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-        return self.weight * rms_normalised(hidden, self.eps)
+        weight = self.weight
+        if hidden.dtype == weight.dtype == torch.float32:
+            return F.rms_norm(hidden, weight.shape, weight, self.eps)
+        return weight * rms_normalised(hidden, self.eps)
 
 
 def rms_normalised(hidden: Tensor, eps: float) -> Tensor:
