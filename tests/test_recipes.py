@@ -13,6 +13,7 @@ from tiny_language import tiny_ouro
 
 from loopscope.engine.decoder import Decoder
 from loopscope.engine.generation import Token, stream
+from loopscope.models.linear import Linear
 
 
 def loaded(name: str) -> ModuleType:
@@ -62,6 +63,17 @@ def test_prompts_are_not_in_a_profile_of_writing(monkeypatch: pytest.MonkeyPatch
     (found,) = recipe.profiled(model, options)
     assert found["milliseconds_a_token"] > 0
     assert 0.8 < sum(found["shares"].values()) < 1.2
+
+
+def test_both_linear_layers_are_timed_and_ours_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, ours, used = loaded("real_size/generation.py"), Linear.forward, []
+    step = type(model := tiny_ouro()).step
+    monkeypatch.setattr(type(model), "step", lambda self, state: (used.append(Linear.forward), step(self, state))[1])
+    found = recipe.by_tokens(model, Namespace(rounds=2))
+    assert [each["tokens"] for each in found] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    assert all(len(each) == 5 and min(each.values()) > 0 for each in found)
+    assert used.count(ours) == len(used) // 2 == 3 * len(found)
+    assert Linear.forward is ours
 
 
 def test_what_is_scored_is_left_out(recipe: ModuleType, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
     python recipes/real_size/generation.py build runs/ouro-254m --size 254      (or 5; --calm 0.05: loops that agree)
     python recipes/real_size/generation.py bench runs/ouro-254m --batch-size 8 --lossless --plain
     python recipes/real_size/generation.py profile runs/ouro-254m --loops 2 --context 128 1024 4096
+    python recipes/real_size/generation.py tokens runs/ouro-254m
 
 `bench` is `loopscope bench generation` on random tokens, with the margin whose tokens take --loops on average, and
 prints its JSON. `profile` says for every context which share of a token's time matrix products, attention, copies and
-the rest take, and Python between them. Both take any checkpoint that LoopScope reads.
+the rest take, and Python between them. `tokens` says what a loop and the head take for 1 to 32 tokens together, with
+our linear layers and with PyTorch's. All take any checkpoint that LoopScope reads.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import loopscope as ls
@@ -27,6 +30,7 @@ from loopscope.bench.generation import bench_generation, ways_of
 from loopscope.engine.generation import Prompt, stream
 from loopscope.models import LoopedModel
 from loopscope.models.checkpoint import save_model
+from loopscope.models.linear import Linear
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.progress import track
 from loopscope.writing import write_json
@@ -135,9 +139,35 @@ def profiled(model: LoopedModel, options: argparse.Namespace) -> list[dict[str, 
     return found
 
 
+@torch.inference_mode()
+def by_tokens(model: LoopedModel, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of a loop and of the head for so many tokens of a row, by linear layer; all in turns."""
+    draw, ours, counts = np.random.default_rng(0), Linear.forward, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    ways = {"ours": ours, "pytorch": nn.Linear.forward}
+    spent: dict[tuple[int, str, str], list[float]] = {}
+    for turn in range(options.rounds + 1):
+        for count in counts:
+            begun = model.begin(torch.from_numpy(draw.integers(0, model.vocab_size, (1, count))))
+            for way, forward in ways.items():
+                Linear.forward = forward  # type: ignore[method-assign]
+                start = time.perf_counter()
+                state = model.step(begun)
+                between = time.perf_counter()
+                model.predict(state.hidden)
+                taken = {"loop": between - start, "head": time.perf_counter() - between}
+                for what, seconds in taken.items() if turn else ():  # the first turn warms up
+                    spent.setdefault((count, way, what), []).append(1e3 * seconds)
+    Linear.forward = ours  # type: ignore[method-assign]
+    medians = {key: round(float(np.median(each)), 2) for key, each in spent.items()}
+    return [
+        {"tokens": count} | {f"{what}, {way}": medians[count, way, what] for what in ("loop", "head") for way in ways}
+        for count in counts
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("build", "bench", "profile"))
+    parser.add_argument("what", choices=("build", "bench", "profile", "tokens"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=int, choices=tuple(SIZES), default=254, help="million parameters (build)")
     parser.add_argument("--calm", type=float, default=1.0, help="how much a loop changes its state (build)")
@@ -159,7 +189,7 @@ def main() -> None:
         options.loops = options.loops or 2.0
         print(json.dumps(msgspec.to_builtins(measure(model, str(options.folder), options)), indent=2))
     else:
-        print(json.dumps(profiled(model, options), indent=2))
+        print(json.dumps((profiled if options.what == "profile" else by_tokens)(model, options), indent=2))
 
 
 if __name__ == "__main__":
