@@ -272,7 +272,6 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own compiler
 @torch.no_grad()
 @pytest.mark.parametrize("path", [OURO, HUGINN], ids=["ouro", "huginn"])
-@LONG
 def test_compiled_mlps(path: Path) -> None:
     model, text = load(path), rows()[0][None]
     expected, names = model(text).logits, list(model.state_dict())

@@ -16,22 +16,21 @@ _MOST_ON_ONE_THREAD = 3
 
 
 class Linear(nn.Linear):
-    """nn.Linear, also for few tokens."""
+    """nn.Linear, also for few tokens; in training, and where it is compiled, just that."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]"""
-        if torch.is_grad_enabled() or not _few(rows) or rows.dtype != self.weight.dtype:
-            return super().forward(rows)
-        columns = (rows.contiguous() if len(rows) > 1 else torch.cat((rows, rows))).t()
+        if torch.compiler.is_compiling() or self.training or torch.is_grad_enabled() or not self._few(input):
+            return super().forward(input)
+        columns = (input.contiguous() if len(input) > 1 else torch.cat((input, input))).t()
         if self.bias is None:
             product = torch.mm(self.weight, columns)
         else:
             product = torch.addmm(self.bias[:, None], self.weight, columns)
-        return product[:, : len(rows)].t().contiguous()  # so that the next one can turn it round again
+        return product[:, : len(input)].t().contiguous()  # so that the next one can turn it round again
 
-
-def _few(rows: Tensor) -> bool:
-    """Whether these are few tokens [M, K] on a CPU in single precision; others have kernels of their own."""
-    if rows.dim() != 2 or rows.dtype != torch.float32 or rows.device.type != "cpu":
-        return False
-    return 0 < len(rows) <= (_MOST if torch.get_num_threads() > 1 else _MOST_ON_ONE_THREAD)
+    def _few(self, input: Tensor) -> bool:
+        """Whether these are few tokens [M, K] on a CPU in single precision; others have kernels of their own."""
+        if input.dim() != 2 or input.device.type != "cpu" or not input.dtype == self.weight.dtype == torch.float32:
+            return False
+        return 0 < len(input) <= (_MOST if torch.get_num_threads() > 1 else _MOST_ON_ONE_THREAD)
