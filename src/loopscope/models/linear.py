@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 _MOST = 64
-"""Tokens up to which the other way round is the faster one (of those that were measured: docs/performance.md)."""
+"""Tokens up to which the other way round was measured and, around a dozen excepted, the faster one: docs/decisions.md
+says where."""
 _MOST_ON_ONE_THREAD = 3
 
 
