@@ -63,7 +63,7 @@ def test_files_are_strict_too(tmp_path: Path) -> None:
     file.write_text("[task\n")
     with pytest.raises(UserError, match="not valid TOML"):
         read_settings(str(file), [])
-    with pytest.raises(UserError, match="neither a preset"):
+    with pytest.raises(UserError, match="There is no preset 'nothing'; give a TOML file, or one of: demo"):
         read_settings("nothing", [])
 
 

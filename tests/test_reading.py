@@ -31,8 +31,9 @@ DIGITS = "1" * 5000
         (lambda path: read_json(int, path, "policy"), "a.json", DIGITS.encode(), "a.json"),
         (lambda path: read_json(dict[str, Any], path, "policy"), "a.json", b'{"a": "\xff"}', "not a readable policy"),
         (lambda path: read_documents([path]), "a.txt", b"\xff", "not UTF-8 text"),
-        (lambda path: read_documents([path]), "a.jsonl", b"[" * 60_000, "a line must be"),
-        (lambda path: read_documents([path]), "a.jsonl", b'{"text": "\xff"}', "a line must be"),
+        (lambda path: read_documents([path]), "a.jsonl", b"[" * 60_000, "Line 1 of .*; a line must be"),
+        (lambda path: read_documents([path]), "a.jsonl", b'{"text": "\xff"}', "is not JSON; a line must be"),
+        (lambda path: read_documents([path]), "a.jsonl", b'\n{"text": 5}', "Line 2 of .* what its `text` is; a line"),
     ],
 )
 def test_what_has_no_bounds_is_refused(tmp_path: Path, read: Any, name: str, data: bytes, words: str) -> None:

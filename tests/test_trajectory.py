@@ -98,18 +98,29 @@ def test_arrays_are_read_only_and_the_source_stays_free() -> None:
         ({"logits": np.zeros((4, 200, 5))}, r"labels has the shape \[200\].* are two axes swapped\?"),
         ({"labels": np.full(200, 5)}, r"labels\[0\] is 5, which is not one of the classes of its example \(0 to 4\)"),
         ({"labels": np.array([*[0] * 17, *[-100] * 183])}, r"labels\[17\] is -100, .*; leave out examples without"),
+        ({"labels": np.arange(200) % 5 + 1}, r"labels\[4\] is 5, .*; they seem to be counted from 1: count from 0"),
+        ({"logits": np.zeros((200, 4, 3)), "labels": np.arange(200) % 4}, "two axes seem to be swapped"),
+        (
+            {"logits": np.zeros((200, 5, 4)), "labels": None, "hidden": None, "gate_logits": np.zeros((200, 4))},
+            r"gate_logits has the shape \[200, 4\], but there are 200 examples and 5 loops; .* swapped\?",
+        ),
+        ({"labels": np.eye(200, 5, dtype=int)}, r"one for each example; got int64 of the shape \[200, 5\]"),
         ({"labels": np.zeros(0, int)}, "labels has the shape"),
         ({"logits": np.zeros((0, 4, 5)), "labels": None}, "at least one example"),
-        ({"sequences": np.zeros(200)}, "sequences must be a vector of whole numbers"),
+        ({"sequences": np.zeros(200)}, "sequences must be whole numbers, one for each example; got float64"),
         ({"sequences": np.zeros(3, int)}, "sequences has the shape"),
         ({"difficulty": np.zeros(3)}, "difficulty has the shape"),
         ({"hidden": np.zeros((200, 3, 6))}, "hidden has the shape"),
         ({"hidden": np.zeros((200, 4))}, "hidden has the shape"),
         ({"gate_logits": np.zeros((200, 3))}, "gate_logits has the shape"),
         ({"gate_logits": np.full((200, 4), np.nan)}, "not finite"),
-        ({"logits": np.full((200, 4, 5), np.nan)}, "not a number"),
-        ({"logits": np.full((200, 4, 5), np.inf)}, "inf"),
-        ({"logits": np.full((200, 4, 5), -np.inf)}, "without any class"),
+        ({"logits": np.full((200, 4, 5), np.nan)}, r"logits hold NaN \(first: logits\[0, 0\]\)"),
+        ({"logits": np.full((200, 4, 5), np.inf)}, r"logits hold \+inf"),
+        ({"logits": np.full((200, 4, 5), -np.inf)}, "-inf for every class"),
+        (
+            {"logits": np.where(np.arange(4000).reshape(200, 4, 5) == 347, -np.inf, 0)},
+            r"missing \(-inf\) at one loop of an example but not at another \(first: logits\[17, 1, 2\]\)",
+        ),
         ({"signals": {"entropy": np.zeros((200, 3))}}, "signal entropy has the shape"),
         ({"examples": ["one"]}, "1 example texts"),
         ({"hidden": np.full((200, 4, 6), np.nan)}, "hidden holds a value"),
@@ -143,6 +154,15 @@ def test_missing_classes_are_missing_at_every_loop_and_are_no_label() -> None:
     logits[0, :, 1:] = -np.inf
     with pytest.raises(ls.UserError, match="fewer than two"):
         ls.Trajectory(logits=logits, labels=[0, 0])
+
+
+def test_probabilities_in_the_place_of_logits_are_warned_of() -> None:
+    draws = np.random.default_rng(0)
+    for dtype in (np.float64, np.float32, np.float16):
+        shares = draws.dirichlet(np.ones(5), (200, 4)).astype(dtype)
+        with pytest.warns(UserWarning, match="as probabilities do; of probabilities p give log"):
+            ls.Trajectory(logits=shares, labels=[0] * 200)
+    ls.Trajectory(logits=draws.random((200, 4, 5)), labels=[0] * 200)  # positive, and no shares
 
 
 def test_a_gate_s_probabilities_in_the_place_of_its_logits_are_noticed(tmp_path: Path) -> None:

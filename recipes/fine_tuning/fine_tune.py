@@ -125,12 +125,9 @@ def main() -> None:
     }
     for name in models:
         validation, test = (recordings[name, split] for split in ("validation", "test"))
-        accuracy = ", ".join(f"{each:.1%}" for each in test.correct.mean(0))
-        found = ls.diagnose(validation, test)
+        accuracy = ", ".join(f"{100 * each:.1f} %" for each in test.correct.mean(0))
         print(f"{name}: next tokens of the test text right after every loop: {accuracy}")
-        print(f"  {found.sentence}\n  {found.target_sentence}")
-        for row in found.rows:
-            print("  " + "; ".join(row))
+        print(ls.diagnose(validation, test))
     policy = ls.calibrate(recordings["after", "validation"], options.max_drop)
     policy.save(out / "policy.json")
     test = recordings["after", "test"]
@@ -138,8 +135,8 @@ def main() -> None:
     right = test.correct[range(len(exits)), exits - 1].mean()
     print(policy.guarantee.sentence if policy.guarantee else "Nothing could be promised.")
     print(
-        f"{policy}: {exits.mean():.2f} of {test.num_loops} loops on the test text, {right:.1%} right "
-        f"({test.correct[:, -1].mean():.1%} at full depth)"
+        f"{policy}: {exits.mean():.2f} of {test.num_loops} loops on the test text, {100 * right:.1f} % right "
+        f"({100 * test.correct[:, -1].mean():.1f} % at full depth)"
     )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from loopscope.config import digest, read_json
 from loopscope.errors import UserError
-from loopscope.reading import is_folder, is_plain_name, near
+from loopscope.reading import is_folder, is_plain_name, no_folder
 from loopscope.writing import atomic_folder, remove_leftovers, write_json
 
 MANIFEST = "manifest.json"
@@ -126,7 +126,7 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
     if not is_folder(folder):
         remove_leftovers(folder)  # a writer may have been killed while it put another in its place
     if not is_folder(folder):
-        raise UserError(f"There is no folder {folder}{near(folder)}; give the folder of a {kind}.")
+        raise no_folder(folder, f"the folder of a {kind}")
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} is not a {kind}: it has no {MANIFEST}.")
     manifest = read_json(Manifest, folder / MANIFEST, f"{kind} manifest")

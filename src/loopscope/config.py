@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from loopscope.errors import UserError
-from loopscope.reading import DEEPEST, is_there, json_depth, read_bytes, read_text
+from loopscope.reading import DEEPEST, json_depth, read_bytes, read_text
 from loopscope.validation import describe_misfit
 
 T = TypeVar("T")
@@ -82,8 +82,6 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
 
 def read_json(kind: type[T], path: Path, what: str) -> T:
     """The JSON file at `path` as a `kind`; `what` names it in errors."""
-    if not is_there(path):
-        raise UserError(f"There is no {what} at {path}.")
     data = read_bytes(path, what)
     try:
         data.decode()  # all of it: what a kind does not name is not looked at

@@ -13,10 +13,12 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-_LIBRARIES = ("loopscope", "numpy", "scipy", "torch")
+_LIBRARIES = ("loopscope", "importlib", "numpy", "scipy", "torch")
 """A line of theirs in a traceback is not the user's."""
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 """Control characters, marks that reorder a line, and halves of characters."""
+_NUMBER = re.compile(r"\d+")
+_MOST_MEANT = 3
 _LONGEST = 450
 _LONGEST_NAME = 255
 
@@ -39,11 +41,15 @@ def brief(message: str, longest: int = _LONGEST) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'margin'?)`, to be put behind a name that does not exist; empty where none is close."""
-    known = list(known)
-    begun = [each for each in known if len(name) > 2 and each.startswith(name)]
-    close = begun[0] if len(begun) == 1 else closest(name, known)
-    return "" if close is None else f" (did you mean '{close}'?)"
+    """` (did you mean 'margin'?)`, to be put behind a name that does not exist; empty where none is close.
+
+    Nobody who writes another number has misspelt it: `float64` does not mean `float16`.
+    """
+    known = [each for each in known if not _NUMBER.search(name) or _NUMBER.findall(each) in ([], _NUMBER.findall(name))]
+    begun = [name] if name in known else [each for each in known if len(name) > 2 and each.startswith(name)]
+    meant = begun if 1 <= len(begun) <= _MOST_MEANT else filter(None, [closest(name, known)])
+    names = " or ".join(f"'{each}'" for each in meant)
+    return f" (did you mean {names}?)" if names else ""
 
 
 def closest(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:

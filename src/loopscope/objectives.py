@@ -25,6 +25,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 
 from loopscope.config import Count, NonNegative, Settings
+from loopscope.errors import did_you_mean
 from loopscope.tasks import Draws
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class Objective(Settings, frozen=True, kw_only=True):
             return
         if not _FUNCTION.fullmatch(self.name):
             raise ValueError(
-                f"there is no objective '{self.name}'; choose of {', '.join(BUILT_IN)}, or name a function of your own "
-                "as 'module:function'"
+                f"there is no objective '{self.name}'{did_you_mean(self.name, BUILT_IN)}; choose one of "
+                f"{', '.join(BUILT_IN)}, or name a function of your own as 'module:function'"
             )
         for key, default in _DEFAULTS.items():
             if getattr(self, key) not in (default, UNSET):

@@ -18,7 +18,7 @@ class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
 
     architecture: ClassVar[str]
 
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers adds to a list
+    keys_to_ignore_at_inference = ["past_key_values", "last_hidden_state"]  # noqa: RUF012 - transformers adds to it
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # of the code beside the Hub's weights, which is not used and not saved

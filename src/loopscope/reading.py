@@ -5,11 +5,11 @@ end, nesting without end, and bytes that are no text are refused before anything
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 
-from loopscope.errors import UserError, closest
+from loopscope.errors import UserError, closest, did_you_mean
 
 DEEPEST = 64
 """Tables or lists inside one another; no file of ours comes near."""
@@ -66,6 +66,23 @@ def near(path: Path) -> str:
     except OSError:
         return ""
     return "" if close is None or close == path.name else f" (did you mean {path.with_name(close)}?)"
+
+
+def no_folder(path: Path, expected: str) -> UserError:
+    """What is said of a path that should be a folder: it is a file, or nothing is there; `expected` is to be given."""
+    if is_there(path):
+        return UserError(f"{path} is a file; give {expected}.")
+    return UserError(f"There is no folder {path}{near(path)}; give {expected}.")
+
+
+def no_such_toml(source: str, shipped: Sequence[str], what: str) -> UserError:
+    """What is said where neither a TOML file nor one of those that ship with LoopScope, each a `what`, is given."""
+    path, rest = Path(source), f"give a TOML file, or one of: {', '.join(shipped)}"
+    if is_folder(path):
+        return UserError(f"{source} is a folder; {rest}.")
+    if path.suffix == ".toml" or path.name != source:
+        return UserError(f"There is no file {source}{near(path) or did_you_mean(path.stem, shipped)}; {rest}.")
+    return UserError(f"There is no {what} '{source}'{did_you_mean(source, shipped)}; {rest}.")
 
 
 def require_file(path: Path, what: str) -> None:

@@ -45,7 +45,10 @@ _ARRAYS = (
     "norms",
 )
 SIGNAL_PREFIX = "signal."
-NO_LABELS = "This recording has no labels; without them only its disagreement with full depth can be told."
+NO_LABELS = (
+    "This recording has no labels, without which it cannot be told what is right: give them (labels=...), or ask how "
+    "often exits differ from full depth (loopscope calibrate --loss disagreement)."
+)
 
 
 class Contents(Settings, frozen=True, kw_only=True):
@@ -211,10 +214,14 @@ class Trajectory:
         """Only the examples that training did not have."""
         if self.seen is None:
             raise UserError(
-                "The recording does not say which examples training had, so that none can be told to be unseen."
+                "The recording does not say which examples training had, so that none can be told to be unseen; ask "
+                "for all of them (leave out --unseen), or say it: Trajectory(seen=...)."
             )
         if self.seen.all():
-            raise UserError("Every example of the recording occurs in the training data, so that none is unseen.")
+            raise UserError(
+                "Every example of the recording occurs in the training data, so that none is unseen; record others, or "
+                "ask for all of them (leave out --unseen)."
+            )
         return self.take(~self.seen)
 
     @cached_property
@@ -237,7 +244,10 @@ class Trajectory:
     def distinct(self) -> Self:
         """Every input once, where it comes first."""
         if self.examples is None or self.sequences is not None:
-            raise UserError("Only a recording that keeps its inputs as text, one a decision, can count each once.")
+            raise UserError(
+                "Only a recording that keeps its inputs as text, one a decision, can count each once; count all of "
+                "them (leave out --distinct), or give the inputs: Trajectory(examples=...)."
+            )
         return self.take(np.sort(np.unique(np.array(self.examples, dtype=object), return_index=True)[1]))
 
     def same_data(self, other: "Trajectory") -> bool:

@@ -19,7 +19,7 @@ _WIDE = ("logits", "hidden")
 _ROUNDING = 1e-3
 """What may be missing to a probability of 1."""
 _MANY = 100
-"""So many gate logits do not lie between 0 and 1 by chance."""
+"""So many logits do not look like probabilities by chance."""
 _WORDS = ("weights_sha256", "precision", "benchmark", "metric", "unit", "state")
 """Of a provenance: what is text, where it is there."""
 
@@ -47,8 +47,8 @@ def check_contents(trajectory: Any) -> None:
         missing = np.isnan(values)
         if np.isinf(values).any() or (missing[:, 1:] & ~missing[:, :-1]).any():
             raise UserError(f"signal {name} holds a value that is not finite; NaN is for its first loops only.")
-    if trajectory.gate_logits is not None and "loopscope" not in trajectory.provenance:  # which one from disk has
-        _warn_of_probabilities(trajectory.gate_logits)
+    if "loopscope" not in trajectory.provenance:  # which one from disk has
+        _warn_of_probabilities(trajectory.logits, trajectory.gate_logits)
 
 
 def _check_norms(norms: Array | None, logits: Array | None) -> None:
@@ -61,7 +61,8 @@ def _check_shapes(trajectory: Any) -> None:
     for name in ("labels", "sequences"):
         value = getattr(trajectory, name)
         if value is not None and (value.ndim != 1 or not np.issubdtype(value.dtype, np.integer)):
-            raise UserError(f"{name} must be a vector of whole numbers, one an example.")
+            given = f"{value.dtype} of the shape {list(value.shape)}"
+            raise UserError(f"{name} must be whole numbers, one for each example; got {given}.")
     if trajectory.predictions is not None and not np.issubdtype(trajectory.predictions.dtype, np.integer):
         raise UserError("predictions must be whole numbers, the class that each loop answers.")
     answers = trajectory.predictions if trajectory.logits is None else trajectory.logits
@@ -80,10 +81,11 @@ def _check_shapes(trajectory: Any) -> None:
     for name, shape in expected.items():
         value = getattr(trajectory, name)
         if value is not None and (value.shape[: len(shape)] != shape or value.ndim != len(shape) + (name in _WIDE)):
-            swapped = value.shape[: len(shape)] == (loops, rows)[: len(shape)]
+            shapes = {(loops, rows), (rows, trajectory.num_classes)}  # of loops first, and of classes before loops
+            swapped = any(value.shape[: len(shape)] == each[: len(shape)] for each in shapes)
             raise UserError(
                 f"{name} has the shape {list(value.shape)}, but there are {rows} examples and {loops} loops"
-                + ("; arrays are [examples, loops, ...]: are two axes swapped?" if swapped else ".")
+                + ("; logits are [examples, loops, classes]: are two axes swapped?" if swapped else ".")
             )
     for name, signal in trajectory.signals.items():
         if np.shape(signal) != (rows, loops):
@@ -97,7 +99,7 @@ def _check_examples(examples: Sequence[str] | None) -> None:
         return
     texts = isinstance(examples, Sequence) and not isinstance(examples, str | bytes)
     if not texts or not all(isinstance(text, str) for text in examples):
-        raise UserError("examples must be a list of texts, one an example.")
+        raise UserError("examples must be a list of texts, one for each example.")
 
 
 def _check_provenance(provenance: Mapping[str, Any]) -> None:
@@ -137,17 +139,18 @@ def _flags(seen: Array) -> Array:
 
 def _check_logits(logits: Array, labels: Array | None) -> None:
     top = logits.max(axis=-1)
-    if not np.isfinite(top).all():  # catches NaN, +inf, and rows without a class
-        raise UserError(
-            "logits hold a value that is not a number, or +inf, or an example without any class (first: "
-            f"{_first('logits', ~np.isfinite(top))})."
-        )
+    for wrong, what in ((np.isnan(top), "NaN"), (np.isposinf(top), "+inf"), (np.isneginf(top), "-inf for every class")):
+        if wrong.any():
+            raise UserError(f"logits hold {what} (first: {_first('logits', wrong)}); check how they were computed.")
     missing = np.isneginf(logits)
     if missing.any():
-        if (missing != missing[:, :1]).any():
-            raise UserError("A class is missing (-inf) at one loop of an example but not at another.")
-        if (logits.shape[2] - missing[:, 0].sum(axis=-1) < 2).any():
-            raise UserError("An example has fewer than two classes.")
+        if (differs := missing != missing[:, :1]).any():
+            raise UserError(
+                f"A class is missing (-inf) at one loop of an example but not at another (first: "
+                f"{_first('logits', differs)}); give -inf at all of its loops, or at none."
+            )
+        if (few := logits.shape[2] - missing[:, 0].sum(axis=-1) < 2).any():
+            raise UserError(f"An example has fewer than two classes (first: {_first('logits', few)}).")
     if labels is None:
         return
     classes = logits.shape[2]
@@ -158,9 +161,23 @@ def _check_logits(logits: Array, labels: Array | None) -> None:
         row = int(wrong.argmax())
         among = f"0 to {classes - 1}" + (", without those that are -inf" if missing[row].any() else "")
         raise UserError(
-            f"labels[{row}] is {labels[row]}, which is not one of the classes of its example ({among}); leave out "
-            "examples without a label."
+            f"labels[{row}] is {labels[row]}, which is not one of the classes of its example ({among}); "
+            f"{_why(labels, logits)}."
         )
+
+
+def _why(labels: Array, logits: Array) -> str:
+    """What is probably wrong with labels that name no class."""
+    low, high, (_, loops, classes) = labels.min(), labels.max(), logits.shape
+    if low == 1 and high == classes:
+        return "they seem to be counted from 1: count from 0"
+    if low >= 0 and high < loops:
+        return "logits are [examples, loops, classes], and two axes seem to be swapped"
+    return "leave out examples without a label"
+
+
+def _sum_to_one(logits: Array) -> bool:
+    return float(np.abs(logits.sum(axis=-1, dtype=np.float64) - 1).max()) < _ROUNDING
 
 
 def _first(name: str, wrong: Array) -> str:
@@ -168,8 +185,16 @@ def _first(name: str, wrong: Array) -> str:
     return f"{name}[{', '.join(map(str, np.argwhere(wrong)[0]))}]"
 
 
-def _warn_of_probabilities(gate_logits: Array) -> None:
-    """A gate's probabilities in the place of its logits give a verdict, and a wrong one; logits seldom look like it."""
+def _warn_of_probabilities(logits: Array | None, gate_logits: Array | None) -> None:
+    """Probabilities in the place of logits give a verdict, and a wrong one; logits seldom look like them."""
+    if logits is not None and logits[..., 0].size >= _MANY and logits.min() >= 0 and _sum_to_one(logits):
+        warnings.warn(
+            "All logits are 0 or more and sum to 1 over the classes, as probabilities do; of probabilities p give "
+            "log(p), since entropies and margins would be those of other predictions.",
+            stacklevel=5,  # of whoever makes a Trajectory
+        )
+    if gate_logits is None:
+        return
     low, high = float(gate_logits.min()), float(gate_logits.max())
     if gate_logits.size >= _MANY and low >= 0 and high <= 1 and high - low > 0.5:
         warnings.warn(

@@ -96,11 +96,27 @@ def strip(trajectory: ls.Trajectory) -> ls.Trajectory:
     )
 
 
-def test_without_a_reference_the_trajectory_gap_cannot_be_identified() -> None:
+def test_without_a_reference_the_trajectory_cannot_be_judged() -> None:
     diagnosis = diagnose_subject(subject(SLOW, "blind"))
     assert diagnosis.trajectory_gap is None
-    assert "cannot be identified" in diagnosis.sentence
+    assert "without a reference the trajectory cannot be judged" in diagnosis.sentence
     assert diagnosis.blamed == ("readout",)
+
+
+def test_a_gate_that_is_not_to_blame_comes_first_where_there_is_no_reference() -> None:
+    diagnosis = diagnose_subject(subject(QUICK, "knowing"))
+    assert diagnosis.verdict == "cannot tell"
+    assert diagnosis.sentence.startswith("The readout is not found to be at fault: ")
+    assert diagnosis.sentence.index("gate") < diagnosis.sentence.index("without a reference")
+
+
+def test_a_gate_with_its_sign_flipped_is_suspected() -> None:
+    hint = "was the sign of gate_logits flipped?"
+    for gate in ("knowing", "late", "blind"):
+        assert hint not in diagnose_subject(subject(QUICK, gate)).sentence
+    knowing = subject(QUICK, "knowing")
+    flipped = (replace(each, gate_logits=-each.gate_logits) for each in (knowing.validation, knowing.test))
+    assert hint in diagnose_subject(Subject(*flipped, resamples=50)).sentence
 
 
 def test_without_a_gate_there_is_no_readout_gap() -> None:
@@ -126,14 +142,14 @@ def test_the_reference_is_not_compared_with_itself() -> None:
     assert diagnosis.blamed == ()
     depth = REFERENCE.curves(diagnosis.best_readout).depth_at(0.95)[0]
     assert diagnosis.sentence.startswith("It is the reference")
-    assert f"reaches 95% in {depth:.2f} loops" in diagnosis.sentence
+    assert f"reaches 95 % in {depth:.2f} loops" in diagnosis.sentence
 
 
 def test_a_target_out_of_reach_is_said_and_compared_lower_down() -> None:
     """A fifth of the examples is never right: 95 % is out of reach, about 80 % is not."""
     poor = subject((1, 2, 3, 4, 9), "blind")
     diagnosis = diagnose_subject(poor, REFERENCE, 0.95)
-    assert "No loop of it reaches 95%" in diagnosis.sentence
+    assert "No loop of it reaches 95 %" in diagnosis.sentence
     assert "misses the target that the reference reaches" in diagnosis.sentence or "more than" in diagnosis.sentence
     gap = diagnosis.trajectory_gap
     assert gap is not None

@@ -1,6 +1,7 @@
 """Targets: what "within a point of full depth" is for a model, and below what nothing is said. Truths are simulated."""
 
 import math
+import re
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -11,6 +12,9 @@ from simulated import CLASSES, pair, simulated
 
 import loopscope as ls
 from loopscope.analysis import WITHIN_A_POINT, Subject, as_targets, diagnose_subject, target_level
+from loopscope.analysis.bootstrap import Estimate
+from loopscope.analysis.comparison import Comparison
+from loopscope.analysis.paired import Paired
 from loopscope.analysis.stoppers import with_stoppers
 from loopscope.analysis.targets import best_loop, chance, harm_of_depth, is_above_chance, reference_loop
 
@@ -39,7 +43,7 @@ def test_a_relative_target_is_a_point_below_full_depth_on_validation_data(
 
 def test_names_of_targets() -> None:
     absolute, relative = as_targets([0.95])[0], as_targets(None)[0]
-    assert (absolute.key, absolute.label, absolute.meaning) == ("0.95", "D@95", "95% accuracy")
+    assert (absolute.key, absolute.label, absolute.meaning) == ("0.95", "D@95", "95 % accuracy")
     assert (relative.key, relative.label) == ("full-1", "D@full-1")
     assert ls.Target(below_full_depth=0.005).label == "D@full-0.5"
     for wrong in ({}, {"accuracy": 0.9, "below_full_depth": 0.1}, {"accuracy": 95}, {"below_full_depth": 1.0}):
@@ -65,7 +69,8 @@ def test_a_shift_of_the_labels_is_nobodys_knowledge() -> None:
     says_zero = bare(test, [[0, 0]] * 1000)
     assert not is_above_chance(says_zero, 2, calibration)
     assert ls.diagnose(calibration, says_zero).verdict == "no verdict"
-    assert "right in 90.0% of 1,000 test examples, and chance is 90%" in ls.diagnose(calibration, says_zero).sentence
+    said = ls.diagnose(calibration, says_zero).sentence
+    assert re.search("right in 90.0 ?% of 1,000 test examples, and chance is 90 %", said)
     knows = bare(test, [[0, 1 if k >= 960 else 0] for k in range(1000)])
     assert is_above_chance(knows, 2, calibration)
 
@@ -83,9 +88,9 @@ def test_at_chance_there_is_no_verdict_and_nine_of_ten_models_that_guess_get_non
     test = simulated("test", right=0.0)
     loop = best_loop(simulated("validation", right=0.0))
     assert (diagnosis.verdict, diagnosis.blamed, diagnosis.table) == ("no verdict", (), [])
-    said = f"right in {test.correct[:, loop - 1].mean():.1%} of 1,500 test examples, and chance is 25%"
+    said = f"right in {100 * test.correct[:, loop - 1].mean():.1f} ?% of 1,500 test examples, and chance is 25 %"
     assert diagnosis.sentence.startswith("No verdict: at loop 3")
-    assert said in diagnosis.sentence
+    assert re.search(said, diagnosis.sentence)
     commonest = np.bincount(simulated("validation", right=0.0).labels).argmax()
     assert diagnosis.chance == max(0.25, (test.labels == commonest).mean())
     verdicts = [ls.diagnose(*pair(right=0.0, seed=seed, rows=200)).verdict for seed in range(40)]
@@ -102,9 +107,9 @@ def test_a_model_at_60_percent_is_diagnosed_where_it_is() -> None:
     for gap in filter(None, diagnosis.gaps.values()):
         assert diagnosis.chance < gap.accuracy <= gap.target == diagnosis.target.accuracy
     text = str(diagnosis)
-    assert text.startswith("The readout is to blame: its own gate takes ")
+    assert text.startswith("The readout is to blame: the model's own gate takes ")
     assert (
-        f"The target is {100 * diagnosis.target.accuracy:.2f}%: 1 point below full depth, on validation data." in text
+        f"The target is {100 * diagnosis.target.accuracy:.2f} %, 1 point below full depth on validation data." in text
     )
     assert "Gaps are at the highest whole percent that both sides reach" in text
     assert text.splitlines()[3].split("  ")[0] == "gap"
@@ -158,7 +163,7 @@ def test_nothing_is_compared_at_chance() -> None:
     assert diagnosis.trajectory_gap is None
     assert "it reaches no accuracy above chance together with the reference" in diagnosis.sentence
     low = ls.diagnose(*pair(right=0.9), target=1 / CLASSES)
-    assert low.sentence == "No verdict: the target, 25%, is not above chance (25%)."
+    assert low.sentence == "No verdict: the target, 25 %, is not above chance (25 %)."
 
 
 def test_an_absolute_target_stays_as_it_was_given() -> None:
@@ -175,20 +180,44 @@ def test_two_readouts_compared_from_python() -> None:
     assert compared.depth is not None
     assert compared.depth.sign == 1
     assert compared.depth.target == pytest.approx(late[0].correct[:, -1].mean() - 0.01)
-    assert str(compared).startswith("gate minus margin on 1,500 test examples.")
+    at = f"{100 * compared.depth.accuracy:g} %"
+    assert str(compared).startswith(f"margin takes fewer loops than gate to reach {at}. At the thresholds that ")
+    assert f"Compared on 1,500 test examples, of which {compared.selected.only_first_right:,} are right" in str(
+        compared
+    )
+    assert str(ls.compare(*late, "margin", "gate")).startswith(f"margin takes fewer loops than gate to reach {at}.")
     other = ls.compare(*late, "gate", "margin", other=pair(right=0.6))
-    assert other.selected.second == "margin on the other model"
+    assert (other.selected.first, other.selected.second) == ("gate on this model", "margin on the other model")
+    for words in ({}, {"other": late}):
+        with pytest.raises(ls.UserError, match="'gate' is the same as itself; give another readout"):
+            ls.compare(*late, "gate", "gate", **words)
+
+
+def test_a_comparison_says_what_its_intervals_tell() -> None:
+    """At a threshold of its own each: less is better of loops, more of accuracy, and what holds zero is open."""
+    up, down, nothing, both = (Estimate(*each) for each in ((1, 0.5, 2), (-1, -2, -0.5), (0, 0, 0), (0, -1, 1)))
+
+    def told(accuracy: Estimate, loops: Estimate, units: int = 100) -> str:
+        return Comparison(Paired("a", "b", accuracy, loops, 3, 4, 100), None, "100 test examples", units).verdict
+
+    assert told(up, down).endswith("validation chose, a takes fewer loops; a is more accurate.")
+    assert told(down, up).endswith("validation chose, b takes fewer loops; b is more accurate.")
+    assert told(nothing, nothing).endswith("both take as many loops; both are equally accurate.")
+    assert told(both, both).endswith(
+        "which of the two takes fewer loops is open; which of the two is more accurate is open."
+    )
+    assert told(up, down, 29).startswith("Which of the two is better cannot be told from 100 test examples")
 
 
 def test_readouts_are_not_compared_at_chance() -> None:
     guesses, knows = pair(right=0.0), pair(right=0.9)
     compared = ls.compare(*guesses, "margin", "gate")
     assert compared.depth is None
-    assert ls.diagnose(*guesses).sentence in str(compared)
+    assert str(compared).startswith(ls.diagnose(*guesses).sentence)
     assert "D@" not in str(compared)
     beside = ls.compare(*knows, "margin", "gate", other=guesses)
     assert beside.depth is None
-    assert f"the other model: {ls.diagnose(*guesses).sentence}" in str(beside)
+    assert str(beside).startswith(f"the other model: {ls.diagnose(*guesses).sentence}")
     assert "No verdict" not in str(ls.compare(*knows, "margin", "gate"))
 
 
@@ -208,7 +237,7 @@ def test_an_interval_of_zero_is_not_open() -> None:
     gap = diagnosis.readout_gap
     assert gap is not None
     assert (gap.low, gap.high, gap.first, gap.second) == (0, 0, "gate", "fixed")
-    assert "its own gate takes as many loops as fixed to reach 99%" in diagnosis.sentence
+    assert "the model's own gate takes as many loops as fixed to reach 99 %" in diagnosis.sentence
     assert "open" not in diagnosis.sentence
 
 

@@ -29,7 +29,8 @@ def checked(model: Ouro, *kinds: CheckKind, **options: Any) -> dict[str, Any]:
     return {f"{check.kind}: {check.what}": check for check in found.checks}
 
 
-def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     words = ["selfcheck", str(GOLDEN / "ouro-tiny"), "--rounds", "1"]
     assert (
         main([*words, "--only", "precision", "--only", "batch", "--only", "cache", "--only", "replay", "--json"]) == 0
@@ -49,6 +50,13 @@ def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     table = capsys.readouterr().out
     assert "writing, 4 of 4 loops" in table
     assert "realised" in table
+    assert main([*words, "--only", "contract", "--only", "cache"]) == 0
+    table = capsys.readouterr().out
+    assert max(map(len, table.splitlines())) <= 80
+    assert [line.split() for line in table.splitlines()].count(["check", "what", "measured", "limit", "verdict"]) == 1
+    assert table.endswith(" checks passed; 1 more have no limit and are shown only.\n")
+    assert main([*words, "--only", "precision"]) == 0
+    assert capsys.readouterr().out.endswith("Nothing of this has a limit: it is shown, not judged.\n")
 
 
 def test_a_model_whose_head_attends_passes() -> None:
@@ -68,7 +76,10 @@ def test_low_precision_passes(dtype: str, tmp_path: Path, capsys: pytest.Capture
     assert main(["selfcheck", str(folder), *words]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["dtype"] == dtype
-    assert found["tokens"] == "the text"
+    assert found["tokens"] == "a sample of our own"
+    (tmp_path / "mine.txt").write_text("The sun is in the sea, and the sea is not. " * 20)
+    assert main(["selfcheck", str(folder), "--only", "batch", "--text", str(tmp_path / "mine.txt")]) == 0
+    assert f"checked on {tmp_path / 'mine.txt'}" in " ".join(capsys.readouterr().out.split())
 
 
 class Leaking(Ouro):
@@ -124,6 +135,8 @@ def test_numbers_that_float16_cannot_hold_are_seen(tmp_path: Path, capsys: pytes
     assert main([*words, "--dtype", "float16"]) == 1
     said = capsys.readouterr()
     assert "FAIL" in said.out
+    assert f"\n{len(said.err.split('not as it should be')) - 1} of " in said.out
+    assert " checks failed" in said.out
     assert "float16, loop 1 is not as it should be" in said.err
 
 

@@ -40,6 +40,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert run(*words) == 2, words
     out, err = capsys.readouterr()
     assert out == ""
+    assert "Device: " not in err  # nothing is announced that is then refused
     sentence = err.splitlines()[-1]
     assert sentence.startswith("loopscope: ")
     assert sentence.endswith(".")

@@ -33,7 +33,7 @@ def test_from_the_recording_to_answers(run: Path, tmp_path: Path, capsys: pytest
     assert main(["evaluate", validation, test, "--gate", str(gate), "--readout", "gate:mine"]) == 0
     assert "gate:mine" in capsys.readouterr().out
     assert main(["compare", str(run), "gate:mine", "gate", "--gate", str(gate), "--at", "0.1"]) == 0
-    assert "gate:mine minus gate on" in capsys.readouterr().out
+    assert "gate:mine - gate " in capsys.readouterr().out
     assert main(["run", str(run), str(lines), "--gate", str(gate)]) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
@@ -78,4 +78,4 @@ def test_what_goes_wrong_is_explained(run: Path, tmp_path: Path, capsys: pytest.
     pair = [str(recordings / "validation"), str(recordings / "test")]
     assert "must be chosen on another" in fails("evaluate", *pair, "--gate", str(validation))
     assert "There is no folder" in fails("gate", "write", str(tmp_path / "none"), str(run), "--out", "x")
-    assert "There is no policy" in fails("run", str(run), str(run / "config.json"), "--policy", "nowhere.json")
+    assert "There is no file no.json" in fails("run", str(run), str(run / "config.json"), "--policy", "no.json")

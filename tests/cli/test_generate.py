@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from benchmark_slices import byte_pairs
 from conftest import random_trajectory
+from tiny_language import write_ouro
 
 import loopscope as ls
 from cli.conftest import run
@@ -242,6 +243,8 @@ def test_lossless_text_that_saves_no_time_is_named(drafted: int, accepted: int, 
         ("a.jsonl", b"[5]", "line 1 is neither"),
         ("a.txt", b"\n\n", "There is no prompt in"),
         ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": ""}', "A prompt is empty"),
+        ("a.jsonl", b'{"prompt": "x", "readout": "top1", "threshold": 1.5}', "'top1' is a probability"),
         ("a.jsonl", b"[" * 60_000, "line 1 is neither"),
         ("a.jsonl", b'{"prompt": ' + b"1" * 5000 + b"}", "line 1 is neither"),
     ],
@@ -280,16 +283,16 @@ def test_a_chat_ends_with_its_turn(checkpoint: str, capsys: pytest.CaptureFixtur
     ("options", "words"),
     [
         ((), "Give a prompt"),
-        (("x", "--prompts", "y"), "Give a prompt"),
+        (("x", "--prompts", "y"), "not both"),
         (("x", "--readout", "gate"), "--threshold"),
         (("x", "--lossless"), "--lossless needs a rule that says which tokens are drafts"),
         (("x", "--lossless", "--loops", "4"), "full depth drafts nothing"),
         (("x", "--lossless", "--loops", "1", "--cache", "latest"), "the cache 'full', not 'latest'"),
         (("x", "--temperature", "-1"), "temperature"),
-        (("x", "--top-p", "2"), "top_p"),
+        (("x", "--top-p", "2"), "--top-p"),
         (("x", "--seed", "9" * 23), "seed"),
         (("x", "--seed", "-1"), "seed"),
-        (("x", "--top-k", "9" * 23), "top_k"),
+        (("x", "--top-k", "9" * 23), "--top-k"),
         (("x", "--dtype", "int8"), "There is no precision 'int8'"),
         (("x", "--loops", "9"), "beyond the model's 4 loops"),
         (("--prompts", "nowhere.txt"), "There is no file nowhere.txt"),
@@ -305,6 +308,23 @@ def test_what_cannot_be_generated(
     err = capsys.readouterr().err
     assert words in err
     assert "Traceback" not in err
+
+
+def test_nothing_is_announced_that_the_weights_refuse(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ls.ExitPolicy("margin", 0.5, model="0" * 64).save(tmp_path / "other.json")
+    assert run("generate", checkpoint, "x", "--policy", tmp_path / "other.json") == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "calibrated for another model" in sentence
+
+
+def test_a_text_says_that_it_ended_where_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_ouro(tmp_path / "short", byte_pairs(), max_position_embeddings=8)
+    for most, noted in ((100, True), (2, False)):
+        assert run("generate", model, "The sun", "--max-new-tokens", most) == 0
+        err = capsys.readouterr().err
+        assert ("The text ends at 8 tokens, the most that the model takes, before --max-new-tokens." in err) == noted
 
 
 def test_a_policy_about_answers_does_not_write_text(

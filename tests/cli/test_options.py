@@ -4,7 +4,8 @@ from loopscope.checks.check import CHECK_KINDS
 from loopscope.cli import options
 from loopscope.engine.decoder import CACHE_MODES
 from loopscope.exits.guarantee import BOUNDS
-from loopscope.models.checkpoint import DTYPES
+from loopscope.models.checkpoint import _BUILDERS, DTYPES
+from loopscope.models.configuration import LOOPED
 
 
 def test_names_are_those_of_the_library() -> None:
@@ -12,3 +13,4 @@ def test_names_are_those_of_the_library() -> None:
     assert options.CACHE_MODES == CACHE_MODES
     assert options.CHECK_KINDS == CHECK_KINDS
     assert options.BOUNDS == BOUNDS
+    assert tuple(_BUILDERS) == LOOPED

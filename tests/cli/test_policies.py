@@ -1,6 +1,7 @@
 """Policy files: which model they are for, and what is refused of one that was altered."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,16 @@ def test_of_several_models_each_has_its_own(tmp_path: Path) -> None:
     assert [len(policies) for policies in policies_by_model(paths, ["a"], any_model=True)] == [3]
     with pytest.raises(ls.UserError, match="second was calibrated for another model"):
         policies_by_model(paths, ["a"])
+
+
+def test_a_policy_without_a_model_is_said_to_be_one(
+    mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = ls.Trajectory.load(recording_of(mine, "validation"))
+    replace(recording, provenance={}).save(tmp_path / "bare")
+    words = ("--max-drop", 0.6, "--confidence", 0.5, "--out", tmp_path / "policy.json")
+    assert run("calibrate", tmp_path / "bare", *words) == 0
+    assert "This promise says nothing: full depth is right in" in capsys.readouterr().err
+    (tmp_path / "examples.txt").write_text("+ 1 2\n")
+    assert run("run", mine, tmp_path / "examples.txt", "--policy", tmp_path / "policy.json") == 0
+    assert "does not say which model it was calibrated for" in capsys.readouterr().err

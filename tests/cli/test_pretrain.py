@@ -6,7 +6,21 @@ from pathlib import Path
 import pytest
 from conftest import TINY_OURO, tiny_text
 
-from cli.conftest import run
+from cli.conftest import refusal, run
+
+
+def test_a_text_that_is_too_short_leaves_the_folder_to_a_longer_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, validation = tiny_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY_OURO)
+    (tmp_path / "short.txt").write_text("A cat.")
+    words = ("pretrain", tmp_path / "tiny.toml", "--validation", validation, "--out", tmp_path / "run")
+    words += ("--set", "training.steps=1", "--text")
+    assert "less than one window of" in refusal(capsys, *words, tmp_path / "short.txt")
+    assert not (tmp_path / "run").exists()
+    assert run(*words, train) == 0
+    assert "holds a run with other settings (--text)" in refusal(capsys, *words, validation)
 
 
 def test_from_a_text_to_stage_ii(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from benchmark_slices import DATA
 
 from cli.conftest import refusal, run
-from loopscope.cli import make_parser
+from loopscope.cli import main, make_parser
 from loopscope.trajectory import Trajectory
 
 COMMON = {"split", "hidden", "with_readout", "out", "device", "threads", "json"}
@@ -78,33 +78,50 @@ def test_a_benchmark_that_cannot_be_recorded(
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
-    [
-        (("task", "nowhere"), "--split validation"),
-        (("text", "nowhere", "t.txt"), "with --out"),
-        (("benchmark", "nowhere", "openbookqa"), "with --out"),
-    ],
+    [(("text", "nowhere", "t.txt"), "with --out"), (("benchmark", "nowhere", "openbookqa"), "with --out")],
 )
 def test_what_is_missing_is_named(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sentence in refusal(capsys, "record", *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "missing"), [(("task", "nowhere"), "--split"), (("live", "nowhere", "t.txt"), "--recording, --out")]
+)
+def test_what_is_required_stands_in_no_brackets(
+    words: tuple[str, ...], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["record", *words]) == 2
+    assert capsys.readouterr().err == f"loopscope: Missing: {missing}; see loopscope record {words[0]} --help.\n"
+    with pytest.raises(SystemExit):
+        main(["record", words[0], "--help"])
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert all(option in usage and f"[{option}" not in usage for option in missing.split(", "))
+
+
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_each_takes_only_what_means_something_for_it(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    positional = {"task": ["run"], "text": ["model", "t.txt"], "benchmark": ["model", "openbookqa"]}[kind]
+    positional = {"task": ["run", "--split", "test"], "text": ["model", "t.txt"], "benchmark": ["model", "openbookqa"]}[
+        kind
+    ]
     options = vars(make_parser().parse_args(["record", kind, *positional]))
     assert set(options) - {"execute", "resumes", "parser"} == OPTIONS[kind]
     flags = {"--levels": ["1-2"], "--no-logits": [], "--mean-state": []}
     for name in set.union(*OPTIONS.values()) - OPTIONS[kind] - {"run", "model", "files", "name"}:
         flag = "--" + name.replace("_", "-")
-        with pytest.raises(SystemExit) as stop:
-            run("record", kind, *positional, flag, *flags.get(flag, ["5"]))
-        assert stop.value.code == 2
-        err = capsys.readouterr().err
-        assert f"loopscope record {kind}: error: unrecognized arguments: {flag}" in err
+        sentence = refusal(capsys, "record", kind, *positional, flag, *flags.get(flag, ["5"]))
+        assert sentence.startswith(f"loopscope: There is no option {flag}")
+        assert sentence.endswith(f"; see loopscope record {kind} --help.")
+
+
+def test_a_recording_that_was_there_is_said_to(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("The sun is a star. " * 3)
+    for there in (False, True):
+        assert run("record", "text", checkpoint, tmp_path / "a.txt", "--out", tmp_path / "out") == 0
+        assert ("was there already, made with the same settings" in capsys.readouterr().err) == there
 
 
 def test_record_says_what_may_be_recorded(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run("record", "runs/mine", "--split", "test")
-    assert stop.value.code == 2
-    assert "invalid choice: 'runs/mine' (choose from 'task', 'text', 'live', 'benchmark')" in capsys.readouterr().err
+    sentence = refusal(capsys, "record", "runs/mine", "--split", "test")
+    assert "There is no 'loopscope record runs/mine'; choose one of task, text, live, benchmark;" in sentence

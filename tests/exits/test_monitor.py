@@ -167,7 +167,7 @@ def test_a_file_of_another_policy_or_an_altered_one_is_refused(policy: ls.ExitPo
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match="altered"):
         ls.Monitor.load(path, policy)
-    with pytest.raises(UserError, match="no monitor at"):
+    with pytest.raises(UserError, match="There is no file .*none.json; give a monitor"):
         ls.Monitor.load(tmp_path / "none.json", policy)
 
 

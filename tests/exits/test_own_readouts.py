@@ -361,7 +361,7 @@ def test_the_command_line_imports_what_was_typed(
     assert ls.ExitPolicy.load("policy.json").readout == "doubt"
     for words, expected in (
         (["evaluate", "validation", "test", "--readout", "typed_here:other"], "must be a loopscope.Readout"),
-        (["evaluate", "validation", "test", "--readout", "nowhere:doubt"], "cannot be imported"),
+        (["evaluate", "validation", "test", "--readout", "nowhere:doubt"], "There is no module 'nowhere'"),
         (["diagnose", ".", "--with-readout", "doubt"], "takes MODULE:NAME"),
     ):
         assert main(words) == 2

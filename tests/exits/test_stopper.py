@@ -206,7 +206,7 @@ def test_what_is_refused() -> None:
     stopper = ls.fit_stopper(recording)
     with pytest.raises(ls.UserError, match="fitted to 4 loops, and here full depth is 5"):
         stopper.values(random_trajectory(2, loops=5))
-    with pytest.raises(ls.UserError, match="must not be chosen on data that is for evaluation"):
+    with pytest.raises(ls.UserError, match="must not be fitted on the test split"):
         ls.fit_stopper(replace(recording, split="test"))
     with pytest.raises(ls.UserError, match="100 examples or more; there are 50"):
         ls.fit_stopper(recording.take(np.arange(50)))

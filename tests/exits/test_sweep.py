@@ -118,7 +118,7 @@ def test_a_notebook_shows_frontiers_in_a_line_and_as_a_chart() -> None:
 
 
 def test_duplicates_in_the_grid_are_kept() -> None:
-    flat = random_trajectory(logits=np.tile([1.0, 0.0, 0.0, 0.0, 0.0], (200, 4, 1)))
+    flat = random_trajectory(logits=np.tile([2.0, 0.0, 0.0, 0.0, 0.0], (200, 4, 1)))
     assert len(ls.sweep("margin", flat, TEST, grid="paper").thresholds) == 51
 
 

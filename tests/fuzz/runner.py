@@ -115,15 +115,15 @@ class Case:
         where = "on a terminal: " if on_terminal else ""
         self.notes.append(f"{where}loopscope " + " ".join(map(repr, given))[:2_000])
         out, err = (_Terminal(), _Terminal()) if on_terminal else (io.StringIO(), io.StringIO())
-        usage, before = False, sys.stdin
+        before = sys.stdin
         sys.stdin = io.StringIO("")
         os.environ |= {"NO_COLOR": "1", "TERM": "xterm"} if on_terminal else {}
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 try:
                     code = main(given)
-                except SystemExit as end:
-                    code, usage = int(end.code or 0), True
+                except SystemExit as end:  # of --help
+                    code = int(end.code or 0)
         finally:
             sys.stdin = before
         printed, said = out.getvalue(), err.getvalue()
@@ -135,7 +135,7 @@ class Case:
         if on_terminal or given[:1] != ["generate"] or "--json" in given:  # else it is what the model says, as it is
             check_text(printed, keep="\n\t")
         if code == 2:
-            check_message(said, usage)
+            check_message(said)
             raise RefusedError(said)
         if code not in verdicts:
             raise UnfitError(f"exit code {code}: {said[-300:]}")
@@ -144,12 +144,12 @@ class Case:
         return printed
 
 
-def check_message(said: str, usage: bool = False) -> None:
-    """One sentence, after the usage if that is what is wrong."""
+def check_message(said: str) -> None:
+    """One sentence, after whatever was noted before."""
     sentences = [line for line in said.splitlines() if line.startswith("loopscope")]
     if len(sentences) != 1 or not said.rstrip("\n").endswith(sentences[0]):
         raise UnfitError(f"not one sentence: {said[-300:]!r}")
-    sentence = sentences[0].partition(": error: " if usage else ": ")[2]
+    sentence = sentences[0].partition(": ")[2]
     if len(sentence) > LONGEST:
         raise UnfitError(f"a message is too long: {len(sentence):,} characters, {sentence[:200]!r}")
 

@@ -66,7 +66,7 @@ def _test(options: argparse.Namespace, folder: Path) -> int:
     torch.set_num_threads(1)
     unknown = set(options.only or ()) - {scene.name for scene in SCENES}
     if unknown:
-        print(f"There is no scene {', '.join(unknown)}; choose of {', '.join(scene.name for scene in SCENES)}.")
+        print(f"There is no scene {', '.join(unknown)}; choose one of {', '.join(scene.name for scene in SCENES)}.")
         return 2
     scenes = [scene for scene in SCENES if scene.available and (not options.only or scene.name in options.only)]
     begun, tester, counts = time.monotonic(), Tester(folder, options.seed), []

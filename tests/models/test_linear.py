@@ -22,7 +22,7 @@ def test_few_tokens_are_multiplied_as_many_are(threads: int, bias: bool) -> None
     torch.manual_seed(0)
     layer = Linear(96, 200, bias=bias).eval()
     with torch.inference_mode():
-        for count in (0, 1, 2, 3, 4, 7, 64, 65):
+        for count in (0, 1, 2, 3, 4, 7, 9, 15, 16, 17, 63, 64, 65):
             rows = torch.randn(count, 96)
             out = layer(rows)
             assert out.is_contiguous()
@@ -31,23 +31,54 @@ def test_few_tokens_are_multiplied_as_many_are(threads: int, bias: bool) -> None
             torch.testing.assert_close(layer(spread), F.linear(spread, layer.weight, layer.bias), rtol=1e-5, atol=1e-5)
 
 
-def test_only_few_tokens_on_a_cpu_go_the_other_way_round(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    turned: list[int] = []
+@pytest.fixture
+def turned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The columns of every product that is computed the other way round."""
+    found: list[int] = []
 
     def counted(weight: Tensor, columns: Tensor) -> Tensor:
-        turned.append(columns.shape[1])
+        found.append(columns.shape[1])
         return weight @ columns
 
     monkeypatch.setattr(linear.torch, "mm", counted)
+    return found
+
+
+def test_only_few_tokens_on_a_cpu_go_the_other_way_round(turned: list[int], threads: int) -> None:
     layer = Linear(8, 8, bias=False).eval()
     with torch.inference_mode():
-        for count in (1, 2, 3, 4, 64, 65):
+        for count in (1, 2, 3, 4, 8, 9, 17, 64, 65):
             layer(torch.randn(count, 8))
-        assert turned == ([2, 2, 3] if threads == 1 else [2, 2, 3, 4, 64])
+        assert turned == ([2, 2, 3] if threads == 1 else [2, 2, 3, 4, 8, 16, 24, 64])
         layer(torch.randn(1, 2, 8))
         layer.bfloat16()(torch.randn(2, 8, dtype=torch.bfloat16))
-        assert len(turned) == (3 if threads == 1 else 5)
+        assert len(turned) == (3 if threads == 1 else 8)
         layer.float().train()(torch.randn(2, 8))  # what training runs without gradients keeps its bits
     layer = Linear(8, 8, bias=False).eval()
     layer(torch.randn(2, 8)).sum().backward()  # gradients go PyTorch's way
-    assert len(turned) == (3 if threads == 1 else 5)
+    assert len(turned) == (3 if threads == 1 else 8)
+
+
+@pytest.mark.parametrize(("outputs", "columns"), [(64, [5, 16, 16, 16]), (8192, [5, 6, 8, 16])])
+def test_wide_matrices_are_filled_up_to_sixteen_columns(
+    turned: list[int], monkeypatch: pytest.MonkeyPatch, outputs: int, columns: list[int]
+) -> None:
+    """The matrix of a vocabulary, which is much taller than wide, is not."""
+    monkeypatch.setattr(linear.torch, "get_num_threads", lambda: 2)
+    layer = Linear(1024, outputs, bias=False).eval()
+    with torch.inference_mode():
+        for count in (5, 6, 8, 9):
+            rows = torch.randn(count, 1024)
+            torch.testing.assert_close(layer(rows), F.linear(rows, layer.weight), rtol=1e-4, atol=1e-4)
+    assert turned == columns
+
+
+def test_one_thread_multiplies_one_token_with_a_wide_matrix_as_pytorch_does(
+    turned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear.torch, "get_num_threads", lambda: 1)
+    with torch.inference_mode():
+        for width in (1024, 2048):
+            for count in (1, 2):
+                Linear(width, 8, bias=False).eval()(torch.randn(count, width))
+    assert turned == [2, 2, 2]

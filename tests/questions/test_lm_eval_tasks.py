@@ -59,7 +59,7 @@ def test_the_catalogue_is_the_papers_and_lm_evals() -> None:
         assert all(path.is_file() for path in _definitions(benchmark).values())
     folder = next(iter(_definitions(BENCHMARKS["mmlu"]).values())).parent
     assert {path.stem for path in folder.glob("mmlu_*.yaml")} == {*BENCHMARKS["mmlu"].tasks}
-    with pytest.raises(UserError, match="no benchmark 'piqa'; there are mmlu, arc_easy"):
+    with pytest.raises(UserError, match="no benchmark 'piqa'; choose one of mmlu, arc_easy"):
         benchmark_named("piqa")
 
 

@@ -1,11 +1,13 @@
 """Text that is run live: as the replay has it where nothing else is seen, as it was run where later tokens see more."""
 
 import json
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -157,9 +159,9 @@ def test_the_command_line_says_for_which_cache_and_holds_to_it(
     assert "leave out --grid" in said("calibrate", live, *asked, "--grid", recording, code=2)
     assert "of 'margin', not of 'entropy'" in said("calibrate", live, *asked, "--readout", "entropy", code=2)
     assert "not made with --in-expectation" in said("calibrate", live, *asked[:4], "--in-expectation", code=2)
-    assert "for next tokens along given documents, with the cache 'propagate'." in said(
-        "calibrate", live, *asked, "--cache", "propagate"
-    )
+    told = said("calibrate", live, *asked, "--cache", "propagate")
+    assert "for next tokens along given documents, with the cache 'propagate'. All means are over sequences." in told
+    assert "decides about next tokens of a text, with the cache 'propagate'" in told
     assert "calibrated on text with the cache 'propagate'" in said(
         "evaluate", tmp_path / "test", "--policy", policy, code=2
     )
@@ -168,13 +170,13 @@ def test_the_command_line_says_for_which_cache_and_holds_to_it(
     assert said(*written) == said(*written, "--cache", "propagate")
     words = ("record", "live", recorded.model, *recorded.texts["test"], "--recording", tmp_path / "test")
     assert "leave out --max-drop" in said(*words, "--policy", policy, "--max-drop", 0.1, "--out", live, code=2)
-    assert "--recording, and with --out" in said(*words, code=2)
     table = said(*words, "--policy", policy, "--out", tmp_path / "check")
     assert "run with the cache 'propagate'" in table
     assert "candidates" not in table
-    assert "% of 36 held-out sequences' answers differ from full depth" in said(
-        "evaluate", tmp_path / "check", "--policy", policy
-    )
+    assert "; means over tokens (calibrate and evaluate have those over documents)" in table
+    told = said("evaluate", tmp_path / "check", "--policy", policy)
+    assert re.search(r": on average over 36 held-out sequences, [\d.]+ % of the answers differ from full depth", told)
+    assert "held-out tokens of 36 sequences; all means are over sequences; [ ]: 95 % intervals" in told
     told = json.loads(said("evaluate", tmp_path / "check", "--policy", policy, "--json"))
     assert told["sequences"] == 36
     said("evaluate", tmp_path / "check", "--policy", policy, "--monitor")
@@ -223,8 +225,12 @@ def test_an_interrupted_run_goes_on_and_an_identical_one_is_used_again(
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     monkeypatch.setattr(live_text, "load_model", None)  # nothing is run again
     recorded.live(tmp_path / "out", "propagate", LAX, **options)
-    with pytest.raises(ls.UserError, match="holds another live run"):
-        recorded.live(tmp_path / "out", "latest", LAX, **options)
+    for changed, words in (
+        (("latest", LAX), "with another cache"),
+        (("propagate", msgspec.structs.replace(LAX, max_drop=0.55)), "for another promise or policy"),
+    ):
+        with pytest.raises(ls.UserError, match=rf"holds another live run \({words}\); choose another --out"):
+            recorded.live(tmp_path / "out", *changed, **options)
 
 
 def test_what_is_not_the_text_or_the_model_of_the_recording_is_refused(recorded: Recorded, tmp_path: Path) -> None:

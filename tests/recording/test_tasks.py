@@ -10,6 +10,7 @@ from conftest import GOLDEN, tiny_settings
 import loopscope as ls
 from loopscope.exits import SIGNALS
 from loopscope.recording import Keep, record_task
+from loopscope.tasks import seen, training_fingerprints
 from loopscope.training import train
 
 
@@ -27,7 +28,8 @@ def test_a_recording_is_what_the_model_says(gated_run: Path, tmp_path: Path) -> 
     assert recording.examples == tiny_settings().task.text(examples)
     assert recording.split == "validation"
     assert recording.seen[examples.difficulty == 1].all()
-    assert not recording.seen[examples.difficulty == 2].any()
+    assert np.array_equal(recording.seen, seen(examples, training_fingerprints(tiny_settings().task)))
+    assert not recording.seen.all()
     assert recording.provenance["run"]["training"]["steps"] == 12
     assert len(recording.provenance["weights_sha256"]) == 64
 

@@ -151,7 +151,7 @@ def test_texts_are_read_as_documents(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     for name, told in (
         ("empty.txt", "no text"),
-        ("bad.jsonl", "a line must be"),
+        ("bad.jsonl", "Line 2 of .*bad.jsonl has no `text`; a line must be"),
         ("latin.txt", "UTF-8"),
         ("c.txt", "no file"),
     ):

@@ -196,7 +196,7 @@ def test_the_hardest_difficulties_are_legible_on_a_dark_ground() -> None:
 
 
 def test_an_unknown_style_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ls.UserError, match="no style 'poster'; choose of page, paper"):
+    with pytest.raises(ls.UserError, match="no style 'poster'; choose one of page, paper"):
         ls.report({"a": pair(right=0.9, rows=60)}, tmp_path, style="poster")
     assert not list(tmp_path.iterdir())
 

@@ -15,7 +15,7 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.cli import main
 from loopscope.config import read_json
-from loopscope.report import tables  # the room is imported, and ls.report can be called all the same
+from loopscope.report import figures, tables  # the room is imported, and ls.report can be called all the same
 
 MODELS = {
     "demo": pair(right=0.99, late_gate=True),
@@ -49,12 +49,12 @@ def test_a_card_says_what_the_diagnosis_says_and_one_depth_for_one_accuracy(page
     if name in SILENT:
         assert "D@full-1, best readout no verdict own gate no verdict fixed depth no verdict best loop" in card
         return
-    assert f"D@full-1 ({round(100 * level.accuracy, 2):g}%), best readout" in card
+    assert f"D@full-1 ({round(100 * level.accuracy, 2):g} %), best readout" in card
     frontier = ls.sweep(diagnosis.best_readout, *MODELS[name])
-    lower = "" if level.reached == level.accuracy else f" @{100 * level.reached:g}%"
+    lower = "" if level.reached == level.accuracy else f" @{100 * level.reached:g} %"
     assert f"best readout {frontier.depth_at(level.reached):.2f}{lower}, {diagnosis.best_readout}" in card
     assert "N/A" not in card
-    for accuracy, depth in re.findall(r"reaches ([\d.]+)% in ([\d.]+) loops", card):
+    for accuracy, depth in re.findall(r"reaches ([\d.]+) % in ([\d.]+) loops", card):
         assert depth == f"{frontier.depth_at(float(accuracy) / 100):.2f}"
 
 
@@ -66,11 +66,45 @@ def test_verdicts_are_those_of_the_truth(page: Path) -> None:
     for name in SILENT:
         assert f"{name} no verdict" in shown[name]
         assert shown[name].count("no verdict") == 8  # the chip, three depths and the four gaps
-    assert "fixed depth are read at 59%, the highest whole percent that test data reach at that loop" in shown["small"]
+    assert "fixed depth are read at 59 %, the highest whole percent that test data reach at that loop" in shown["small"]
     for name, text in shown.items():
         harm = re.search(r"Loop 2 is [\d.]+ points better than full depth on validation data: depth harms it.", text)
         assert (harm is not None) == (name == "forgets")
-    assert "right in 25.0% of 1,500 test examples, and chance is 25%" in shown["chance"]
+    assert re.search("right in 25.0 ?% of 1,500 test examples, and chance is 25 %", shown["chance"])
+
+
+def test_without_a_verdict_no_table_has_a_depth(page: Path) -> None:
+    results = read_json(Results, page.parent / "results.json", "results")
+    depths = tables.depths(results)
+    for label, readout, depth, *_ in depths.rows:
+        assert depth == "" if readout == "oracle" else (depth == "no verdict") == (label in SILENT)
+    for model in results.models:
+        assert (figures.frontier_panel("", [], [model]).target is None) == (model.name in SILENT)
+    other = analyse_models([ModelRecordings("demo", *MODELS["demo"])], None, [0.9, 0.2])[0]  # which guessing reaches
+    assert {row[3] for row in tables.depths(other).rows if row[1] != "oracle"} == {"no verdict"}
+    assert "no verdict" not in {row[2] for row in tables.depths(other).rows}
+
+
+def test_of_texts_everything_says_what_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for recording in pair(right=0.9, rows=900):
+        replace(recording, sequences=np.arange(900) // 10).save(tmp_path / "texts" / str(recording.split))
+    for recording in MODELS["demo"]:
+        recording.save(tmp_path / "demo" / str(recording.split))
+    said = "texts: 900 test tokens of 90 sequences): means are over tokens, and intervals draw whole sequences."
+    assert main(["report", str(tmp_path / "texts"), "--out", str(tmp_path / "report")]) == 0
+    assert f"Examples are tokens ({said}" in " ".join(capsys.readouterr().out.split())
+    shown = (tmp_path / "report" / "tables.md").read_text()
+    assert shown.count(f"Examples are tokens ({said}") == shown.count("\n| --- |")  # below every heading
+    whole = html.unescape((tmp_path / "report" / "report.html").read_text())
+    assert "1 run; 900 test tokens of 90 sequences. Of sequences, means are over tokens, and intervals draw" in whole
+    (model,) = json.loads((tmp_path / "report" / "results.json").read_bytes())["models"]
+    assert (model["test_examples"], model["sequences"]) == (900, 90)
+    runs = [str(tmp_path / name) for name in ("texts", "demo")]
+    assert main(["report", *runs, "--out", str(tmp_path / "both")]) == 0
+    shown = (tmp_path / "both" / "tables.md").read_text()
+    assert f"Some examples are tokens ({said}" in shown
+    assert main(["compare", str(tmp_path / "texts"), "gate", "margin"]) == 0
+    assert "Compared on 900 test tokens of 90 sequences, of which" in " ".join(capsys.readouterr().out.split())
 
 
 def test_results_say_which_accuracy_a_relative_target_was(page: Path) -> None:
@@ -89,29 +123,49 @@ def test_results_say_which_accuracy_a_relative_target_was(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_terminal_says_the_same(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_says_the_same(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     for recording in MODELS[name]:
         recording.save(tmp_path / str(recording.split))
     diagnosis = ls.diagnose(*MODELS[name])
     assert main(["diagnose", str(tmp_path)]) == 0
     out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    out = " ".join(out.split())
     assert out.startswith(diagnosis.sentence)
     assert diagnosis.target_sentence in out
     assert main(["diagnose", str(tmp_path), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["verdict"], answer["target"]["accuracy"]) == (diagnosis.verdict, diagnosis.target.accuracy)
     assert main(["evaluate", str(tmp_path / "validation"), str(tmp_path / "test"), "--readout", "fixed"]) == 0
-    out, err = capsys.readouterr()
-    assert (diagnosis.sentence in err.splitlines()) == (name in SILENT)
-    assert ("depths are read at" in " ".join(out.split())) == (diagnosis.target.reached < diagnosis.target.accuracy)
-    depth = ls.sweep("fixed", *MODELS[name]).depth_at(diagnosis.target.reached)
-    assert "D@full-1" in out
-    assert f"{depth:.2f}" in out
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith(diagnosis.sentence) == (name in SILENT)
+    assert ("D@" in out) == (name not in SILENT)
+    if name not in SILENT:
+        assert ("depths are read at" in out) == (diagnosis.target.reached < diagnosis.target.accuracy)
+        assert f"fixed {ls.sweep('fixed', *MODELS[name]).depth_at(diagnosis.target.reached):.2f} " in out
     assert main(["compare", str(tmp_path), "margin", "gate"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert (diagnosis.sentence in out, "D@" in out) == (name in SILENT, name not in SILENT)
+    assert (out.startswith(diagnosis.sentence), "D@" in out) == (name in SILENT, name not in SILENT)
     assert main(["diagnose", str(tmp_path), "--at", "0.95"]) == 0  # absolute on request
     assert "The target is" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_without_a_verdict_nothing_is_learned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learning stoppers takes longer than all the rest, and here nobody would see them."""
+
+    def learned(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("loopscope.analysis.stoppers.fit_out_of_bag", learned)
+    for recording in MODELS[name]:
+        recording.save(tmp_path / str(recording.split))
+    assert main(["diagnose", str(tmp_path)]) == 0
+    with pytest.raises(AssertionError):
+        ls.diagnose(*MODELS["demo"])
 
 
 def test_the_comparison_with_the_paper_alone_has_its_grid() -> None:
@@ -211,5 +265,5 @@ def test_a_missed_target_is_replaced_by_a_relative_one_where_there_is_one() -> N
     frontier = results.models[0].frontier("fixed")
     assert frontier is not None
     level = results.models[0].targets["full-5"]
-    assert cells[2][0] == f"{frontier.depth_at['full-5']:.2f} @{round(100 * level.reached, 2):g}%"
+    assert cells[2][0] == f"{frontier.depth_at['full-5']:.2f} @{round(100 * level.reached, 2):g} %"
     assert not any("N/A" in cell for cell in cells[2])

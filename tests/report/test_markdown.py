@@ -57,7 +57,7 @@ def test_a_title_is_one_heading(title: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["hidden_change", "+0.33 [+0.30, +0.39] @97.61%", "β 0.1, MLP gate (3 of 3)", "a-b/c #1"]
+    "text", ["hidden_change", "+0.33 [+0.30, +0.39] @97.61 %", "β 0.1, MLP gate (3 of 3)", "a-b/c #1"]
 )
 def test_ordinary_names_stay_as_they_are(text: str) -> None:
     assert markdown_text(text) == text

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import re
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_the_page_says_what_the_tables_say(report: tuple[Path, Results]) -> None
     for table in tables(results):
         assert f"<h3>{table.title}</h3>" in page
     for model in results.models:
-        assert model.diagnosis.sentence in page
+        assert model.diagnosis.sentence in html.unescape(page)
     assert page.count('<article class="card"') == 2
 
 

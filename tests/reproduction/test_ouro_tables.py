@@ -138,7 +138,7 @@ def test_both_metrics_and_every_subject(results: Results) -> None:
 def test_times_stand_beside_the_paper_s(results: Results) -> None:
     table = rows(results, "ouro_latency")
     assert [row[2] for row in table] == ["fixed", "gate", "kl"] * 2
-    assert table[1][4:8] == ["2.00", "60", "1.5", "75%"]  # of one round
+    assert table[1][4:8] == ["2.00", "60", "1.5", "75 %"]  # of one round
     assert [row[-1] for row in table[:3]] == [
         "fixed 84.0 % at 4.00, 170.9 ms, 1.00",
         "gate 82.4 % at 2.53, 108 ms, 1.58",
@@ -151,7 +151,7 @@ def test_refitted_gates_are_compared_with_the_released_one(results: Results) -> 
     table = rows(results, "ouro_refitted")
     assert [row[:3] for row in table] == [[m, "ARC-Easy", "gate"] for m in ("Ouro-1.4B", "Ouro-2.6B-Thinking")]
     gap = results.models[0].fitted_gaps[0]
-    assert table[0][-1] == f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}] @{100 * gap.accuracy:g}%"
+    assert table[0][-1] == f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}] @{100 * gap.accuracy:g} %"
 
 
 def test_figures_show_the_models_that_they_are_of(results: Results) -> None:

@@ -240,7 +240,7 @@ def test_the_ouro_study_runs_on_a_small_ouro_with_real_slices(tiny_ouro: Path, t
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('benchmarks = ["mmlu", "arc_easy"]', 'benchmarks = ["mlmu"]', "there is no benchmark 'mlmu'; choose of mmlu"),
+        ('benchmarks = ["mmlu", "arc_easy"]', 'benchmarks = ["mlmu"]', "'mlmu' .did you mean 'mmlu'"),
         ('latency = ["arc_easy"]', 'latency = ["hellaswag"]', "'hellaswag', which is not among the benchmarks"),
         ("shards = 2", "shard = 2", "unknown key `shard`"),
         ("shards = 2", "shards = 0", "shards"),
@@ -271,7 +271,7 @@ def test_what_is_asked_wrongly_is_explained(small: Path, capsys: pytest.CaptureF
     assert "There is no folder" in said(str(small), "--model", str(small.parent / "nobody"))
     (mine / "config.json").unlink()
     assert "is not a checkpoint" in said(str(small), "--model", str(mine))
-    assert "there is no benchmark 'gsm8k'" in said(str(small), "--benchmark", "gsm8k")
+    assert "There is no benchmark 'gsm8k'" in said(str(small), "--benchmark", "gsm8k")
     assert "changes training runs, and" in said(str(small), "--set", "training.steps=3")
     assert "--model is of checkpoints, and this study has none" in said("demo", "--model", "a/b")
     small.write_text('title = "Nothing"')

@@ -60,6 +60,20 @@ def test_the_plan_has_every_step_once_and_in_order() -> None:
         seen.add(step.key)
 
 
+@pytest.mark.parametrize("study", ["mano", "paper"])
+def test_a_plan_names_every_run_in_80_columns(
+    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["study", "plan", study, "--store", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    models = make_plan(study, []).models
+    rows = {tuple(line.split()[:2]) for line in out.splitlines()}
+    assert {(model.name, model.training.key[4:12]) for model in models if model.training} <= rows
+    assert all(model.name in out.partition("measured against")[2] for model in models if model.analysis.is_reference)
+
+
 def test_a_change_reaches_what_depends_on_it_and_nothing_else(tmp_path: Path) -> None:
     plan = make_plan(str(TINY), [])
     targets = changed(tmp_path, "targets = [0.2, 0.9]", "targets = [0.3]")
@@ -120,7 +134,7 @@ def test_runs_have_their_names(finished: Path, capsys: pytest.CaptureFixture[str
     assert (
         main(["compare", str(run.with_name("mano-geometric0.3-linear-b0.1-s0")), "gate", "margin", "--at", "0.1"]) == 0
     )
-    assert "gate minus margin on 150 test examples" in capsys.readouterr().out
+    assert "Compared on 150 test examples, of which" in " ".join(capsys.readouterr().out.split())
     validation, test = (str(run / "recordings" / split) for split in ("validation", "test"))
     gate = ["--gate", str(run / "gates" / "linear-ponder")]
     assert main(["evaluate", validation, test, *gate, "--json"]) == 0
@@ -251,8 +265,8 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
         ("examples = 200, steps", "examples = 2000, steps", "gates.examples asks for 2,000 examples"),
         ("model.block_size=11", "model.block_size=7", "leaves no room"),
         ('gate = ["linear"]\nprior = [0.3]', 'gate = ["none"]\nprior = [0.3]', "lists the run"),
-        ('settings = "demo-parity"', 'settings = "nowhere"', "neither a preset"),
-        ('settings = "demo-parity"', f'settings = "{"A" * 300}"', "neither a preset"),
+        ('settings = "demo-parity"', 'settings = "nowhere"', "There is no preset"),
+        ('settings = "demo-parity"', f'settings = "{"A" * 300}"', "There is no preset"),
         ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
         ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "names 2 runs"),
         ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),
@@ -277,13 +291,13 @@ def test_a_bad_file_is_explained(tmp_path: Path, old: str, new: str, told: str) 
 def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "x")]
     assert main(["study", "run", "nowhere.toml", *out]) == 2
-    assert "There is no study 'nowhere.toml'" in capsys.readouterr().err
+    assert "There is no file nowhere.toml; give a TOML file, or one of: demo" in capsys.readouterr().err
     assert main(["study", "report", str(TINY), *out]) == 2
     assert "Nothing of this study is analysed yet" in capsys.readouterr().err
     assert main(["study", "run", "paper", *out]) == 2
     assert "start it anyway with --force" in capsys.readouterr().err
     assert main(["study", "run", str(TINY), *out, "--device", "foo"]) == 2
-    assert "device 'foo' is not available" in capsys.readouterr().err
+    assert "There is no device 'foo'" in capsys.readouterr().err
     own = tmp_path / "x" / "mano-geometric0.3-fixed-s0"
     own.mkdir(parents=True)
     (own / "config.json").write_text("{}")

@@ -220,7 +220,7 @@ def test_a_module_that_is_not_there_is_explained(tmp_path: Path, overrides: list
     [
         (
             ["objective=fixed"],
-            "no objective 'fixed'; choose of final, fixed_prior, learned_gate, decoupled_gate, random_depth, or name",
+            "no objective 'fixed' (did you mean 'fixed_prior'?); choose one of final, fixed_prior, learned_gate,",
         ),
         (["objective.name=my/losses.py:f"], "no objective 'my/losses.py:f'"),
         (
@@ -268,7 +268,7 @@ def test_from_python_a_function_is_given(tmp_path: Path) -> None:
         ls.train(tiny_settings(), result.folder, objective=last_loops, options={"weight": 0.6})
     with pytest.raises(ls.UserError, match="made inside of something else"):
         ls.train(tiny_settings(), tmp_path / "other", objective=lambda loops: loops.cross_entropy[-1])
-    with pytest.raises(ls.UserError, match="no objective 'nothing'; choose of final"):
+    with pytest.raises(ls.UserError, match="no objective 'nothing'; choose one of final"):
         ls.train(tiny_settings(), tmp_path / "other", objective="nothing")
     with pytest.raises(ls.UserError, match="options are those of an objective"):
         ls.train(tiny_settings(), tmp_path / "other", options={"weight": 1})

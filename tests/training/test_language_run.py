@@ -100,7 +100,7 @@ def test_an_interrupted_run_ends_bit_identical(tiny_ouro: LanguageRun, tmp_path:
 
 def test_another_text_or_another_model_s_folder_is_refused(tiny_ouro: LanguageRun, tmp_path: Path) -> None:
     other = LanguageRun(tiny_ouro.settings, tiny_ouro.validation, tiny_ouro.train, tiny_ouro.folder)
-    with pytest.raises(ls.UserError, match=r"other settings \(text_sha256"):
+    with pytest.raises(ls.UserError, match=r"other settings \(--text, --validation\)"):
         train_run(other, CPU)
     (tmp_path / "config.json").write_text('{"model_type": "ouro"}')
     with pytest.raises(ls.UserError, match="not trained here"):

@@ -96,6 +96,16 @@ def test_all_loops_are_those_of_the_engine_s_model(folder: Path) -> None:
     assert isinstance(load(folder)(tokens, return_dict=False), tuple)
 
 
+def test_the_base_model_gives_what_a_head_reads(folder: Path) -> None:
+    """As trainers want it that bring a head of their own, so that no logits are kept."""
+    model, (tokens, mask) = load(folder), padded(rows(), "right")
+    with torch.no_grad():
+        read = model.base_model(tokens, attention_mask=mask).last_hidden_state
+        logits = model(tokens, attention_mask=mask).logits
+    head = model.get_output_embeddings() or model.get_input_embeddings()  # Huginn's embeddings are its head
+    torch.testing.assert_close(F.linear(read, head.weight), logits)
+
+
 def test_saved_and_loaded_again_byte_by_byte(folder: Path, tmp_path: Path) -> None:
     load(folder).save_pretrained(tmp_path / "one")
     load(tmp_path / "one").save_pretrained(tmp_path / "two")

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from loopscope.analysis.bootstrap import Estimate
 from loopscope.analysis.diagnosis import without_verdict
-from loopscope.analysis.gaps import Gap, Subject, depth_gap
+from loopscope.analysis.gaps import FEWEST, Gap, Subject, depth_gap
 from loopscope.analysis.paired import Paired, Side, paired
 from loopscope.analysis.targets import Target, as_target, percent_text
 from loopscope.errors import UserError
 from loopscope.exits import sweep
+from loopscope.exits.recorded import counted_in
 from loopscope.exits.splits import is_pair
 from loopscope.trajectory import Trajectory
 
@@ -18,16 +20,52 @@ class Comparison:
 
     selected: Paired  # at the operating points that validation chose
     depth: Gap | None  # in D@X; None where they reach nothing above chance together
+    tested: str  # what they were compared on, in words
+    units: int  # that were resampled: examples, or the sequences or distinct inputs that they belong to
     without_depth: str = ""  # why no depth is compared: a model that is not above chance, or has one loop
 
     @property
+    def verdict(self) -> str:
+        """Which of the two is better in what, as far as the intervals tell."""
+        if self.without_depth:
+            return self.without_depth
+        if self.units < FEWEST:
+            return f"Which of the two is better cannot be told from {self.tested}; it takes {FEWEST} drawn apart."
+        return f"{self._on_depth} {self._on_selected}"
+
+    @property
     def sentence(self) -> str:
+        """The verdict, and what was compared."""
         both = self.selected
         return (
-            f"{both.first} minus {both.second} on {both.examples:,} test examples. Accuracy and loops at the "
-            f"thresholds that validation chose; only {both.first} is right on {both.only_first_right:,}, only "
-            f"{both.second} on {both.only_second_right:,}." + (f" {self.without_depth}" if self.without_depth else "")
+            f"{self.verdict} Compared on {self.tested}, of which {both.only_first_right:,} are right with {both.first} "
+            f"only and {both.only_second_right:,} with {both.second} only."
         )
+
+    @property
+    def _on_depth(self) -> str:
+        gap, first, second = self.depth, self.selected.first, self.selected.second
+        if gap is None:
+            return ""
+        at = f"to reach {percent_text(gap.accuracy)}"
+        if gap.is_nothing:
+            return f"{first} and {second} take as many loops {at}."
+        if gap.sign == 0:
+            return f"Which of {first} and {second} takes fewer loops {at} is open."
+        better, worse = (first, second) if gap.sign < 0 else (second, first)
+        if gap.low <= 0 <= gap.high:
+            return f"{better} reaches {percent_text(gap.target)}, and {worse} does not."
+        return f"{better} takes fewer loops than {worse} {at}."
+
+    @property
+    def _on_selected(self) -> str:
+        both = self.selected
+        names, signs = (both.first, both.second), [_sign(each) for each in (both.loops, both.accuracy)]
+        fewer = ("takes fewer loops", "take as many loops", "which of the two takes fewer loops is open")
+        right = ("is more accurate", "are equally accurate", "which of the two is more accurate is open")
+        signs[0] = None if signs[0] is None else -signs[0]  # of loops, less is better
+        found = "; ".join(_words(sign, names, words) for sign, words in zip(signs, (fewer, right), strict=True))
+        return f"At the thresholds that validation chose, {found}."
 
     @property
     def rows(self) -> list[list[str]]:
@@ -35,18 +73,39 @@ class Comparison:
         accuracy, loops, gap = self.selected.accuracy, self.selected.loops, self.depth
         bounds = f"[{100 * accuracy.low:+z.2f}, {100 * accuracy.high:+z.2f}]"
         rows = [
-            ["accuracy", f"{100 * accuracy.value:+z.2f} %", bounds],
+            ["accuracy, points", f"{100 * accuracy.value:+z.2f}", bounds],
             ["loops", f"{loops.value:+z.3f}", f"[{loops.low:+z.3f}, {loops.high:+z.3f}]"],
         ]
         if gap is not None:
-            name = f"D@{percent_text(gap.accuracy).removesuffix('%')}"
+            name = f"loops to reach {percent_text(gap.accuracy)} (D@{percent_text(gap.accuracy).removesuffix(' %')})"
             rows.append([name, f"{gap.value:+z.3f}", f"[{gap.low:+z.3f}, {gap.high:+z.3f}]"])
         return rows
 
+    @property
+    def columns(self) -> list[str]:
+        return ["", f"{self.selected.first} - {self.selected.second}", "95 % interval"]
+
     def __str__(self) -> str:
-        return "\n".join([self.sentence, *(f"{name:<10}{value:>10}  {bounds}" for name, value, bounds in self.rows)])
+        table = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        return "\n".join([self.sentence, *lines])
 
     __repr__ = __str__
+
+
+def _sign(found: Estimate) -> int | None:
+    """1 or -1 where the interval excludes zero, 0 where it is zero; None where it is open."""
+    if found.low == found.high == 0:
+        return 0
+    return 1 if found.low > 0 else -1 if found.high < 0 else None
+
+
+def _words(sign: int | None, names: tuple[str, str], words: tuple[str, str, str]) -> str:
+    """Which of the two is better, that both are equal, or that it is open."""
+    if sign is None:
+        return words[2]
+    return f"both {words[1]}" if sign == 0 else f"{names[0] if sign > 0 else names[1]} {words[0]}"
 
 
 def compare_readouts(
@@ -57,6 +116,7 @@ def compare_readouts(
     other: tuple[Trajectory, Trajectory] | None = None,
     target: float | Target | None = None,
     other_name: str = "the other model",
+    name: str = "this model",
 ) -> Comparison:
     """Compares two readouts on the same test examples, resampled together.
 
@@ -66,18 +126,22 @@ def compare_readouts(
     if other is not None and not is_pair(other):
         raise UserError("The other model is two recordings, as in other=(validation, test).")
     theirs = (validation, test) if other is None else other
+    if first == second and (other is None or test.sha256 == theirs[1].sha256):
+        raise UserError(
+            f"'{first}' is the same as itself; give another readout, or another model's recordings to run it on."
+        )
+    names = (first, second) if other is None else (f"{first} on {name}", f"{second} on {other_name}")
     sides = (
-        Side(first, sweep(first, validation, test).select().policy, test),
-        Side(
-            second if other is None else f"{second} on {other_name}", sweep(second, *theirs).select().policy, theirs[1]
-        ),
+        Side(names[0], sweep(first, validation, test).select().policy, test),
+        Side(names[1], sweep(second, *theirs).select().policy, theirs[1]),
     )
     subject = Subject(validation, test)
     against = subject if other is None else Subject(*theirs)
     sentences = [
         without_verdict(each.validation, each.test, each.level(as_target(target))) for each in (subject, against)
     ]
+    tested = (counted_in(test, "test"), test.num_units)
     if any(sentences):
-        return Comparison(paired(*sides), None, sentences[0] or f"{other_name}: {sentences[1]}")
+        return Comparison(paired(*sides), None, *tested, sentences[0] or f"{other_name}: {sentences[1]}")
     gap = depth_gap(target, (subject, first), (against, second))
-    return Comparison(paired(*sides), gap, "" if gap else "Both reach no accuracy above chance together.")
+    return Comparison(paired(*sides), gap, *tested, "" if gap else "Both reach no accuracy above chance together.")

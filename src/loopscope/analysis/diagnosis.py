@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from scipy.stats import rankdata
 
 from loopscope.analysis.gaps import (
     FEWEST,
@@ -39,6 +40,7 @@ from loopscope.analysis.targets import (
     percent_text,
 )
 from loopscope.errors import UserError
+from loopscope.exits.recorded import counted_in
 from loopscope.exits.recorded_signals import has_signal
 from loopscope.exits.signals import own_name
 from loopscope.exits.splits import is_pair
@@ -48,6 +50,10 @@ NO_VERDICT = "no verdict"
 _COLUMNS = ["gap", "between", "loops [95 % interval]", "at"]
 _REACHED = ["both reach it", "each reaches the target"]
 """Shares of the resamples."""
+_INVERTED = 0.35
+"""A gate that knows nothing has 0.5; one with its sign flipped has what is missing to 1 from a good one's."""
+_ALIKE = 0.05
+"""Loops: less than what the training of another seed changes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,8 +116,9 @@ class Diagnosis:
                 f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]",
                 percent_text(gap.accuracy),
             ]
-            shares = f"{gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%} ({percent_text(gap.target)})"
-            rows.append([*row, *([] if always else [f"{gap.reached:.1%}", shares])])
+            first, second = _percent(gap.first_reaches_target), _percent(gap.second_reaches_target)
+            shares = f"{first}, {second} ({percent_text(gap.target)})"
+            rows.append([*row, *([] if always else [_percent(gap.reached), shares])])
         return rows
 
     def __str__(self) -> str:
@@ -204,7 +211,7 @@ def _without_verdict(validation: Trajectory, test: Trajectory, level: TargetLeve
     loop, guessed = best_loop(validation), chance(test, validation)
     if not is_above_chance(test, loop, validation):
         where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
-        right = f"{test.correct[:, loop - 1].mean():.1%} of {test.num_examples:,} test examples"
+        right = f"{_percent(test.correct[:, loop - 1].mean())} of {counted_in(test, 'test')}"
         return (
             f"{where} it is right in {right}, and chance is {percent_text(guessed)} (it is not above chance by "
             "an exact binomial test at 5 %)"
@@ -226,7 +233,7 @@ def _sentence(
 ) -> str:
     ceiling = ""
     if subject.ceiling < level.accuracy - 1e-9:
-        ceiling = f" No loop of it reaches {percent_text(level.accuracy)} (at best {subject.ceiling:.1%})."
+        ceiling = f" No loop of it reaches {percent_text(level.accuracy)} (at best {_percent(subject.ceiling)})."
     if harm := harm_of_depth(subject.validation):
         ceiling += f" {harm}"
     if reference is subject and not subject.has_gate:
@@ -234,13 +241,36 @@ def _sentence(
         depth = subject.curves(best).depth_at(level.reached)[0]
         reached = f" With {best} it reaches {percent_text(level.reached)} in {depth:.2f} loops on average."
         return f"It is the reference, and has no gate of its own.{'' if np.isnan(depth) else reached}{ceiling}"
+    if readout is not None and readout.sign > 0 and gate_is_inverted(subject.test):
+        ceiling += (
+            " Its halt probability is higher where loop 1 is wrong than where it is right: was the sign of gate_logits "
+            "flipped?"
+        )
     findings = "; ".join(_findings(subject, reference, readout, trajectory, verdict))
     if subject.test.num_units < FEWEST:
-        what = "test examples" if subject.test.sequences is None else "test sequences"
-        head = f"Nothing can be told from {subject.test.num_units} {what}"
+        what = "test example" if subject.test.sequences is None else "test sequence"
+        head = f"Nothing can be told from {subject.test.num_units} {what}{'s' * (subject.test.num_units != 1)}"
+    elif reference is None and verdict == "cannot tell" and readout is not None:
+        head = "The readout is not found to be at fault"
     else:
         head = _HEADS[verdict]
     return f"{head}: {findings}.{ceiling}"
+
+
+def gate_is_inverted(test: Trajectory) -> bool:
+    """Whether halting is clearly likelier where loop 1 is wrong, as it is if the signs of the gate's logits are."""
+    if test.gate_logits is None:
+        return False
+    halts, right = test.gate_logits[:, 0], test.correct[:, 0]
+    if min(right.sum(), (~right).sum()) < FEWEST:
+        return False
+    ranks = rankdata(halts)
+    above = (ranks[right].mean() - (right.sum() + 1) / 2) / (~right).sum()  # the chance that a right one is above
+    return bool(above < _INVERTED)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _findings(
@@ -248,7 +278,7 @@ def _findings(
 ) -> tuple[str, str]:
     """What is said of both parts, that first which is the reason for the verdict."""
     on_readout, on_trajectory = _on_readout(subject, readout), _on_trajectory(subject, reference, trajectory)
-    open_trajectory = trajectory is None or not (trajectory.sign or trajectory.is_nothing)
+    open_trajectory = reference is not None and (trajectory is None or not (trajectory.sign or trajectory.is_nothing))
     if verdict == "trajectory" or (verdict == "cannot tell" and open_trajectory):
         return on_trajectory, on_readout
     return on_readout, on_trajectory
@@ -268,18 +298,18 @@ def _on_readout(subject: Subject, gap: Gap | None) -> str:
         recordings = {"validation": subject.validation, "test": subject.test}
         lacking = [split for split, each in recordings.items() if not has_signal("gate", each)]
         if len(lacking) == 1:
-            return f"the {lacking[0]} recording alone has no gate logits, and to judge its gate takes both"
-        return "it has no gate of its own to compare with"
+            return f"the {lacking[0]} recording alone has no gate logits, and to judge the gate takes both"
+        return "the model has no gate of its own to compare with"
     if gap is None:
-        return "its gate and the best readout reach no accuracy above chance together"
+        return "the model's gate and the best readout reach no accuracy above chance together"
     if gap.first == gap.second:
-        return f"validation data choose its own gate as the best readout at {percent_text(gap.accuracy)}"
-    return _compared("its own gate", gap.second, gap, "whether its own gate is worse")
+        return f"validation data choose the model's own gate as the best readout at {percent_text(gap.accuracy)}"
+    return _compared("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
 
 
 def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None) -> str:
     if reference is None:
-        return "without a reference the trajectory gap cannot be identified"
+        return "without a reference the trajectory cannot be judged"
     if reference is subject:
         return "its trajectory is the reference itself"
     if gap is None:
@@ -292,6 +322,8 @@ def _compared(name: str, other: str, gap: Gap, question: str) -> str:
     size = f"{gap.value:+z.2f} loops [{gap.low:+z.2f}, {gap.high:+z.2f}]"
     if gap.is_nothing:
         return f"{name} takes as many loops as {other} to reach {at}"
+    if gap.sign == 0 and gap.units >= FEWEST and max(abs(gap.low), abs(gap.high)) <= _ALIKE:
+        return f"{name} takes about as many loops as {other} to reach {at} ({size})"
     if gap.sign == 0:
         return f"{question} than {other} is open ({size} at {at})"
     if gap.low > 0 or gap.high < 0:

@@ -123,7 +123,11 @@ def _sentence(guarantee: Guarantee, verdict: Verdict, risks: list[Risk]) -> str:
     if worst is None:
         return "Not refuted: none of the difficulties of the promise is here."
     where = "" if worst.difficulty is None else f" of difficulty {worst.difficulty:g}, the worst,"
-    what = "examples" if guarantee.tested.sequences is None else "sequences' answers"
+    share = f"{100 * worst.loss:.2f} %"
+    if guarantee.tested.sequences is None:
+        found = f"{share} of {worst.units:,} held-out examples{where}"
+    else:
+        found = f"on average over {worst.units:,} held-out sequences{where.removesuffix(',')}, {share} of the answers"
     why = (
         " That much can be chance."
         if worst.low <= guarantee.max_drop
@@ -131,9 +135,8 @@ def _sentence(guarantee: Guarantee, verdict: Verdict, risks: list[Risk]) -> str:
     )
     why = why if verdict == "not refuted" else ""
     return (
-        f"{verdict.capitalize()}: {100 * worst.loss:.2f} % of {worst.units:,} held-out {what}{where} "
-        f"{_LOST[guarantee.loss]} ({100 * worst.low:.2f} to {100 * worst.high:.2f}); promised: at most "
-        f"{100 * guarantee.max_drop:g} %.{why}"
+        f"{verdict.capitalize()}: {found} {_LOST[guarantee.loss]} ({100 * worst.low:.2f} to {100 * worst.high:.2f}); "
+        f"promised: at most {100 * guarantee.max_drop:g} %.{why}"
     )
 
 

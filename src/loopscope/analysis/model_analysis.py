@@ -18,6 +18,7 @@ from loopscope.analysis import (
     Subject,
     Target,
     TargetLevel,
+    as_target,
     as_targets,
     depth_gap,
     diagnose_subject,
@@ -60,6 +61,7 @@ from loopscope.config import digest
 from loopscope.errors import UserError, visible
 from loopscope.exits import ExitPolicy, Frontier, attach, sweep
 from loopscope.exits.fitted import Fitted, by_readout
+from loopscope.exits.losses import unit_count
 from loopscope.exits.readouts import POST_HOC, readout_kind
 from loopscope.exits.signals import FITTED, STOPPER, own_name
 from loopscope.exits.stopper import KINDS
@@ -93,6 +95,11 @@ class ModelRecordings:
     def measure(self) -> Subject:
         """As the reference of others, for which stoppers do not matter."""
         return Subject(self.validation, self.test)
+
+    def subject_at(self, target: float | Target | None) -> Subject:
+        """As it is diagnosed: without a verdict nothing is learned, which would take longest of all."""
+        level = target_level(as_target(target), self.validation, self.test)
+        return self.measure if without_verdict(self.validation, self.test, level) else self.subject
 
 
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
@@ -156,7 +163,7 @@ def analyse_model(
             f"A report learns a '{taken[0]}' of its own from validation data; give the folder of yours another name "
             f"than '{own_name(taken[0])}', and calibrate its policy again."
         )
-    subject = source.measure if without_verdict(source.validation, test, levels[0]) else source.subject
+    subject = source.subject_at(sought[0])
     validation, evaluation = (attach(recording, gates) for recording in (subject.validation, subject.test))
     against = None if reference is None else subject if reference is source else reference.measure
     provenance = dict(test.provenance)
@@ -208,6 +215,7 @@ def analyse_model(
         certified=certified,
         refused=list(source.refused),
         benchmark=benchmark_result(source.name, test),
+        sequences=None if test.sequences is None else unit_count(test),
     )
     return ModelAnalysis(result, threshold_details(details, certified, evaluation, sought))
 

@@ -12,6 +12,7 @@ from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, Over
 from loopscope.analysis.diagnosis import Rooms
 from loopscope.analysis.timings import QuestionBench
 from loopscope.exits.guarantee import Guarantee
+from loopscope.exits.scope import Unit, counted, unit_of
 
 RESULTS_SCHEMA = 8
 
@@ -126,6 +127,17 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
     certified: list[Certified]
     refused: list[str]  # why a promise that was asked for could not be made
     benchmark: BenchmarkResult | None = None  # where the examples are a benchmark's questions
+    sequences: int | None = None  # to which the test examples belong, where each is one decision of many
+
+    @property
+    def unit(self) -> Unit:
+        """What one decision is about."""
+        return unit_of(self.provenance, self.sequences is not None)
+
+    @property
+    def tested(self) -> str:
+        """How many test examples there are, and of what."""
+        return counted("test", self.test_examples, self.sequences, self.unit)
 
     @property
     def verdict(self) -> str:

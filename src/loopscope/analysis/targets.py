@@ -92,7 +92,7 @@ class TargetLevel:
     reached: float  # X; of a relative target the highest whole percent below it, if test data do not reach X
 
     @property
-    def sentence(self) -> str:
+    def words(self) -> str:
         """What X is and where it comes from; nothing where it was given."""
         if self.loop is None or self.target.below_full_depth is None:
             return ""
@@ -100,8 +100,12 @@ class TargetLevel:
         below = f"{points} point{'s' * (points != '1')} below"
         loop, why = "full depth", ""
         if self.loop != self.full_depth:
-            loop, why = f"loop {self.loop}, its best", "; full depth is not above chance there"
-        return f"The target is {percent_text(self.accuracy)}: {below} {loop}, on validation data{why}."
+            loop, why = f"loop {self.loop}, its best,", "; full depth is not above chance there"
+        return f"{percent_text(self.accuracy)}, {below} {loop} on validation data{why}"
+
+    @property
+    def sentence(self) -> str:
+        return f"The target is {self.words}." if self.words else ""
 
     @property
     def depths_sentence(self) -> str:
@@ -172,8 +176,8 @@ def harm_of_depth(validation: Trajectory) -> str:
 
 
 def percent_text(share: float) -> str:
-    """As sentences and tables have it: `95%`, `60.33%`."""
-    return f"{round(100 * share, 2):g}%"
+    """As sentences and tables have it: `95 %`, `60.33 %`."""
+    return f"{round(100 * share, 2):g} %"
 
 
 def _points(share: float | None) -> str:

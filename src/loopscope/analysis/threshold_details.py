@@ -23,6 +23,7 @@ from loopscope.analysis.schema import Certified
 from loopscope.analysis.targets import Target
 from loopscope.exits import ExitPolicy, Frontier, signal
 from loopscope.exits.readouts import readout_kind
+from loopscope.exits.scope import Unit, counted, unit_of
 from loopscope.exits.sweep import crossings, laxest_first
 from loopscope.exits.thresholds import available_readouts
 from loopscope.trajectory import Trajectory
@@ -161,10 +162,13 @@ def threshold_details(
     binned = difficulty is not None and len(levels) < len(np.unique(difficulty))
     counts = np.bincount(bins).tolist()
     deep = ModelDetails(graded, binned, rounded(levels), counts, lines, _sheet(evaluation, rows, crossed_rows))
-    return ThresholdDetails(stops, [_curve(each, certified, stops) for each in details], deep)
+    unit = unit_of(evaluation.provenance, evaluation.sequences is not None)
+    return ThresholdDetails(stops, [_curve(each, certified, stops, unit) for each in details], deep)
 
 
-def _curve(detail: DetailedFrontier, certified: Sequence[Certified], stops: Sequence[float]) -> ReadoutCurve:
+def _curve(
+    detail: DetailedFrontier, certified: Sequence[Certified], stops: Sequence[float], unit: Unit
+) -> ReadoutCurve:
     frontier, resampled = detail.frontier, detail.resampled
     accuracy, loops = resampled.accuracy, resampled.average_loops
     depths = detail.depths.depths_at(stops)
@@ -177,7 +181,7 @@ def _curve(detail: DetailedFrontier, certified: Sequence[Certified], stops: Sequ
         chosen=detail.place(frontier.select().policy.threshold),
         at_target=detail.at_target,
         certified=[
-            CertifiedMark(detail.place(each.threshold), *_mark_texts(each))
+            CertifiedMark(detail.place(each.threshold), *_mark_texts(each, unit))
             for each in certified
             if each.readout == frontier.readout
         ],
@@ -194,14 +198,16 @@ def _curve(detail: DetailedFrontier, certified: Sequence[Certified], stops: Sequ
     )
 
 
-def _mark_texts(certified: Certified) -> tuple[str, str, str]:
+def _mark_texts(certified: Certified, unit: Unit) -> tuple[str, str, str]:
     guarantee, held = certified.guarantee, certified.held_out
-    accuracy = "" if held.accuracy is None else f"{held.accuracy.value:.1%} accuracy, "
+    tested = counted("test", held.examples, held.sequences, unit)
+    accuracy = "" if held.accuracy is None else f"{100 * held.accuracy.value:.1f} % accuracy, "
     once = ", every input once" if guarantee is not None and guarantee.distinct else ""
+    mean = "" if held.sequences is None else "on average over sequences, "
     return (
         "" if guarantee is None else guarantee.sentence,
         "" if held.guarantee is None else held.guarantee.verdict,
-        f"{accuracy}{held.average_loops.value:.2f} loops on {held.examples:,} test examples{once}",
+        f"{mean}{accuracy}{held.average_loops.value:.2f} loops on {tested}{once}",
     )
 
 

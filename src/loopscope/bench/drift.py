@@ -21,6 +21,7 @@ from loopscope.bench.guarantees import CONFIDENCE, MAX_DROP, Array, Population, 
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy, Monitor
 from loopscope.exits.calibration import certify
+from loopscope.exits.monitor import check_alpha
 from loopscope.exits.refusals import NotProven
 from loopscope.exits.risk_target import RiskTarget
 from loopscope.progress import ProgressCallback
@@ -81,8 +82,10 @@ def bench_drift(
     """All populations, and recordings, without a change; and changes of those that have difficulties."""
     if length <= CHANGE:
         raise UserError(f"The change comes after {CHANGE:,} examples; give streams that are longer.")
+    check_alpha(alpha)
+    given = [recorded(name, each) for name, each in recordings.items()]
     synthetic = populations()
-    known = [*synthetic, on_average(synthetic[0]), *(recorded(name, each) for name, each in recordings.items())]
+    known = [*synthetic, on_average(synthetic[0]), *given]
     changing = [_by_margin(each) for each in known if each.trajectory.difficulty is not None]
     jobs = [(each, None) for each in known] + [(each, change) for each in changing for change in CHANGES]
     total = len(jobs) * streams

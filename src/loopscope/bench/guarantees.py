@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, did_you_mean
 from loopscope.exits import ExitPolicy, attach, calibrate, conformal_risk_control, fit_stopper, signal
 from loopscope.exits.losses import losses, lost_at, risk_groups
 from loopscope.exits.refusals import NotProven
@@ -82,14 +82,11 @@ def bench_guarantees(
     only: Sequence[str] = (),
 ) -> GuaranteeBench:
     """Populations (all, or `only` some) at one size; and the promise's price on some and on recordings, at several."""
+    check_populations(only)
+    given = [recorded(name, trajectory) for name, trajectory in recordings.items()]
     known = populations()
-    if unknown := [name for name in only if name not in {each.name for each in known}]:
-        raise UserError(
-            f"There is no population '{unknown[0]}'; choose among {', '.join(each.name for each in known)}."
-        )
     known = [each for each in known if not only or each.name in only]
-    priced = [each for each in known if each.name in _PRICED]
-    priced += [recorded(name, trajectory) for name, trajectory in recordings.items()]
+    priced = [*(each for each in known if each.name in _PRICED), *given]
     fewer = max(1, calibrations // 5)
     jobs: list[tuple[Population, int, int, list[str] | None]] = [(each, size, calibrations, None) for each in known]
     jobs += [(each, count, fewer, ["promise"]) for each in priced for count in SIZES]
@@ -117,22 +114,20 @@ def recorded(name: str, trajectory: Trajectory) -> Population:
     return Population(name, _recorded(signals, trajectory.correct, trajectory.difficulty), {"readout": "auto"})
 
 
+def check_populations(names: Sequence[str]) -> None:
+    """Refuses a name that none of the synthetic ones has; to make them takes seconds."""
+    for name in names:
+        if name not in _POPULATIONS:
+            known = ", ".join(f"'{each}'" for each in _POPULATIONS)
+            raise UserError(
+                f"There is no population '{name}'{did_you_mean(name, _POPULATIONS)}; choose one of {known}."
+            )
+
+
 def populations(seed: int = 0) -> list[Population]:
     """Synthetic ones: in each, most examples are right from some loop on, and confidence grows from about there."""
     rng = np.random.default_rng(seed)
-    return [
-        Population("calm", _settling(rng), {"readout": "margin"}),
-        Population("overthinking", _overthinking(rng), {"readout": "margin"}),
-        Population("overthinking, disagreement", _overthinking(rng), {"readout": "margin", "loss": "disagreement"}),
-        Population("not monotone", _bump(rng), {"readout": "margin"}),
-        Population("eight readouts", _many(rng), {"readout": "auto"}),
-        Population("five difficulties", _levels(rng), {"readout": "margin", "per_difficulty": True}),
-        Population("sequences", _sequences(rng), {"readout": "margin"}),
-        Population("learned stopper", _learned(rng), {"readout": "stopper:induction"}),
-        Population("learned classifier", _learned(rng, "classifier"), {"readout": "stopper:classifier"}),
-        Population("sequences that differ little", _independent(rng), {"readout": "margin"}),
-        Population("sequences, all or nothing", _together(rng), {"readout": "margin"}),
-    ]
+    return [Population(name, make(rng), options) for name, (make, options) in _POPULATIONS.items()]
 
 
 def _settling(rng: np.random.Generator) -> Trajectory:
@@ -219,6 +214,22 @@ def _together(rng: np.random.Generator) -> Trajectory:
     confidence, right = _confidence(rng)
     first = np.arange(_UNIVERSE) // _SEQUENCE * _SEQUENCE
     return _recorded({"margin": confidence[first]}, right[first], sequences=first // _SEQUENCE)
+
+
+_POPULATIONS: dict[str, tuple[Callable[[np.random.Generator], Trajectory], dict[str, Any]]] = {
+    "calm": (_settling, {"readout": "margin"}),
+    "overthinking": (_overthinking, {"readout": "margin"}),
+    "overthinking, disagreement": (_overthinking, {"readout": "margin", "loss": "disagreement"}),
+    "not monotone": (_bump, {"readout": "margin"}),
+    "eight readouts": (_many, {"readout": "auto"}),
+    "five difficulties": (_levels, {"readout": "margin", "per_difficulty": True}),
+    "sequences": (_sequences, {"readout": "margin"}),
+    "learned stopper": (_learned, {"readout": "stopper:induction"}),
+    "learned classifier": (partial(_learned, kind="classifier"), {"readout": "stopper:classifier"}),
+    "sequences that differ little": (_independent, {"readout": "margin"}),
+    "sequences, all or nothing": (_together, {"readout": "margin"}),
+}
+"""In this order they are drawn, from one stream of random numbers."""
 
 
 def _recorded(

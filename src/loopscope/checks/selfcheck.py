@@ -38,6 +38,16 @@ class SelfCheck(msgspec.Struct, frozen=True):
     def failed(self) -> list[Check]:
         return [check for check in self.checks if check.passed is False]
 
+    @property
+    def sentence(self) -> str:
+        """What all checks say together."""
+        judged = sum(check.passed is not None for check in self.checks)
+        if not judged:
+            return "Nothing of this has a limit: it is shown, not judged."
+        verdict = f"{len(self.failed)} of {judged:,} checks failed" if self.failed else f"All {judged:,} checks passed"
+        shown = len(self.checks) - judged
+        return verdict + (f"; {shown:,} more have no limit and are shown only." if shown else ".")
+
 
 def selfcheck(
     name: str,
@@ -48,9 +58,10 @@ def selfcheck(
     kinds: Sequence[CheckKind] = CHECK_KINDS,
     rounds: int = 3,
     seed: int = 0,
+    source: str = "the text",
     progress: ProgressCallback = silent,
 ) -> SelfCheck:
-    """`load(precision)` gives the model; `text` its tokens, without which they are random.
+    """`load(precision)` gives the model; `text` its tokens, which come from `source`; without any they are random.
 
     All kinds but precision are checked in `dtype`; of precision, only `dtype` is judged, and the others are shown.
     """
@@ -90,8 +101,7 @@ def selfcheck(
                 progress(len(precisions) + others.index(kind) + 1, stages, kind)
         del model
     checks.sort(key=lambda check: CHECK_KINDS.index(check.kind))
-    source = "the text" if text is not None else "random tokens"
-    return SelfCheck(name, dtype, device, depth, source, checks)
+    return SelfCheck(name, dtype, device, depth, "random tokens" if text is None else source, checks)
 
 
 def _contract(model: LoopedModel) -> list[Check]:

@@ -24,7 +24,7 @@ from loopscope.cli import (
     study,
     train,
 )
-from loopscope.cli.options import Parser, VersionAction, check_names, check_words
+from loopscope.cli.options import HelpFormatter, Parser, VersionAction, check_names, check_words
 from loopscope.cli.output import print_error
 from loopscope.cli.own_readouts import import_readouts
 from loopscope.errors import UserError
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_words(words)
         options, unknown = make_parser().parse_known_args(words)
         if unknown:
-            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the verb
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # by the verb's own parser
         resumes = options.resumes
         check_names(options)
         import_readouts(options)
@@ -101,9 +101,11 @@ def make_parser() -> argparse.ArgumentParser:
         prog="loopscope",
         description="Adaptive depth in looped Transformers: is the trajectory to blame, or the readout?",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("--version", action=VersionAction, nargs=0, default=argparse.SUPPRESS, help="print it and exit")
+    parser.add_argument(
+        "--version", action=VersionAction, nargs=0, default=argparse.SUPPRESS, help="print the version and exit"
+    )
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in VERBS:
         verb.define(subparsers)

@@ -2,8 +2,9 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import TYPE_CHECKING
 
 from loopscope.cli.output import print_note
@@ -55,11 +56,13 @@ def working(options: argparse.Namespace, title: str, *notes: str) -> "Iterator[P
 
     waiting = list(notes)
     with track(title) as advance:
+        here = sys.stderr  # that of the work may be kept from other libraries
 
         def announced(done: int, total: int, note: str) -> None:
-            announce_device(options)
-            while waiting:
-                print_note(waiting.pop(0))
+            with redirect_stderr(here):
+                announce_device(options)
+                while waiting:
+                    print_note(waiting.pop(0))
             advance(done, total, note)
 
         yield announced

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli.inputs import find_run
-from loopscope.cli.options import AT, REFERENCE, add_shared, add_verb, target_accuracies
-from loopscope.cli.output import print_json, print_table, print_text, watched
+from loopscope.cli.options import AT, RECORDED, REFERENCE, add_shared, add_verb, target_accuracies
+from loopscope.cli.output import print_json, print_sentences, print_table, watched
 from loopscope.recording_places import find_recordings
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "diagnose", __doc__, execute)
-    parser.add_argument("run", type=Path, help="the run to be diagnosed, or the folder of its recordings")
+    parser.add_argument("run", type=Path, help=RECORDED)
     parser.add_argument("--reference", metavar="RUN", help=REFERENCE)
     parser.add_argument("--at", type=float, metavar="X", help=AT)
     add_shared(parser, "--unseen", "--with-readout", "--json")
@@ -35,22 +35,20 @@ def execute(options: argparse.Namespace) -> None:
 
     with watched(options, "diagnosing") as advance:
         advance(0, 3, "its readouts")
-        subject = read_recordings(options.run, options.unseen).subject
+        subject = read_recordings(options.run, options.unseen).subject_at(target)
         advance(1, 3, "the reference" if measure is not None else "")
         reference = None
         if measure is not None:
             same = find_recordings(measure).resolve() == find_recordings(options.run).resolve()
-            reference = subject if same else read_recordings(measure, options.unseen).subject
+            reference = subject if same else read_recordings(measure, options.unseen).measure
         advance(2, 3, "the gaps")
         diagnosis = diagnose_subject(subject, reference, target)
         advance(3, 3, "")
     if options.json:
         print_json(diagnosis)
         return
-    print_text(diagnosis.sentence)
-    for sentence in (diagnosis.target_sentence, diagnosis.room_sentence):
-        if sentence:
-            print_text(sentence)
+    for sentence in filter(None, (diagnosis.sentence, diagnosis.target_sentence, diagnosis.room_sentence)):
+        print_sentences(sentence)
     if diagnosis.table:
         columns, *rows = diagnosis.table
         print_table("", columns, rows, keys=2)

@@ -6,8 +6,10 @@ loopscope evaluate runs/demo/fixed-geometric --policy policy.json
 loopscope evaluate runs/demo/fixed-geometric --policy policy.json --monitor --audit 0.1
 
 A run stands for its recordings: thresholds are chosen on validation and evaluated on test.
+
 With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken. A promise
 for text with the cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
+
 With --monitor: played as a stream, in their order, when do exits, or the losses of those that are audited, no longer
 look like calibration? The exit code is 1 if there is an alarm. (Exits alone, if the promise is one in expectation.)
 """
@@ -18,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.inputs import check_readouts
 from loopscope.cli.options import AT, READOUTS, add_shared, add_verb, target_accuracies
-from loopscope.cli.output import percent, print_json, print_note, print_table, print_text
+from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table
 from loopscope.cli.policies import check_any_model, load_gates, load_policy, note_unknown_model
 from loopscope.errors import UserError
-from loopscope.reading import require_file
 from loopscope.recording_places import find_recording, find_recordings
 
 if TYPE_CHECKING:
     from loopscope.analysis import HeldOut, TargetLevel
     from loopscope.exits import ExitPolicy, Frontier, MonitorResult
     from loopscope.exits.live_runs import Recorded
+    from loopscope.exits.scope import Unit
     from loopscope.trajectory import Trajectory
 
 
@@ -36,16 +38,20 @@ ALPHA = 0.01
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "evaluate", __doc__, execute)
-    two = "a run; or the recording that thresholds are chosen on, and that of evaluation; with --policy a held-out one"
+    two = (
+        "a run or a folder of recordings; or two recordings, the one that thresholds are chosen on and the one that "
+        "they are evaluated on; with --policy, one of held-out examples"
+    )
     parser.add_argument("recordings", type=Path, nargs="+", metavar="RUN|RECORDING", help=two)
     parser.add_argument("--policy", type=Path, metavar="FILE", help="check this policy on one held-out recording")
     add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument("--monitor", action="store_true", help="watch the recording as a stream under the policy")
-    alarms = f"with --monitor: share of false alarms (default: {ALPHA:g})"
+    alarms = f"with --monitor: share of streams that may give a false alarm (default: {ALPHA:g})"
     parser.add_argument("--alpha", type=float, metavar="A", help=alarms)
-    audits = "with --monitor: share whose losses it sees, by lot (default: all; 0: exits alone)"
+    audits = "with --monitor: share of the examples, drawn by lot, whose losses it sees (default: all; 0: exits alone)"
     parser.add_argument("--audit", type=float, metavar="S", help=audits)
-    parser.add_argument("--readout", action="append", metavar="NAME", help=f"{READOUTS} (repeatable; default: all)")
+    swept = f"sweep only this readout: {READOUTS} (repeatable; default: all)"
+    parser.add_argument("--readout", action="append", metavar="NAME", help=swept)
     add_shared(parser, "--gate")
     parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
     add_shared(parser, "--json")
@@ -81,16 +87,16 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
     names = options.readout or available_readouts(calibration, evaluation)
     frontiers = [sweep(name, calibration, evaluation) for name in names]
     levels = [target_level(target, calibration, evaluation) for target in as_targets(accuracies)]
+    silent = {level.target: without_verdict(calibration, evaluation, level) for level in levels}
     if options.json:
         details = (detailed_frontier(each, (), evaluation, levels[0].reached) for each in frontiers)
         found = [frontier_result(each, levels, evaluation) for each in details]
         print_json({"targets": {level.target.key: level for level in levels}, "readouts": found})
-    else:
-        _print_frontiers(frontiers, evaluation, levels)
+    for sentence in filter(None, dict.fromkeys(silent.values())):  # first, and in place of its depths
+        (print_note if options.json else print_sentences)(sentence)
+    if not options.json:
+        _print_frontiers(frontiers, evaluation, [level for level in levels if not silent[level.target]])
     note_unknown_model(*(each.provenance.get("weights_sha256") for each in (calibration, evaluation)))
-    for sentence in dict.fromkeys(without_verdict(calibration, evaluation, level) for level in levels):
-        if sentence:
-            print_note(sentence)
     return 0
 
 
@@ -104,7 +110,13 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
             "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "
             "evaluated on."
         )
-    return find_recording(given[0], "validation"), find_recording(given[1], "test")
+    first, second = find_recording(given[0], "validation"), find_recording(given[1], "test")
+    if first != given[0] and second != given[1] and first.parent.resolve() != second.parent.resolve():
+        raise UserError(
+            f"{given[0]} and {given[1]} each hold recordings of a model; give one of them, or, to choose thresholds on "
+            f"one model and judge them on another, the recordings themselves: {first} {second}."
+        )
+    return first, second
 
 
 def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", levels: "list[TargetLevel]") -> None:
@@ -122,18 +134,15 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
                 f"{point.average_loops:.2f}",
             ]
         )
-    sequences = evaluation.sequences
-    what = (
-        "examples" if sequences is None else f"tokens of {len(set(sequences.tolist())):,} sequences; means over tokens"
-    )
+    from loopscope.exits.recorded import counted_in, decision_unit
+
+    means = "" if evaluation.sequences is None else f"; means over {decision_unit(evaluation)}"
     title = (
-        f"{evaluation.num_examples:,} {evaluation.split or 'evaluation'} {what}. D@X: least average loops on the "
-        "evaluation curve that reach X. Selected: the most accurate threshold on calibration data, evaluated."
-        + (" The oracle is one point and has no D@X." if any(row[0] == "oracle" for row in rows) else "")
+        f"{counted_in(evaluation, evaluation.split or 'evaluation')}{means}."
+        + (" D@X: least average loops on the evaluation curve that reach X." if levels else "")
+        + " Selected: the most accurate threshold on calibration data, evaluated."
         + "".join(
-            f" {level.target.label}: {' '.join(filter(None, (level.sentence, level.depths_sentence)))}"
-            for level in levels
-            if level.sentence
+            f" In {level.target.label}, X is {level.words}. {level.depths_sentence}" for level in levels if level.words
         )
     )
     columns = ["readout", *(level.target.label for level in levels), "selected", "accuracy", "loops"]
@@ -150,11 +159,11 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
             "With --policy, give one run or recording, of held-out examples, and no readouts, gates or targets."
         )
     folder = find_recording(options.recordings[0], "test")
-    require_file(options.policy, "policy")
+    policy = load_policy(options.policy, options.any_model)
     from loopscope.analysis import hold_out
-    from loopscope.exits.recorded import load_recorded
+    from loopscope.exits.recorded import decision_unit, load_recorded
 
-    policy, recording = load_policy(options.policy, options.any_model), load_recorded(folder)
+    recording = load_recorded(folder)
     if not options.any_model:
         note_unknown_model(policy.model, recording.provenance.get("weights_sha256"))
     if options.monitor:
@@ -163,17 +172,18 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
     if options.json:
         print_json(held)
     else:
-        _print_held_out(held, policy, options.policy)
+        _print_held_out(held, policy, options.policy, decision_unit(recording))
     return 1 if held.guarantee is not None and held.guarantee.verdict == "broken" else 0
 
 
-def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
+def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path, unit: "Unit | None") -> None:
     """How a policy did, and whether its promise was kept."""
+    from loopscope.exits.scope import counted
+
     loops, drop, check = held.average_loops, held.drop, held.guarantee
-    mean = "" if held.sequences is None else ", mean over sequences"
-    rows = [[f"loops{mean}", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
+    rows = [["loops", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
     if held.accuracy is not None and drop is not None and held.full_depth_accuracy is not None:
-        rows.append([f"accuracy{mean}", percent(held.accuracy.value, 2)])
+        rows.append(["accuracy", percent(held.accuracy.value, 2)])
         rows.append(["accuracy at full depth", percent(held.full_depth_accuracy, 2)])
         rows.append(["drop", f"{percent(drop.value, 2)} [{100 * drop.low:z.2f}, {100 * drop.high:z.2f}]"])
     if check is not None and len(check.risks) > 1:
@@ -181,13 +191,13 @@ def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path) -> None:
             bounds = f"[{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
             outcome = f"{percent(risk.loss, 2)} {bounds} of {risk.units:,}: {risk.verdict}"
             rows.append([f"loss at difficulty {risk.difficulty:g}", outcome])
-    what = "examples" if held.sequences is None else f"decisions of {held.sequences:,} sequences"
-    title = f"{path}: {policy} on {held.examples:,} held-out {what}; [ ]: 95 % intervals"
-    print_table(title, ["held out", ""], rows)
+    means = "" if held.sequences is None else "all means are over sequences; "
+    tested = counted("held-out", held.examples, held.sequences, unit)
+    print_table(f"{path}: {policy} on {tested}; {means}[ ]: 95 % intervals", ["held out", ""], rows)
     if check is None:
         print("The policy promises nothing here.")
         return
-    print_text(check.sentence)
+    print_sentences(check.sentence)
     for warning in check.warnings:
         print_note(warning)
 
@@ -218,7 +228,7 @@ def _print_monitored(result: "MonitorResult", policy: "ExitPolicy", path: Path) 
         f"{100 * result.alpha:g} % of streams would ever give an alarm, {_where(policy)}"
     )
     print_table(title, ["test", result.unit, "e-value at the end", "p-value", "alarm at"], rows)
-    print(result.sentence)
+    print_sentences(result.sentence)
 
 
 def _where(policy: "ExitPolicy") -> str:

@@ -31,7 +31,7 @@ loopscope record task runs/mine --split train --hidden --examples 20000
 loopscope gate fit runs/mine --out gates/linear
 loopscope gate fit runs/mine --kind mlp --objective utility --out gates/mlp-utility
 loopscope gate fit runs/mine --kind induction --out gates/price
-loopscope evaluate runs/mine --gate gates/linear            (its splits recorded with --hidden)
+loopscope evaluate runs/mine --gate gates/linear  # its splits recorded with --hidden
 loopscope calibrate runs/mine --gate gates/price --readout stopper:price --out policy.json
 loopscope run runs/mine examples.txt --gate gates/linear
 
@@ -46,22 +46,30 @@ of the one before: induction, by backward induction, how much going on is worth;
         "recording",
         type=Path,
         metavar="RUN|RECORDING",
-        help="a run whose train split is recorded, or a recording, not of test",
+        help="a run whose train split is recorded, or a recording that is not of the test split",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the gate's folder")
-    parser.add_argument("--kind", choices=(*_GATES, *_STOPPERS), default="linear", help="default: linear")
-    parser.add_argument("--objective", choices=("ponder", "utility"), help="of a gate (default: ponder)")
-    parser.add_argument("--pairing", choices=("next", "ouro"), help="of utility: see docs/gates.md (default: next)")
-    parser.add_argument("--prior", choices=("uniform", "geometric"), help="of ponder (default: the model's)")
-    parser.add_argument("--lambda", type=float, dest="geometric_lambda", metavar="X", help="of a geometric prior")
-    parser.add_argument("--beta", type=float, metavar="X", help="of ponder (default: the model's, or 0.1)")
-    parser.add_argument("--steps", type=count, metavar="N", help="of a gate (default: 2000)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the gate or the stopper")
+    parser.add_argument("--kind", choices=(*_GATES, *_STOPPERS), default="linear", help="what to fit (default: linear)")
+    parser.add_argument("--objective", choices=("ponder", "utility"), help="what a gate is fitted to (default: ponder)")
+    parser.add_argument(
+        "--pairing", choices=("next", "ouro"), help="step that utility judges, as docs/gates.md says (default: next)"
+    )
+    parser.add_argument(
+        "--prior", choices=("uniform", "geometric"), help="prior over exits of ponder (default: the model's)"
+    )
+    parser.add_argument(
+        "--lambda", type=float, dest="geometric_lambda", metavar="X", help="lambda of a geometric prior"
+    )
+    parser.add_argument(
+        "--beta", type=float, metavar="X", help="weight of ponder's KL to the prior (default: the model's, or 0.1)"
+    )
+    parser.add_argument("--steps", type=count, metavar="N", help="training steps of a gate (default: 2000)")
     parser.add_argument(
         "--gain",
         choices=("correct", "agreement"),
-        help="of a stopper: being right (default), or answering as full depth does, which needs no labels",
+        help="gain of a stopper: being right (default), or answering as full depth does, which needs no labels",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
     add_shared(parser, "--json")
 
 
@@ -75,7 +83,7 @@ The checkpoint's own gate must have the same form: Ouro's is linear.
     parser = add_verb(kinds, "write", text, _write)
     parser.add_argument("gate", type=Path, help="the folder of a fitted gate")
     parser.add_argument("checkpoint", type=Path, help="the folder of the checkpoint")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new checkpoint's folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new checkpoint")
 
 
 def _fit(options: argparse.Namespace) -> None:
@@ -85,9 +93,11 @@ def _fit(options: argparse.Namespace) -> None:
     if wrong := [name for name in others if getattr(options, name) is not None]:
         flag = "--lambda" if wrong[0] == "geometric_lambda" else f"--{wrong[0]}"
         raise UserError(f"{flag} is not for --kind {options.kind}; leave it out.")
+    from loopscope.exits.recorded import counted_in
     from loopscope.trajectory import Trajectory
 
     recording = Trajectory.load(find_recording(options.recording, "train"))
+    counted = counted_in(recording, recording.split or "recorded")
     names = ("kind", "seed", *theirs)
     if options.kind in _STOPPERS:
         from loopscope.exits import fit_stopper
@@ -98,9 +108,12 @@ def _fit(options: argparse.Namespace) -> None:
             print_json({"gate": str(options.out), "settings": stopper.provenance["stopper"]})
         else:
             read = ", ".join(stopper.signals)
-            print_text(f"{options.out}: a stopper ({stopper.kind}), fitted to {recording.num_examples:,} examples.")
+            print_text(f"{options.out}: a stopper ({stopper.kind}), fitted to {counted}.")
             print_text(f"It reads {read}.")
         return
+    from loopscope.exits.splits import check_gate_data
+
+    check_gate_data(recording)
     from loopscope.progress import track
     from loopscope.training.gate_fitting import fit_gate, gate_settings
 
@@ -111,7 +124,7 @@ def _fit(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"gate": str(options.out), "settings": settings})
     else:
-        print_text(f"{options.out}: a {gate.kind} gate, fitted to {recording.num_examples:,} examples.")
+        print_text(f"{options.out}: a {gate.kind} gate, fitted to {counted}.")
 
 
 def _write(options: argparse.Namespace) -> None:

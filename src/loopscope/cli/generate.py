@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import announce_device, device_of
 from loopscope.cli.inputs import check_readouts, find_model
-from loopscope.cli.options import COMPUTE, READOUTS, add_shared, add_verb, count, values
+from loopscope.cli.options import COMPUTE, READOUTS, add_shared, add_verb, count, number, probability, values, whole
 from loopscope.cli.output import print_note
-from loopscope.cli.policies import check_any_model
+from loopscope.cli.policies import check_any_model, check_runnable
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
 from loopscope.cli.text_journal import check_new_texts, text_journal
 from loopscope.errors import UserError, visible
@@ -34,6 +34,7 @@ from loopscope.errors import UserError, visible
 if TYPE_CHECKING:
     from loopscope.engine.generation import GenerationStats, Prompt, Token
     from loopscope.engine.stop_strings import StopStrings
+    from loopscope.exits import ExitPolicy
     from loopscope.models import LoopedModel
 
 
@@ -50,8 +51,8 @@ def define(subparsers: Any) -> None:
     rule = parser.add_mutually_exclusive_group()
     rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit policy (default: all loops)")
     rule.add_argument("--readout", metavar="NAME", help=f"an exit rule, with --threshold: {READOUTS}")
-    rule.add_argument("--loops", type=count, metavar="N", help="every token through so many loops")
-    parser.add_argument("--threshold", type=float, metavar="X", help="of --readout")
+    rule.add_argument("--loops", type=count, metavar="N", help="run every token through this many loops")
+    parser.add_argument("--threshold", type=float, metavar="X", help="threshold of --readout at which a token exits")
     add_shared(parser, "--any-model", "--with-readout")
     parser.add_argument(
         "--cache",
@@ -66,17 +67,29 @@ def define(subparsers: Any) -> None:
         help="the text of full depth, up to rounding (below float32 ties may fall otherwise): the exit rule only says "
         "which tokens are drafts, which are verified together",
     )
-    parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--max-new-tokens", type=count, default=128, metavar="N", help="longest continuation, in tokens (default: 128)"
+    )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="a text ends before this (repeatable)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 (default): the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw among the likeliest N")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="draw among the likeliest that make up X")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    parser.add_argument(
+        "--temperature",
+        type=number,
+        default=0.0,
+        metavar="X",
+        help="randomness of the draw (default: 0, the likeliest token)",
+    )
+    parser.add_argument("--top-k", type=whole, default=0, metavar="N", help="draw among the likeliest N")
+    parser.add_argument(
+        "--top-p", type=probability, default=1.0, metavar="X", help="draw among the likeliest that make up X"
+    )
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="random seed of the draws (default: 0)")
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
-    parser.add_argument("--show-loops", action="store_true", help="after each token, the loops that it took")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, one per prompt; goes on where it was")
+    parser.add_argument("--show-loops", action="store_true", help="print the loops that each token took")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write JSON lines, one per prompt; goes on where it was"
+    )
     add_shared(parser, "--dtype", *COMPUTE)
 
 
@@ -88,7 +101,7 @@ def execute(options: argparse.Namespace) -> int:
     calibrated = usual.scope.cache if usual is not None and not options.lossless else None
     options.cache = options.cache or calibrated or "full"
     folder = find_model(options.model, text=True)
-    from loopscope.config import build
+    _check_rules(options, [policy or usual for policy in rules.values()], folder)
     from loopscope.engine.generation import GenerationStats, Prompt, stream, token_budget
     from loopscope.engine.sampling import Sampling
     from loopscope.engine.stop_strings import StopStrings
@@ -97,18 +110,18 @@ def execute(options: argparse.Namespace) -> int:
     from loopscope.models.checkpoint import end_tokens
     from loopscope.models.tokenizer import load_tokenizer, stop_tokens
 
-    sampling = build(Sampling, values(options, "temperature", "top_k", "top_p", "seed"), "the sampling")
+    sampling = Sampling(**values(options, "temperature", "top_k", "top_p", "seed"))
     tokenizer = load_tokenizer(folder)
     prompts = [
         Prompt(number, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=number)
         for number, each in enumerate(given)
     ]
     model = load_model(folder, device_of(options), options.dtype)
-    for prompt in prompts:
-        token_budget(model, prompt, options.max_new_tokens)  # before anything is printed, not when its turn comes
-    announce_device(options)
+    # of all of them before anything is printed, not when their turn comes
+    room = {prompt.key: token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
+    notes, cut = [], 0
     if options.lossless and model.precision != "float32":
-        print_note(
+        notes.append(
             f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
             "likely, either may come; --dtype float32 is nearly exact."
         )
@@ -116,7 +129,8 @@ def execute(options: argparse.Namespace) -> int:
     ends = stop_tokens(tokenizer, end_tokens(folder))
 
     def tokens(left: list[Prompt]) -> "Iterator[Token]":
-        return stream(
+        nonlocal cut
+        for token in stream(
             model,
             left,
             usual or ExitPolicy("fixed", model.num_loops),
@@ -125,18 +139,41 @@ def execute(options: argparse.Namespace) -> int:
             sampling=sampling,
             stats=stats,
             **values(options, "max_new_tokens", "cache", "lossless", "batch_size"),
-        )
+        ):
+            announce_device(options)  # now nothing is refused any more
+            while notes:
+                print_note(notes.pop())
+            cut += token.finish_reason == "length" and room[token.key] < options.max_new_tokens
+            yield token
 
     output = _Output(options, given, prompts, tokenizer, texts, ends)
     used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
     if not output.write(tokens, lambda: _settings(options, given, prompts, model, ends, used)):
         return 130
+    if cut:
+        what = "The text ends" if len(given) == 1 else f"{cut:,} texts end"
+        print_note(f"{what} at {model.block_size:,} tokens, the most that the model takes, before --max-new-tokens.")
     if stats.tokens:
         print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
         processed = stats.tokens + sum(len(prompt.tokens) - 1 for prompt in output.prompts)
         if (wasted := _wasted(stats, processed, model.num_loops, options.lossless)) is not None:
             print_note(wasted)
     return 0
+
+
+def _check_rules(options: argparse.Namespace, policies: "list[ExitPolicy | None]", folder: Path) -> None:
+    """Refuses a rule of a text that the model cannot be run with, by its configuration."""
+    from loopscope.exits import ExitPolicy
+    from loopscope.exits.exit_state import check_drafts
+    from loopscope.exits.scope import Scope
+    from loopscope.models.configuration import read_model_shape
+
+    num_loops = read_model_shape(folder).num_loops
+    for policy in policies:
+        if policy is not None:
+            check_runnable(policy, num_loops, Scope(unit="tokens", cache=None if options.lossless else options.cache))
+        if options.lossless:
+            check_drafts(policy or ExitPolicy("fixed", num_loops), num_loops)
 
 
 def _settings(
@@ -167,7 +204,8 @@ def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless:
     speed = f"{stats.tokens:,} tokens in {seconds:.1f} s ({stats.tokens / seconds:.1f} per second)"
     if not lossless:
         return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops per token on average."
-    stood = f"{stats.accepted:,} of {stats.drafted:,} drafts stood ({stats.accepted / max(1, stats.drafted):.0%})"
+    share = 100 * stats.accepted / max(1, stats.drafted)
+    stood = f"{stats.accepted:,} of {stats.drafted:,} drafts stood ({share:.0f} %)"
     return f"{speed}, as at full depth; {stood}, {stats.token_loops:,} loops of a token were run."
 
 
@@ -194,13 +232,24 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
 
 def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
     """What is continued; what does not go together is refused before."""
-    if (options.prompt is None) == (options.prompts is None):
+    if options.prompt is None and options.prompts is None:
         raise UserError("Give a prompt, or a file of them with --prompts.")
+    if options.prompt is not None and options.prompts is not None:
+        raise UserError("Give a prompt or a file of them (--prompts), not both.")
     if options.out is not None:
         check_new_texts(options.out)
     check_any_model(options)
     if (options.readout is None) != (options.threshold is None):
         raise UserError("An exit rule is --readout with its --threshold; give both.")
+    if not options.temperature and (options.top_k or options.top_p < 1):
+        raise UserError(
+            "--top-k and --top-p are for tokens that are drawn; at temperature 0 none is: add --temperature."
+        )
+    if options.lossless and options.cache not in (None, "full"):
+        raise UserError(
+            f"--lossless needs the keys and values of every loop: the cache 'full', not '{options.cache}'; leave out "
+            "--cache."
+        )
     if "" in options.stop:
         raise UserError("--stop takes a text of at least one character.")
     if (
@@ -211,11 +260,11 @@ def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
         raise UserError(
             "--lossless needs a rule that says which tokens are drafts; give --policy, --readout or --loops."
         )
-    if options.prompts is None:
-        return [GivenPrompt(options.prompt)]
-    given = list(read_prompts(options.prompts))
+    given = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not given:
         raise UserError(f"There is no prompt in {options.prompts}; write one per line.")
+    if not options.chat and any(each.prompt == "" for each in given):
+        raise UserError("A prompt is empty; give it at least one word.")
     return given
 
 
@@ -229,7 +278,7 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
         return np.array(chat_prompt(tokenizer, messages), dtype=np.int64)
     tokens = encode(tokenizer, prompt)
     if not tokens:
-        raise UserError("A prompt has no token; give it at least one word.")
+        raise UserError(f"The model's tokenizer makes no tokens of the prompt {prompt!r:.60}; give another one.")
     return np.array(tokens, dtype=np.int64)
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from loopscope.errors import UserError, did_you_mean
-from loopscope.reading import is_folder, require_file
-from loopscope.recording_places import run_of_recordings
+from loopscope.reading import is_file, is_folder, require_file
+from loopscope.recording_places import holds_recordings, run_of_recordings
 
 
 def check_texts(paths: Iterable[Path]) -> None:
@@ -33,8 +33,10 @@ def check_run(run: Path) -> None:
     from loopscope.models.configuration import CONFIG, WEIGHTS
     from loopscope.training.settings import read_run_settings
 
-    if run.name == "recordings" and (run.parent / CONFIG).is_file():
-        raise UserError(f"{run} holds recordings, and this needs the model; give the run: {run.parent}.")
+    if not is_file(run / CONFIG) and holds_recordings(run):
+        known = run_of_recordings(run)
+        which = f"the run: {known}" if is_file(known / CONFIG) else "the folder of the run that they are of"
+        raise UserError(f"{run} holds recordings, and this needs the model; give {which}.")
     read_run_settings(run)
     if not (run / WEIGHTS).is_file():
         raise UserError(f"The run in {run} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`.")
@@ -42,13 +44,12 @@ def check_run(run: Path) -> None:
 
 def find_model(source: str, text: bool = False) -> Path:
     """The folder of a checkpoint, fetched from the Hub if need be; `text`: with a tokenizer."""
-    from loopscope.models.configuration import CONFIG
+    from loopscope.models.configuration import require_config
     from loopscope.models.hub import find_checkpoint
     from loopscope.models.tokenizer import require_tokenizer
 
     folder = find_checkpoint(source)
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}.")
+    require_config(folder)
     if text:
         require_tokenizer(folder)
     return folder

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, add_verb, check_new, count, whole
 from loopscope.cli.output import print_json, print_text
+from loopscope.errors import UserError
+from loopscope.reading import is_file, is_there
 
 if TYPE_CHECKING:
     from loopscope.models import LoopedCheckpoint
@@ -25,10 +27,14 @@ if TYPE_CHECKING:
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "loop", __doc__, _execute)
     parser.add_argument("checkpoint", help="a folder, a name on the Hub, or a GGUF file")
-    parser.add_argument("--prelude", type=whole, required=True, metavar="A", help="first layers, which run once")
-    parser.add_argument("--core", type=count, required=True, metavar="B", help="layers after them, which are looped")
-    parser.add_argument("--loops", type=count, required=True, metavar="T", help="loops at full depth")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the looped checkpoint's folder")
+    parser.add_argument(
+        "--prelude", type=whole, required=True, metavar="A", help="number of first layers, which run once"
+    )
+    parser.add_argument(
+        "--core", type=count, required=True, metavar="B", help="number of layers after them, which are looped"
+    )
+    parser.add_argument("--loops", type=count, required=True, metavar="T", help="number of loops at full depth")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the looped checkpoint")
     parser.add_argument(
         "--drop",
         type=_layers,
@@ -37,9 +43,13 @@ def define(subparsers: Any) -> None:
         metavar="N-M",
         help="leave these layers out, such as 12 or 12-15 (repeatable)",
     )
-    parser.add_argument("--damping", type=float, default=1.0, metavar="X", help="h + X (core(h) - h) (default: 1)")
+    parser.add_argument(
+        "--damping", type=float, default=1.0, metavar="X", help="a loop gives h + X (core(h) - h) (default: 1)"
+    )
     parser.add_argument("--injection", action="store_true", help="add a map of the prelude's output before every loop")
-    parser.add_argument("--gate", choices=("none", "linear"), default="none", help="default: none")
+    parser.add_argument(
+        "--gate", choices=("none", "linear"), default="none", help="gate to add, untrained (default: none)"
+    )
     add_shared(parser, "--json")
 
 
@@ -52,7 +62,10 @@ def _layers(text: str) -> range:
 
 def _execute(options: argparse.Namespace) -> None:
     check_new(options.out)
-    if not Path(options.checkpoint).exists():
+    path = Path(options.checkpoint)
+    if is_file(path) and path.suffix != ".gguf":
+        raise UserError(f"{path} is a file; give the folder of a checkpoint, its name on the Hub, or a GGUF file.")
+    if not is_there(path):
         find_model(options.checkpoint)  # on the Hub
     from loopscope.models import loop
 

@@ -2,11 +2,14 @@
 
 import argparse
 import re
+import textwrap
 from collections.abc import Callable, Sequence
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from loopscope.errors import UserError, brief, did_you_mean
+from loopscope.errors import UserError, did_you_mean
+from loopscope.reading import is_file
 
 Execute = Callable[[argparse.Namespace], int | None]
 """What a verb does; the exit code is 0 where it returns nothing."""
@@ -39,8 +42,9 @@ def check_names(options: argparse.Namespace) -> None:
                 raise UserError(f"There is no {what} '{name}'{hint}; choose one of {', '.join(known)}.")
     device = getattr(options, "device", "cpu")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
-        hint = did_you_mean(device, ("auto", "cpu", "cuda", "mps"))
-        raise UserError(f"The device '{device}'{hint} is not available here; choose auto, cpu, cuda, cuda:1 or mps.")
+        meant = "cuda" if device.lower() in ("gpu", "nvidia") else device
+        hint = did_you_mean(meant, ("auto", "cpu", "cuda", "mps"))
+        raise UserError(f"There is no device '{device}'{hint}; choose auto, cpu, cuda, cuda:1 or mps.")
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -54,8 +58,20 @@ def check_words(words: Sequence[str]) -> None:
             raise UserError(f"The argument '{word}' is not UTF-8; convert it, or rename the file.") from None
 
 
+_PLAIN = (
+    (r"^argument (\S+): ", r"\1: "),
+    (r"invalid float value: (.*)$", r"\1 is not a number"),
+    (r"invalid int value: (.*)$", r"\1 is not a whole number"),
+    (r"expected (?:at least )?one argument$", "a value is missing"),
+    (r"not allowed with argument (.*)$", r"it excludes \1; leave one of them out"),
+    (r"^the following arguments are required: (.*)$", r"missing: \1"),
+    (r"^unrecognized arguments: (.*)$", r"there is no place for '\1' here"),
+)
+"""What argparse says, and how it is said here."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Says in a visible line what is wrong, and what was probably meant; its subparsers are of its kind."""
+    """Refuses in one sentence, as all else is refused, with what was probably meant; its subparsers are of its kind."""
 
     _words: Sequence[str] = ()
 
@@ -64,19 +80,53 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        super().error(brief(self._with_meant(message)))
+        sentence = self._sentence(message)  # without the usage: its ten lines would hide it
+        raise UserError(f"{sentence[0].upper()}{sentence[1:]}; see {self.prog} --help.")
 
-    def _with_meant(self, message: str) -> str:
-        """The message with a verb or choice that is close to what was typed, or an option close to an unknown one."""
-        if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message, re.DOTALL):
-            hint = did_you_mean(wrong[1], re.findall(r"[\w.:-]+", wrong[2]))
-            return message.replace(" (choose from", f"{hint} (choose from", 1)
+    def _sentence(self, message: str) -> str:
+        """With a verb or choice that is close to what was typed, or an option close to an unknown one."""
+        if wrong := re.search(r"^argument (.*): invalid choice: '(.*)' \(choose from (.*)\)$", message, re.DOTALL):
+            known = re.findall(r"[\w.:-]+", wrong[3])
+            what = f"{wrong[1]}: there is no '" if wrong[1].startswith("-") else f"there is no '{self.prog} "
+            return f"{what}{wrong[2]}'{did_you_mean(wrong[2], known)}; choose one of {', '.join(known)}"
         known = [option for action in self._actions for option in action.option_strings]
-        for word in self._words:
+        for word in takewhile(lambda word: word != "--", self._words):
             name = word.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in known):
-                return f"{message}; there is no option {name}{did_you_mean(name, known)}"
+                return f"there is no option {name}{did_you_mean(name, known)}"
+        below = [list(action.choices or ()) for action in self._actions if action.nargs == argparse.PARSER]
+        if below and message.startswith("the following arguments are required"):
+            return f"after {self.prog} comes one of {', '.join(below[0])}"
+        for pattern, plain in _PLAIN:
+            message = re.sub(pattern, plain, message, flags=re.DOTALL)
         return message
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills paragraphs, and breaks commands (indented) before an option, so that all of a help is equally wide."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for indented, found in groupby(text.splitlines(), lambda line: line.startswith("  ") if line else None):
+            if indented is None:
+                lines += found
+            elif indented:
+                lines += [part for line in found for part in _broken_command(line, width)]
+            else:
+                lines += textwrap.wrap(" ".join(found), width, break_on_hyphens=False)
+        return "\n".join(indent + line for line in lines)
+
+
+def _broken_command(line: str, width: int) -> list[str]:
+    """A command as a shell reads it: a long one goes on in the next line, and its comment stands before it."""
+    if len(line) <= width:
+        return [line]
+    command, _, comment = line.partition("  # ")
+    before = [f"  # {comment}"] if comment else []
+    glued = re.sub(r'"[^"]*"|(--[a-z-]+) (?=[^-])', lambda found: found[0].replace(" ", "\xa0"), command.strip())
+    parts = textwrap.wrap(glued, width - 4, break_long_words=False, break_on_hyphens=False)
+    parts = [part.replace("\xa0", " ") for part in parts]
+    return [*before, " \\\n      ".join([f"  {parts[0]}", *parts[1:]])]
 
 
 class VersionAction(argparse.Action):
@@ -113,7 +163,7 @@ def _add_parser(subparsers: Any, name: str, text: str | None) -> argparse.Argume
         help=sentence.rstrip("."),
         description=sentence,
         epilog="\n\n".join(["examples:\n" + re.sub("(?m)^", "  ", examples), *notes]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
 
 
@@ -127,6 +177,22 @@ def whole(text: str) -> int:
     if not re.fullmatch("[0-9]{1,15}", text):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 on, of 15 digits at most")
     return int(text)
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+    if not 0 <= value <= 1e18:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 to 1e18")
+    return value
+
+
+def probability(text: str) -> float:
+    if not 0 < number(text) <= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0 and up to 1")
+    return number(text)
 
 
 def rounds(text: str) -> int:
@@ -152,46 +218,66 @@ def levels(text: str) -> range:
 
 
 _SHARED: dict[str, dict[str, Any]] = {
-    "--any-model": {"action": "store_true", "help": "use a policy without its promise, on any model"},
-    "--data": {"type": Path, "metavar": "DIR", "help": "local files of the benchmarks (default: the Hub)"},
-    "--device": {"default": "auto", "metavar": "NAME", "help": "auto (default), cpu, cuda, cuda:1, mps"},
-    "--dtype": {"metavar": "NAME", "help": "float32, bfloat16 or float16 (default: the file's)"},
+    "--any-model": {"action": "store_true", "help": "use the policy on any model, without its promise"},
+    "--data": {"type": Path, "metavar": "DIR", "help": "folder with the benchmarks' files (default: from the Hub)"},
+    "--device": {
+        "default": "auto",
+        "metavar": "NAME",
+        "help": "device to compute on: auto (default), cpu, cuda, cuda:1, mps",
+    },
+    "--dtype": {"metavar": "NAME", "help": "precision: float32, bfloat16 or float16 (default: the file's)"},
     "--force": {"action": "store_true", "help": "start even what is far too big for this machine"},
     "--gate": {
         "action": "append",
         "type": Path,
         "default": [],
         "metavar": "DIR",
-        "help": "a fitted gate or stopper (repeatable)",
+        "help": "folder of a fitted gate or stopper, as one more readout (repeatable)",
     },
-    "--hidden": {"action": "store_true", "help": "keep the pooled hidden states"},
-    "--json": {"action": "store_true", "help": "print JSON"},
-    "--open": {"action": "store_true", "help": "open the page in the browser"},
+    "--hidden": {"action": "store_true", "help": "keep the pooled hidden states in the recording"},
+    "--json": {"action": "store_true", "help": "print the result as JSON"},
+    "--open": {"action": "store_true", "help": "open the page of the report in the browser"},
     "--style": {
         "choices": ("page", "paper"),
         "default": "page",
-        "help": "of the figures: as on the page (default), or as wide as a column of a paper",
+        "help": "style of the figures: as on the page (default), or as wide as a column of a paper",
     },
     "--product": {
         "action": "append",
         "metavar": "NAME",
-        "help": "a product, or a group: overview, ouro, paper (repeatable)",
+        "help": "make only this product, or group of them: overview, ouro, paper (repeatable)",
     },
-    "--rounds": {"type": rounds, "default": 5, "metavar": "N", "help": "rounds after warm-up (default: 5)"},
-    "--set": {"action": "append", "default": [], "metavar": "A.B=C", "help": "change a setting (repeatable)"},
-    "--store": {"type": Path, "metavar": "DIR", "help": "of all artifacts (default: store beside OUT)"},
-    "--threads": {"type": threads, "metavar": "N", "help": "CPU threads (default: as PyTorch chooses)"},
+    "--rounds": {
+        "type": rounds,
+        "default": 5,
+        "metavar": "N",
+        "help": "rounds to measure after the warm-up (default: 5)",
+    },
+    "--set": {
+        "action": "append",
+        "default": [],
+        "metavar": "A.B=C",
+        "help": "change a setting, such as training.seed=1 (repeatable)",
+    },
+    "--store": {"type": Path, "metavar": "DIR", "help": "folder of all artifacts (default: store, beside --out)"},
+    "--threads": {"type": threads, "metavar": "N", "help": "CPU threads to use (default: as PyTorch chooses)"},
     "--with-readout": {
         "action": "append",
         "default": [],
         "metavar": "MODULE:NAME",
-        "help": "a readout of your own, beside those that there are (repeatable)",
+        "help": "add a readout of your own, which a module defines (repeatable)",
     },
-    "--unseen": {"action": "store_true", "help": "only examples that training did not have"},
+    "--unseen": {"action": "store_true", "help": "count only examples that training did not have"},
 }
 """Options that mean the same wherever they are."""
-AT = "the target accuracy (default: 1 point below full depth on validation data)"
-REFERENCE = "the run whose trajectory is the measure: its folder, or its name if it is one of these or beside them"
+AT = "target accuracy, such as 0.95 (default: 1 point below full depth on validation data)"
+REFERENCE = (
+    "run, or folder of recordings, whose trajectory is the measure: its path, or its name if it is given here or lies "
+    "beside a run that is"
+)
+RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
+MAX_DROP = "largest loss against full depth that is allowed (default: 0.01)"
+CONFIDENCE = "probability with which the promise is to hold (default: 0.95)"
 COMPUTE = ("--device", "--threads", "--json")
 
 
@@ -214,6 +300,13 @@ def check_new(out: Path | None) -> None:
 
         remove_leftovers(out)
         raise UserError(f"{out} is there already; choose another --out, or remove it.")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a file where a folder is to be, or to be made in."""
+    for place in (folder, *folder.parents):
+        if is_file(place):
+            raise UserError(f"{place} is a file; give a folder.")
 
 
 def values(options: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -5,8 +5,11 @@ Names and texts come from files: whatever is printed here is `visible`, so that 
 
 import argparse
 import os
+import re
+import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,14 @@ _NARROWEST = 20
 """What a name must have, however wide the rest is."""
 _WIDEST = 44
 """What is longer breaks its lines."""
+_NUMBER = re.compile(r"\[?[+-]?\d|[≤≥] |(N/A|none|no verdict|no gate|-|)$")
+"""How the cells of a column of numbers begin, or what they are where there is no number."""
+_TERMS = {
+    "oracle": "oracle: exits at the first right loop, which takes the labels (one point, no D@X)",
+    "labels known": "labels known: the cheapest rule that knows the labels",
+    "stopper:": "stopper:NAME: a rule learned from all signals together, on validation data",
+}
+"""What a table may name and no option explains."""
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -31,6 +42,11 @@ def percent(share: float, digits: int = 1) -> str:
 
 def print_text(text: str) -> None:
     print(visible(text))
+
+
+def print_sentences(text: str) -> None:
+    """Words that break where the terminal ends, as the tables beside them do."""
+    print(_broken(text, _width()))
 
 
 def print_note(text: str) -> None:
@@ -58,41 +74,85 @@ def watched(options: argparse.Namespace, title: str) -> Iterator[ProgressCallbac
         yield advance
 
 
+def _width() -> int:
+    """The terminal's; where this goes elsewhere 80 columns, unless others are asked for."""
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if re.fullmatch("[1-9][0-9]{0,5}", columns) else 80
+
+
+def _broken(text: str, width: int) -> str:
+    """Lines of at most this width, where no word is longer; a number stays with its percent sign."""
+    lines = (line.replace(" %", "\xa0%") for line in visible(text).split("\n"))
+    filled = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
+    return "\n".join(filled).replace("\xa0%", " %")
+
+
 def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int = 1) -> None:
-    """A table that fits the terminal, or 80 columns; what does not goes below, beside the first `keys` columns."""
+    """A table that fits the terminal, or 80 columns; what does not goes below, beside the first `keys` columns.
+
+    Below it stands what its words mean that no option explains.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "80")))
+    width = _width()
+    console = Console(width=width)
+    columns, rows = [visible(each) for each in columns], [[visible(cell) for cell in row] for row in rows]
     if title:
-        console.print(Text(visible(title), style="bold"))
-    for part in _fitting(columns, rows, keys, console.width):
+        console.print(Text(_broken(title, width), style="bold"))
+    for part in _fitting(columns, rows, keys, width):
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-        for index in part:
-            breaks = index < keys or max((len(row[index]) for row in rows), default=0) > _WIDEST
-            table.add_column(Text(visible(columns[index])), justify="right" if index else "left", no_wrap=not breaks)
+        for index, header in part.items():
+            cells = [row[index] for row in rows]
+            breaks = index < keys or max(map(len, cells), default=0) > _WIDEST
+            table.add_column(
+                Text(header),
+                justify="right" if index and all(map(_NUMBER.match, cells)) else "left",
+                no_wrap=not breaks,
+                overflow="fold",  # a name that is cut is nobody's
+                min_width=min(_longest_word(cells), _WIDEST) if index < keys else None,
+            )
         for row in rows:
-            table.add_row(*(Text(visible(row[index])) for index in part))  # a name may look like markup
+            table.add_row(*(Text(row[index]) for index in part))  # a name may look like markup
         console.print(table)
+    found = [words for term, words in _TERMS.items() if any(term in cell for row in rows for cell in row)]
+    if found:
+        console.print(Text(_broken(f"{'; '.join(found)}.", width)))
     console.print()
 
 
-def _fitting(columns: list[str], rows: list[list[str]], keys: int, width: int) -> list[list[int]]:
-    """The columns that stand beside each other; only names and texts break their lines, where they must."""
-    widths = [
-        min(max((len(text) for text in (*column.split(), *(row[index] for row in rows))), default=0), _WIDEST)
-        + _BETWEEN
-        for index, column in enumerate(columns)
+def _fitting(columns: list[str], rows: list[list[str]], keys: int, width: int) -> list[dict[int, str]]:
+    """The columns that stand beside each other, with their headers, which break where not all columns fit otherwise.
+
+    Of the cells only names and texts break their lines, where they must.
+    """
+    cells = [[row[index] for row in rows] for index in range(len(columns))]
+    widest = [min(max(map(len, each), default=0), _WIDEST) for each in cells]
+    names = [
+        max(min(max(wide, len(column)), _NARROWEST), min(_longest_word([column, *each]), _WIDEST))
+        for column, wide, each in zip(columns[:keys], widest, cells, strict=False)
     ]
-    names = sum(min(each, _NARROWEST) for each in widths[:keys])
+    room = width - sum(names) - _BETWEEN * (keys - 1)
+    whole = [max(wide, len(column)) + _BETWEEN for column, wide in zip(columns, widest, strict=True)]
+    if sum(whole[keys:]) <= room:
+        return [dict(enumerate(columns))]
+    broken = [max(wide, _longest_word([column])) for column, wide in zip(columns, widest, strict=True)]
+    headers = [textwrap.fill(column, max(1, wide)) for column, wide in zip(columns, broken, strict=True)]
     parts: list[list[int]] = [[]]
     for index in range(keys, len(columns)):
-        if parts[-1] and names + sum(widths[each] for each in parts[-1]) + widths[index] > width:
+        if parts[-1] and sum(broken[each] + _BETWEEN for each in (*parts[-1], index)) > room:
             parts.append([])
         parts[-1].append(index)
-    return [[*range(keys), *part] for part in parts]
+    first = dict(enumerate(columns[:keys]))
+    return [first | {index: headers[index] for index in part} for part in parts]
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((len(word) for text in texts for word in text.split()), default=0)
 
 
 def print_by_loop(title: str, summary: dict[str, Any], by_loop: dict[str, list[float]], as_json: bool) -> None:

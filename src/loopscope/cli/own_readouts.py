@@ -39,6 +39,13 @@ def _name(given: str) -> str:
         found = getattr(import_module(module), attribute, None)
     except UserError:
         raise
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # one that it imports is missing
+            raise UserError(f"The module of the readout '{given}' cannot be imported: {reason(error)}.") from error
+        raise UserError(
+            f"There is no module '{module}' for the readout '{given}'; it must be in the current folder, in "
+            "PYTHONPATH, or installed."
+        ) from None
     except Exception as error:
         raise UserError(f"The module of the readout '{given}' cannot be imported: {reason(error)}.") from error
     finally:

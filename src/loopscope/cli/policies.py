@@ -12,9 +12,10 @@ from loopscope.model_identity import same_model
 if TYPE_CHECKING:
     from loopscope.exits import ExitPolicy
     from loopscope.exits.fitted import Fitted
+    from loopscope.exits.scope import Scope
     from loopscope.trajectory import Trajectory
 
-POLICIES = "a policy of one of the runs, which the hash in it tells (repeatable)"
+POLICIES = "policy file of one of the runs; its hash says which (repeatable)"
 
 
 def check_any_model(options: argparse.Namespace) -> None:
@@ -26,8 +27,8 @@ def note_unknown_model(*models: str | None) -> None:
     """Says that what is used together may be of several models, where not all name their weights."""
     if None in models:
         print_note(
-            "Not every recording and policy here names its model, so that it is the same one is yours to know (by "
-            "provenance: docs/recordings.md)."
+            f"{'Not all of these say' if set(models) != {None} else 'These do not say'} which model they are of; make "
+            "sure that it is the same (provenance={'weights_sha256': ...} ties them together: docs/recordings.md)."
         )
 
 
@@ -36,6 +37,22 @@ def load_policy(path: Path, any_model: bool) -> "ExitPolicy":
 
     policy = ExitPolicy.load(path)
     return policy.for_any_model() if any_model else policy
+
+
+def load_policy_to_run(path: Path, any_model: bool) -> "ExitPolicy":
+    """A policy for a model that is there; one that names none is not refused, but its promise is for the one it had."""
+    policy = load_policy(path, any_model)
+    if policy.model is None and policy.guarantee is not None:
+        print_note(f"{path} does not say which model it was calibrated for; its promise is for that one alone.")
+    return policy
+
+
+def check_runnable(policy: "ExitPolicy", num_loops: int, here: "Scope") -> None:
+    """Refuses a rule that no model of this depth runs with, before it is loaded; its weights are compared then."""
+    from loopscope.exits.exit_state import ExitState
+
+    policy.check(None, num_loops, here)
+    ExitState(policy, num_loops)
 
 
 def policies_by_model(

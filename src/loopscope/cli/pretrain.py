@@ -7,8 +7,10 @@ loopscope pretrain heal.toml --start a --teacher a --set targets=teacher --text 
 
 A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. The folder is a
 checkpoint in Ouro's layout, with a byte-level BPE tokenizer that is trained on the text first.
+
 With --start the folder is a checkpoint of the same kind as the start, whose tokenizer it keeps; docs/training.md says
 what the TOML file may hold then.
+
 A killed or interrupted run continues with the same command and ends bit-identical.
 """
 
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of, working
 from loopscope.cli.inputs import check_texts, find_model
-from loopscope.cli.options import COMPUTE, add_shared, add_verb
+from loopscope.cli.options import COMPUTE, add_shared, add_verb, check_folder
 from loopscope.cli.output import print_trained
 from loopscope.cli.workers import with_workers
 from loopscope.errors import UserError
@@ -31,25 +33,40 @@ if TYPE_CHECKING:
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "pretrain", __doc__, execute, resumes=True)
-    parser.add_argument("settings", type=Path, help="a TOML file")
-    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="what is trained on")
-    parser.add_argument("--validation", type=Path, nargs="+", required=True, metavar="FILE", help="other documents")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder, a checkpoint")
+    parser.add_argument("settings", type=Path, help="a TOML file with the settings")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text files to train on")
     parser.add_argument(
-        "--start", type=Path, metavar="CHECKPOINT", help="train this one further, in place of a new one"
+        "--validation",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text files with other documents, to validate on",
     )
-    parser.add_argument("--teacher", type=Path, metavar="CHECKPOINT", help="with targets = 'teacher': whom to follow")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the run, which becomes a checkpoint"
+    )
+    parser.add_argument(
+        "--start", type=Path, metavar="CHECKPOINT", help="train this checkpoint further, in place of a new one"
+    )
+    parser.add_argument(
+        "--teacher", type=Path, metavar="CHECKPOINT", help="checkpoint to follow, with targets = 'teacher'"
+    )
     add_shared(parser, "--set", "--force", *COMPUTE)
 
 
 def execute(options: argparse.Namespace) -> None:
     if options.teacher is not None and options.start is None:
         raise UserError("--teacher is for a checkpoint that is trained further; give it with --start.")
+    check_folder(options.out)
     require_file(options.settings, "TOML file")
     check_texts((*options.text, *options.validation))
     for checkpoint in (options.start, options.teacher):
         if checkpoint is not None:
             find_model(checkpoint)
+    from loopscope.training.settings import check_run_place
+
+    check_run_place(options.out)
     _read_settings(options)
     with_workers(options, _pretrain)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopscope.cli.policies import load_policy
+from loopscope.cli.policies import load_policy_to_run
 from loopscope.errors import UserError
 from loopscope.reading import read_text
 
@@ -23,11 +23,14 @@ class Rule(NamedTuple):
 
     def exit_policy(self, any_model: bool) -> "ExitPolicy | None":
         from loopscope.exits import ExitPolicy
+        from loopscope.exits.readouts import check_threshold
 
         if self.policy is not None:
-            return load_policy(self.policy, any_model)
+            return load_policy_to_run(self.policy, any_model)
         if self.readout is not None:
-            return ExitPolicy(self.readout, self.threshold)
+            policy = ExitPolicy(self.readout, self.threshold)
+            check_threshold(self.readout, self.threshold or 0)
+            return policy
         return None if self.loops is None else ExitPolicy("fixed", self.loops)
 
 

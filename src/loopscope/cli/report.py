@@ -1,4 +1,4 @@
-"""Write tables, figures and a page on some runs.
+"""Write tables, figures and a page on some runs, or on folders of recordings.
 
 loopscope report runs/demo/fixed-geometric runs/demo/linear-gate --reference fixed-geometric --out report
 loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
@@ -12,22 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli.inputs import find_run
-from loopscope.cli.options import AT, REFERENCE, add_shared, add_verb, option_words, target_accuracies
+from loopscope.cli.options import (
+    AT,
+    RECORDED,
+    REFERENCE,
+    add_shared,
+    add_verb,
+    check_folder,
+    option_words,
+    target_accuracies,
+)
 from loopscope.cli.output import watched
-from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
+from loopscope.cli.policies import POLICIES, check_any_model, load_policy, policies_by_model
 from loopscope.cli.report_output import check_open, check_products, check_report_out, show_products, write_and_show
 from loopscope.errors import UserError
-from loopscope.reading import require_file
 from loopscope.recording_places import find_recordings, recorded_name, run_of_recordings
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "report", __doc__, execute)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs whose splits are recorded")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"{RECORDED}; or several of them")
     parser.add_argument("--reference", metavar="RUN", help=REFERENCE)
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
     add_shared(parser, "--any-model")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the report's folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
     parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
     add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--style", "--open")
 
@@ -36,9 +44,10 @@ def execute(options: argparse.Namespace) -> None:
     targets = target_accuracies(options.at or [])
     check_any_model(options)
     check_open(options)
+    check_folder(options.out)
     runs, reference = _runs(options)
     for path in options.policy:
-        require_file(path, "policy")
+        load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
     check_products(options.product or ())
     if not options.product:
         check_report_out(options.out)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopscope.cli.output import print_json, print_note, print_table, print_text, watched
+from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
 from loopscope.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def write_and_show(
     """
     import webbrowser
 
+    from loopscope.report.tables import of_sequences
     from loopscope.report.write import reported_models, write_report
     from loopscope.reproduction.markers import markers
     from loopscope.reproduction.products import PRODUCTS
@@ -107,8 +108,11 @@ def write_and_show(
         return
     models = {model.name: model for model in results.models}
     for model in (models[group.names[0]] for group in results.groups if group.names):
-        print_text(f"{model.label}{' (the reference)' if model.is_reference else ''}: {model.diagnosis.sentence}\n")
+        role = " (the reference)" if model.is_reference else ""
+        print_sentences(f"{model.label}{role}: {model.diagnosis.sentence}\n")
     for product in made:
         if product.table is not None and product.name in _HEADLINES:
             print_table(product.table.title, product.table.columns, product.table.rows)
+    if note := of_sequences(results):
+        print_sentences(f"{note.lstrip()}\n")
     print_text(f"All tables and figures: {page}")

@@ -4,7 +4,7 @@ loopscope run runs/demo/fixed-geometric examples.txt --readout margin
 echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - --readout margin --threshold 4
 loopscope run runs/mine examples.txt --readout fixed --threshold 4 --out answers.jsonl
 loopscope run runs/mine examples.txt --gate gates/linear
-loopscope run runs/mine examples.txt --policy policy.json           (as `loopscope calibrate` wrote it)
+loopscope run runs/mine examples.txt --policy policy.json  # as `loopscope calibrate` wrote it
 
 One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
 order of the examples. Without --threshold it is chosen on the run's validation recording.
@@ -26,7 +26,7 @@ from loopscope.cli.devices import announce_device, device_of
 from loopscope.cli.inputs import check_readouts, check_run
 from loopscope.cli.options import READOUTS, add_shared, add_verb, check_new, count
 from loopscope.cli.output import percent, print_note
-from loopscope.cli.policies import check_any_model, load_policy
+from loopscope.cli.policies import check_any_model, check_runnable, load_policy_to_run
 from loopscope.errors import UserError
 from loopscope.reading import require_file
 
@@ -51,30 +51,36 @@ def define(subparsers: Any) -> None:
     rule.add_argument(
         "--readout", default="margin", metavar="NAME", help=f"the exit rule: {READOUTS} (default: margin)"
     )
-    rule.add_argument("--gate", type=Path, metavar="DIR", help="a fitted gate as the exit rule")
-    rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit rule and its threshold from a policy file")
+    rule.add_argument("--gate", type=Path, metavar="DIR", help="folder of a fitted gate or stopper, as the exit rule")
+    rule.add_argument("--policy", type=Path, metavar="FILE", help="policy file with the exit rule and its threshold")
     add_shared(parser, "--any-model", "--with-readout")
-    parser.add_argument("--threshold", type=float, metavar="X", help="its threshold (default: as validation chooses)")
-    parser.add_argument("--batch-size", type=count, default=256, metavar="N", help="rows at a time (default: 256)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the answers go (default: standard output)")
+    parser.add_argument(
+        "--threshold", type=float, metavar="X", help="threshold of the exit rule (default: as validation data choose)"
+    )
+    parser.add_argument(
+        "--batch-size", type=count, default=256, metavar="N", help="rows to run at a time (default: 256)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file of the answers (default: standard output)")
     add_shared(parser, "--device", "--threads")
 
 
 def execute(options: argparse.Namespace) -> None:
     _check(options)
+    from loopscope.exits.scope import Scope
     from loopscope.training.settings import read_run_settings
 
     settings = read_run_settings(options.run)
     policy = _policy(options)
+    check_runnable(policy, settings.num_loops, Scope(unit="answers"))
     from loopscope.engine import in_order, run
     from loopscope.models import load_model
 
     model = load_model(options.run, device_of(options))
-    announce_device(options)
     total = right = loops = 0
     with _lines(options.examples) as lines, _output(options.out) as out:
         reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
         for answer in in_order(run(model, policy, reader.requests(), options.batch_size)):
+            announce_device(options)  # now nothing but a line is refused any more
             line, text, label = reader.unanswered.pop(answer.key)
             is_right = answer.prediction == label
             entry = {"line": line, "example": text, "answer": answer.prediction, "loop": answer.loop}
@@ -131,17 +137,20 @@ def _output(path: Path | None) -> Iterator[TextIO]:
 def _policy(options: argparse.Namespace) -> "ExitPolicy":
     from loopscope.exits import ExitPolicy, attach
     from loopscope.exits.fitted import load_fitted
+    from loopscope.exits.readouts import check_threshold
     from loopscope.exits.sweep import choose
     from loopscope.trajectory import Trajectory
 
     if options.policy is not None:
-        return load_policy(options.policy, options.any_model)
+        return load_policy_to_run(options.policy, options.any_model)
     readout, gate = options.readout, None
     if options.gate is not None:
         gate = load_fitted(options.gate)
         readout = gate.prefix + options.gate.absolute().name
     if options.threshold is not None or readout == "oracle":
-        return ExitPolicy(readout, options.threshold, gate)
+        policy = ExitPolicy(readout, options.threshold, gate)
+        check_threshold(readout, options.threshold or 0)
+        return policy
     recording = options.run / "recordings" / "validation"
     if not recording.is_dir():
         raise UserError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from loopscope.cli.devices import device_of, working
 from loopscope.cli.inputs import check_texts, find_model
 from loopscope.cli.options import CHECK_KINDS, COMPUTE, add_shared, add_verb, rounds
-from loopscope.cli.output import print_json, print_note, print_table
+from loopscope.cli.output import print_json, print_note, print_sentences, print_table
 from loopscope.reading import read_text
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "selfcheck", __doc__, execute)
     parser.add_argument("model", help="a run's folder, the folder of a checkpoint, or its name on the Hub")
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="precision to check (default: float32)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text to check on (default: some of our own)")
-    kinds = f"{', '.join(CHECK_KINDS)} (repeatable; default: all)"
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text to check on (default: a sample of our own)")
+    kinds = f"check only this: {', '.join(CHECK_KINDS)} (repeatable; default: all)"
     parser.add_argument("--only", action="append", metavar="KIND", help=kinds)
     parser.add_argument("--rounds", type=rounds, default=3, metavar="N", help="rounds of the speed check (default: 3)")
     add_shared(parser, *COMPUTE)
@@ -52,6 +52,7 @@ def execute(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             kinds=options.only or CHECK_KINDS,
             rounds=options.rounds,
+            source="a sample of our own" if options.text is None else str(options.text),
             progress=advance,
         )
     if options.json:
@@ -80,11 +81,18 @@ def _tokens(folder: Path, file: Path | None) -> Any:
 def _print(found: "SelfCheck") -> None:
     verdicts = {True: "PASS", False: "FAIL", None: "-"}
     rows = [
-        [check.kind, check.what, _measured(check), _limit(check), verdicts[check.passed], check.note]
+        [
+            check.kind,
+            f"{check.what} ({check.note})" if check.note else check.what,
+            _measured(check),
+            _limit(check),
+            verdicts[check.passed],
+        ]
         for check in found.checks
     ]
     title = f"{found.model}: {found.num_loops} loops, {found.dtype} on {found.device}, checked on {found.tokens}"
-    print_table(title, ["check", "what", "measured", "limit", "verdict", ""], rows)
+    print_table(title, ["check", "what", "measured", "limit", "verdict"], rows, keys=2)
+    print_sentences(found.sentence)
 
 
 def _measured(check: "Check") -> str:

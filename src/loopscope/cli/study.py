@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of, resolve_auto, working
-from loopscope.cli.options import STUDIES, add_group, add_shared, add_verb, count, option_words, values
-from loopscope.cli.output import print_json, print_note, print_table, print_text
+from loopscope.cli.options import STUDIES, add_group, add_shared, add_verb, check_folder, count, option_words, values
+from loopscope.cli.output import print_json, print_note, print_sentences, print_table
 from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
 from loopscope.errors import UserError
 
@@ -26,6 +26,8 @@ _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gat
 _STEPS |= {"analysis": "analyses", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 """What of a study's checkpoints the command line can change."""
+_HASH = 8
+"""Digits of an artifact's hash that tell runs apart, and leave room for their names."""
 
 _KIND_HELP = {
     "plan": """List what a study makes, and what of it is there.
@@ -49,8 +51,8 @@ loopscope study status mano
 """,
     "report": """Write the report of what is finished.
 
-loopscope study report mano                          (of what is finished so far)
-loopscope study report mano --product gate_summary   (one table; docs/paper.md lists all products)
+loopscope study report mano  # of what is finished so far
+loopscope study report mano --product gate_summary  # one table; docs/paper.md lists all products
 """,
 }
 
@@ -60,15 +62,20 @@ def define(subparsers: Any) -> None:
     for name, execute in (("plan", _plan), ("run", execute_run), ("status", _status), ("report", _report_finished)):
         parser = add_verb(kinds, name, _KIND_HELP[name], execute, resumes=name == "run")
         parser.add_argument("study", help=f"a TOML file, or a study that ships with LoopScope: {STUDIES}")
-        parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/NAME-OF-THE-FILE")
+        parser.add_argument(
+            "--out", type=Path, metavar="DIR", help="folder of the study (default: runs/NAME-OF-THE-FILE)"
+        )
         _add_compute(parser)
         add_shared(parser, "--device")
+        models = "folder of a checkpoint, or its name on the Hub (repeatable)"
         group = parser.add_argument_group("in place of what the study says of its checkpoints")
-        group.add_argument("--model", action="append", dest="models", metavar="DIR|ID", help="(repeatable)")
-        group.add_argument("--benchmark", action="append", dest="benchmarks", metavar="NAME", help="(repeatable)")
-        group.add_argument("--data", metavar="DIR", help="the benchmarks' files (default: from the Hub)")
-        group.add_argument("--limit", type=count, metavar="N", help="questions of every split")
-        group.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16")
+        group.add_argument("--model", action="append", dest="models", metavar="DIR|ID", help=models)
+        group.add_argument(
+            "--benchmark", action="append", dest="benchmarks", metavar="NAME", help="name of a benchmark (repeatable)"
+        )
+        group.add_argument("--data", metavar="DIR", help="folder with the benchmarks' files (default: from the Hub)")
+        group.add_argument("--limit", type=count, metavar="N", help="take at most so many questions of every split")
+        group.add_argument("--dtype", metavar="NAME", help="precision: float32, bfloat16 or float16")
         parser.set_defaults(product=None, style="page")  # of all but `report`
         if name == "run":
             _add_execution(parser)
@@ -79,7 +86,9 @@ def define(subparsers: Any) -> None:
 def define_demo(subparsers: Any, text: str | None) -> None:
     """A verb of its own for the study that ships with LoopScope."""
     parser = add_verb(subparsers, "demo", text, execute_run, resumes=True)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the demo (default: runs/demo)"
+    )
     _add_compute(parser)
     _add_execution(parser)
     parser.set_defaults(study="demo", product=None, style="page", device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
@@ -87,21 +96,34 @@ def define_demo(subparsers: Any, text: str | None) -> None:
 
 def _add_compute(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--store")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of all runs")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="change a setting of all runs, such as training.steps=300 (repeatable)",
+    )
     add_shared(parser, "--json")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of every task (default: 1)")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads of every task (default: 1)")
 
 
 def _add_execution(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="worker processes here, or Ray")
-    parser.add_argument("--address", metavar="HOST:PORT", help="of a Ray cluster (auto: the one this machine is in)")
-    parser.add_argument("--workers", type=count, metavar="N", help="tasks at a time here (default: as there are cores)")
+    parser.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="run tasks in processes here (default), or on Ray"
+    )
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="address of a Ray cluster (auto: the one this machine is in)"
+    )
+    parser.add_argument(
+        "--workers", type=count, metavar="N", help="tasks to run at a time here (default: as there are cores)"
+    )
     add_shared(parser, "--force", "--open")
 
 
 def execute_run(options: argparse.Namespace) -> None:
     if options.address is not None and options.engine != "ray":
         raise UserError("--address is of a Ray cluster; add --engine ray.")
+    _check_folders(options)
     check_products(_check(options).products)
     plan, store = _make_plan(options)
     plan.check_names(_out(options))
@@ -123,11 +145,25 @@ def execute_run(options: argparse.Namespace) -> None:
 
 def _report_finished(options: argparse.Namespace) -> None:
     check_open(options)
-    check_products(options.product or _check(options).products)
+    _check_folders(options)
+    products = options.product or _check(options).products
+    device = None if options.device == "auto" else options.device
+    nothing = UserError(f"Nothing of this study is analysed yet; run it with: {_command(options, 'run', device)}.")
+    if not any(_store(options).glob("analysis-*")):  # which needs no plan, and so no PyTorch
+        raise nothing
+    check_products(products)
     plan, store = _make_plan(options)
-    if missing := sum(not model.analysis.done(store) for model in plan.models):
+    missing = sum(not model.analysis.done(store) for model in plan.models)
+    if missing == len(plan.models):
+        raise nothing
+    if missing:
         print_note(f"{missing} of {len(plan.models)} models are not analysed yet; the report is of the others.")
     _report(options, plan, store)
+
+
+def _check_folders(options: argparse.Namespace) -> None:
+    check_folder(_out(options))
+    check_folder(_store(options))
 
 
 def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
@@ -156,14 +192,17 @@ def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
     if options.product:
         show_products(results, options.product, folder, options.json, options.style)
         return
-    given = {"set": options.set, **values(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
-    given |= {"device": None if options.device == "cpu" == check_device("auto").type else options.device}
-    given |= {"threads": None if options.threads == 1 else options.threads}
-    run, report = (
-        shlex.join(["loopscope", "study", kind, options.study, *option_words(given)]) for kind in ("run", "report")
-    )
+    device = None if options.device == "cpu" == check_device("auto").type else options.device
+    run, report = (_command(options, kind, device) for kind in ("run", "report"))
     details = plan.details(results, store)
     write_and_show(results, details, options, folder, plan.study.products, (run, report))
+
+
+def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
+    """What to type for the same study."""
+    given = {"set": options.set, **values(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
+    given |= {"device": device, "threads": None if options.threads == 1 else options.threads}
+    return shlex.join(["loopscope", "study", kind, options.study, *option_words(given)])
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -184,26 +223,25 @@ def _plan(options: argparse.Namespace) -> None:
     print_table("", ["what", "in all", "there", "to be made"], _counts(plan.steps, store))
     if left := sum(step.units - step.units_done(store) for step in plan.steps if isinstance(step, Train)):
         seconds = sum(each.seconds for each in training_time(plan.steps, store))
-        print(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
-    print_text(f"Artifacts are in {store}.")
+        print_sentences(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
+    hashes = "; a run's is named run- and a hash, which begins as in the table"
+    print_sentences(f"Artifacts are in {store}{hashes if any(model.training for model in plan.models) else ''}.")
 
 
 def _print_models(plan: "Plan") -> None:
     trained = [
         [
             model.name,
-            model.training.key,
+            model.training.key.removeprefix("run-")[:_HASH],
             f"{model.training.settings.training.steps:,}",
             f"{len(model.analysis.gates) or ''}",
             "yes" if model.analysis.extrapolation else "",
-            "yes" if model.analysis.is_reference else "",
         ]
         for model in plan.models
         if model.training is not None
     ]
     if trained:
-        columns = ["run", "artifact", "steps", "fitted gates", "extrapolates", "reference"]
-        print_table(plan.study.title, columns, trained)
+        print_table(plan.study.title, ["run", "artifact", "steps", "fitted gates", "harder examples"], trained)
     scored = [
         [model.name, model.checkpoint.source, f"{len(model.analysis.gates) or ''}", "yes" if model.timing else ""]
         for model in plan.models
@@ -211,6 +249,8 @@ def _print_models(plan: "Plan") -> None:
     ]
     if scored:
         print_table(plan.study.title, ["checkpoint on benchmark", "from", "fitted gates", "timed"], scored)
+    if references := [model.name for model in plan.models if model.analysis.is_reference]:
+        print_sentences(f"Trajectories are measured against {', '.join(references)}.\n")
 
 
 def _status(options: argparse.Namespace) -> None:

@@ -2,9 +2,9 @@
 
 loopscope train demo --out runs/mine
 loopscope train demo --out runs/gate --set objective.name=learned_gate --set model.gate=linear
-loopscope train paper --out runs/paper --set training.seed=1        (on a GPU)
+loopscope train paper --out runs/paper --set training.seed=1  # on a GPU
 loopscope train my.toml --out runs/other --device cuda
-loopscope train demo --out runs/own --set objective=my_losses:improving        (a function in my_losses.py)
+loopscope train demo --out runs/own --set objective=my_losses:improving  # a function in my_losses.py
 torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper --device cuda
 
 A killed or interrupted run continues with the same command and ends bit-identical.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.devices import device_of, working
-from loopscope.cli.options import COMPUTE, PRESETS, add_shared, add_verb
+from loopscope.cli.options import COMPUTE, PRESETS, add_shared, add_verb, check_folder
 from loopscope.cli.output import print_trained
 from loopscope.cli.workers import with_workers
 
@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "train", __doc__, execute, resumes=True)
     parser.add_argument("settings", help=f"a preset ({PRESETS}) or a TOML file")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run's folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
     add_shared(parser, "--set", "--force", *COMPUTE)
 
 
 def execute(options: argparse.Namespace) -> None:
-    from loopscope.training.settings import read_settings
+    from loopscope.training.settings import check_run_place, read_settings
 
+    check_folder(options.out)
     read_settings(options.settings, options.set)
+    check_run_place(options.out)
     with_workers(options, _train)
 
 
@@ -42,6 +44,7 @@ def _train(options: argparse.Namespace, workers: "Workers") -> None:
     from loopscope.progress import clock, silent
     from loopscope.training import check_memory, estimate_time, read_settings, train
     from loopscope.training.run_folder import steps_done
+    from loopscope.training.settings import presets
 
     notes: list[str] = []
     with workers.together():
@@ -51,7 +54,8 @@ def _train(options: argparse.Namespace, workers: "Workers") -> None:
         if workers.is_main and start < steps and not options.force:
             check_memory(settings, device, workers)
             expected = estimate_time(settings, device, start, workers)
-            expected.check()
+            left_out = f"; keys that {options.settings} leaves out have the paper's values, which are large"
+            expected.check("" if options.settings in presets() else left_out)
             notes.append(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
     with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
         result = train(settings, options.out, device, advance, workers)

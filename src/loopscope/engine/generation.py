@@ -23,7 +23,7 @@ from loopscope.engine.request_batch import require_vocabulary
 from loopscope.engine.sampling import Draft, Sampling, draw_drafts, greedy_tokens, next_tokens, verify, verify_greedy
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
-from loopscope.exits.exit_state import ExitState
+from loopscope.exits.exit_state import ExitState, check_drafts
 from loopscope.exits.scope import Scope
 from loopscope.models import LoopedModel
 from loopscope.models.device import upload
@@ -220,11 +220,8 @@ class _Policies:
         policy = prompt.policy or self._usual
         if self._lossless and prompt.forced is not None:
             raise UserError("What is forced after a prompt is no draft; leave out `forced`, or do without lossless.")
-        if self._lossless and policy.readout == "fixed" and policy.threshold == self._model.num_loops:
-            raise UserError(
-                "Lossless text needs a policy that lets tokens exit early, since those are its drafts; full depth "
-                "drafts nothing. Give a policy, a readout with its threshold, or fewer loops."
-            )
+        if self._lossless:
+            check_drafts(policy, self._model.num_loops)
         if id(policy) not in self._checked:
             self._check(policy)
         return policy

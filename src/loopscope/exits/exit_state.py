@@ -23,6 +23,15 @@ from loopscope.exits.stopper import Stopper, readable
 Array = NDArray[Any]
 
 
+def check_drafts(policy: ExitPolicy, num_loops: int) -> None:
+    """Refuses a rule under which lossless text would have no drafts."""
+    if policy.readout == "fixed" and policy.threshold == num_loops:
+        raise UserError(
+            "Lossless text needs a policy that lets tokens exit early, since those are its drafts; full depth drafts "
+            "nothing. Give a policy, a readout with its threshold, or fewer loops."
+        )
+
+
 class ExitState:
     """Follows some requests through their loops and says who exits; they may be at different loops."""
 
@@ -34,7 +43,9 @@ class ExitState:
             what = "stopper" if policy.readout.startswith(STOPPER) else "gate"
             raise UserError(f"To run with '{policy.readout}' the policy must carry that {what}; give it with --gate.")
         if kind == "depth" and int(policy.threshold or 0) > num_loops:
-            raise UserError(f"A fixed depth of {policy.threshold} is beyond the model's {num_loops} loops.")
+            raise UserError(
+                f"A fixed depth of {policy.threshold:g} is beyond the model's {num_loops} loops; ask for fewer."
+            )
         if readout is not None and readout.reads is None:
             raise UserError(
                 f"The signal '{policy.readout}' only exists recorded, so its policy can be replayed but not run; give "

@@ -158,7 +158,7 @@ def certify_live(runs: LiveRuns, target: RiskTarget, seed: int = 0, bound: Bound
     passed = fixed_sequence(p, target.delta)
     if not passed:
         rate, spread = float(lost[:, 0].mean()), float(lost[:, 0].var()) if bound == "betting" else None
-        safest = f"the most cautious candidate ({runs.policy(0)}, {runs.loops[0].mean():.2f} loops)"
+        safest = f"the most cautious candidate ({runs.policy(0)}, {documents.mean(runs.loops[0]):.2f} loops)"
         remedy = "run more --candidates, which begin more cautiously, try another readout, or ask for less"
         raise not_safe(safest, documents, rate, spread, runs, target, True, remedy)
     depths = np.stack([documents.means(each) for each in runs.loops], axis=1)

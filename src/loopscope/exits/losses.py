@@ -96,7 +96,10 @@ def risk_groups(trajectory: Counted, per_difficulty: bool) -> list[RiskGroup]:
     if not per_difficulty:
         return [_group(trajectory, None, np.arange(trajectory.num_examples))]
     if trajectory.difficulty is None:
-        raise UserError("The recording has no difficulties, so nothing can be promised or checked for each of them.")
+        raise UserError(
+            "The recording has no difficulties, so nothing can be promised or checked for each of them; ask for all "
+            "together (leave out --per-difficulty), or give them: Trajectory(difficulty=...)."
+        )
     levels = np.unique(trajectory.difficulty)
     return [_group(trajectory, float(level), np.flatnonzero(trajectory.difficulty == level)) for level in levels]
 

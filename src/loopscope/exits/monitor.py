@@ -85,6 +85,12 @@ class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return digest(msgspec.structs.replace(self, digest=""))
 
 
+def check_alpha(alpha: float) -> float:
+    if not 0 < (share := as_number(alpha, "The share of false alarms")) < 1:
+        raise UserError(f"The share of false alarms lies between 0 and 1, such as 0.01; got {share:g}.")
+    return share
+
+
 class Monitor:
     """Watches a stream under a calibrated policy.
 
@@ -97,9 +103,7 @@ class Monitor:
         self.policy = policy
         self.guarantee, self.calibration = _promise_of(policy)
         self.watches_risk = self.guarantee.confidence is not None
-        alpha, seed = as_number(alpha, "The share of false alarms"), as_count(seed, "A seed", 0)
-        if not 0 < alpha < 1:
-            raise UserError(f"The share of false alarms lies between 0 and 1, such as 0.01; got {alpha}.")
+        alpha, seed = check_alpha(alpha), as_count(seed, "A seed", 0)
         if seed >= 2**31:
             raise UserError("A seed lies below 2**31; choose a smaller one.")
         self._enough = log(2 if self.watches_risk else 1) - log(alpha)

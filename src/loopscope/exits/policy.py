@@ -28,6 +28,7 @@ from loopscope.exits.scope import ANYTHING, Scope, scope_of
 from loopscope.exits.signals import own_name
 from loopscope.exits.stopper import Stopper, StopperContents
 from loopscope.model_identity import model_words, same_model
+from loopscope.reading import read_bytes
 from loopscope.trajectory import Trajectory, check_trajectory
 from loopscope.writing import BESIDE, atomic_file, remove_leftovers, write_bytes
 
@@ -37,6 +38,8 @@ NEVER = float(np.finfo(np.float64).max)
 
 _SMALL = 1 << 20
 """Bytes; a policy has a few thousand."""
+POLICY_FILE = "policy that `loopscope calibrate` wrote"
+"""As it is called where there is none."""
 
 
 class GateFile(Settings, frozen=True, kw_only=True):
@@ -71,7 +74,8 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
 
         What sealed them is checked before.
         """
-        values = read_json(dict[str, Any], path, "policy")
+        is_object = read_bytes(path, POLICY_FILE).lstrip().startswith(b"{")  # else it is a text, say
+        values = read_json(dict[str, Any], path, "policy") if is_object else {}
         if "readout" not in values:
             raise UserError(f"{path} is not a policy: it has no readout; give a file that `loopscope calibrate` wrote.")
         older = values.get("schema_version") in (1, 2, 3, 4, 5, 6)
@@ -242,7 +246,8 @@ class ExitPolicy:
             assert self.threshold is not None
             if self.threshold > trajectory.num_loops:
                 raise UserError(
-                    f"A fixed depth of {self.threshold} is beyond the recording's {trajectory.num_loops} loops."
+                    f"A fixed depth of {self.threshold:g} is beyond the recording's {trajectory.num_loops} loops; "
+                    "choose less."
                 )
             return np.full(trajectory.num_examples, int(self.threshold))
         stops = np.array(self.stops(trajectory))

@@ -161,6 +161,8 @@ READOUTS: dict[str, ReadoutKind] = {
 """Every readout, and when it exits: at the first loop whose signal is above or below its threshold (or meets it), at a
 fixed depth, or (the oracle) at the first correct loop. One that never comes exits at loop T. Those that were registered
 are here, too."""
+_AT_MOST_1 = ("gate", "top1")
+_NEVER_BELOW_0 = ("entropy", "kl", "logit_change", "hidden_change", "hidden_cosine", "hidden_acceleration")
 POST_HOC = ("entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine")
 """The paper's, which any trajectory has, without a gate and without labels."""
 _STEPS: dict[str, tuple[Source, Step]] = {
@@ -227,6 +229,15 @@ def readout_kind(name: str) -> ReadoutKind:
             f"{FITTED_GATE}NAME, {STOPPER}NAME, or import the module that defines it."
         )
     return READOUTS[name]
+
+
+def check_threshold(name: str, threshold: float) -> None:
+    """Refuses one that no value of a signal can meet, so that nothing would ever exit early."""
+    known = "gate" if name.startswith(FITTED_GATE) else name
+    if known in _AT_MOST_1 and threshold > 1:
+        raise UserError(f"'{name}' is a probability and never reaches {threshold:g}; give a threshold from 0 to 1.")
+    if known in _NEVER_BELOW_0 and threshold < 0:
+        raise UserError(f"'{name}' is never below 0, and so never at {threshold:g}; give a threshold from 0 on.")
 
 
 def readout_definition(name: str) -> str | None:

@@ -7,10 +7,21 @@ from loopscope.config import read_json
 from loopscope.errors import UserError
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.live_runs import LIVE, LiveRuns, Recorded
-from loopscope.exits.losses import population
+from loopscope.exits.losses import population, unit_count
 from loopscope.exits.outcome import Outcome
 from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.scope import Unit, counted, scope_of
 from loopscope.trajectory import Trajectory
+
+
+def counted_in(recorded: Recorded, which: str) -> str:
+    """How many there are, and of what, in words."""
+    sequences = None if recorded.sequences is None else unit_count(recorded)
+    return counted(which, recorded.num_examples, sequences, decision_unit(recorded))
+
+
+def decision_unit(recorded: Recorded) -> Unit | None:
+    return (recorded.scope if isinstance(recorded, LiveRuns) else scope_of(recorded)).unit
 
 
 def load_recorded(path: Path) -> Recorded:

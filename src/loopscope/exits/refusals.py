@@ -25,8 +25,8 @@ def too_few(tested: int, difficulty: float | None, counted: Counted, target: Ris
     assert needed is not None
     record = _to_record(needed, difficulty, counted, target, split)
     return NotProven(
-        f"Even if none of them loses, {target} takes {needed:,} tested {_what(difficulty, counted)}, and there are "
-        f"{tested:,}; record {record:,} in all{_population(target)}, or ask for less.",
+        f"Even if exiting early lost nothing, {target} takes {needed:,} tested {_what(difficulty, counted)}, and there "
+        f"are {tested:,}; record {record:,} in all{_population(target)}, or ask for less.",
         record,
     )
 
@@ -51,9 +51,9 @@ def not_safe(
         needed = min_units_by_bets(target.max_drop, level, rate, spread)
     else:
         needed = min_units(target.max_drop, level, rate, group.binary)
-    observed = (
-        f"Even {safest} loses {100 * rate:.2f} % of the {group.units:,} tested {_what(group.difficulty, counted)}"
-    )
+    of = "of" if counted.sequences is None else "of the answers, on average over"
+    tested = f"{group.units:,} tested {_what(group.difficulty, counted)}"
+    observed = f"Even {safest} loses {100 * rate:.2f} % {of} the {tested}"
     others = f"on other {_units(counted)}, since a second test on these would promise nothing"
     if needed is None:
         return NotProven(f"{observed}, so no number of them would prove it; {remedy}, {others}.", None)

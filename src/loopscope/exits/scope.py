@@ -5,7 +5,8 @@ its provenance names another `unit`. What is not said (`None`: all of a policy m
 sides say something, they must say the same.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from loopscope.config import Settings
 from loopscope.errors import UserError
@@ -68,6 +69,8 @@ class Scope(Settings, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         words = [_words(name, value) for name in self.__struct_fields__ if (value := getattr(self, name)) is not None]
+        if self.unit == "tokens":
+            words = [each.replace("text with the cache", "with the cache") for each in words]  # of a text, it said
         return ", ".join(words) or "anything: it does not say"
 
 
@@ -80,14 +83,27 @@ def _words(name: str, value: str) -> str:
     return f"weights in {value}" if name == "precision" else _WORDS[value]
 
 
-def scope_of(trajectory: Trajectory) -> Scope:
-    """What the decisions of a recording are, as far as it says."""
-    found = trajectory.provenance
-    unit: Unit = found.get("unit") or (
-        "questions" if "benchmark" in found else "answers" if trajectory.sequences is None else "tokens"
+def unit_of(provenance: Mapping[str, Any], of_sequences: bool) -> Unit:
+    """What one decision of a recording is about."""
+    unit: Unit = provenance.get("unit") or (
+        "questions" if "benchmark" in provenance else "tokens" if of_sequences else "answers"
     )
     if unit not in UNITS:
         raise UserError(f"A recording's unit is one of {', '.join(UNITS)}, got {unit!r}.")
+    return unit
+
+
+def counted(which: str, examples: int, sequences: int | None, unit: Unit | None) -> str:
+    """How many there are, and of what: `2,000 test examples`, `2,000 test tokens of 100 sequences`."""
+    if sequences is None:
+        return f"{examples:,} {which} examples"
+    return f"{examples:,} {which} {unit or 'decisions'} of {sequences:,} sequences"
+
+
+def scope_of(trajectory: Trajectory) -> Scope:
+    """What the decisions of a recording are, as far as it says."""
+    found = trajectory.provenance
+    unit = unit_of(found, trajectory.sequences is not None)
     state = next((name for name, words in STATE_WORDS.items() if found.get("state") == words), None)
     return Scope(
         unit=unit,

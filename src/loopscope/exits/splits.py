@@ -32,6 +32,27 @@ def check_split(recording: Recorded, role: str) -> None:
         )
 
 
+def check_fitting(recording: Trajectory, what: str) -> None:
+    """Refuses to fit a gate or a stopper to data that is for evaluation."""
+    if (recording.split or "").strip().lower().startswith(EVALUATION_SPLITS):
+        raise UserError(
+            f"A {what} must not be fitted on the {recording.split} split, which is for evaluation; record the train "
+            "split."
+        )
+
+
+def check_gate_data(recording: Trajectory) -> None:
+    """Refuses a recording that no gate can be fitted on."""
+    check_fitting(recording, "gate")
+    if recording.hidden is None:
+        raise UserError(
+            "A gate is fitted on hidden states, and this recording keeps none; record it with --hidden, or give those "
+            "of your own: Trajectory(hidden=...)."
+        )
+    if recording.num_loops < 2:
+        raise UserError("With one loop there is no exit to choose, so no gate to fit.")
+
+
 def check_held_out(guarantee: Guarantee, model: str | None, trajectory: Recorded) -> None:
     """Refuses the data that the promise of a policy for `model` rests on."""
     if (guarantee.tested.sequences is None) != (trajectory.sequences is None):

@@ -21,7 +21,7 @@ from loopscope.errors import UserError
 from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.recorded_signals import has_signal
 from loopscope.exits.signals import Array, Signal
-from loopscope.exits.splits import check_split
+from loopscope.exits.splits import check_fitting
 from loopscope.exits.stopper import Stopper, StopperKind, bins_before_last, price_index, read_signals, readable
 from loopscope.exits.thresholds import gap_middles
 from loopscope.trajectory import Trajectory, check_trajectory
@@ -67,7 +67,7 @@ def fit_out_of_bag(
     check_trajectory(recording, "What a stopper is fitted on")
     check_kind(settings, (StopperSettings, type(None)), "The settings of a stopper", "StopperSettings, or none")
     settings = build(StopperSettings, {**({} if settings is None else plain(settings)), **changes}, "the stopper")
-    check_split(recording, "stopper's")
+    check_fitting(recording, "stopper")
     if too_little := why_not_learned(recording):
         raise UserError(too_little)
     names = tuple(stopper_signals(recording) if signals is None else signals)

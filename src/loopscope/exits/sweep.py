@@ -43,8 +43,8 @@ class OperatingPoint:
     calibration_average_loops: float
 
     def __repr__(self) -> str:
-        there = f"{self.calibration_accuracy:.1%} in {self.calibration_average_loops:.2f} on calibration data"
-        return f"OperatingPoint({self.policy}: {self.accuracy:.1%} in {self.average_loops:.2f} loops; {there})"
+        there = f"{100 * self.calibration_accuracy:.1f} % in {self.calibration_average_loops:.2f} on calibration data"
+        return f"OperatingPoint({self.policy}: {100 * self.accuracy:.1f} % in {self.average_loops:.2f} loops; {there})"
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -69,8 +69,8 @@ class Frontier:
     def __repr__(self) -> str:
         loops, accuracy = self.average_loops, self.accuracy
         return (
-            f"Frontier({self.readout}, {len(loops)} thresholds: {accuracy.min():.1%} to {accuracy.max():.1%} in "
-            f"{loops.min():.2f} to {loops.max():.2f} loops)"
+            f"Frontier({self.readout}, {len(loops)} thresholds: {100 * accuracy.min():.1f} to "
+            f"{100 * accuracy.max():.1f} % in {loops.min():.2f} to {loops.max():.2f} loops)"
         )
 
     def plot(self, *others: "Frontier") -> FrontierPlot:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from loopscope.errors import UserError, did_you_mean
 from loopscope.questions import BENCHMARKS
+from loopscope.questions.lm_eval_tasks import check_data
 from loopscope.reading import is_file, require_file
 
 _NAMED = re.compile(rb"^[ \t-]*(?:task|group|tag):[ \t]*[\"']?([\w.:/-]+)", re.MULTILINE)
@@ -22,9 +23,10 @@ def check_tasks(names: Sequence[str], data: Path | None = None) -> None:
     found = find_spec("lm_eval")
     if found is None or found.origin is None:
         raise UserError("This needs lm_eval; install it with: pip install 'loopscope[lm]'.")
-    ours = {task for benchmark in BENCHMARKS.values() for task in (benchmark.name, *benchmark.tasks)}
+    ours = {task: benchmark for benchmark in BENCHMARKS.values() for task in (benchmark.name, *benchmark.tasks)}
     for name in names:
         if name in ours:
+            check_data(ours[name], "test", data)
             continue
         if is_file(Path(name)):
             if data is None:

@@ -22,18 +22,26 @@ from torch import Tensor
 from loopscope.config import digest, read_json
 from loopscope.errors import UserError
 from loopscope.model_identity import with_configuration
-from loopscope.models.configuration import CONFIG, INDEX, WEIGHTS, ModelType, read_checkpoint_config
+from loopscope.models.configuration import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    ModelType,
+    looped_model_type,
+    read_checkpoint_config,
+    require_config,
+    weight_files,
+)
 from loopscope.models.contract import LoopedModel
 from loopscope.models.decoder_layers import DecoderConfig
 from loopscope.models.device import check_device
 from loopscope.models.gates import Gate
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.huginn import Huginn, HuginnConfig, read_huginn_config
-from loopscope.models.looped_llama import SOURCES, LoopedLlama, read_looped_llama_config
+from loopscope.models.looped_llama import LoopedLlama, read_looped_llama_config
 from loopscope.models.ouro import Ouro, read_ouro_config
 from loopscope.models.run_hashes import check_hashes, known_sha256
 from loopscope.models.transformer import LoopedTransformer
-from loopscope.reading import is_plain_name
 from loopscope.writing import atomic_file, write_json
 
 BESIDE_WEIGHTS = (
@@ -41,10 +49,6 @@ BESIDE_WEIGHTS = (
     *("generation_config.json", "chat_template.jinja"),
 )
 """What a checkpoint may have beside its configuration and weights, and keeps when another is made of it."""
-
-
-class ShardIndex(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -73,12 +77,7 @@ def load_model(
 
 def model_without_weights(path: Path) -> LoopedModel:
     """The model of a checkpoint as its configuration describes it, on the meta device."""
-    if not (path / CONFIG).is_file():
-        raise UserError(f"{path} is not a checkpoint: it has no {CONFIG}.")
-    kind = read_json(ModelType, path / CONFIG, "model configuration").model_type
-    if kind not in _BUILDERS:
-        loops = "; loop it first (`loopscope loop`)" if kind in SOURCES else ""
-        raise UserError(f"{path} holds a model of type '{kind}'; LoopScope reads {', '.join(_BUILDERS)}{loops}.")
+    kind = looped_model_type(path)
     with torch.device("meta"):
         return _BUILDERS[kind](path)
 
@@ -280,8 +279,7 @@ def end_tokens(folder: Path) -> set[int]:
 
 def gate_tensors(folder: Path) -> dict[str, str]:
     """Where a checkpoint keeps the parts of its own gate: part -> tensor; nothing without a gate."""
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}.")
+    require_config(folder)
     kind = read_json(ModelType, folder / CONFIG, "model configuration").model_type
     if kind == "huginn_raven":
         return {}
@@ -310,16 +308,3 @@ def stored_sha256(folder: Path) -> str:
     if len(files) == 1:
         return known_sha256(files[0])
     return digest({file.name: known_sha256(file) for file in files})
-
-
-def weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        names = sorted(set(read_json(ShardIndex, folder / INDEX, "shard index").weight_map.values()))
-        if outside := [name for name in names if not is_plain_name(name)]:
-            raise UserError(
-                f"{folder / INDEX} names the file '{outside[0]}', which does not lie beside it; fetch or make it again."
-            )
-        return [folder / name for name in names]
-    raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} is there.")

@@ -8,10 +8,17 @@ from pathlib import Path
 
 from loopscope.arguments import as_path
 from loopscope.errors import UserError
-from loopscope.reading import is_folder, near
+from loopscope.reading import is_file, is_folder, no_folder
 
 _DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_REASONS = {
+    "LocalEntryNotFoundError": "it cannot be reached",
+    "RepositoryNotFoundError": "it has none of this name, or not for you",
+    "GatedRepoError": "its owner wants terms to be accepted there before",
+    "RevisionNotFoundError": "it has no such revision",
+}
+"""By the names of huggingface_hub's errors, whose texts are for programmers."""
 
 
 def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
@@ -20,8 +27,8 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
     if is_folder(path):
         return path
     name, _, pinned = str(source).partition("@")
-    if not _NAME.fullmatch(name) or str(source).startswith("."):
-        raise UserError(f"There is no folder {path}{near(path)}; give that of a checkpoint, or its name on the Hub.")
+    if is_file(path) or not _NAME.fullmatch(name) or str(source).startswith("."):
+        raise no_folder(path, "the folder of a checkpoint, or its name on the Hub")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -31,7 +38,8 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision or pinned or None, allow_patterns=list(_DATA)))
     except Exception as error:  # out of reach, unknown, not allowed: each library below has errors of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        message = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = _REASONS.get(type(error).__name__, message)
         raise UserError(
             f"There is no folder {path}, and the Hub does not give it ({reason}); check the name and the connection."
         ) from None

@@ -24,15 +24,12 @@ import msgspec
 from torch import Tensor, nn
 
 from loopscope.config import Layers, Loops, Settings, plain, read_json
+from loopscope.models.configuration import Source
 from loopscope.models.contract import InjectedState, LoopedModel, LoopState, initial_loop_state
 from loopscope.models.decoder_layers import Attention, DecoderConfig, RMSNorm, SwiGLU, rms_normalised
 from loopscope.models.gates import linear_halt
 from loopscope.models.layout import Layout
 from loopscope.models.linear import Linear
-
-Source = Literal["llama", "mistral", "qwen2", "qwen3"]
-SOURCES: tuple[Source, ...] = ("llama", "mistral", "qwen2", "qwen3")
-"""The `model_type` of what can be looped; SmolLM is a Llama."""
 
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Damping = Annotated[float, msgspec.Meta(gt=0, le=1)]

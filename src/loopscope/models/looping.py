@@ -20,17 +20,10 @@ from loopscope.arguments import as_count, as_number, as_path, check_flag, check_
 from loopscope.artifacts import artifact_folder
 from loopscope.config import build, plain, read_json
 from loopscope.errors import UserError
-from loopscope.models.checkpoint import (
-    BESIDE_WEIGHTS,
-    CONFIG,
-    ModelType,
-    check_layers,
-    fill,
-    first_not_finite,
-    save_model,
-)
+from loopscope.models.checkpoint import BESIDE_WEIGHTS, check_layers, fill, first_not_finite, save_model
+from loopscope.models.configuration import CONFIG, SOURCES, ModelType, require_config
 from loopscope.models.hub import find_checkpoint
-from loopscope.models.looped_llama import SOURCES, LoopedLlama, LoopedLlamaConfig, Looping
+from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig, Looping
 from loopscope.reading import is_file, is_folder, is_there
 from loopscope.writing import remove_leftovers, write_json
 
@@ -132,8 +125,7 @@ def _read(path: Path, source: str | Path) -> _Original:
     if files or (path.suffix == ".gguf" and is_file(path)):
         return _read_gguf(files[0] if files else path)
     folder = find_checkpoint(source)
-    if not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}.")
+    require_config(folder)
     _check_type(folder, read_json(ModelType, folder / CONFIG, "model configuration").model_type)
     config = _explicit(read_json(dict[str, Any], folder / CONFIG, "model configuration"))
     shape = _as_one_loop(config, str(folder / CONFIG))

@@ -106,8 +106,7 @@ BENCHMARKS = {
 def benchmark_named(name: str, shots: int | None = None) -> Benchmark:
     """With so many few-shot examples in place of the paper's."""
     if not isinstance(name, str) or name not in BENCHMARKS:
-        raise UserError(
-            f"There is no benchmark '{name}'{did_you_mean(str(name), BENCHMARKS)}; there are {', '.join(BENCHMARKS)}."
-        )
+        hint = did_you_mean(str(name), BENCHMARKS)
+        raise UserError(f"There is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}.")
     found = BENCHMARKS[name]
     return found if shots is None else msgspec.structs.replace(found, shots=as_count(shots, "shots", 0))

@@ -13,6 +13,8 @@ round(0.2 N) are the validation questions, the others the test questions, both i
 """
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ import numpy as np
 
 from loopscope.errors import UserError
 from loopscope.questions.benchmarks import Benchmark, Split
-from loopscope.reading import DEEPEST, json_depth, read_bytes
+from loopscope.reading import DEEPEST, is_folder, json_depth, no_folder, read_bytes
 
 FEWSHOT_SEED = 1234  # lm_eval's own default
 SPLIT_SEED = 42  # the paper's
@@ -75,6 +77,27 @@ def subjects_of(benchmark: Benchmark, data: Path | None) -> Sequence[str | None]
     return present
 
 
+def check_data(benchmark: Benchmark, split: Split, data: Path | None) -> None:
+    """Refuses a folder that lacks files of these questions; it needs no lm_eval."""
+    scored = benchmark.dataset_split(split)
+    if data is None:
+        return
+    if not is_folder(data):
+        raise no_folder(data, "the folder of the benchmarks' files, as docs/benchmarks.md shows them")
+    for subject in subjects_of(benchmark, data):
+        _files(benchmark, subject, scored, data)
+
+
+def _files(benchmark: Benchmark, subject: str | None, scored: str, data: Path) -> dict[str, Path]:
+    """Those with the examples of the prompts and with the questions."""
+    source = data / benchmark.name / (subject or "")
+    files = {name: source / f"{name}.jsonl" for name in (benchmark.pool, scored)}
+    for file in files.values():
+        if not file.is_file():
+            raise UserError(f"There is no file {file}, which {benchmark.title} needs; docs/benchmarks.md lists them.")
+    return files
+
+
 def write_task_definition(
     benchmark: Benchmark, subject: str | None, scored: str, data: Path | None, folder: Path
 ) -> Path:
@@ -85,11 +108,8 @@ def write_task_definition(
     if scored == benchmark.pool:
         definition["fewshot_split"] = scored  # said, so that lm_eval keeps a question out of its own examples
     if data is not None:
-        source = data / benchmark.name / (subject or "")
-        files = {name: source / f"{name}.jsonl" for name in (benchmark.pool, scored)}
+        files = _files(benchmark, subject, scored, data)
         for file in files.values():
-            if not file.is_file():
-                raise UserError(f"There is no file {file}, which {benchmark.title} needs.")
             if any(json_depth(line) > DEEPEST for line in read_bytes(file, "file of questions", None).splitlines()):
                 raise UserError(f"{file} is nested deeper than {DEEPEST} levels, so it holds no questions.")
         local = {"data_files": {name: str(file) for name, file in files.items()}, "cache_dir": str(folder)}
@@ -109,14 +129,20 @@ def _task(benchmark: Benchmark, subject: str | None, scored: str, data: Path | N
 @contextmanager
 def reading_benchmark(what: str, source: Path | None) -> Iterator[None]:
     """Says in a sentence whatever the libraries make of an unreachable Hub or of unfit data."""
+    library = logging.getLogger("huggingface_hub")
+    before = library.level
+    library.setLevel(logging.ERROR)  # it tells of every retry
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        reason = shorten(str(error.__cause__ or error) or type(error).__name__, 200).rstrip(".")
+        message = shorten(str(error.__cause__ or error) or type(error).__name__, 200).rstrip(".")
+        reason = re.sub(r" \(\w+Error\)", "", message)
         place = source or "the Hub; check the network or give a folder with its files"
         raise UserError(f"{what} could not be read from {place} ({reason}).") from error
+    finally:
+        library.setLevel(before)
 
 
 def _built(path: Path, shots: int) -> Any:

@@ -251,7 +251,15 @@ _DIFFERS = {
     "lm_eval": "by another version of lm_eval",
     "shard": "of another part",
     "state": "of other states",
-    "asked": "for another promise",
+    **dict.fromkeys(
+        ("asked", "risk_target", "thresholds", "rule", "readouts", "planned", "proposing"),
+        "for another promise or policy",
+    ),
+    "cache": "with another cache",
+    "recording": "of another recording",
+    "num_loops": "with another number of loops",
+    "batch_size": "in batches of another size",
+    "seed": "with another seed",
     "keeps_logits": "with logits in one of them only",
     "keeps_hidden": "with hidden states in one of them only",
 }

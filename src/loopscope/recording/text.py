@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.artifacts import artifact_folder, create_tensors, sha256
-from loopscope.documents import read_documents, tokenize_documents
+from loopscope.documents import check_context, read_documents, tokenize_documents
 from loopscope.engine.logit_stats import LOGIT_SIGNALS, check_finite, logit_signals
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readouts_reading
@@ -64,8 +64,7 @@ def record_text(
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)
     context = min(model.block_size, CONTEXT) if context is None else context
-    if not 2 <= context <= model.block_size:
-        raise UserError(f"A context of {context} tokens is not possible: choose 2 to {model.block_size}.")
+    check_context(context, model.block_size)
     windows = cut_documents(tokenize_documents(documents, folder), context, limit)
     if int(windows.tokens.max()) >= model.vocab_size:
         raise UserError(f"The tokenizer of {folder} has more tokens than the model's {model.vocab_size}.")

@@ -148,7 +148,7 @@ def _frontier_panel(
         shape=alt.Shape("shape:N", scale=None), size=size
     )
     layers = [bars, curves, marks] if panel.wide else [band, bars, curves, marks]
-    if rule:
+    if rule and panel.target is not None:
         target = alt.Chart(figure.named([{"accuracy": panel.target}]))
         layers.insert(
             0, target.mark_rule(strokeDash=[4, 4], color=GREY, strokeWidth=0.6 * style.stroke, clip=True).encode(y=y)

@@ -83,7 +83,7 @@ class Panel:
     title: str
     lines: list[Line]
     loops: int
-    target: float  # the accuracy that is sought of its model
+    target: float | None  # the accuracy that is sought of its model; None without a verdict
     same: tuple[tuple[str, ...], ...] = ()  # names of lines that lie on each other, of which the first is drawn
 
     @property

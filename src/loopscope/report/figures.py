@@ -5,6 +5,7 @@ Runs that differ in their seed only share a panel.
 
 from collections.abc import Iterable, Sequence
 
+from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.schema import Binned, ModelResult, Results
 from loopscope.exits.signals import CONVERGENCE, STOPPER
 from loopscope.report.charts import Drawing, difficulty_chart, frontiers
@@ -51,8 +52,8 @@ def every_signal(results: Results) -> Drawing | None:
 
 
 def frontier_panel(title: str, lines: list[Line], seeds: Seeds) -> Panel:
-    targets = [model.diagnosis.target.accuracy for model in seeds]
-    return Panel(title, lines, len(seeds[0].forced_accuracy), sum(targets) / len(targets))
+    targets = [model.diagnosis.target.accuracy for model in seeds if model.diagnosis.verdict != NO_VERDICT]
+    return Panel(title, lines, len(seeds[0].forced_accuracy), sum(targets) / len(targets) if targets else None)
 
 
 def readout_lines(seeds: Seeds, readouts: Iterable[str]) -> list[Line]:

@@ -60,7 +60,7 @@ STYLES = {
 
 def figure_style(name: str) -> FigureStyle:
     if name not in STYLES:
-        raise UserError(f"There is no style '{name}'; choose of {', '.join(STYLES)}.")
+        raise UserError(f"There is no style '{name}'; choose one of {', '.join(STYLES)}.")
     return STYLES[name]
 
 

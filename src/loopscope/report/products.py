@@ -53,7 +53,7 @@ class Catalogue:
         found = list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
         if unknown := [name for name in found if name not in self.recipes]:
             known = ", ".join((*self.groups, *self.recipes))
-            raise UserError(f"There is no product '{unknown[0]}'; choose of {known}.")
+            raise UserError(f"There is no product '{unknown[0]}'; choose one of {known}.")
         return found
 
     def make(self, results: Results, names: Sequence[str]) -> list[Product]:
@@ -67,6 +67,7 @@ class Catalogue:
             figure, title, note = recipe.make(results), recipe.title, recipe.note
             if all(len(model.forced_accuracy_by_difficulty.levels) == 1 for model in results.models):
                 title, note = (re.sub(",? by difficulty", "", text) for text in (title, note))
+            note = note.rstrip() + tables.of_sequences(results)
             return None if figure is None else Product(name, title, note, paper, figure=figure)
         table = recipe.make(results)
         if table is None or not table.rows:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopscope.analysis import Gap, GuaranteeCheck, OverSeeds, Target, over_seeds
+from loopscope.analysis import Gap, GuaranteeCheck, HeldOut, OverSeeds, Target, over_seeds
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.targets import percent_text
@@ -15,6 +15,8 @@ from loopscope.exits.stopper import KINDS
 ORACLE = "oracle"
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
+LISTED = 5
+"""Models that a note names."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,18 @@ class Table:
     note: str
     columns: list[str]
     rows: list[list[str]]
+
+
+def of_sequences(results: Results) -> str:
+    """What an example is, where it is a part of a sequence, as the end of a note; nothing where none is."""
+    known = {model.label: model for model in results.models if model.sequences is not None}
+    if not known:
+        return ""
+    listed = "; ".join(f"{label}: {model.tested}" for label, model in list(known.items())[:LISTED])
+    more = f"; {len(known) - LISTED} more" if len(known) > LISTED else ""
+    units = "/".join(dict.fromkeys(model.unit for model in known.values()))
+    head = f"Examples are {units}" if len(known) == len(results.models) else f"Some examples are {units}"
+    return f" {head} ({listed}{more}): means are over {units}, and intervals draw whole sequences."
 
 
 def headline(results: Results) -> Table:
@@ -62,7 +76,7 @@ def headline(results: Results) -> Table:
         "standard deviation of those that reach it (how many); verdicts are counted."
     )
     columns = ["model", "best loop", "fixed depth", "own gate", "best readout", "to blame"]
-    return Table(f"{target.label} and the part to blame", note, columns, rows)
+    return Table(f"{target.label} and the part to blame", note + of_sequences(results), columns, rows)
 
 
 def _depth_or(depth: OverSeeds, lower: str, other: OverSeeds, at: str) -> str:
@@ -78,6 +92,14 @@ def _depth_of(model: ModelResult, readout: str, target: str) -> float | None:
 def without_depths(models: Sequence[ModelResult]) -> bool:
     """Whether none of them gets a verdict: then a depth would say nothing either."""
     return all(model.diagnosis.verdict == NO_VERDICT for model in models)
+
+
+def _is_silent(models: Sequence[ModelResult], target: Target) -> bool:
+    """Whether none of them gets a verdict at this target, so that none has a depth."""
+    return all(
+        model.diagnosis.verdict == NO_VERDICT or model.targets[target.key].accuracy <= model.diagnosis.chance
+        for model in models
+    )
 
 
 def read_lower(models: Sequence[ModelResult], target: Target) -> str:
@@ -108,7 +130,7 @@ def gaps(results: Results) -> Table:
         "misses the target. No verdict: the model is not above chance, or has one loop."
     )
     columns = ["model", "blamed", "readout gap", "trajectory gap", "room left", "reachable room"]
-    return Table("Diagnosis", note, columns, rows)
+    return Table("Diagnosis", note + of_sequences(results), columns, rows)
 
 
 def learned_stoppers(results: Results) -> Table | None:
@@ -136,7 +158,8 @@ def learned_stoppers(results: Results) -> Table | None:
         "Over several seeds: mean ± sample standard deviation (how many)."
     )
     columns = ["model", *(["target"] if several else []), "best single readout", *KINDS, "room left", "reachable room"]
-    return Table("Learned stoppers", note, [*columns, "seeds better, worse", "not reached"], rows)
+    columns += ["seeds better, worse", "not reached"]
+    return Table("Learned stoppers", note + of_sequences(results), columns, rows)
 
 
 def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequence[str]) -> list[str]:
@@ -184,14 +207,16 @@ def depths(results: Results) -> Table:
     rows = []
     for group in results.groups:
         lower = {each.key: read_lower([models[name] for name in group.names], each) for each in results.targets}
+        silent = {each.key for each in results.targets if _is_silent([models[name] for name in group.names], each)}
         for readout, values in group.depth_at.items():
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
-            reached = ["" if readout == ORACLE else f"{values[key]}{at}" for key, at in lower.items()]
+            reached = [NO_VERDICT if key in silent else f"{values[key]}{at}" for key, at in lower.items()]
+            reached = [""] * len(reached) if readout == ORACLE else reached
             rows.append([group.label, readout, *reached, share(accuracy), str(loops)])
     note = (
         "D@X: the least average loops on the test curve that reach X % accuracy, N/A: not reached; D@full-Y: that "
         "reach an accuracy Y points below the model's own at full depth, which validation data fix (@: at a lower one, "
-        "where test data do not reach it). "
+        "where test data do not reach it). No verdict: model or target are not above chance, or it has one loop. "
         "Selected: the most accurate threshold on validation data (ties to fewer loops), as it does on test data. The "
         "oracle exits at the first correct loop: it has one point and no D@X, which of a rule that knows the labels is "
         "part of the room left. "
@@ -199,7 +224,7 @@ def depths(results: Results) -> Table:
         "Over several seeds: mean ± sample standard deviation of those that reach it (how many)."
     )
     columns = ["model", "readout", *(target.label for target in results.targets), "selected: accuracy", "loops"]
-    return Table("Depth to accuracy", note, columns, rows)
+    return Table("Depth to accuracy", note + of_sequences(results), columns, rows)
 
 
 def forced(results: Results) -> Table:
@@ -208,11 +233,11 @@ def forced(results: Results) -> Table:
     loops = max(len(model.forced_accuracy) for model in models)
     rows = []
     for model in models:
-        rows.append([model.label, "accuracy", *(f"{value:.1%}" for value in model.forced_accuracy)])
+        rows.append([model.label, "accuracy", *(f"{100 * value:.1f} %" for value in model.forced_accuracy)])
         if model.forced_cross_entropy is not None:
             rows.append([model.label, "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
     columns = ["model", "", *(f"loop {loop}" for loop in range(1, loops + 1))]
-    note = "Every test example at the same loop, without any exit rule."
+    note = "Every test example at the same loop, without any exit rule." + of_sequences(results)
     return Table("Forced exits", note, columns, [row + [""] * (len(columns) - len(row)) for row in rows])
 
 
@@ -228,6 +253,7 @@ def ordering(results: Results) -> Table:
     note = (
         "Spearman correlation between difficulty and the signal, averaged over loops, signed so that 1 means that "
         "harder examples always look harder: of the bin means, as in the paper, and of single examples."
+        + of_sequences(results)
     )
     return Table("Difficulty ordering", note, ["model", "signal", "bin means", "examples"], rows)
 
@@ -252,7 +278,7 @@ def paired_table(results: Results) -> Table | None:
         "in average loops with paired 95 % bootstrap intervals, and how many examples only one of them gets right."
     )
     columns = ["model", "between", "accuracy", "loops", "only first / second right"]
-    return Table("Paired comparisons", note, columns, rows)
+    return Table("Paired comparisons", note + of_sequences(results), columns, rows)
 
 
 def certified(results: Results) -> Table:
@@ -269,7 +295,7 @@ def certified(results: Results) -> Table:
                     "none" if guarantee is None else guarantee_cell(guarantee),
                     f"{held.average_loops.value:.2f}"
                     + ("" if guarantee is None else f" ({guarantee.average_loops:.2f} expected)"),
-                    "" if held.accuracy is None else f"{held.accuracy.value:.2%} ({held.full_depth_accuracy:.2%})",
+                    _accuracies(held),
                     "" if check is None else _worst(check),
                     "" if check is None else check.verdict + (" (other difficulties)" if check.warnings else ""),
                 ]
@@ -283,8 +309,11 @@ def certified(results: Results) -> Table:
         "Kept: it is within the limit; not refuted: it is above, but by no more than chance would explain; broken: the "
         "interval lies above."
     )
+    title = "Certified policies"
+    if any(each.held_out.sequences is not None for model in results.models for each in model.certified):
+        title += " (of texts: means over sequences)"
     columns = ["model", "rule", "promise", "loops", "accuracy", "loss", "promise was"]
-    return Table("Certified policies", note, columns, rows)
+    return Table(title, note, columns, rows)
 
 
 def guarantee_cell(guarantee: Guarantee) -> str:
@@ -293,9 +322,15 @@ def guarantee_cell(guarantee: Guarantee) -> str:
     return f"{guarantee.loss} ≤ {percent_text(guarantee.max_drop)}, {sure}{where}"
 
 
+def _accuracies(held: HeldOut) -> str:
+    if held.accuracy is None or held.full_depth_accuracy is None:
+        return ""
+    return f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
+
+
 def _worst(check: GuaranteeCheck) -> str:
     risk = check.worst
-    return "" if risk is None else f"{risk.loss:.2%} [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
+    return "" if risk is None else f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
 
 
 def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
@@ -319,8 +354,8 @@ def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
         return absent
     text = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]"
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
-        shares = f" ({gap.first_reaches_target:.1%}, {gap.second_reaches_target:.1%})" if with_shares else ""
-        return f"{text} @{percent_text(gap.accuracy)}{shares}"
+        shares = f" ({100 * gap.first_reaches_target:.1f} %, {100 * gap.second_reaches_target:.1f} %)"
+        return f"{text} @{percent_text(gap.accuracy)}{shares if with_shares else ''}"
     if gap.accuracy != target:  # the reference's own is lower
         text += f" @{percent_text(gap.accuracy)}"
     return text

@@ -34,7 +34,8 @@ def _parity(results: Results) -> Iterable[Marker]:
     for row in published().parity:
         for group in parity.groups:
             if matches(row.training, group) and group is parity.best(group.gate, group.prior):
-                words = f"accuracy {row.accuracy.mean:.2%}, {row.loops.mean:.2f} loops, {row.readout}, {group.words}"
+                point = f"accuracy {100 * row.accuracy.mean:.2f} %, {row.loops.mean:.2f} loops"
+                words = f"{point}, {row.readout}, {group.words}"
                 yield Marker(group.group.names, row.readout, row.loops.mean, row.accuracy.mean, words)
 
 
@@ -48,5 +49,7 @@ def _ouro(results: Results) -> Iterable[Marker]:
     for model, benchmark, readout, point in points:
         for each in benchmark_models(results):
             if (each.benchmark.model, each.benchmark.title) == (model, benchmark):
-                words = f"accuracy {point.accuracy:.1%}, {point.loops:.2f} loops, {readout}, {model} on {benchmark}"
+                words = (
+                    f"accuracy {100 * point.accuracy:.1f} %, {point.loops:.2f} loops, {readout}, {model} on {benchmark}"
+                )
                 yield Marker([each.result.name], readout, point.loops, point.accuracy, words)

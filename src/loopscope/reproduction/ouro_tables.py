@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from loopscope.analysis import Interval
 from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
+from loopscope.analysis.targets import percent_text
 from loopscope.analysis.timings import QuestionBench, QuestionTiming
 from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.signals import FITTED, FITTED_GATE
@@ -154,7 +155,7 @@ def ouro_refitted(results: Results) -> Table | None:
         for gap in each.result.fitted_gaps:
             fitted, other = each.result.frontier(gap.first), each.result.frontier(gap.second)
             if fitted is not None and other is not None:
-                more = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}] @{100 * gap.accuracy:g}%"
+                more = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}] @{percent_text(gap.accuracy)}"
                 points = [gap.second, _at(other), gap.first, _at(fitted)]
                 rows.append([each.benchmark.model, each.benchmark.title, *points, more])
     note = (
@@ -216,7 +217,7 @@ def ouro_latency(results: Results) -> Table | None:
                     f"{timing.average_loops:.2f}",
                     str(timing.milliseconds),
                     str(timing.speedup),
-                    f"{timing.speedup.median / ideal:.0%}",
+                    f"{100 * timing.speedup.median / ideal:.0f} %",
                     _paper_latency(bench, title, timing),
                 ]
             )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from loopscope.analysis import ENOUGH, Interval, OverSeeds, over_seeds
 from loopscope.analysis.schema import FrontierResult, ModelResult, Results
+from loopscope.analysis.targets import percent_text
 from loopscope.exits.signals import FITTED, FITTED_GATE
 from loopscope.report.tables import Table, share
 from loopscope.reproduction.published import PublishedValue, TrainedWith, published
@@ -125,7 +126,7 @@ def posthoc_gaps(results: Results) -> Table | None:
                 [
                     group.counted,
                     f"{gap.first} - {gap.second}",
-                    f"{100 * gap.accuracy:g}%",
+                    percent_text(gap.accuracy),
                     str(values),
                     f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]",
                     f"{sum(each.sign < 0 for each in over)}, {sum(each.sign > 0 for each in over)}",
@@ -226,7 +227,8 @@ def extrapolation_summary(results: Results) -> Table | None:
         accuracy = [*model.forced_accuracy_by_difficulty.values, *beyond.forced_accuracy_by_difficulty.values]
         entropy = [*model.signals["entropy"].values, *beyond.signals["entropy"].values]
         name = group.words
-        rows.append([name, "accuracy, last loop", *(f"{row[-1]:.1%}" for row in accuracy)])
+        last = ["" if row[-1] is None else f"{100 * row[-1]:.1f} %" for row in accuracy]
+        rows.append([name, "accuracy, last loop", *last])
         rows.append([name, "entropy, loop 1", *(f"{row[0]:.3f}" for row in entropy)])
         rows.append([name, "entropy, last loop", *(f"{row[-1]:.3f}" for row in entropy)])
     if not rows:
@@ -317,7 +319,7 @@ def _first(group: TrainedVariant, value: float | None, bounds: Interval | None, 
     scale, digits = (100, 1) if percent else (1, 2)
     text = f"[{scale * bounds.low:.{digits}f}, {scale * bounds.high:.{digits}f}]"
     if bounds.reached < ENOUGH:
-        text = f"[{bounds.reached:.0%} of resamples]"
+        text = f"[{100 * bounds.reached:.0f} % of resamples]"
     if len(group.models) == 1:
         return f" {text}"
     return "; " + (f"{scale * value:.{digits}f} " if value is not None else "") + text

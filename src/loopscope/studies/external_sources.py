@@ -11,8 +11,8 @@ from pathlib import Path
 from loopscope.artifacts import sha256
 from loopscope.config import Settings, digest
 from loopscope.errors import UserError
-from loopscope.models.checkpoint import CONFIG, weight_files
-from loopscope.reading import is_folder
+from loopscope.models.configuration import CONFIG, require_config, weight_files
+from loopscope.reading import is_folder, no_folder
 
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w.-]+)?")
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
@@ -35,14 +35,13 @@ def external_checkpoint(model: str) -> ExternalSource:
     """The folder of a checkpoint, told by its files; or a checkpoint of the Hub."""
     folder = Path(model)
     if is_folder(folder):
-        if not (folder / CONFIG).is_file():
-            raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}.")
+        require_config(folder)
         files = {folder / CONFIG, *weight_files(folder), *(file for kind in _TOKENIZER for file in folder.glob(kind))}
         if missing := sorted(file.name for file in files if not file.is_file()):
             raise UserError(f"The checkpoint in {folder} lacks the file {missing[0]}; fetch or make it again.")
         return ExternalSource(source=str(folder.resolve()), identity=_hashes(folder, files))
     if not _HUB_ID.fullmatch(model) or is_folder(Path(folder.parts[0])):
-        raise UserError(f"There is no folder {model}; give that of a checkpoint, or an id such as ByteDance/Ouro-1.4B.")
+        raise no_folder(folder, "the folder of a checkpoint, or an id such as ByteDance/Ouro-1.4B")
     return ExternalSource(source=model, identity=model)
 
 
@@ -52,7 +51,7 @@ def external_data(folder: str, benchmark: str) -> ExternalSource:
     place = Path(folder) / benchmark
     files = {file for file in place.rglob("*") if file.is_file()}
     if not files:
-        raise UserError(f"There are no files of {benchmark} in {place}; docs/studies.md shows the layout of --data.")
+        raise UserError(f"There are no files of {benchmark} in {place}; docs/benchmarks.md shows the layout of --data.")
     return ExternalSource(source=str(Path(folder).resolve()), identity=_hashes(place, files))
 
 

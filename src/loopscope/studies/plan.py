@@ -76,7 +76,7 @@ class Plan:
         """The results of the models that are analysed so far."""
         done = [model for model in self.models if model.analysis.done(store)]
         if not done:
-            raise UserError("Nothing of this study is analysed yet; run it with: loopscope study run.")
+            raise UserError("Nothing of this study is analysed yet; run it first.")
         timed = [bench for model in done if (bench := model.timed(store)) is not None]
         return assemble_results([model.result(store) for model in done], as_targets(self.study.targets), timed)
 

@@ -20,8 +20,9 @@ from loopscope.errors import UserError, did_you_mean
 from loopscope.exits.risk_target import RiskTarget
 from loopscope.models.configuration import GateKind
 from loopscope.objectives import BUILT_IN, Objective
-from loopscope.questions import BENCHMARKS
-from loopscope.reading import is_file
+from loopscope.questions import BENCHMARKS, benchmark_named
+from loopscope.reading import is_file, no_such_toml
+from loopscope.studies.external_sources import external_checkpoint, external_data
 from loopscope.training.custom_objectives import with_source
 from loopscope.training.settings import RunSettings, read_settings
 
@@ -127,7 +128,8 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in (*self.benchmarks, *self.latency):
             if name not in BENCHMARKS:
-                raise ValueError(f"there is no benchmark '{name}'; choose of {', '.join(BENCHMARKS)}")
+                hint = did_you_mean(name, BENCHMARKS)
+                raise ValueError(f"there is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}")
         if missing := [name for name in self.latency if name not in self.benchmarks]:
             raise ValueError(f"latency has '{missing[0]}', which is not among the benchmarks")
 
@@ -163,8 +165,7 @@ def read_study(source: str) -> tuple[Study, Path]:
     shipped = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
     path = Path(str(folder / f"{source}.toml")) if source in shipped else Path(source)
     if not is_file(path):
-        hint = did_you_mean(Path(source).stem, shipped)
-        raise UserError(f"There is no study '{source}'{hint}; give a TOML file, or one of: {', '.join(shipped)}.")
+        raise no_such_toml(source, shipped, "study")
     return build(Study, read_toml(path), source), path.parent
 
 
@@ -173,7 +174,11 @@ def check_study(source: str, overrides: list[str], changes: Mapping[str, Any]) -
     study, beside = read_study(source)
     if overrides and not study.parts:
         raise UserError(f"'--set {overrides[0]}' changes training runs, and {source} has none.")
-    checkpoints_of(study, changes)
+    for entry in checkpoints_of(study, changes):
+        for model in entry.models:
+            external_checkpoint(model)
+        for benchmark in () if entry.data is None else entry.benchmarks:
+            external_data(str(entry.data), benchmark)
     for part in study.parts:
         runs_of(part, beside, overrides)
     return study, beside
@@ -183,6 +188,8 @@ def checkpoints_of(study: Study, changes: Mapping[str, Any]) -> list[Checkpoints
     """The checkpoints of a study, with what the command line says in place of what the file says."""
     if changes and not study.checkpoints:
         raise UserError(f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none.")
+    for name in changes.get("benchmarks", ()):
+        benchmark_named(name)
     made = []
     for entry in study.checkpoints:
         values = {**plain(entry), **changes}
@@ -206,10 +213,10 @@ def runs_of(part: StudyPart, beside: Path, overrides: list[str]) -> list[StudyRu
         for name, gate, prior, beta, seed in combinations:
             if prior is None:
                 own = [*entry.set, f"training.seed={seed}", f"model.gate={gate}"]
-                changes = [*part.set, f'objective={{name="{name}"}}', *own, *overrides]
+                changes = [*part.set, f'objective={{name="{name}"}}', *own]
             else:
-                changes = [*part.set, *entry.set, *_changes(name, gate, prior, beta, seed), *overrides]
-            settings = read_settings(source, changes)
+                changes = [*part.set, *entry.set, *_changes(name, gate, prior, beta, seed)]
+            settings = read_settings(source, overrides, of_study=changes)
             objective = with_source(settings.objective)
             settings = msgspec.structs.replace(settings, objective=objective)
             task = part.name or type(settings.task).__name__.lower()

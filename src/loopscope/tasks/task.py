@@ -26,8 +26,8 @@ StoredOrOnline = Annotated[int, msgspec.Meta(ge=0, le=10**8)]
 _BUCKETS = 10
 _RESERVED = {"validation": 0, "test": 1}
 """With `disjoint`, a tenth of the space of inputs is validation's, a tenth is test's, the rest is training's."""
-_LARGE_ENOUGH = 400
-"""A difficulty with fewer distinct inputs than this is shared by all splits: a tenth of it would be under 40."""
+_LARGE_ENOUGH = 500
+"""A difficulty with fewer distinct inputs than this is shared by all splits: a tenth of it would be under 50."""
 
 
 @dataclass(frozen=True)

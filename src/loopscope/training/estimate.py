@@ -28,13 +28,13 @@ class TimeEstimate:
     gigaflops: float
     device: str
 
-    def check(self) -> None:
-        """Refuses a run that would take far too long here."""
+    def check(self, why: str = "") -> None:
+        """Refuses a run that would take far too long here; `why` is said before what to do."""
         if self.seconds > _LONGEST_HOURS * 3600:
             raise UserError(
                 f"This run would take about {clock(self.seconds)} here ({self.device} multiplies matrices at "
-                f"{self.gigaflops:,.0f} GFLOP/s); use the preset 'demo', set training.steps lower, or start it anyway "
-                "with --force."
+                f"{self.gigaflops:,.0f} GFLOP/s){why}; use the preset 'demo', set training.steps lower, or start it "
+                "anyway with --force."
             )
 
 

@@ -23,7 +23,7 @@ from loopscope.artifacts import artifact_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
 from loopscope.exits import FittedGate
-from loopscope.exits.splits import EVALUATION_SPLITS
+from loopscope.exits.splits import check_gate_data
 from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256, write_tensors
 from loopscope.models.gates import Gate
 from loopscope.models.run_hashes import HASHES
@@ -88,13 +88,9 @@ def fit_gate(
         settings = gate_settings(recording, changes)
     elif changes:
         settings = build(GateSettings, {**plain(settings), **changes}, "the gate")
-    if recording.hidden is None:
-        raise UserError("A gate is fitted on hidden states, and this recording keeps none; record it with --hidden.")
-    if recording.num_loops < 2:
-        raise UserError("With one loop there is no exit to choose, so no gate to fit.")
-    if (recording.split or "").startswith(EVALUATION_SPLITS):
-        raise UserError(f"A gate must not be fitted on the {recording.split} split; record the training split.")
+    check_gate_data(recording)
     hidden, count = recording.hidden, recording.num_examples
+    assert hidden is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         gate = Gate(settings.kind, hidden.shape[2])

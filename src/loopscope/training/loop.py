@@ -203,7 +203,7 @@ def train_run(
     with ExitStack() as held:
         with workers.together():
             if workers.is_main:
-                held.enter_context(claimed(folder, run.config))
+                held.enter_context(claimed(folder, run.config, run.files))
                 if (folder / WEIGHTS).is_file():
                     (folder / STATE_FILE).unlink(missing_ok=True)
         if (folder / WEIGHTS).is_file():

@@ -8,7 +8,7 @@ its own hash and those of the files beside it. Nothing in the folder depends on 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType, first_not_fi
 from loopscope.models.contract import tensors_sha256
 from loopscope.models.run_hashes import write_hashes
 from loopscope.training.optimizers import Optimizers
-from loopscope.writing import atomic_file, is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
+from loopscope.training.settings import check_run_place
+from loopscope.writing import atomic_file, only_writer, remove_scratch, room_for, write_bytes, write_json
 
 STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"
@@ -52,12 +53,31 @@ def logged_steps(folder: Path) -> int:
 
 
 @contextmanager
-def claimed(folder: Path, config: dict[str, Any]) -> Iterator[None]:
-    """Makes the folder that of the run with this configuration, for this process; another run's is refused."""
+def claimed(folder: Path, config: dict[str, Any], files: Sequence[str]) -> Iterator[None]:
+    """Makes the folder that of the run with this configuration, for this process; another run's is refused.
+
+    A new one that is refused while its `files` are prepared leaves none of them: the corrected one has its place.
+    """
     with only_writer(folder):
+        new = not (folder / CONFIG).is_file()
         _claim(folder, config)
         remove_scratch(folder)
-        yield
+        try:
+            yield
+        except UserError:
+            if new and not (folder / METRICS_FILE).exists():
+                for name in files:
+                    (folder / name).unlink(missing_ok=True)
+            raise
+
+
+_OPTIONS = {
+    "text_sha256.train": "--text",
+    "text_sha256.validation": "--validation",
+    "start_sha256": "--start",
+    "teacher_sha256": "--teacher",
+}
+"""What of a run's settings the command line says elsewhere than in a TOML file."""
 
 
 def _claim(folder: Path, config: dict[str, Any]) -> None:
@@ -72,10 +92,8 @@ def _claim(folder: Path, config: dict[str, Any]) -> None:
                 "choose another --out, or put the old text back."
             )
         if changed:
-            raise UserError(
-                f"{folder} holds a run with other settings ({', '.join(changed[:3])}); choose another --out, "
-                "or remove it."
-            )
+            names = ", ".join(_OPTIONS.get(name, name) for name in changed[:3])
+            raise UserError(f"{folder} holds a run with other settings ({names}); choose another --out, or remove it.")
         found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
         altered = [key for key, value in config.items() if found.get(key, value) != value]
         if altered:
@@ -84,8 +102,7 @@ def _claim(folder: Path, config: dict[str, Any]) -> None:
                 "train the run again in another folder."
             )
         return
-    if any(not is_scratch(path) for path in folder.iterdir()):
-        raise UserError(f"{folder} exists and is not a run; choose another --out.")
+    check_run_place(folder)
     write_json(folder / CONFIG, config)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,11 +20,14 @@ from loopscope.config import (
     read_toml,
     with_overrides,
 )
-from loopscope.errors import UserError, did_you_mean
+from loopscope.errors import UserError, brief
 from loopscope.models.configuration import CONFIG, ModelType, TransformerSettings, read_checkpoint_config
 from loopscope.objectives import GATED, Objective
-from loopscope.reading import is_file, is_folder, near
+from loopscope.reading import is_file, is_folder, no_folder, no_such_toml
 from loopscope.tasks import Mano, Parity
+from loopscope.writing import is_scratch
+
+T = TypeVar("T")
 
 
 class Training(Settings, frozen=True, kw_only=True):
@@ -90,13 +93,41 @@ def presets() -> list[str]:
 
 
 def read_settings(
-    source: RunSettings | str, overrides: Sequence[str] = (), objective: Objective | None = None
+    source: RunSettings | str,
+    overrides: Sequence[str] = (),
+    objective: Objective | None = None,
+    of_study: Sequence[str] = (),
 ) -> RunSettings:
-    """The settings of a preset or of a TOML file, with `a.b=c` overrides and this objective on top."""
+    """The settings of a preset or of a TOML file, with `a.b=c` overrides and this objective on top.
+
+    Those that a study's file makes come before.
+    """
     tables, where = (_tables(source), source) if isinstance(source, str) else (plain(source), "the settings")
+    last = {} if objective is None else {"objective": plain(objective)}
+    return build_overridden(RunSettings, overridden(tables, of_study), overrides, where, last)
+
+
+def build_overridden(
+    kind: type[T],
+    tables: Mapping[str, Any],
+    overrides: Sequence[str],
+    source: str,
+    last: Mapping[str, Any] | None = None,
+) -> T:
+    """The tables with the overrides, and then `last`, as a `kind`; an override that does not fit is named."""
     values = overridden(tables, overrides)
-    values |= {} if objective is None else {"objective": plain(objective)}
-    return build(RunSettings, values, where)
+    try:
+        return build(kind, {**values, **(last or {})}, source)
+    except UserError as error:
+        for number, override in enumerate(overrides):
+            others = [*overrides[:number], *overrides[number + 1 :]]
+            try:
+                build(kind, {**overridden(tables, others), **(last or {})}, source)
+            except UserError as without:
+                if str(without) == str(error):
+                    continue
+            raise UserError(f"--set {brief(override, 80)}: {str(error).removeprefix(f'{source}: ')}") from None
+        raise
 
 
 def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -115,7 +146,9 @@ def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 def read_run_settings(run: Path) -> RunSettings:
     """The settings of the run in a folder."""
     if not is_folder(run):
-        raise UserError(f"There is no folder {run}{near(run)}; give the folder of a finished run.")
+        raise no_folder(run, "the folder of a finished run")
+    if not is_file(run / CONFIG):
+        raise UserError(f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made.")
     kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
     if kind != "loopscope":
         raise UserError(f"{run} is a checkpoint of type '{kind}', not a LoopScope run: it has no task of its own.")
@@ -134,10 +167,15 @@ def read_run_settings(run: Path) -> RunSettings:
     return settings
 
 
+def check_run_place(folder: Path) -> None:
+    """Refuses a folder that holds something, and no run."""
+    if is_folder(folder) and not is_file(folder / CONFIG) and not all(map(is_scratch, folder.iterdir())):
+        raise UserError(f"{folder} exists and is not a run; choose another --out.")
+
+
 def _tables(source: str) -> dict[str, Any]:
     if source in presets():
         return read_toml(Path(str(files("loopscope") / "presets" / f"{source}.toml")))
     if not is_file(Path(source)):
-        hint = did_you_mean(source, presets())
-        raise UserError(f"'{source}'{hint} is neither a preset ({', '.join(presets())}) nor a TOML file.")
+        raise no_such_toml(source, presets(), "preset")
     return read_toml(Path(source))

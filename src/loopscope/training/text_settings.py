@@ -14,12 +14,11 @@ from loopscope.config import (
     Settings,
     Vocabulary,
     Width,
-    build,
     plain,
     read_toml,
 )
 from loopscope.objectives import Objective
-from loopscope.training.settings import Training, overridden
+from loopscope.training.settings import Training, build_overridden
 from loopscope.training.tokenizer import SMALLEST
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
 
 
 def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
-    return build(PretrainSettings, overridden(read_toml(source), overrides), str(source))
+    return build_overridden(PretrainSettings, read_toml(source), overrides, str(source))
 
 
 class Adapters(Settings, frozen=True, kw_only=True):
@@ -113,4 +112,4 @@ class ContinueSettings(Settings, frozen=True, kw_only=True):
 
 
 def read_continue_settings(source: Path, overrides: Sequence[str]) -> ContinueSettings:
-    return build(ContinueSettings, overridden(read_toml(source), overrides), str(source))
+    return build_overridden(ContinueSettings, read_toml(source), overrides, str(source))

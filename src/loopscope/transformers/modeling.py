@@ -62,6 +62,7 @@ class LoopedOutput(ModelOutput):  # type: ignore[misc]
     correct: Tensor | None = None  # [T, N]
     halt_logits: Tensor | None = None  # [T, N]
     detached_halt_logits: Tensor | None = None  # [T, N]: their gradient ends at the gate
+    last_hidden_state: Tensor | None = None  # [B, M, D] what the head reads of the last loop: for those who bring one
 
 
 class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -259,8 +260,8 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             if with_states:
                 hidden.append(batch.unpack(pooled))
             if loop in read_at:
-                read = looped.head_input(state) if looped.head_attends else pooled
-                logits.append(looped.predict(_kept(batch.unpack(read), logits_to_keep)))
+                read = batch.unpack(looped.head_input(state) if looped.head_attends else pooled)
+                logits.append(looped.predict(_kept(read, logits_to_keep)))
                 halts.append(looped.halt(pooled))
         if cache is not None:
             cache.extend(batch.rows, batch.counts, batch.columns)
@@ -271,6 +272,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             hidden_states=tuple(hidden) if with_states else None,
             loop_logits=tuple(logits) if with_loops else None,
             gate_logits=tuple(gates) if with_loops and gates else None,
+            last_hidden_state=read,
         )
 
     def _loss(

@@ -119,6 +119,13 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
             del config.run
         return super().train(*args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves a run alone that has all its steps: resumed, transformers would take one more every time."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
+
     def compute_loss(
         self,
         model: nn.Module,

@@ -22,11 +22,27 @@ if TYPE_CHECKING:
 
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "drift", __doc__, execute)
-    parser.add_argument("recordings", type=Path, nargs="*", metavar="RUN|RECORDING", help="further populations")
-    parser.add_argument("--streams", type=count, default=1000, metavar="N", help="of each kind (default: 1,000)")
-    parser.add_argument("--examples", type=count, default=2000, metavar="N", help="to calibrate on (default: 2,000)")
-    parser.add_argument("--length", type=count, default=5000, metavar="N", help="of a stream (default: 5,000)")
-    parser.add_argument("--alpha", type=float, default=0.01, metavar="A", help="false alarms (default: 0.01)")
+    parser.add_argument(
+        "recordings",
+        type=Path,
+        nargs="*",
+        metavar="RUN|RECORDING",
+        help="runs or recordings that serve as populations, too",
+    )
+    parser.add_argument(
+        "--streams", type=count, default=1000, metavar="N", help="streams of each kind (default: 1,000)"
+    )
+    parser.add_argument(
+        "--examples", type=count, default=2000, metavar="N", help="examples to calibrate on (default: 2,000)"
+    )
+    parser.add_argument("--length", type=count, default=5000, metavar="N", help="examples of a stream (default: 5,000)")
+    parser.add_argument(
+        "--alpha",
+        type=float,
+        default=0.01,
+        metavar="A",
+        help="share of streams that may give a false alarm (default: 0.01)",
+    )
     add_shared(parser, "--json")
 
 

@@ -1,6 +1,6 @@
 """Measure adaptive depth against full depth.
 
-loopscope bench exits --waiting                          (the paper's model, random weights, about 1.3 loops)
+loopscope bench exits --waiting  # the paper's model, random weights, about 1.3 loops
 loopscope bench exits runs/demo/fixed-geometric runs/demo/linear-gate
 loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json
 loopscope bench exits runs/demo/fixed-geometric --policy runs/demo/fixed-geometric/policy.json
@@ -24,18 +24,34 @@ if TYPE_CHECKING:
 
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "exits", __doc__, execute)
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="recorded runs (default: random weights)")
-    parser.add_argument("--readout", action="append", metavar="NAME", help=f"{READOUTS} (repeatable; default: several)")
+    parser.add_argument(
+        "runs", type=Path, nargs="*", metavar="RUN", help="recorded runs to measure (default: random weights)"
+    )
+    rules = f"exit by this readout: {READOUTS} (repeatable; default: several)"
+    parser.add_argument("--readout", action="append", metavar="NAME", help=rules)
     parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
     add_shared(parser, "--any-model", "--with-readout")
-    parser.add_argument("--batch-size", type=count, metavar="N", help="rows (default: 64 at random, else the fastest)")
-    parser.add_argument("--waiting", action="store_true", help="also the batch in which all wait for the slowest")
     parser.add_argument(
-        "--settings", default="paper", help=f"of the random model: a TOML file or {PRESETS} (default: paper)"
+        "--batch-size",
+        type=count,
+        metavar="N",
+        help="rows of a batch (default: 64 of random weights, else the fastest)",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="change a setting of it")
-    parser.add_argument("--examples", type=count, default=2048, metavar="N", help="for random weights (default: 2048)")
-    parser.add_argument("--loops", type=float, default=1.3, metavar="X", help="average loops of it (default: 1.3)")
+    parser.add_argument(
+        "--waiting", action="store_true", help="measure also the batch in which all wait for the slowest"
+    )
+    parser.add_argument(
+        "--settings", default="paper", help=f"settings of the random model: a TOML file, or {PRESETS} (default: paper)"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="change a setting of the random model (repeatable)"
+    )
+    parser.add_argument(
+        "--examples", type=count, default=2048, metavar="N", help="examples for random weights (default: 2048)"
+    )
+    parser.add_argument(
+        "--loops", type=float, default=1.3, metavar="X", help="average loops of the random model (default: 1.3)"
+    )
     add_shared(parser, "--rounds", "--threads", "--json")
     parser.set_defaults(device="cpu")
 

@@ -16,7 +16,7 @@ from loopscope.cli.devices import device_of, working
 from loopscope.cli.inputs import check_texts, find_model
 from loopscope.cli.options import CACHE_MODES, READOUTS, add_shared, add_verb, count
 from loopscope.cli.output import percent, print_measured, print_note, print_table
-from loopscope.cli.policies import check_any_model, load_policy
+from loopscope.cli.policies import check_any_model, check_runnable, load_policy
 from loopscope.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,19 +27,35 @@ if TYPE_CHECKING:
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "generation", __doc__, execute)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
-    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="a text")
-    parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help="(repeatable)")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", required=True, metavar="FILE", help="text files whose documents are continued"
+    )
+    parser.add_argument(
+        "--policy", action="append", type=Path, default=[], metavar="FILE", help="measure this policy (repeatable)"
+    )
     add_shared(parser, "--any-model", "--with-readout")
-    parser.add_argument("--readout", action="append", default=[], metavar="NAME", help=f"{READOUTS} (repeatable)")
-    parser.add_argument("--threshold", action="append", type=float, default=[], metavar="X", help="of each readout")
-    caches = f"{', '.join(CACHE_MODES)} (repeatable; default: every one)"
+    rules = f"measure this readout, with --threshold: {READOUTS} (repeatable)"
+    parser.add_argument("--readout", action="append", default=[], metavar="NAME", help=rules)
+    parser.add_argument(
+        "--threshold",
+        action="append",
+        type=float,
+        default=[],
+        metavar="X",
+        help="threshold of a readout, in the same order (repeatable)",
+    )
+    caches = f"measure this KV cache: {', '.join(CACHE_MODES)} (repeatable; default: every one)"
     parser.add_argument("--cache", action="append", metavar="MODE", help=caches)
-    parser.add_argument("--lossless", action="store_true", help="and lossless text, drafted by each rule")
-    parser.add_argument("--plain", action="store_true", help="and full depth as public implementations write it")
-    parser.add_argument("--prompts", type=count, default=16, metavar="N", help="documents (default: 16)")
-    parser.add_argument("--prompt-tokens", type=count, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--new-tokens", type=count, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--lossless", action="store_true", help="measure lossless text, too, drafted by each rule")
+    parser.add_argument(
+        "--plain", action="store_true", help="measure full depth as public implementations write it, too"
+    )
+    parser.add_argument("--prompts", type=count, default=16, metavar="N", help="documents to continue (default: 16)")
+    parser.add_argument(
+        "--prompt-tokens", type=count, default=64, metavar="N", help="tokens that are given (default: 64)"
+    )
+    parser.add_argument("--new-tokens", type=count, default=64, metavar="N", help="tokens that follow (default: 64)")
+    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="documents at a time (default: 8)")
     add_shared(parser, "--device", "--dtype", "--rounds", "--threads", "--json")
 
 
@@ -51,10 +67,23 @@ def execute(options: argparse.Namespace) -> None:
         raise UserError("Give a --policy, or a --readout with its --threshold.")
     check_texts(options.text)
     from loopscope.exits import ExitPolicy
+    from loopscope.exits.readouts import check_threshold
+    from loopscope.exits.scope import Scope
+    from loopscope.models.configuration import read_model_shape
 
     policies = [load_policy(path, options.any_model) for path in options.policy]
     policies += [ExitPolicy(name, at) for name, at in zip(options.readout, options.threshold, strict=True)]
+    for name, at in zip(options.readout, options.threshold, strict=True):
+        check_threshold(name, at)
     folder = find_model(options.model, text=True)
+    shape, size = read_model_shape(folder), options.prompt_tokens + options.new_tokens
+    if size > shape.block_size:
+        raise UserError(
+            f"A prompt of {options.prompt_tokens:,} tokens and {options.new_tokens:,} after it are more than the "
+            f"{shape.block_size:,} that the model takes; ask for fewer (--prompt-tokens, --new-tokens)."
+        )
+    for policy in policies:
+        check_runnable(policy, shape.num_loops, Scope(unit="tokens"))
     from loopscope.bench.generation import bench_generation, ways_of
     from loopscope.models import load_model
 
@@ -118,9 +147,8 @@ def _prompts(folder: Path, options: argparse.Namespace) -> "list[Prompt]":
     documents = tokenize_documents(read_documents(options.text), folder)
     found = [tokens for tokens in documents if len(tokens) >= size]
     if len(found) < options.prompts:
-        raise UserError(
-            f"Only {len(found)} documents have {size} tokens; ask for fewer --prompts, or shorter ones "
-            "(--prompt-tokens, --new-tokens)."
-        )
+        there = f"Only {len(found)} of the documents have" if found else "No document has"
+        fewer = "fewer --prompts, or " if found else ""
+        raise UserError(f"{there} {size:,} tokens; ask for {fewer}shorter ones (--prompt-tokens, --new-tokens).")
     some = [found[place * len(found) // options.prompts] for place in range(options.prompts)]
     return [Prompt(key, tokens[:cut], tokens[cut:size]) for key, tokens in enumerate(some)]

@@ -27,11 +27,23 @@ if TYPE_CHECKING:
 
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "guarantees", __doc__, execute)
-    parser.add_argument("recordings", type=Path, nargs="*", metavar="RUN|RECORDING", help="populations for the price")
-    parser.add_argument("--calibrations", type=count, default=1000, metavar="N", help="of each (default: 1,000)")
-    parser.add_argument("--examples", type=count, default=2000, metavar="N", help="in each (default: 2,000)")
-    parser.add_argument("--population", action="append", default=[], metavar="NAME", help="only this one (repeatable)")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw it, as PNG and PDF")
+    parser.add_argument(
+        "recordings",
+        type=Path,
+        nargs="*",
+        metavar="RUN|RECORDING",
+        help="runs or recordings that serve as populations for the price",
+    )
+    parser.add_argument(
+        "--calibrations", type=count, default=1000, metavar="N", help="calibrations of each population (default: 1,000)"
+    )
+    parser.add_argument(
+        "--examples", type=count, default=2000, metavar="N", help="examples of each calibration (default: 2,000)"
+    )
+    parser.add_argument(
+        "--population", action="append", default=[], metavar="NAME", help="simulate only this population (repeatable)"
+    )
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the result to this file, as PNG and PDF")
     add_shared(parser, "--json")
 
 
@@ -40,10 +52,11 @@ def execute(options: argparse.Namespace) -> None:
         raise UserError("The figure is written as PNG, with PDF and SVG beside it; give a file that ends in .png.")
     if options.figure is not None:
         check_products(())
-    recordings = load_populations(options.recordings)
-    from loopscope.bench.guarantees import bench_guarantees
+    from loopscope.bench.guarantees import bench_guarantees, check_populations
     from loopscope.progress import track
 
+    check_populations(options.population)
+    recordings = load_populations(options.recordings)
     with track("calibrating") as advance:
         result = bench_guarantees(recordings, options.examples, options.calibrations, advance, options.population)
     if options.json:

@@ -17,8 +17,10 @@ from loopscope.cli.output import print_measured
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "record", __doc__, execute)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
-    parser.add_argument("--split", default="test", help="default: test")
-    parser.add_argument("--examples", type=count, metavar="N", help="how many examples (default: the task's)")
+    parser.add_argument("--split", default="test", metavar="NAME", help="split to record (default: test)")
+    parser.add_argument(
+        "--examples", type=count, metavar="N", help="number of examples to record (default: the task's)"
+    )
     add_shared(parser, "--rounds", "--threads", "--json")
     parser.set_defaults(device="cpu")
 

@@ -17,16 +17,20 @@ def define(kinds: Any) -> None:
     parser = add_verb(kinds, "scoring", __doc__, execute)
     parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
     parser.add_argument(
-        "--benchmark", default="arc_challenge", metavar="NAME", help=f"{BENCHMARKS} (default: arc_challenge)"
+        "--benchmark",
+        default="arc_challenge",
+        metavar="NAME",
+        help=f"benchmark to score: {BENCHMARKS} (default: arc_challenge)",
     )
-    parser.add_argument("--limit", type=count, default=16, metavar="N", help="questions (default: 16)")
+    parser.add_argument("--limit", type=count, default=16, metavar="N", help="questions to score (default: 16)")
     add_shared(parser, "--data", "--device", "--dtype", "--rounds", "--threads", "--json")
 
 
 def execute(options: argparse.Namespace) -> None:
     from loopscope.questions.benchmarks import benchmark_named
+    from loopscope.questions.lm_eval_tasks import check_data
 
-    benchmark_named(options.benchmark)
+    check_data(benchmark_named(options.benchmark), "test", options.data)
     find_model(options.model, text=True)
     from loopscope.bench.scoring import bench_scoring
 

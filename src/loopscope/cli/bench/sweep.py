@@ -16,7 +16,13 @@ from loopscope.errors import UserError
 def define(kinds: Any) -> None:
     parser = add_verb(kinds, "sweep", __doc__, execute)
     for name, default in (("examples", 50_000), ("loops", 6), ("classes", 23), ("width", 64)):
-        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"default: {default:,}")
+        parser.add_argument(
+            f"--{name}",
+            type=count,
+            default=default,
+            metavar="N",
+            help=f"{name} of the random recording (default: {default:,})",
+        )
     add_shared(parser, "--rounds", "--threads", "--json")
     parser.set_defaults(device="cpu")
 

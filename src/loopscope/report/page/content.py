@@ -9,7 +9,7 @@ from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.labels import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.targets import percent_text
-from loopscope.report.tables import gap_cells, gap_over_seeds, guarantee_cell, headline, without_depths
+from loopscope.report.tables import LISTED, gap_cells, gap_over_seeds, guarantee_cell, headline, without_depths
 
 
 class Card(NamedTuple):
@@ -81,7 +81,8 @@ def _run(place: int, model: ModelResult) -> RunCard:
     }
     certified = [
         f"{each.readout} at {each.threshold:.4g} ({guarantee_cell(each.guarantee)}): "
-        f"{each.held_out.average_loops.value:.2f} loops on its test examples"
+        f"{each.held_out.average_loops.value:.2f} loops on its test "
+        + ("examples" if each.held_out.sequences is None else "sequences, on average over them")
         + (f"; the promise was {kept.verdict}." if (kept := each.held_out.guarantee) else ".")
         for each in model.certified
         if each.guarantee is not None
@@ -152,11 +153,21 @@ def summary(results: Results) -> str:
 def scope(results: Results) -> str:
     """Of what the report is, in a sentence."""
     runs, counts = len(results.models), sorted({model.test_examples for model in results.models})
+    tests = dict.fromkeys(model.tested for model in results.models)
     seeds = sorted({seed for model in results.models if (seed := seed_of(model))}, key=int)
     tested = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
     unseen = ", none of which training had" if all(model.unseen_only for model in results.models) else ""
     trained = f", training seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}" if seeds else ""
-    return f"{runs} {'run' if runs == 1 else 'runs'}{trained}; {tested} test examples each{unseen}."
+    each = f"{tested} test examples each"
+    if any(model.sequences is not None for model in results.models):
+        each = f"{', '.join(list(tests)[:LISTED])}{' and so on' * (len(tests) > LISTED)}"
+    return f"{runs} {'run' if runs == 1 else 'runs'}{trained}; {each}{unseen}.{over_sequences(results)}"
+
+
+def over_sequences(results: Results) -> str:
+    """What means and intervals are over, where examples belong to sequences."""
+    units = "/".join(dict.fromkeys(model.unit for model in results.models if model.sequences is not None))
+    return f" Of sequences, means are over {units}, and intervals draw whole sequences." if units else ""
 
 
 def made_of(results: Results) -> list[RunProvenance]:
@@ -166,7 +177,7 @@ def made_of(results: Results) -> list[RunProvenance]:
             model.label,
             seed_of(model),
             _weights(model),
-            f"{model.validation_examples:,} validation, {model.test_examples:,} test"
+            f"{model.validation_examples:,} validation, {model.tested}"
             + (" (those that training had left out)" if model.unseen_only else ""),
             json.dumps(model.provenance, indent=2, ensure_ascii=False, default=str),
         )

@@ -56,6 +56,7 @@ class PageModel(msgspec.Struct, frozen=True):
     seed: str
     loops: int
     examples: int
+    tested: str  # how many test examples there are, and of what
     target: float | None  # the accuracy of the report's first target; null where there is no verdict
     best: str  # the readout that validation chooses
     gaps: dict[str, PageGap]
@@ -96,6 +97,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             seed=seed_of(model),
             loops=len(model.forced_accuracy),
             examples=model.test_examples,
+            tested=model.tested,
             target=None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
             best=model.diagnosis.best_readout,
             gaps=_gaps(model),

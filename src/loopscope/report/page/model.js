@@ -111,7 +111,7 @@ function choosePlace(place) {
     )
     .join(" ");
   $("closer-made").replaceChildren(
-    `All numbers are of ${model.examples.toLocaleString("en")} test examples of the run `,
+    `All numbers are of ${model.tested} of the run `,
     make("a", { href: `#made-${policy.model}` }, make("bdi", { textContent: model.name })),
     `${model.seed ? ` (seed ${model.seed})` : ""}: weights, settings and command.${part.deep.binned ? " A difficulty is the middle of a bin." : ""}`,
   );
