@@ -5,6 +5,8 @@ network (`loopscope.models`): these classes only carry them. They stand apart fr
 needs them, too, in each of its processes, and nothing of the models and the Trainer there.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -17,6 +19,7 @@ class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
     """
 
     architecture: ClassVar[str]
+    auto_map: ClassVar[Mapping[str, str]] = MappingProxyType({})  # TRL asks for it: no code of a checkpoint is run
 
     keys_to_ignore_at_inference = ["past_key_values", "last_hidden_state"]  # noqa: RUF012 - transformers adds to it
 

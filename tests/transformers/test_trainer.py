@@ -396,7 +396,6 @@ def test_what_cannot_be_trained(ouro: Path, tmp_path: Path) -> None:
         ("keeps no logits for preprocess", load(ouro), "final", {"preprocess_logits_for_metrics": print}),
         ("compute_loss_func", load(ouro), "final", {"compute_loss_func": print}),
         ("held still", get_peft_model(*_with(ouro, modules_to_save=None)), "decoupled_gate", {}),
-        ("would change nothing", get_peft_model(*_with(ouro, target_modules="all-linear")), "decoupled_gate", {}),
     ):
         with pytest.raises(ls.UserError, match=match):
             trainer(model, tmp_path, objective, **changes)

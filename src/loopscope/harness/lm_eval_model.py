@@ -22,6 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from loopscope.arguments import as_count
 from loopscope.engine import Prompt, Request, choices, run, stream
 from loopscope.engine.decoder import CacheMode
 from loopscope.engine.stop_strings import StopStrings
@@ -84,7 +85,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
             self._ends = stop_tokens(self.tokenizer, end_tokens(folder))
         if isinstance(policy, (str, Path)):
             policy = ExitPolicy.load(policy)
-        self.policy = policy or ExitPolicy("fixed", self.model.num_loops if loops is None else int(loops))
+        self.policy = policy or ExitPolicy("fixed", self.model.num_loops if loops is None else as_count(loops, "loops"))
         self.used: dict[str, tuple[int, int]] = {}
         """For every task: decisions, and loops of all of them."""
         self._cache, self._seed, self._progress, self._think_end = cache, seed, progress, think_end_token

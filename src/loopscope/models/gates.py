@@ -38,6 +38,12 @@ class Gate(nn.Module):
 
 
 def linear_halt(gate: nn.Linear, pooled: Tensor) -> Tensor:
-    """Halt logits [...] of a language model's gate; in float32 whatever the precision, for the same reason."""
+    """Halt logits [...] of a language model's gate; in float32 whatever the precision, for the same reason.
+
+    One with an adapter around it is more than its weights, and computes in the precision of these.
+    """
+    if hasattr(gate, "base_layer"):
+        adapted: Tensor = gate(pooled.to(gate.weight.dtype))
+        return adapted.float().squeeze(-1)
     with torch.autocast(pooled.device.type, enabled=False):
         return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)

@@ -20,6 +20,11 @@ from loopscope.models.gates import linear_halt
 from loopscope.models.layout import Layout
 from loopscope.models.linear import Linear
 
+EARLY_EXIT = (
+    "early_exit_threshold has no effect here and must be 1; exits are a policy's: the readout `gate` with that "
+    "threshold"
+)
+
 
 class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
     """The keys of `config.json` that the network depends on; others are ignored, unsupported values refused."""
@@ -29,10 +34,17 @@ class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
     tie_word_embeddings: bool
     attention_bias: Literal[False] | None = None
     mlp_bias: Literal[False] | None = None
+    early_exit_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.early_exit_threshold not in (None, 1):
+            raise ValueError(EARLY_EXIT)
 
     @property
     def network(self) -> dict[str, Any]:
-        return {name: value for name, value in super().network.items() if name != "total_ut_steps"}
+        beside = ("total_ut_steps", "early_exit_threshold")
+        return {name: value for name, value in super().network.items() if name not in beside}
 
 
 class _Run(msgspec.Struct, frozen=True):

@@ -1,4 +1,5 @@
-"""How does transformers' `generate` run under an exit policy? It prepares, and LoopScope's engine writes.
+"""How does transformers' `generate` run a looped model? Without an exit policy as it runs any other; under one it
+prepares, and LoopScope's engine writes.
 
 transformers reads the settings, pads and counts; the decoding loop itself is `loopscope.engine.stream`: every token as
 deep as its policy says, no row waiting for another. So the tokens are those of `loopscope.generate`.
@@ -8,12 +9,14 @@ Shapes: B rows, M columns of the prompts, N new tokens of the longest text.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import (
     EosTokenCriteria,
     LogitsProcessorList,
@@ -29,12 +32,17 @@ from loopscope.engine import Prompt, Sampling, stream
 from loopscope.engine.decoder import CacheMode
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
+from loopscope.models import LoopedModel
 from loopscope.transformers.padded_batch import PaddedBatch
 
 _KNOWN = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
 """What the engine does itself."""
 _INPUTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
 """What transformers itself gives to whoever decodes."""
+_DRAFTING = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+"""Arguments of `generate` by which somebody else drafts."""
+_NOT_ADAPTIVE = ("stop_strings", "penalty_alpha", "dola_layers", "custom_generate")
+"""Arguments of `generate` that the engine would pass by, or that take its place."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -42,6 +50,82 @@ _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 class AdaptiveGenerateOutput(ModelOutput):  # type: ignore[misc]
     sequences: Tensor | None = None  # [B, M + N]
     loops: Tensor | None = None  # [B, N] that every new token took; 0 after a text's end
+
+
+class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
+    """`generate` of the looped models."""
+
+    looped: LoopedModel
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        *args: Any,
+        policy: ExitPolicy | str | Path | None = None,
+        cache: CacheMode | None = None,
+        lossless: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers does it; with an exit policy, or a file of one, by LoopScope's engine, every token as deep as
+        the policy says.
+
+        `cache` (default: `full`) is what later tokens find of one that left early, and with `lossless` the text is that
+        of full depth, as in `loopscope.generate`.
+        """
+        given = (inputs, generation_config, logits_processor, stopping_criteria, *args)
+        asked = {name for name in _DRAFTING if kwargs.get(name) or getattr(generation_config, name, None)}
+        if asked:
+            raise UserError(
+                f"Assisted generation ({min(asked)}) takes tokens back, and the cache of a looped model is not cut "
+                "back; the model drafts for itself with a policy and lossless=True."
+            )
+        if policy is None:
+            if lossless or cache is not None:
+                name = "lossless" if lossless else "cache"
+                raise UserError(f"{name} is of an exit policy, by which tokens exit early; name one (policy=...).")
+            return super().generate(*given, streamer=streamer, **kwargs)
+        own = [type(each).__name__ for each in (*(logits_processor or ()), *(stopping_criteria or ()))]
+        own += [name for name in _NOT_ADAPTIVE if kwargs.get(name) or getattr(generation_config, name, None)]
+        if own:
+            raise not_done(own[0])
+        rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
+        decoding = partial(adaptive_decoding, policy=rule, cache=cache or "full", lossless=lossless, streamer=streamer)
+        return super().generate(*given, custom_generate=decoding, streamer=streamer, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        attention_mask: Tensor | None = None,
+        is_first_iteration: bool = False,
+        tokenizer: Any = None,
+        assistant_tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As transformers does it; the tokenizers are of stopping criteria, which had them already."""
+        if is_first_iteration and attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
+            raise UserError(
+                "transformers goes on after the last column of a batch, and there is padding; pad prompts on the "
+                'left (tokenizer.padding_side = "left"), or give an exit policy, which takes both.'
+            )
+        found: dict[str, Any] = super().prepare_inputs_for_generation(
+            input_ids, *args, attention_mask=attention_mask, is_first_iteration=is_first_iteration, **kwargs
+        )
+        return found
+
+    def _validate_generated_length(self, generation_config: Any, input_ids_length: int, has_default: bool) -> None:
+        """Before anything is written, not where the model's length ends."""
+        if generation_config.max_length > self.looped.block_size:
+            raise UserError(
+                f"A prompt of {input_ids_length} tokens and {generation_config.max_length - input_ids_length} after it "
+                f"are more than the {self.looped.block_size} that the model has positions for; ask for fewer."
+            )
+        super()._validate_generated_length(generation_config, input_ids_length, has_default)
 
 
 def adaptive_decoding(

@@ -26,6 +26,16 @@ def check_keys(source: str, info: Mapping[str, Any]) -> None:
             raise UserError(f"{problem} '{min(names)}'; fetch or make it again.")
 
 
+def check_places(model: Any) -> None:
+    """Refuses weights on several devices, or left on the disk."""
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    if len(places) > 1 or places & {"disk", "meta"}:
+        raise UserError(
+            f"A looped model runs on one device, and this device_map has {', '.join(sorted(places))}: every loop would "
+            "cross all of them; name one (device_map={'': 0}), or serve it with tensor parallelism."
+        )
+
+
 def own_folder(source: Any, options: Mapping[str, Any]) -> Path | None:
     """Where the files of a checkpoint lie (its folder, or what was fetched of it), if its weights are those there."""
     if any(options.get(name) for name in _OF_ANOTHER_FILE):

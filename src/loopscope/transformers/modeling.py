@@ -11,21 +11,16 @@ V vocabulary.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from loopscope.arguments import as_count
 from loopscope.config import build
-from loopscope.engine.decoder import CacheMode
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
 from loopscope.models import Huginn, HuginnConfig, LoopedLlama, LoopedLlamaConfig, LoopedModel, Ouro, OuroConfig
 from loopscope.models.checkpoint import first_not_finite, weights_sha256
 from loopscope.models.decoder_layers import SwiGLU
@@ -40,8 +35,9 @@ from loopscope.pretrained_configuration import (
 )
 from loopscope.training.language_run import TokenLosses
 from loopscope.training.loop import BatchLosses
-from loopscope.transformers.adaptive_generation import adaptive_decoding, not_done
-from loopscope.transformers.loading import check_keys, own_folder
+from loopscope.transformers.adaptive_generation import AdaptiveGenerationMixin
+from loopscope.transformers.changed_parts import check_config, check_unchanged
+from loopscope.transformers.loading import check_keys, check_places, own_folder
 from loopscope.transformers.padded_batch import LoopedCache, PaddedBatch
 
 TeacherLogits = Callable[[Tensor, Tensor | None], Tensor]
@@ -65,7 +61,7 @@ class LoopedOutput(ModelOutput):  # type: ignore[misc]
     last_hidden_state: Tensor | None = None  # [B, M, D] what the head reads of the last loop: for those who bring one
 
 
-class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: ignore[misc]
     """Base of the three; `forward` is theirs, too."""
 
     config: LoopedPretrainedConfig
@@ -107,6 +103,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if folder is not None:
             check_hashes(folder)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        check_places(model)
         base = model.__dict__.pop("_loaded", None)
         source = str((kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path", pretrained_model_name_or_path))
         if model._hf_peft_config_loaded:
@@ -125,18 +122,24 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return info
 
     def _check_values(self, source: str) -> None:
-        if len(places := {str(place) for place in getattr(self, "hf_device_map", {}).values()}) > 1:
-            raise UserError(
-                f"A looped model runs on one device, and this device_map has {', '.join(sorted(places))}: every loop "
-                "would cross all of them; name one (device_map={'': 0}), or serve it with tensor parallelism."
-            )
         if (wrong := first_not_finite(dict(self.named_parameters()))) is not None:
             raise UserError(
                 f"In {source} the tensor '{wrong}' holds a value that is not finite; fetch or make it again."
             )
 
+    @staticmethod
+    def configured_depth(config: Any) -> int:
+        """How many loops a configuration asks for."""
+        raise NotImplementedError
+
+    @property
+    def head_is_embedding(self) -> bool:
+        """Whether one tensor is both."""
+        return bool(self.looped.tied)
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does it; weights that are not those that a run of LoopScope left do not go by its name."""
+        check_config(self)
         run = getattr(self.config, "run", None)
         if run is not None and (kwargs.get("state_dict") is not None or not self.looped.is_identified):
             self.config.fine_tuning = {"start": run}
@@ -195,6 +198,10 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         loop_losses: bool = False,
         unrolling: Unrolling | None = None,
         teacher: TeacherLogits | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
     ) -> LoopedOutput | tuple[Any, ...]:
         """What the model says after `num_loops` loops (default: all of its own), and with `output_loop_logits` after
         every one.
@@ -205,6 +212,12 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         """
         if input_ids is None or inputs_embeds is not None:
             raise UserError("A looped model takes input_ids; what is embedded already (inputs_embeds) it does not.")
+        if any(each is not None for each in (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)):
+            raise UserError(
+                "Several texts in one row (packing, padding_free, DataCollatorWithFlattening) are not told apart "
+                "here; give every text a row of its own: padding takes no time."
+            )
+        check_unchanged(self)
         if output_attentions:
             raise UserError("A looped model keeps no attention weights (output_attentions); ask for something else.")
         if past_key_values is not None and not isinstance(past_key_values, LoopedCache):
@@ -249,7 +262,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     ) -> LoopedOutput:
         looped, read_at = self.looped, range(1 if with_loops else loops, loops + 1)
         if cache is not None:
-            cache.begin(batch.size, loops, read_at)
+            cache.begin(batch.size, loops, read_at if looped.head_attends else ())
         at_loop = None if cache is None else partial(cache.appending, batch.rows, batch.counts)
         layout = batch.layout(self.device, None if at_loop is None else at_loop(0), position_ids)
         state = looped.begin_packed(batch.pack(tokens.to(self.device)), layout)
@@ -283,12 +296,18 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         logits_to_keep: int | Tensor,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor:
-        """The mean over all labels of the batch, or of the larger one that this is a part of."""
+        """The mean over all labels of the batch, or of the larger one that this is a part of.
+
+        transformers counts the labels of that one, and knows nothing of those on padding: so each part has the weight
+        that transformers gives it.
+        """
         if not isinstance(logits_to_keep, int) or logits_to_keep:
             raise UserError("A loss needs the logits of all tokens; leave out logits_to_keep, or the labels.")
         chosen, targets = batch.targets(labels.to(logits.device))
         total = F.cross_entropy(batch.pack(logits).index_select(0, chosen).float(), targets, reduction="sum")
-        return total / (len(targets) if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is None:
+            return total / len(targets)
+        return total / max(1, len(targets)) * (labels[:, 1:] != -100).sum() / num_items_in_batch
 
     def _loop_losses(
         self,
@@ -313,46 +332,6 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         state = self.looped.begin_packed(batch.pack(tokens.to(self.device)), layout)
         return TokenLosses(self.looped).of_state(state, targets, taught, unrolling, chosen)
 
-    @torch.no_grad()
-    def generate(
-        self,
-        inputs: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        *args: Any,
-        policy: ExitPolicy | str | Path | None = None,
-        cache: CacheMode | None = None,
-        lossless: bool = False,
-        streamer: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """As transformers does it; with an exit policy, or a file of one, by LoopScope's engine, every token as deep as
-        the policy says.
-
-        `cache` (default: `full`) is what later tokens find of one that left early, and with `lossless` the text is that
-        of full depth, as in `loopscope.generate`.
-        """
-        given = (inputs, generation_config, logits_processor, stopping_criteria, *args)
-        if policy is None:
-            if lossless or cache is not None:
-                name = "lossless" if lossless else "cache"
-                raise UserError(f"{name} is of an exit policy, by which tokens exit early; name one (policy=...).")
-            mask = kwargs.get("attention_mask")
-            if mask is not None and bool((mask[:, -1] == 0).any()):
-                raise UserError(
-                    "transformers goes on after the last column of a batch, and there is padding; pad prompts on the "
-                    'left (tokenizer.padding_side = "left"), or give an exit policy, which takes both.'
-                )
-            return super().generate(*given, streamer=streamer, **kwargs)
-        if kwargs.get("assistant_model") is not None:
-            raise UserError("An exit policy and an assistant do not go together; leave out one of them.")
-        if own := [*(logits_processor or ()), *(stopping_criteria or ())]:
-            raise not_done(type(own[0]).__name__)
-        rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
-        decoding = partial(adaptive_decoding, policy=rule, cache=cache or "full", lossless=lossless, streamer=streamer)
-        return super().generate(*given, custom_generate=decoding, streamer=streamer, **kwargs)
-
 
 class OuroForCausalLM(LoopedForCausalLM):
     config: OuroPretrainedConfig
@@ -361,6 +340,10 @@ class OuroForCausalLM(LoopedForCausalLM):
     @staticmethod
     def _network(values: Mapping[str, Any], source: str) -> LoopedModel:
         return Ouro(build(OuroConfig, values, source))
+
+    @staticmethod
+    def configured_depth(config: Any) -> int:
+        return int(config.total_ut_steps)
 
 
 class RavenForCausalLM(LoopedForCausalLM):
@@ -373,6 +356,14 @@ class RavenForCausalLM(LoopedForCausalLM):
     @staticmethod
     def _network(values: Mapping[str, Any], source: str) -> LoopedModel:
         return Huginn(build(HuginnConfig, values, source))
+
+    @staticmethod
+    def configured_depth(config: Any) -> int:
+        return int(config.mean_recurrence)
+
+    @property
+    def head_is_embedding(self) -> bool:
+        return True
 
     def get_input_embeddings(self) -> Any:
         return self.transformer.wte
@@ -389,6 +380,10 @@ class LoopedLlamaForCausalLM(LoopedForCausalLM):
     @staticmethod
     def _network(values: Mapping[str, Any], source: str) -> LoopedModel:
         return LoopedLlama(build(LoopedLlamaConfig, values, source))
+
+    @staticmethod
+    def configured_depth(config: Any) -> int:
+        return int(config.looping["loops"])
 
 
 def _kept(values: Tensor, logits_to_keep: int | Tensor) -> Tensor:

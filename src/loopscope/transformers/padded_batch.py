@@ -36,7 +36,7 @@ class LoopedCache(Cache):  # type: ignore[misc]
         self._read: frozenset[int] = frozenset()  # loops at which a head that attends has read all tokens
 
     def begin(self, rows: int, loops: int, read: Collection[int]) -> None:
-        """Before tokens of so many rows go through `loops` loops, and the head reads them at those of `read`."""
+        """Before tokens of so many rows go through `loops` loops, and a head that attends reads them at `read`."""
         if self._kv_cache is None:
             self._kv_cache, self.lengths = KVCache(rows, 64, most_loops=loops), np.zeros(rows, dtype=np.int64)
             self._loops, self._read = loops, frozenset(read)
@@ -44,7 +44,7 @@ class LoopedCache(Cache):  # type: ignore[misc]
             raise UserError(f"The cache holds {self._kv_cache.rows} rows, and the batch has {rows}; begin another.")
         if loops > self._loops or not self._read.issuperset(read):
             raise UserError(
-                f"The cache was begun with {self._loops} loops and without reading every loop that is asked for now; "
+                f"The cache was begun with {self._loops} loops, or without reading every loop that is asked for now; "
                 "begin another."
             )
         self._loops, self._read = loops, frozenset(read)
@@ -107,6 +107,8 @@ class PaddedBatch:
     @classmethod
     def of(cls, tokens: Tensor, attention_mask: Tensor | None, cache: LoopedCache | None) -> Self:
         """`attention_mask` covers what is cached, too."""
+        if tokens.dim() != 2:
+            raise UserError(f"input_ids must have the shape [rows, tokens], got {list(tokens.shape)}.")
         size, columns = tokens.shape
         device = tokens.device
         if attention_mask is None:
@@ -147,6 +149,15 @@ class PaddedBatch:
     @property
     def _is_full(self) -> bool:
         return len(self.cells) == self.size * self.columns
+
+    @staticmethod
+    def counted(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """[B, M] the labels, -100 where `targets` leaves one out."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(labels)
+        shown = attention_mask.to(labels.device).bool()
+        first = shown.int().argmax(1, keepdim=True)
+        return labels.masked_fill(~shown, -100).scatter(1, first, -100)
 
     def targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens [N] after which a label is to be said, by their numbers among the P, and the labels [N].

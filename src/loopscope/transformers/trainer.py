@@ -23,6 +23,7 @@ from loopscope.objectives import GATED, LoopLosses, Objective, Unrolling, log_ex
 from loopscope.training.adapters import adaptable_layers
 from loopscope.training.custom_objectives import UserFunction, custom_objective, load_objective
 from loopscope.transformers.modeling import LoopedForCausalLM, LoopedOutput, TeacherLogits
+from loopscope.transformers.padded_batch import PaddedBatch
 
 
 class LoopTrainer(Trainer):  # type: ignore[misc]
@@ -63,6 +64,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         self._minimised = load_objective(self.objective, self.args.seed, function)
         self._teacher = self._taught_by(teacher, teacher_loops)
         self._sums = {training: _LoopSums(looped.num_loops) for training in (True, False)}
+        self._evaluated = torch.zeros(2, dtype=torch.float64)  # losses times tokens, and tokens
 
     def _check_gate(self, looped: LoopedModel) -> None:
         gate: Any = getattr(looped, "gate", None)
@@ -71,11 +73,6 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         if gate is None:
             raise UserError(
                 f"The objective '{self.objective.name}' trains a gate, and this model has none; choose another."
-            )
-        if hasattr(gate, "base_layer"):
-            raise UserError(
-                "An adapter on the gate would change nothing; leave the gate out of target_modules, and name it in "
-                "modules_to_save (lora_config does)."
             )
         if not any(parameter.requires_grad for parameter in gate.parameters()):
             raise UserError(
@@ -96,6 +93,11 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         ours, theirs = (each.config.vocab_size for each in (_base(self.model), teacher))
         if ours != theirs:
             raise UserError(f"The teacher has {theirs} tokens, and the model {ours}; take one with its tokenizer.")
+        if {*map(id, teacher.parameters())} & {*map(id, self.model.parameters())}:
+            raise UserError(
+                "The teacher has weights of the model itself, which would be held still; give its folder, or a copy "
+                "(copy.deepcopy)."
+            )
         depth: dict[str, int] = {}
         if loops is not None:
             if not isinstance(teacher, LoopedForCausalLM):
@@ -126,6 +128,16 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         else:
             self.control.should_training_stop = True
 
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """The labels that count, of which transformers knows only that they are not -100."""
+        counted = [
+            {**batch, "labels": PaddedBatch.counted(batch["labels"], batch.get("attention_mask"))}
+            if "labels" in batch
+            else batch
+            for batch in batch_samples
+        ]
+        return super()._get_num_items_in_batch(counted, device)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -137,11 +149,12 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         training, step = model.training, self.state.global_step
         loops = self._sums[training].loops
         unrolling = self.objective.unrolling(loops, self.args.seed, step) if training else None
-        part = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        is_whole = training and num_items_in_batch is None
+        part = {} if is_whole else {"num_items_in_batch": num_items_in_batch or 0}
         found = model(**inputs, loop_losses=True, unrolling=unrolling, teacher=self._teacher, **part)
         self._sums[training].add(found, unrolling)
         if not found.cross_entropy.shape[1]:
-            loss = self._nothing(found, num_items_in_batch)
+            loss = self._nothing(found, num_items_in_batch if training else 1)
         elif training or not self.objective.is_custom:
             loss = self._minimised(LoopLosses(found.cross_entropy, found.halt_logits, step, found.detached_halt_logits))
         else:
@@ -178,7 +191,9 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
     ) -> tuple[Tensor, None, None]:
         """What is evaluated are the losses: logits of every loop would be too many."""
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss, found = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+        tokens = found.cross_entropy.shape[1]
+        self._evaluated += torch.stack((loss.double() * tokens, loss.new_tensor(tokens).double())).cpu()
         return loss.detach(), None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,8 +203,14 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         )
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """The loss is a mean over tokens, too, where transformers' is one over batches."""
         self._sums[False].clear()
+        self._evaluated.zero_()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss, tokens = self.accelerator.reduce(self._evaluated.float().to(self.args.device), "sum").tolist()
+        if not tokens:
+            raise UserError("No label of the evaluation data counts: all are -100, or padding; give others.")
+        output.metrics[f"{metric_key_prefix}_loss"] = loss / tokens
         output.metrics.update(self._by_loop(False, f"{metric_key_prefix}_"))
         return output
 
