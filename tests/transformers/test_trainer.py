@@ -237,6 +237,57 @@ def test_metrics_go_by_loop_to_whoever_listens(ouro: Path, tmp_path: Path) -> No
         assert logs["eval_loss"] == pytest.approx(logs["eval_loss_loop_3"], rel=1e-4)
 
 
+def uneven(rows: int) -> list[dict[str, Any]]:
+    """Rows of different lengths, of one of which no label counts."""
+    made = [{name: row[name][: 5 + 3 * (number % 5)] for name in row} for number, row in enumerate(text(2, rows))]
+    return [*made, {"input_ids": made[0]["input_ids"], "labels": [-100] * len(made[0]["labels"])}]
+
+
+def padded(rows: list[dict[str, Any]], side: str, unmasked: bool = False) -> dict[str, Tensor]:
+    """A batch as collators make it, or with labels on its padding."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    names = {"input_ids": 0, "attention_mask": 0, "labels": 7 if unmasked else -100}
+    batch: dict[str, list[list[int]]] = {name: [] for name in names}
+    for row in rows:
+        given = row | {"attention_mask": [1] * len(row["input_ids"])}
+        for name, filling in names.items():
+            more = [filling] * (longest - len(given[name]))
+            batch[name].append(more + given[name] if side == "left" else given[name] + more)
+    return {name: torch.tensor(value) for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["LoopTrainer", "Trainer"])
+def test_padding_changes_no_loss(ouro: Path, tmp_path: Path, own: bool) -> None:
+    """transformers counts labels, also those before which there is nothing to say them from."""
+    found = []
+    for collator in (
+        lambda rows: padded(rows, "right"),
+        lambda rows: padded(rows, "left"),
+        lambda rows: padded(rows, "left", unmasked=True),
+    ):
+        settings = arguments(tmp_path, max_steps=1, logging_steps=1, per_device_train_batch_size=8)
+        given = {"train_dataset": uneven(7), "data_collator": collator}
+        made = LoopTrainer(load(ouro), settings, objective="final", **given) if own else None
+        run = made or Trainer(load(ouro), settings, **given)
+        run.train()
+        found.append([run.state.log_history[0][name] for name in ("loss", "grad_norm")])
+    np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-4)
+
+
+def test_an_evaluation_is_a_mean_over_tokens(ouro: Path, tmp_path: Path) -> None:
+    """Whatever the batches; one in which nothing counts adds nothing."""
+    found = []
+    for size in (1, 3, 8):
+        settings = arguments(tmp_path, per_device_eval_batch_size=size)
+        run = LoopTrainer(
+            load(ouro), settings, eval_dataset=uneven(7), data_collator=lambda rows: padded(rows, "right")
+        )
+        found.append(run.evaluate()["eval_loss"])
+    np.testing.assert_allclose(found, found[0], rtol=1e-5)
+    with pytest.raises(ls.UserError, match="No label of the evaluation data counts"):
+        run.evaluate(uneven(7)[-1:])
+
+
 def test_transformers_own_trainer_trains_the_last_loop(ouro: Path, tmp_path: Path) -> None:
     model = load(ouro)
     run = Trainer(model, arguments(tmp_path, max_steps=20), train_dataset=text(0), eval_dataset=text(1, 16))
@@ -390,6 +441,7 @@ def test_what_cannot_be_trained(ouro: Path, tmp_path: Path) -> None:
         ("97 tokens", load(ouro), "final", {"teacher": GOLDEN / "ouro-tiny"}),
         ("causal language model", load(ouro), "final", {"teacher": nn.Linear(2, 2)}),
         ("no looped model", load(ouro), "final", {"teacher": _llama(), "teacher_loops": 2}),
+        ("weights of the model itself", same := load(ouro), "final", {"teacher": same}),
         ("must be an Ouro", nn.Linear(2, 2), "final", {}),
         ("label smoothing", load(ouro), "final", {"label_smoothing_factor": 0.1}),
         ("keeps no logits for compute_metrics", load(ouro), "final", {"compute_metrics": print}),

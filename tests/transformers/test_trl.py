@@ -21,7 +21,8 @@ def texts(count: int) -> list[list[int]]:
     return [torch.randint(2, 49, (length,), generator=draws).tolist() for length in range(4, 4 + count)]
 
 
-def test_its_loss_is_that_of_the_last_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_path", [False, True], ids=["a model", "its folder"])
+def test_its_loss_is_that_of_the_last_loop(by_path: bool, tmp_path: Path) -> None:
     import trl  # its import warns, which is an error outside a test
 
     model, rows = AutoModelForCausalLM.from_pretrained(OURO), texts(6)
@@ -30,9 +31,10 @@ def test_its_loss_is_that_of_the_last_loop(tmp_path: Path) -> None:
     expected = sum(losses) / sum(len(row) - 1 for row in rows)
     words = {str(token): token for token in range(model.config.vocab_size)}
     trainer = trl.SFTTrainer(
-        model,
+        str(OURO) if by_path else model,
         args=trl.SFTConfig(
             str(tmp_path),
+            model_init_kwargs={"dtype": "float32"} if by_path else None,
             max_steps=8,
             learning_rate=1e-2,
             per_device_eval_batch_size=6,

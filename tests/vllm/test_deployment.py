@@ -17,7 +17,7 @@ import loopscope as ls
 from loopscope.errors import UserError
 from loopscope.exits.scope import Scope
 from loopscope.models.checkpoint import weights_sha256
-from loopscope.vllm.deployment import Deployment, read_deployment
+from loopscope.vllm.deployment import Deployment, check_log, read_deployment
 from loopscope.vllm.exits_log import ExitsLog, TextExits, prompt_digest, read_exits
 
 FOLDER = GOLDEN / "ouro-tiny"
@@ -145,6 +145,7 @@ def test_the_plugin_imports_little_and_never_ends_a_server() -> None:
         ({"readout": "fixed", "threshold": 5}, "beyond the model's 4 loops"),
         ({"readout": "patience:3", "threshold": 0.5}, "patience:3"),
         ({"exits_log": "exits.jsonl"}, "nothing to log"),
+        ({"readout": "fixed", "threshold": 2, "exits_log": "exits.jsonl"}, "nothing to log"),
         ({"without_promise": True}, "only the policy of a file"),
         ({"policy": "nowhere.json"}, "nowhere.json"),
         ("gate", "loopscope"),
@@ -153,6 +154,27 @@ def test_the_plugin_imports_little_and_never_ends_a_server() -> None:
 def test_what_makes_no_sense_is_refused(told: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         deployed(told)
+
+
+@pytest.mark.parametrize(
+    "told", [{"loops": 1}, {"num_loops": 1}, {"readout": "gate", "threshold": 0.0}, {"policy": "policy.json"}]
+)
+def test_what_stands_beside_its_place_is_refused(told: dict[str, Any]) -> None:
+    """vLLM takes any key, and all loops would be run."""
+    with pytest.raises(UserError, match=f"'{min(told)}' belongs under loopscope"):
+        read_deployment({**looped_llama_config(), **told}, "", None, "float32")
+
+
+def test_ouros_own_threshold_is_refused() -> None:
+    values = json.loads((GOLDEN / "ouro-tiny" / "config.json").read_text())
+    with pytest.raises(UserError, match="early_exit_threshold has no effect here"):
+        read_deployment({**values, "early_exit_threshold": 0.5}, "", None, "float32")
+
+
+@pytest.mark.parametrize(("log", "words"), [("nowhere/exits.jsonl", "there is no folder"), (".", "is a folder")])
+def test_a_log_that_cannot_be_written_is_refused(log: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        check_log(tmp_path / log)
 
 
 def test_a_gate_that_is_not_there_is_refused() -> None:

@@ -86,6 +86,7 @@ def test_what_cannot_be_served_is_refused_before_an_engine_starts(tmp_path: Path
         (GOLDEN_OURO, exits, {"kv_transfer_config": connector}, "no other request or engine may have it"),
         (looped_llama, exits, {"max_num_batched_tokens": 64}, "must fit into one step"),
         (GOLDEN_OURO, {"policy": str(tmp_path / "none.json")}, {}, "none.json"),
+        (GOLDEN_OURO, exits | {"exits_log": str(tmp_path / "nowhere" / "log.jsonl")}, {}, "there is no folder"),
     ]
     for folder, told, options, words in refused:
         with pytest.raises((UserError, ValueError), match=words), engine(folder, told, **options):

@@ -7,6 +7,7 @@ It stands under `loopscope` in vLLM's `hf_overrides`:
 Everything is checked before an engine starts, and again in its workers.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ def read_deployment(
     is that of keys and values in the cache, where it is another than they are computed in.
     """
     values = {name: value for name, value in configuration.items() if value is not None}
+    if misplaced := sorted({*DeploymentSettings.__struct_fields__, "num_loops"} & {*values}):
+        name = misplaced[0]
+        raise UserError(f'hf_overrides: \'{name}\' belongs under {KEY}, as in {{"{KEY}": {{"{name}": ...}}}}.')
     settings = build(DeploymentSettings, values.pop(KEY, {}), _WHERE)
     kind: type[DecoderConfig] = LoopedLlamaConfig if values.get("model_type") == "looped_llama" else OuroConfig
     config = build(kind, values, "The model's configuration")
@@ -95,6 +99,10 @@ def read_deployment(
     fixed = policy.readout == "fixed"
     policy.check(weights, loops, Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision))
     state = ExitState(policy, loops)  # refuses what can only be replayed
+    if fixed and settings.exits_log is not None:
+        raise UserError(
+            "At a fixed depth all tokens take as many loops, and there is nothing to log; leave out exits_log."
+        )
     if fixed:  # all exit together, so that no later token lacks anything, whatever the rule of the cache
         return Deployment(config, int(policy.threshold or 0))
     if "gate_logits" in state.sources() and isinstance(config, LoopedLlamaConfig) and config.looping.gate == "none":
@@ -176,6 +184,8 @@ def check_engine(vllm_config: Any, deployment: Deployment) -> None:
         )
     if deployment.exits_log is not None and vllm_config.parallel_config.data_parallel_size > 1:
         raise UserError("Several engines (data parallelism) cannot write one exits_log; leave it out.")
+    if deployment.exits_log is not None:
+        check_log(Path(deployment.exits_log))
     scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     if deployment.head_attends and (scheduler.enable_chunked_prefill or scheduler.max_num_batched_tokens < longest):
         raise UserError(
@@ -183,3 +193,13 @@ def check_engine(vllm_config: Any, deployment: Deployment) -> None:
             f"must fit into one step: set --max-num-batched-tokens to at least {longest}, and "
             "--no-enable-chunked-prefill."
         )
+
+
+def check_log(log: Path) -> None:
+    """Before an engine starts, not at its first token."""
+    if log.is_dir():
+        raise UserError(f"exits_log: {log} is a folder; name a file.")
+    if not log.resolve().parent.is_dir():
+        raise UserError(f"exits_log: there is no folder {log.resolve().parent}; make it first.")
+    if not os.access(log if log.exists() else log.resolve().parent, os.W_OK):
+        raise UserError(f"exits_log: {log} cannot be written; choose another file.")
