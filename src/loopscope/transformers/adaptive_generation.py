@@ -78,10 +78,10 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
         of full depth, as in `loopscope.generate`.
         """
         given = (inputs, generation_config, logits_processor, stopping_criteria, *args)
-        asked = {name for name in _DRAFTING if kwargs.get(name) or getattr(generation_config, name, None)}
-        if asked:
+        assistants = {name for name in _DRAFTING if kwargs.get(name) or getattr(generation_config, name, None)}
+        if assistants:
             raise UserError(
-                f"Assisted generation ({min(asked)}) takes tokens back, and the cache of a looped model is not cut "
+                f"Assisted generation ({min(assistants)}) takes tokens back, and the cache of a looped model is not cut "
                 "back; the model drafts for itself with a policy and lossless=True."
             )
         if policy is None:
