@@ -81,8 +81,8 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
         assistants = {name for name in _DRAFTING if kwargs.get(name) or getattr(generation_config, name, None)}
         if assistants:
             raise UserError(
-                f"Assisted generation ({min(assistants)}) takes tokens back, and the cache of a looped model is not cut "
-                "back; the model drafts for itself with a policy and lossless=True."
+                f"Assisted generation ({min(assistants)}) takes tokens back, and the cache of a looped model is not "
+                "cut back; the model drafts for itself with a policy and lossless=True."
             )
         if policy is None:
             if lossless or cache is not None:
