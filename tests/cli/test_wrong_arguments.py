@@ -10,8 +10,11 @@ import pytest
 import loopscope as ls
 from cli.conftest import refusal, run
 from loopscope.artifacts import MANIFEST
+from loopscope.config import plain, to_json
 from loopscope.exits.live_runs import LIVE
 from loopscope.exits.scope import Scope
+from loopscope.models.configuration import CheckpointConfig
+from loopscope.training.settings import read_settings
 
 HEAVY = ("torch", "lm_eval", "transformers")
 ANSWER = """
@@ -26,6 +29,18 @@ for words in json.loads(sys.argv[1]):
     answers.append([code, err.getvalue(), heavy])
 print(json.dumps(answers))
 """
+_TWO_STEPS = ("--set", "training.steps=2")
+
+
+def _write_run(folder: Path) -> None:
+    """What the files of a finished run say of it."""
+    settings = read_settings("demo")
+    config = CheckpointConfig(
+        vocab_size=settings.task.vocab_size, block_size=settings.block_size, model=settings.model, run=plain(settings)
+    )
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(to_json(config))
+    (folder / "model.safetensors").write_bytes(b"")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +62,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
     config = {"model_type": "ouro", "total_ut_steps": 4, "max_position_embeddings": 256}
     (place / "model" / "config.json").write_text(json.dumps(config))
     ls.ExitPolicy("margin", 0.5, scope=Scope(unit="answers")).save(policy)
+    trained = str(place / "trained")
+    _write_run(Path(trained))
     wrong: list[tuple[list[str], str]] = [
         (["trian", "demo"], "did you mean 'train'?"),
         (["record", "tsak", "x"], "did you mean 'task'?"),
@@ -57,6 +74,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["train", "demo", "--out", out, "--set", "model.gate=lineer"], "did you mean 'linear'?"),
         (["train", "demo", "--out", out, "--set", "objective.name=decoupled"], "did you mean 'decoupled_gate'?"),
         (["train", "demo", "--out", str(place)], "exists and is not a run; choose another --out"),
+        (["train", "demo", "--out", trained, *_TWO_STEPS], "trained holds a run with other settings (training.steps)"),
         (["train", "demo", "--out", file], "examples.txt is a file; give a folder"),
         (["demo", "--out", file], "examples.txt is a file; give a folder"),
         (["study", "run", "mano", "--out", file], "examples.txt is a file; give a folder"),
