@@ -22,6 +22,7 @@ from loopscope.recording_places import find_recordings
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "compare", __doc__, execute)
+    parser.takes = "it takes one run and two readouts; another model's run comes with --with"
     parser.add_argument("run", type=Path, help=RECORDED)
     parser.add_argument("first", metavar="READOUT", help=f"the first readout: {READOUTS}")
     parser.add_argument("second", metavar="OTHER", help="the second readout")

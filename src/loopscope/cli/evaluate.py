@@ -71,7 +71,7 @@ def execute(options: argparse.Namespace) -> int:
 def _evaluate_readouts(options: argparse.Namespace) -> int:
     accuracies = target_accuracies(options.at or [])
     folders = _two_recordings(options.recordings)
-    check_readouts(options)
+    check_readouts(options, oracle=True)
     from loopscope.analysis import as_targets, target_level
     from loopscope.analysis.diagnosis import without_verdict
     from loopscope.analysis.model_analysis import frontier_result
