@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
     ls.ExitPolicy("margin", 0.5, scope=Scope(unit="answers")).save(policy)
     trained = str(place / "trained")
     _write_run(Path(trained))
+    (place / "trained" / "recordings").symlink_to(folder)
+    foreign, bad, two = str(place / "foreign.json"), str(place / "bad.txt"), str(place / "two.json")
+    ls.ExitPolicy("margin", 0.5, model="0" * 64).save(foreign)
+    ls.ExitPolicy("fixed", 99).save(two)
+    Path(bad).write_text("hello\n")
     wrong: list[tuple[list[str], str]] = [
         (["trian", "demo"], "did you mean 'train'?"),
         (["record", "tsak", "x"], "did you mean 'task'?"),
@@ -99,7 +105,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["evaluate", folder, "--policy", "policy.json"], "There is no file policy.json"),
         (["diagnose", str(place / "ouro")], "make it with: loopscope record text "),
         (["diagnose", str(place / "live")], "is a live run, which only `loopscope calibrate` and `loopscope evaluate"),
-        (["diagnose", str(place)], "has no recording 'validation'; give one of those in it that have: mine."),
+        (["diagnose", str(place)], "has no recording 'validation'; give one of those in it that have: mine, trained."),
         (["evaluate", folder, folder + "/train"], "There is no folder"),
         (
             ["report", folder + "/validation", folder + "/test", "--out", out],
@@ -188,6 +194,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["loop", "nowhere", "--prelude", "1", "--core", "1", "--loops", "2", "--out", out], "There is no folder"),
         (["bench", "exits", "nowhere"], "There is no folder nowhere"),
         (["bench", "exits", "--settings", "papr"], "did you mean 'paper'?"),
+        (["bench", "exits", trained, "--policy", foreign], "foreign.json was calibrated for another model than these"),
+        (["bench", "exits", trained, "--policy", two], "A fixed depth of 99 is beyond the model's"),
+        (["run", trained, bad], "bad.txt, line 1: 'hello' is not an expression in prefix notation"),
+        (["run", trained, file, "--policy", foreign], "This policy was calibrated for another model (weights 00000"),
         (["bench", "train", "deom"], "did you mean 'demo'?"),
         (["bench", "scoring", "x", "--benchmark", "mmlo"], "did you mean 'mmlu'?"),
         (["bench", "generation", "x", "--text", "x", "--readout", "gate", "--threshold", "1"], "There is no file x"),
@@ -204,9 +214,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["study", "plan", "demo", "--set", "training.step=3"], "did you mean 'steps'?"),
         (["demo", "--out", out, "--set", "task.modlus=3"], "did you mean 'modulus'?"),
     ]
-    command = [sys.executable, "-c", ANSWER, json.dumps([words for words, _ in wrong]), *HEAVY]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=place).stdout)
+    found = _answered([words for words, _ in wrong], place, HEAVY)
     return [(words, message, *answer) for (words, message), answer in zip(wrong, found, strict=True)]
+
+
+def _answered(wrong: list[list[str]], place: Path, heavy: Sequence[str]) -> list[tuple[int, str, list[str]]]:
+    """The exit code, what is said, and what of the `heavy` is imported then, of each of these commands."""
+    command = [sys.executable, "-c", ANSWER, json.dumps(wrong), *heavy]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=place).stdout)
+    return [(code, err, imported) for code, err, imported in found]
 
 
 def test_nothing_heavy_is_imported_to_refuse(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:
@@ -222,6 +238,25 @@ def test_what_was_meant_is_named(answers: list[tuple[list[str], str, int, str, l
 def test_nothing_is_announced_that_is_refused(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:
     for words, _, _, err, _ in answers:
         assert len(err.splitlines()) == 1, (words, err)
+
+
+def test_what_cannot_be_compared_is_refused_before_statistics_are_imported(tmp_path: Path) -> None:
+    for name, label in (("mine", 0), ("other", 1)):
+        for split in ("validation", "test"):
+            logits = [[[0.0, 1.0], [1.0, 0.0]]] * 4
+            ls.Trajectory(logits=logits, labels=[label] * 4, split=split).save(tmp_path / name / split)
+    (tmp_path / "empty").mkdir()
+    wrong = {
+        "empty is not a gate: it has no manifest.json": ["margin", "top1", "--gate", "empty"],
+        "test recordings of mine and other have others": ["margin", "margin", "--with", "other"],
+        "The recording has no gate logits": ["gate", "margin"],
+        "its model has no gate": ["margin", "gate", "--with", "mine"],
+        "mine/validation: ": ["margin", "top1", "--unseen"],
+    }
+    found = _answered([["compare", "mine", *words] for words in wrong.values()], tmp_path, ["scipy.stats"])
+    for message, (code, err, imported) in zip(wrong, found, strict=True):
+        assert (code, imported, len(err.splitlines())) == (2, [], 1), err
+        assert message in err
 
 
 def test_a_task_of_lm_eval_is_looked_up_without_it(capsys: pytest.CaptureFixture[str]) -> None:
