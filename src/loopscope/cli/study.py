@@ -135,7 +135,7 @@ def execute_run(options: argparse.Namespace) -> None:
             for expected in training_time(plan.steps, store, options.device):
                 expected.check()
     compute = (options.engine, options.address, options.device, options.threads, options.workers)
-    with working(options, plan.study.title) as advance:
+    with working(options, plan.study.title, unit="steps of work") as advance:
         try:
             run_study(plan, store, advance, *compute)
         finally:
