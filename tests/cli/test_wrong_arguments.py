@@ -196,7 +196,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["bench", "exits", "--settings", "papr"], "did you mean 'paper'?"),
         (["bench", "exits", trained, "--policy", foreign], "foreign.json was calibrated for another model than these"),
         (["bench", "exits", trained, "--policy", two], "A fixed depth of 99 is beyond the model's"),
-        (["run", trained, bad], "bad.txt, line 1: 'hello' is not an expression in prefix notation"),
+        (["run", trained, bad, "--threshold", "1"], "bad.txt, line 1: 'hello' is not an expression in prefix notation"),
         (["run", trained, file, "--policy", foreign], "This policy was calibrated for another model (weights 00000"),
         (["bench", "train", "deom"], "did you mean 'demo'?"),
         (["bench", "scoring", "x", "--benchmark", "mmlo"], "did you mean 'mmlu'?"),

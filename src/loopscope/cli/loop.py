@@ -65,7 +65,7 @@ def _execute(options: argparse.Namespace) -> None:
     path = Path(options.checkpoint)
     if is_file(path) and path.suffix != ".gguf":
         raise UserError(f"{path} is a file; give the folder of a checkpoint, its name on the Hub, or a GGUF file.")
-    if not is_file(path):
+    if not is_file(path) and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
         find_model(options.checkpoint)
     from loopscope.models import loop
 

@@ -69,18 +69,19 @@ def execute(options: argparse.Namespace) -> None:
     from loopscope.training.settings import read_run_settings
 
     settings = read_run_settings(options.run)
+    policy = _policy(options)
+    check_runs_on(policy, options.run)
     with _lines(options.examples) as lines:
         reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
-        reader.check_first()
-        _answer(options, reader)
+        if Path(options.examples).is_file():  # whoever writes to a pipe need not have begun
+            reader.check_first()
+        _answer(options, policy, reader)
     if reader.error is not None:
         raise reader.error
 
 
-def _answer(options: argparse.Namespace, reader: "_Reader") -> None:
+def _answer(options: argparse.Namespace, policy: "ExitPolicy", reader: "_Reader") -> None:
     """Answers what is read, and says how it went."""
-    policy = _policy(options)
-    check_runs_on(policy, options.run)
     from loopscope.engine import in_order, run
     from loopscope.models import load_model
 
