@@ -19,6 +19,8 @@ _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 """Control characters, marks that reorder a line, and halves of characters."""
 _NUMBER = re.compile(r"\d+")
 _MOST_MEANT = 3
+_SHORT = 8
+"""Letters; two names of fewer are alike by chance where they share three of five."""
 _LONGEST = 450
 _LONGEST_NAME = 255
 
@@ -52,10 +54,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {names}?)" if names else ""
 
 
-def closest(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """The one of these names that another was probably meant to be; `alike` is from 0 to 1."""
-    close = [] if len(name) > _LONGEST_NAME else difflib.get_close_matches(name, list(known), 1, alike)
-    return close[0] if close else None
+def closest(name: str, known: Iterable[str], alike: float | None = None) -> str | None:
+    """The one of these names that another was probably meant to be; `alike` is from 0 to 1.
+
+    The dashes of an option, which all options have, do not count.
+    """
+    bare, names = name.lstrip("-"), {each.lstrip("-"): each for each in known}
+    least = alike or (0.7 if len(bare) < _SHORT else 0.6)
+    close = [] if len(bare) > _LONGEST_NAME else difflib.get_close_matches(bare, list(names), 1, least)
+    return names[close[0]] if close else None
 
 
 def _shortened(text: str, longest: int) -> str:

@@ -17,16 +17,16 @@ def silent(done: int, total: int, note: str) -> None:
 
 
 @contextmanager
-def track(title: str, stream: TextIO | None = None) -> Iterator[ProgressCallback]:
-    """Shows progress with the time left on `stream` (stderr by default) while the work runs."""
+def track(title: str, stream: TextIO | None = None, unit: str = "") -> Iterator[ProgressCallback]:
+    """Shows progress and the time left on `stream` (stderr by default) while the work runs; `unit`: what is counted."""
     out, title = stream or sys.stderr, visible(title, keep="")
     if out.isatty():
-        yield from _bar(title, out)
+        yield from _bar(title, out, unit)
     else:
-        yield _log_lines(title, out)
+        yield _log_lines(title, out, unit)
 
 
-def _bar(title: str, out: TextIO) -> Iterator[ProgressCallback]:
+def _bar(title: str, out: TextIO, unit: str) -> Iterator[ProgressCallback]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -34,6 +34,7 @@ def _bar(title: str, out: TextIO) -> Iterator[ProgressCallback]:
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
+        *([TextColumn(unit, markup=False)] if unit else []),
         TimeRemainingColumn(elapsed_when_finished=True),
         TextColumn("{task.fields[note]}", markup=False),
     )
@@ -42,7 +43,7 @@ def _bar(title: str, out: TextIO) -> Iterator[ProgressCallback]:
         yield lambda done, total, note: bar.update(task, completed=done, total=total, note=note)
 
 
-def _log_lines(title: str, out: TextIO, every: float = 10.0) -> ProgressCallback:
+def _log_lines(title: str, out: TextIO, unit: str = "", every: float = 10.0) -> ProgressCallback:
     first: tuple[float, int] | None = None  # when the work began to be watched, and how much was done then
     last = time.monotonic()
 
@@ -54,7 +55,7 @@ def _log_lines(title: str, out: TextIO, every: float = 10.0) -> ProgressCallback
             return
         last = now
         left = (now - first[0]) / max(done - first[1], 1) * (total - done)
-        out.write(f"{title}: {done:,}/{total:,}, {clock(left)} left. {note}\n")
+        out.write(f"{title}: {done:,}/{total:,}{unit and f' {unit}'}, {clock(left)} left. {note}\n")
         out.flush()
 
     return advance

@@ -101,13 +101,16 @@ def test_of_several_models_each_has_its_own(tmp_path: Path) -> None:
 
 
 def test_a_policy_without_a_model_is_said_to_be_one(
-    mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mine: Path, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recording = ls.Trajectory.load(recording_of(mine, "validation"))
     replace(recording, provenance={}).save(tmp_path / "bare")
     words = ("--max-drop", 0.6, "--confidence", 0.5, "--out", tmp_path / "policy.json")
     assert run("calibrate", tmp_path / "bare", *words) == 0
     assert "This promise says nothing: full depth is right in" in capsys.readouterr().err
+    for words in (("evaluate", tmp_path / "bare"), ("generate", checkpoint, "Once")):  # nothing but the refusal
+        assert run(*words, "--policy", tmp_path / "policy.json") == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
     assert run("run", mine, tmp_path / "examples.txt", "--policy", tmp_path / "policy.json") == 0
     assert "does not say which model it was calibrated for" in capsys.readouterr().err

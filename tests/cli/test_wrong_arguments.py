@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 import loopscope as ls
 from cli.conftest import refusal, run
 from loopscope.artifacts import MANIFEST
+from loopscope.config import plain, to_json
 from loopscope.exits.live_runs import LIVE
 from loopscope.exits.scope import Scope
+from loopscope.models.configuration import CheckpointConfig
+from loopscope.training.settings import read_settings
 
 HEAVY = ("torch", "lm_eval", "transformers")
 ANSWER = """
@@ -26,6 +30,18 @@ for words in json.loads(sys.argv[1]):
     answers.append([code, err.getvalue(), heavy])
 print(json.dumps(answers))
 """
+_TWO_STEPS = ("--set", "training.steps=2")
+
+
+def _write_run(folder: Path) -> None:
+    """What the files of a finished run say of it."""
+    settings = read_settings("demo")
+    config = CheckpointConfig(
+        vocab_size=settings.task.vocab_size, block_size=settings.block_size, model=settings.model, run=plain(settings)
+    )
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(to_json(config))
+    (folder / "model.safetensors").write_bytes(b"")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +63,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
     config = {"model_type": "ouro", "total_ut_steps": 4, "max_position_embeddings": 256}
     (place / "model" / "config.json").write_text(json.dumps(config))
     ls.ExitPolicy("margin", 0.5, scope=Scope(unit="answers")).save(policy)
+    trained = str(place / "trained")
+    _write_run(Path(trained))
+    (place / "trained" / "recordings").symlink_to(folder)
+    foreign, bad, two = str(place / "foreign.json"), str(place / "bad.txt"), str(place / "two.json")
+    ls.ExitPolicy("margin", 0.5, model="0" * 64).save(foreign)
+    ls.ExitPolicy("fixed", 99).save(two)
+    Path(bad).write_text("hello\n")
     wrong: list[tuple[list[str], str]] = [
         (["trian", "demo"], "did you mean 'train'?"),
         (["record", "tsak", "x"], "did you mean 'task'?"),
@@ -57,6 +80,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["train", "demo", "--out", out, "--set", "model.gate=lineer"], "did you mean 'linear'?"),
         (["train", "demo", "--out", out, "--set", "objective.name=decoupled"], "did you mean 'decoupled_gate'?"),
         (["train", "demo", "--out", str(place)], "exists and is not a run; choose another --out"),
+        (["train", "demo", "--out", trained, *_TWO_STEPS], "trained holds a run with other settings (training.steps)"),
         (["train", "demo", "--out", file], "examples.txt is a file; give a folder"),
         (["demo", "--out", file], "examples.txt is a file; give a folder"),
         (["study", "run", "mano", "--out", file], "examples.txt is a file; give a folder"),
@@ -81,7 +105,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["evaluate", folder, "--policy", "policy.json"], "There is no file policy.json"),
         (["diagnose", str(place / "ouro")], "make it with: loopscope record text "),
         (["diagnose", str(place / "live")], "is a live run, which only `loopscope calibrate` and `loopscope evaluate"),
-        (["diagnose", str(place)], "has no recording 'validation'; give one of those in it that have: mine."),
+        (["diagnose", str(place)], "has no recording 'validation'; give one of those in it that have: mine, trained."),
         (["evaluate", folder, folder + "/train"], "There is no folder"),
         (
             ["report", folder + "/validation", folder + "/test", "--out", out],
@@ -113,7 +137,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["generate", model, "Once", "--loops", "9"], "A fixed depth of 9 is beyond the model's 4 loops"),
         (["generate", model, "Once", "--readout", "fixed", "--threshold", "9"], "A fixed depth of 9 is beyond"),
         (["generate", model, "Once", "--policy", policy], "calibrated on answers of a task, and here it would decide"),
-        (["generate", model, "Once", "--policy", file], "is not a policy: it has no readout; give a file that"),
+        (["generate", model, "Once", "--policy", file], "is not a policy: it is no JSON object; give a file that"),
         (["generate", model, "Once", "--policy", "x.json"], "no file x.json; give a policy that `loopscope calibrate`"),
         (["generate", model, "Once", "--lossless", "--loops", "2", "--cache", "propagate"], "'full', not 'propagate'"),
         (["generate", model, "Once", "--lossless", "--loops", "4"], "full depth drafts nothing"),
@@ -126,7 +150,23 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["generate", model, ""], "A prompt is empty"),
         (["generate", model, "Once", "--with-readout", "nowhere.at:all"], "There is no module 'nowhere.at' for the"),
         (["generate", file, "Once"], "examples.txt is a file; give the folder of a checkpoint"),
-        (["generate", folder, "Once"], "is not a checkpoint: it has no config.json; give the folder of a model"),
+        (["generate", folder, "Once"], "holds recordings, and this needs the model"),
+        (["generate", str(place / "empty"), "Once"], "is not a checkpoint: it has no config.json; give the folder of"),
+        (["selfcheck", folder], "holds recordings, and this needs the model"),
+        (
+            ["loop", folder, "--prelude=1", "--core=1", "--loops=2", "--out", out],
+            "holds recordings, and this needs the",
+        ),
+        (["generate", trained, "Once"], "is a model of a task, which takes no text; record the task with `loopscope"),
+        (["record", "text", trained, file, "--out", out], "is a model of a task, which takes no text"),
+        (["harness", model, "--tasks", "arc_easy", "--out", out], "There is no option --out; see loopscope harness"),
+        (["record", "task", trained, "--limit", "3"], "There is no option --limit; see loopscope record task --help"),
+        (["compare", folder, "mine"], "Missing: OTHER: it takes one run and two readouts; another model's run comes"),
+        (["compare", folder, "margin", "oracle"], "The oracle needs the labels, so only `loopscope evaluate` takes it"),
+        (["compare", folder, "margin", "bogus"], "patience, settling, hidden_acceleration, gate:NAME, stopper:NAME"),
+        (["calibrate", folder, "--readout", "oracle", "--out", out], "choose one of auto, fixed, gate, entropy"),
+        (["calibrate", folder, "--readout", "bogus", "--out", out], "settling, hidden_acceleration, gate:NAME"),
+        (["evaluate", folder, "--readout", "auto"], "There is no readout 'auto'; choose one of fixed"),
         (["harness", model, "--tasks", "arc_easy", "--loops", "9"], "A fixed depth of 9 is beyond"),
         (["harness", model, "--tasks", "arc_easy", "--data", "nope"], "There is no folder nope"),
         (["record", "text", model, file, "--context", "1"], "A context of 1 tokens is not possible: choose 2 to 256"),
@@ -154,6 +194,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["loop", "nowhere", "--prelude", "1", "--core", "1", "--loops", "2", "--out", out], "There is no folder"),
         (["bench", "exits", "nowhere"], "There is no folder nowhere"),
         (["bench", "exits", "--settings", "papr"], "did you mean 'paper'?"),
+        (["bench", "exits", trained, "--policy", foreign], "foreign.json was calibrated for another model than these"),
+        (["bench", "exits", trained, "--policy", two], "A fixed depth of 99 is beyond the model's"),
+        (["run", trained, bad, "--threshold", "1"], "bad.txt, line 1: 'hello' is not an expression in prefix notation"),
+        (["run", trained, file, "--policy", foreign], "This policy was calibrated for another model (weights 00000"),
         (["bench", "train", "deom"], "did you mean 'demo'?"),
         (["bench", "scoring", "x", "--benchmark", "mmlo"], "did you mean 'mmlu'?"),
         (["bench", "generation", "x", "--text", "x", "--readout", "gate", "--threshold", "1"], "There is no file x"),
@@ -170,9 +214,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["study", "plan", "demo", "--set", "training.step=3"], "did you mean 'steps'?"),
         (["demo", "--out", out, "--set", "task.modlus=3"], "did you mean 'modulus'?"),
     ]
-    command = [sys.executable, "-c", ANSWER, json.dumps([words for words, _ in wrong]), *HEAVY]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=place).stdout)
+    found = _answered([words for words, _ in wrong], place, HEAVY)
     return [(words, message, *answer) for (words, message), answer in zip(wrong, found, strict=True)]
+
+
+def _answered(wrong: list[list[str]], place: Path, heavy: Sequence[str]) -> list[tuple[int, str, list[str]]]:
+    """The exit code, what is said, and what of the `heavy` is imported then, of each of these commands."""
+    command = [sys.executable, "-c", ANSWER, json.dumps(wrong), *heavy]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=place).stdout)
+    return [(code, err, imported) for code, err, imported in found]
 
 
 def test_nothing_heavy_is_imported_to_refuse(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:
@@ -188,6 +238,25 @@ def test_what_was_meant_is_named(answers: list[tuple[list[str], str, int, str, l
 def test_nothing_is_announced_that_is_refused(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:
     for words, _, _, err, _ in answers:
         assert len(err.splitlines()) == 1, (words, err)
+
+
+def test_what_cannot_be_compared_is_refused_before_statistics_are_imported(tmp_path: Path) -> None:
+    for name, label in (("mine", 0), ("other", 1)):
+        for split in ("validation", "test"):
+            logits = [[[0.0, 1.0], [1.0, 0.0]]] * 4
+            ls.Trajectory(logits=logits, labels=[label] * 4, split=split).save(tmp_path / name / split)
+    (tmp_path / "empty").mkdir()
+    wrong = {
+        "empty is not a gate: it has no manifest.json": ["margin", "top1", "--gate", "empty"],
+        "test recordings of mine and other have others": ["margin", "margin", "--with", "other"],
+        "The recording has no gate logits": ["gate", "margin"],
+        "its model has no gate": ["margin", "gate", "--with", "mine"],
+        "mine/validation: ": ["margin", "top1", "--unseen"],
+    }
+    found = _answered([["compare", "mine", *words] for words in wrong.values()], tmp_path, ["scipy.stats"])
+    for message, (code, err, imported) in zip(wrong, found, strict=True):
+        assert (code, imported, len(err.splitlines())) == (2, [], 1), err
+        assert message in err
 
 
 def test_a_task_of_lm_eval_is_looked_up_without_it(capsys: pytest.CaptureFixture[str]) -> None:

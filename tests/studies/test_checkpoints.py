@@ -171,6 +171,8 @@ def test_from_recordings_to_the_paper_s_tables(
     assert "--model" in (out / "report" / "report.html").read_text()
     assert main(["study", "plan", *words]) == 0
     assert "mine-arc_easy" in capsys.readouterr().out
+    assert main(["study", "run", *words, "--limit", "30"]) == 2  # of other questions: another folder
+    assert "whose 'mine-arc_easy' was made otherwise: of other data" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

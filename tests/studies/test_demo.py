@@ -31,7 +31,7 @@ def test_from_nothing_to_a_report_and_again(tmp_path: Path, capsys: pytest.Captu
     folder = tmp_path / "demo"
     assert main(words(folder)) == 0
     out, err = capsys.readouterr()
-    assert "left." in err
+    assert " steps of work, 0 s left." in err
     assert all(word in out for word in ("D@95", "to blame", "fixed prior, geometric 0.3", "MLP gate", "report.html"))
     first = contents(tmp_path)
     times = {path: path.stat().st_mtime_ns for path in first if path.suffix == ".safetensors"}

@@ -193,6 +193,31 @@ def test_a_changed_promise_repeats_the_analysis_only(finished: Path, tmp_path: P
     assert refused == {}  # an old promise does not stay
 
 
+def test_a_study_with_other_settings_takes_another_folder(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = finished / "tiny"
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def refused(*words: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, words), "--out", str(out), "--store", str(finished / "store")]) == 2
+        (sentence,) = capsys.readouterr().err.splitlines()
+        assert sentence.endswith(f"; choose another --out, such as {finished / 'tiny-2'}.")
+        return sentence
+
+    for kind in ("run", "report"):
+        sentence = refused("study", kind, TINY, "--set", "training.batch_size=7")
+        assert "run 'mano-geometric0.3-fixed-s0' has other settings (training.batch_size)" in sentence
+        assert "was made otherwise" in refused("study", kind, TINY, "--threads", 2)
+    assert "holds another study, with 'mano-geometric0.3-fixed-s0'" in refused("demo")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    # one that grows or shrinks, and is measured otherwise, keeps its folder
+    changed(tmp_path, "targets = [0.2, 0.9]", "targets = [0.3]").check_links(out)
+    changed(tmp_path, "beta = [0.1, 0.5]", "beta = [0.1, 0.5, 0.7]").check_links(out)
+    make_plan(str(TINY), []).check_links(out)
+
+
 def test_nothing_is_made_twice(finished: Path) -> None:
     plan, store = make_plan(str(TINY), []), finished / "store"
     assert to_be_done([model.analysis for model in plan.models], store) == []

@@ -84,7 +84,7 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     folder = find_recording(options.recording, "validation")
-    check_readouts(options)
+    check_readouts(options, auto=True)
     from loopscope.exits.live_runs import LiveRuns
     from loopscope.exits.recorded import load_recorded
     from loopscope.exits.risk_target import RiskTarget

@@ -50,12 +50,12 @@ def announce_device(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def working(options: argparse.Namespace, title: str, *notes: str) -> "Iterator[ProgressCallback]":
-    """Shows progress; at its first step says what it runs on, and these notes."""
+def working(options: argparse.Namespace, title: str, *notes: str, unit: str = "") -> "Iterator[ProgressCallback]":
+    """Shows progress, counted in this unit; at its first step says what it runs on, and these notes."""
     from loopscope.progress import track
 
     waiting = list(notes)
-    with track(title) as advance:
+    with track(title, unit=unit) as advance:
         here = sys.stderr  # that of the work may be kept from other libraries
 
         def announced(done: int, total: int, note: str) -> None:

@@ -71,7 +71,7 @@ def execute(options: argparse.Namespace) -> int:
 def _evaluate_readouts(options: argparse.Namespace) -> int:
     accuracies = target_accuracies(options.at or [])
     folders = _two_recordings(options.recordings)
-    check_readouts(options)
+    check_readouts(options, oracle=True)
     from loopscope.analysis import as_targets, target_level
     from loopscope.analysis.diagnosis import without_verdict
     from loopscope.analysis.model_analysis import frontier_result
@@ -164,11 +164,11 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
     from loopscope.exits.recorded import decision_unit, load_recorded
 
     recording = load_recorded(folder)
-    if not options.any_model:
-        note_unknown_model(policy.model, recording.provenance.get("weights_sha256"))
+    models = [] if options.any_model else [policy.model, recording.provenance.get("weights_sha256")]
     if options.monitor:
-        return _monitor(policy, recording, options)
+        return _monitor(policy, recording, options, models)
     held = hold_out(policy, recording)
+    note_unknown_model(*models)
     if options.json:
         print_json(held)
     else:
@@ -202,11 +202,12 @@ def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path, unit: "Un
         print_note(warning)
 
 
-def _monitor(policy: "ExitPolicy", recording: "Recorded", options: argparse.Namespace) -> int:
+def _monitor(policy: "ExitPolicy", recording: "Recorded", options: argparse.Namespace, models: list[str | None]) -> int:
     from loopscope.exits import Monitor
 
     monitor = Monitor(policy, ALPHA if options.alpha is None else options.alpha)
     result = monitor.replay(recording, options.audit)
+    note_unknown_model(*models)
     if options.json:
         print_json(result)
     else:

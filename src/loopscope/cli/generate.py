@@ -26,7 +26,7 @@ from loopscope.cli.devices import announce_device, device_of
 from loopscope.cli.inputs import check_readouts, find_model
 from loopscope.cli.options import COMPUTE, READOUTS, add_shared, add_verb, count, number, probability, values, whole
 from loopscope.cli.output import print_note
-from loopscope.cli.policies import check_any_model, check_runnable
+from loopscope.cli.policies import check_any_model, check_runnable, unnamed_model
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
 from loopscope.cli.text_journal import check_new_texts, text_journal
 from loopscope.errors import UserError, visible
@@ -119,7 +119,8 @@ def execute(options: argparse.Namespace) -> int:
     model = load_model(folder, device_of(options), options.dtype)
     # of all of them before anything is printed, not when their turn comes
     room = {prompt.key: token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
-    notes, cut = [], 0
+    used_rules = {Rule(options.policy): usual, **rules}
+    notes, cut = [note for rule, policy in used_rules.items() for note in unnamed_model(rule.policy, policy)], 0
     if options.lossless and model.precision != "float32":
         notes.append(
             f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "

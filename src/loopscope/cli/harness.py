@@ -20,7 +20,7 @@ from loopscope.cli.devices import device_of, working
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, count, values, whole
 from loopscope.cli.output import print_json, print_table
-from loopscope.cli.policies import check_any_model, check_runnable, load_policy_to_run
+from loopscope.cli.policies import check_any_model, check_runnable, load_policy, unnamed_model
 
 if TYPE_CHECKING:
     from loopscope.exits import ExitPolicy
@@ -62,7 +62,7 @@ def execute(options: argparse.Namespace) -> None:
     from loopscope.harness.task_names import check_tasks
 
     check_any_model(options)
-    policy = None if options.policy is None else load_policy_to_run(options.policy, options.any_model)
+    policy = None if options.policy is None else load_policy(options.policy, options.any_model)
     check_tasks(options.tasks, options.data)
     folder = find_model(options.model, text=True)
     _check_depth(policy, options.loops, folder)
@@ -70,7 +70,7 @@ def execute(options: argparse.Namespace) -> None:
 
     device = device_of(options)
     given = values(options, "loops", "cache", "dtype", "batch_size", "batch_tokens", "think_end_token")
-    with working(options, ", ".join(options.tasks)) as advance:
+    with working(options, ", ".join(options.tasks), *unnamed_model(options.policy, policy)) as advance:
         model = load(options.model, policy=policy, device=str(device), progress=advance, **given)
         with redirect_stderr(StringIO()):  # lm_eval's bars and hints; ours goes where it went before
             found = evaluate(model, options.tasks, **values(options, "data", "limit", "shots", "chat"))

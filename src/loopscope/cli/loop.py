@@ -18,7 +18,7 @@ from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, add_verb, check_new, count, whole
 from loopscope.cli.output import print_json, print_text
 from loopscope.errors import UserError
-from loopscope.reading import is_file, is_there
+from loopscope.reading import is_file
 
 if TYPE_CHECKING:
     from loopscope.models import LoopedCheckpoint
@@ -65,8 +65,8 @@ def _execute(options: argparse.Namespace) -> None:
     path = Path(options.checkpoint)
     if is_file(path) and path.suffix != ".gguf":
         raise UserError(f"{path} is a file; give the folder of a checkpoint, its name on the Hub, or a GGUF file.")
-    if not is_there(path):
-        find_model(options.checkpoint)  # on the Hub
+    if not is_file(path) and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
+        find_model(options.checkpoint)
     from loopscope.models import loop
 
     made = loop(

@@ -74,6 +74,8 @@ class Parser(argparse.ArgumentParser):
     """Refuses in one sentence, as all else is refused, with what was probably meant; its subparsers are of its kind."""
 
     _words: Sequence[str] = ()
+    takes: str = ""
+    """What a verb takes, in words, where the names of what is missing do not say it."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = list(args or ())
@@ -97,6 +99,8 @@ class Parser(argparse.ArgumentParser):
         below = [list(action.choices or ()) for action in self._actions if action.nargs == argparse.PARSER]
         if below and message.startswith("the following arguments are required"):
             return f"after {self.prog} comes one of {', '.join(below[0])}"
+        if self.takes and message.startswith("the following arguments are required"):
+            message += f": {self.takes}"
         for pattern, plain in _PLAIN:
             message = re.sub(pattern, plain, message, flags=re.DOTALL)
         return message
@@ -139,9 +143,7 @@ class VersionAction(argparse.Action):
         parser.exit()
 
 
-def add_verb(
-    subparsers: Any, name: str, text: str | None, execute: Execute, resumes: bool = False
-) -> argparse.ArgumentParser:
+def add_verb(subparsers: Any, name: str, text: str | None, execute: Execute, resumes: bool = False) -> Parser:
     """A verb whose help is `text`, the docstring of its module: a sentence, a paragraph of examples, and notes.
 
     `resumes`: done again, it finds whatever was finished before.
@@ -156,15 +158,16 @@ def add_group(subparsers: Any, name: str, text: str | None) -> Any:
     return _add_parser(subparsers, name, text).add_subparsers(title="what", metavar="WHAT", required=True)
 
 
-def _add_parser(subparsers: Any, name: str, text: str | None) -> argparse.ArgumentParser:
+def _add_parser(subparsers: Any, name: str, text: str | None) -> Parser:
     sentence, examples, *notes = [*(text or name).strip().split("\n\n"), ""]  # Python's -OO leaves no docstrings
-    return subparsers.add_parser(
+    parser: Parser = subparsers.add_parser(
         name,
         help=sentence.rstrip("."),
         description=sentence,
         epilog="\n\n".join(["examples:\n" + re.sub("(?m)^", "  ", examples), *notes]),
         formatter_class=HelpFormatter,
     )
+    return parser
 
 
 def count(text: str) -> int:

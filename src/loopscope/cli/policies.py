@@ -39,20 +39,38 @@ def load_policy(path: Path, any_model: bool) -> "ExitPolicy":
     return policy.for_any_model() if any_model else policy
 
 
-def load_policy_to_run(path: Path, any_model: bool) -> "ExitPolicy":
-    """A policy for a model that is there; one that names none is not refused, but its promise is for the one it had."""
-    policy = load_policy(path, any_model)
-    if policy.model is None and policy.guarantee is not None:
-        print_note(f"{path} does not say which model it was calibrated for; its promise is for that one alone.")
-    return policy
+def unnamed_model(path: Path | None, policy: "ExitPolicy | None") -> list[str]:
+    """What is to be said, once work begins, of a policy that names no model: its promise is for the one it had."""
+    if path is None or policy is None or policy.model is not None or policy.guarantee is None:
+        return []
+    return [f"{path} does not say which model it was calibrated for; its promise is for that one alone."]
 
 
-def check_runnable(policy: "ExitPolicy", num_loops: int, here: "Scope") -> None:
-    """Refuses a rule that no model of this depth runs with, before it is loaded; its weights are compared then."""
+def check_runnable(policy: "ExitPolicy", num_loops: int, here: "Scope", weights: str | None = None) -> None:
+    """Refuses a rule that no model of this depth runs with, before it is loaded; without a hash, weights are compared
+    when it is.
+    """
     from loopscope.exits.exit_state import ExitState
 
-    policy.check(None, num_loops, here)
+    policy.check(weights, num_loops, here)
     ExitState(policy, num_loops)
+
+
+def check_runs_on(policy: "ExitPolicy", run: Path) -> None:
+    """Refuses a rule that the finished run in a folder cannot be run with."""
+    from loopscope.exits.scope import Scope
+    from loopscope.training.settings import read_run_settings
+
+    check_runnable(policy, read_run_settings(run).num_loops, Scope(unit="answers"), run_weights(run))
+
+
+def run_weights(run: Path) -> str:
+    """The hash that tells the model of a finished run from any other, as its file says, without PyTorch."""
+    from loopscope.models.configuration import WEIGHTS
+    from loopscope.models.run_hashes import check_hashes, known_sha256
+
+    check_hashes(run)
+    return known_sha256(run.resolve() / WEIGHTS)
 
 
 def policies_by_model(

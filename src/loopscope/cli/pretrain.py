@@ -64,7 +64,7 @@ def execute(options: argparse.Namespace) -> None:
     for checkpoint in (options.start, options.teacher):
         if checkpoint is not None:
             find_model(checkpoint)
-    from loopscope.training.settings import check_run_place
+    from loopscope.training.run_place import check_run_place
 
     check_run_place(options.out)
     _read_settings(options)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loopscope.cli.policies import load_policy_to_run
+from loopscope.cli.policies import load_policy
 from loopscope.errors import UserError
 from loopscope.reading import read_text
 
@@ -26,7 +26,7 @@ class Rule(NamedTuple):
         from loopscope.exits.readouts import check_threshold
 
         if self.policy is not None:
-            return load_policy_to_run(self.policy, any_model)
+            return load_policy(self.policy, any_model)
         if self.readout is not None:
             policy = ExitPolicy(self.readout, self.threshold)
             check_threshold(self.readout, self.threshold or 0)

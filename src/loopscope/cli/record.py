@@ -212,7 +212,7 @@ def _record_live(options: argparse.Namespace) -> None:
         raise UserError("A policy is run as it is; leave out --max-drop, --confidence, --loss, --readout and the like.")
     check_folder(options.out)
     check_any_model(options)
-    check_readouts(options)
+    check_readouts(options, auto=True)
     check_texts(options.files)
     find_model(options.model, text=True)
     from loopscope.exits.risk_target import RiskTarget

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from io import TextIOWrapper
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,7 +26,7 @@ from loopscope.cli.devices import announce_device, device_of
 from loopscope.cli.inputs import check_readouts, check_run
 from loopscope.cli.options import READOUTS, add_shared, add_verb, check_new, count
 from loopscope.cli.output import percent, print_note
-from loopscope.cli.policies import check_any_model, check_runnable, load_policy_to_run
+from loopscope.cli.policies import check_any_model, check_runs_on, load_policy, unnamed_model
 from loopscope.errors import UserError
 from loopscope.reading import require_file
 
@@ -66,21 +66,32 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     _check(options)
-    from loopscope.exits.scope import Scope
     from loopscope.training.settings import read_run_settings
 
     settings = read_run_settings(options.run)
     policy = _policy(options)
-    check_runnable(policy, settings.num_loops, Scope(unit="answers"))
+    check_runs_on(policy, options.run)
+    with _lines(options.examples) as lines:
+        reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
+        if Path(options.examples).is_file():  # whoever writes to a pipe need not have begun
+            reader.check_first()
+        _answer(options, policy, reader)
+    if reader.error is not None:
+        raise reader.error
+
+
+def _answer(options: argparse.Namespace, policy: "ExitPolicy", reader: "_Reader") -> None:
+    """Answers what is read, and says how it went."""
     from loopscope.engine import in_order, run
     from loopscope.models import load_model
 
     model = load_model(options.run, device_of(options))
-    total = right = loops = 0
-    with _lines(options.examples) as lines, _output(options.out) as out:
-        reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
+    notes, total, right, loops = unnamed_model(options.policy, policy), 0, 0, 0
+    with _output(options.out) as out:
         for answer in in_order(run(model, policy, reader.requests(), options.batch_size)):
             announce_device(options)  # now nothing but a line is refused any more
+            while notes:
+                print_note(notes.pop())
             line, text, label = reader.unanswered.pop(answer.key)
             is_right = answer.prediction == label
             entry = {"line": line, "example": text, "answer": answer.prediction, "loop": answer.loop}
@@ -92,8 +103,6 @@ def execute(options: argparse.Namespace) -> None:
         )
         if policy.guarantee is not None:
             print_note(policy.guarantee.sentence)
-    if reader.error is not None:
-        raise reader.error
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -142,7 +151,7 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
     from loopscope.trajectory import Trajectory
 
     if options.policy is not None:
-        return load_policy_to_run(options.policy, options.any_model)
+        return load_policy(options.policy, options.any_model)
     readout, gate = options.readout, None
     if options.gate is not None:
         gate = load_fitted(options.gate)
@@ -170,9 +179,20 @@ class _Reader:
     def __init__(self, name: str, lines: TextIO, parse: "Parse") -> None:
         self._name, self._parse = name, parse
         read = iter(partial(lines.readline, _LONGEST_LINE), "")
-        self._numbered = ((number, line.strip()) for number, line in enumerate(read, start=1) if line.strip())
+        self._numbered: Iterator[tuple[int, str]] = (
+            (number, line.strip()) for number, line in enumerate(read, start=1) if line.strip()
+        )
         self.unanswered: dict[int, tuple[int, str, int]] = {}  # line, text and label by key
         self.error: UserError | None = None
+
+    def check_first(self) -> None:
+        """Raises what is wrong with the first example, before a model is loaded for it."""
+        first = next(self._numbered, None)
+        if first is not None:
+            self._numbered = chain([first], self._numbered)
+            self._parsed([first])
+            if self.error is not None:
+                raise self.error
 
     def requests(self) -> Iterator["Request"]:
         from loopscope.engine import Request

@@ -124,9 +124,9 @@ def execute_run(options: argparse.Namespace) -> None:
     if options.address is not None and options.engine != "ray":
         raise UserError("--address is of a Ray cluster; add --engine ray.")
     _check_folders(options)
-    check_products(_check(options).products)
+    check_products(_check_place(options).products)
     plan, store = _make_plan(options)
-    plan.check_names(_out(options))
+    plan.check_links(_out(options))
     from loopscope.studies.run import run_study, training_time
 
     if options.engine == "local":
@@ -135,7 +135,7 @@ def execute_run(options: argparse.Namespace) -> None:
             for expected in training_time(plan.steps, store, options.device):
                 expected.check()
     compute = (options.engine, options.address, options.device, options.threads, options.workers)
-    with working(options, plan.study.title) as advance:
+    with working(options, plan.study.title, unit="steps of work") as advance:
         try:
             run_study(plan, store, advance, *compute)
         finally:
@@ -146,13 +146,15 @@ def execute_run(options: argparse.Namespace) -> None:
 def _report_finished(options: argparse.Namespace) -> None:
     check_open(options)
     _check_folders(options)
-    products = options.product or _check(options).products
+    products = options.product or _check(options)[0].products
     device = None if options.device == "auto" else options.device
     nothing = UserError(f"Nothing of this study is analysed yet; run it with: {_command(options, 'run', device)}.")
     if not any(_store(options).glob("analysis-*")):  # which needs no plan, and so no PyTorch
         raise nothing
+    _check_place(options)
     check_products(products)
     plan, store = _make_plan(options)
+    plan.check_links(_out(options))
     missing = sum(not model.analysis.done(store) for model in plan.models)
     if missing == len(plan.models):
         raise nothing
@@ -166,6 +168,17 @@ def _check_folders(options: argparse.Namespace) -> None:
     check_folder(_store(options))
 
 
+def _check_place(options: argparse.Namespace) -> "Study":
+    """The study, if its folder is its own, or nobody's yet, as far as settings say."""
+    from loopscope.studies.place import check_place
+    from loopscope.studies.study_file import runs_of
+
+    study, beside = _check(options)
+    runs = [run for part in study.parts for run in runs_of(part, beside, options.set)]
+    check_place(_out(options), {run.name: run.settings for run in runs})
+    return study
+
+
 def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
     """The plan and its store. With other threads or devices floats add up otherwise: those are other artifacts."""
     _check(options)
@@ -177,11 +190,11 @@ def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
     return make_plan(options.study, options.set, arithmetic, values(options, *_CHECKPOINT_OPTIONS)), _store(options)
 
 
-def _check(options: argparse.Namespace) -> "Study":
-    """The study, if all of it can be read."""
+def _check(options: argparse.Namespace) -> "tuple[Study, Path]":
+    """The study, if all of it can be read, and the folder that its file lies in."""
     from loopscope.studies.study_file import check_study
 
-    return check_study(options.study, options.set, values(options, *_CHECKPOINT_OPTIONS))[0]
+    return check_study(options.study, options.set, values(options, *_CHECKPOINT_OPTIONS))
 
 
 def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:

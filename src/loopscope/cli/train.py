@@ -32,11 +32,11 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
-    from loopscope.training.settings import check_run_place, read_settings
+    from loopscope.training.run_place import check_run_place
+    from loopscope.training.settings import read_settings
 
     check_folder(options.out)
-    read_settings(options.settings, options.set)
-    check_run_place(options.out)
+    check_run_place(options.out, read_settings(options.settings, options.set))
     with_workers(options, _train)
 
 

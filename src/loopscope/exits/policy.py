@@ -77,7 +77,8 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
         is_object = read_bytes(path, POLICY_FILE).lstrip().startswith(b"{")  # else it is a text, say
         values = read_json(dict[str, Any], path, "policy") if is_object else {}
         if "readout" not in values:
-            raise UserError(f"{path} is not a policy: it has no readout; give a file that `loopscope calibrate` wrote.")
+            why = "it has no readout" if is_object else "it is no JSON object"
+            raise UserError(f"{path} is not a policy: {why}; give a file that `loopscope calibrate` wrote.")
         older = values.get("schema_version") in (1, 2, 3, 4, 5, 6)
         if older:
             sealed = values.get("digest") == digest({**values, "digest": ""})

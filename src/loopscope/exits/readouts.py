@@ -9,7 +9,7 @@ Shapes: N rows, V classes, D width.
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -224,11 +224,16 @@ def readout_kind(name: str) -> ReadoutKind:
     if found is not None:
         return found.exits
     if name not in READOUTS:
-        raise UserError(
-            f"There is no readout '{name}'{did_you_mean(name, READOUTS)}; choose one of {', '.join(READOUTS)}, "
-            f"{FITTED_GATE}NAME, {STOPPER}NAME, or import the module that defines it."
-        )
+        raise no_readout(name, READOUTS)
     return READOUTS[name]
+
+
+def no_readout(name: str, known: Collection[str]) -> UserError:
+    """What is said of a name that is none of these."""
+    return UserError(
+        f"There is no readout '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}, "
+        f"{FITTED_GATE}NAME, {STOPPER}NAME, or import the module that defines it."
+    )
 
 
 def check_threshold(name: str, threshold: float) -> None:

@@ -76,6 +76,11 @@ def require_config(folder: Path) -> None:
         raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}; give the folder of a model.")
 
 
+def is_of_task(folder: Path) -> bool:
+    """Whether it is a model of a task's examples, not of text."""
+    return read_json(ModelType, folder / CONFIG, "model configuration").model_type == "loopscope"
+
+
 def looped_model_type(folder: Path) -> str:
     """The `model_type` of a checkpoint, if it is a looped model's."""
     require_config(folder)

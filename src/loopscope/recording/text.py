@@ -29,7 +29,7 @@ from loopscope.models.hub import find_checkpoint
 from loopscope.models.layout import Layout, count_up
 from loopscope.progress import ProgressCallback, silent
 from loopscope.recording.tasks import Keep, existing_recording
-from loopscope.training.run_folder import trained_with
+from loopscope.training.run_place import trained_with
 from loopscope.trajectory import HIDDEN, RECORDING, RECORDING_FILES, SIGNAL_PREFIX, TRAJECTORY, Trajectory, seal
 
 TEXT_SPLITS = ("train", "validation", "test")

@@ -13,17 +13,16 @@ from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.analysis.timings import QuestionBench
-from loopscope.artifacts import MANIFEST
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readout_kind
 from loopscope.exits.risk_target import AUTO, RiskTarget
-from loopscope.models.configuration import CONFIG
 from loopscope.objectives import Objective
 from loopscope.questions import BENCHMARKS, Split
 from loopscope.recording import extrapolation_levels
 from loopscope.studies.checkpoint_steps import Join, Score, Time
 from loopscope.studies.external_sources import ExternalSource, external_checkpoint, external_data
+from loopscope.studies.place import check_links
 from loopscope.studies.steps import Analyse, Fit, Record, Recording, Step, Train, all_steps
 from loopscope.studies.study_file import (
     Checkpoints,
@@ -52,6 +51,14 @@ class Model:
     @property
     def goals(self) -> list[Step]:
         return [self.analysis, *filter(None, [self.timing])]
+
+    @property
+    def link_keys(self) -> set[str]:
+        """What its name may lead to; a checkpoint's recording with hidden states is the same one with more in it."""
+        if self.training is not None:
+            return {self.training.key}
+        recording = self.analysis.validation
+        return {msgspec.structs.replace(recording, hidden=hidden).key for hidden in (True, False)}
 
     def result(self, store: Path) -> ModelResult:
         """Its result under its name; what is on disk knows neither names nor places."""
@@ -90,16 +97,9 @@ class Plan:
         """Every step, what is needed before what needs it."""
         return all_steps(step for model in self.models for step in model.goals)
 
-    def check_names(self, folder: Path) -> None:
-        """Refuses to mix links with a run, a recording or a gate that is somebody's own."""
-        if any((folder / name).is_file() for name in (MANIFEST, CONFIG)):
-            raise UserError(
-                f"{folder} holds a run, a recording or a gate, and a study's folder is its own; choose another --out."
-            )
-        for model in self.models:
-            config = folder / model.name / CONFIG
-            if config.exists() and not config.is_symlink():
-                raise UserError(f"{config.parent} is a run of its own, not of a study; choose another --out.")
+    def check_links(self, folder: Path) -> None:
+        """Refuses a folder whose names lead to other artifacts than those of this plan."""
+        check_links(folder, {model.name: model.link_keys for model in self.models})
 
     def link(self, store: Path, folder: Path) -> None:
         """Gives every run its name: `folder/NAME` looks like the folder of a run, with its recordings and gates."""

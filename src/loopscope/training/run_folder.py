@@ -13,19 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from loopscope.artifacts import sha256
-from loopscope.config import differences, digest, read_json
+from loopscope.config import digest, read_json
 from loopscope.errors import UserError
-from loopscope.models import LoopedModel, read_checkpoint_config
-from loopscope.models.checkpoint import CONFIG, WEIGHTS, ModelType, first_not_finite, write_tensors
+from loopscope.models import LoopedModel
+from loopscope.models.checkpoint import CONFIG, WEIGHTS, first_not_finite, write_tensors
 from loopscope.models.contract import tensors_sha256
 from loopscope.models.run_hashes import write_hashes
 from loopscope.training.optimizers import Optimizers
-from loopscope.training.settings import check_run_place
+from loopscope.training.run_place import check_run_place, check_same_run, trained_with
 from loopscope.writing import atomic_file, only_writer, remove_scratch, room_for, write_bytes, write_json
 
 STATE_FILE = "state.safetensors"
@@ -71,29 +70,9 @@ def claimed(folder: Path, config: dict[str, Any], files: Sequence[str]) -> Itera
             raise
 
 
-_OPTIONS = {
-    "text_sha256.train": "--text",
-    "text_sha256.validation": "--validation",
-    "start_sha256": "--start",
-    "teacher_sha256": "--teacher",
-}
-"""What of a run's settings the command line says elsewhere than in a TOML file."""
-
-
 def _claim(folder: Path, config: dict[str, Any]) -> None:
     if (folder / CONFIG).is_file():
-        before = trained_with(folder)
-        if before is None:
-            raise UserError(f"{folder} holds a checkpoint that was not trained here; choose another --out.")
-        changed = differences(before, config["run"])
-        if changed == ["objective.source_sha256"]:
-            raise UserError(
-                f"{folder} holds a run whose objective '{config['run']['objective']['name']}' had another source text; "
-                "choose another --out, or put the old text back."
-            )
-        if changed:
-            names = ", ".join(_OPTIONS.get(name, name) for name in changed[:3])
-            raise UserError(f"{folder} holds a run with other settings ({names}); choose another --out, or remove it.")
+        check_same_run(folder, config["run"])
         found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
         altered = [key for key, value in config.items() if found.get(key, value) != value]
         if altered:
@@ -104,17 +83,6 @@ def _claim(folder: Path, config: dict[str, Any]) -> None:
         return
     check_run_place(folder)
     write_json(folder / CONFIG, config)
-
-
-def trained_with(folder: Path) -> dict[str, Any] | None:
-    """The settings of the run that trained the checkpoint in `folder`; None if it was not trained here."""
-    if read_json(ModelType, folder / CONFIG, "run configuration").model_type == "loopscope":
-        return read_checkpoint_config(folder).run
-    return read_json(_Trained, folder / CONFIG, "run configuration").run
-
-
-class _Trained(msgspec.Struct, frozen=True):
-    run: dict[str, Any] | None = None
 
 
 def save_state(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int, written: dict[str, str]) -> None:

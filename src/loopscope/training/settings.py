@@ -25,7 +25,6 @@ from loopscope.models.configuration import CONFIG, ModelType, TransformerSetting
 from loopscope.objectives import GATED, Objective
 from loopscope.reading import is_file, is_folder, no_folder, no_such_toml
 from loopscope.tasks import Mano, Parity
-from loopscope.writing import is_scratch
 
 T = TypeVar("T")
 
@@ -165,12 +164,6 @@ def read_run_settings(run: Path) -> RunSettings:
                 "back as training wrote it."
             )
     return settings
-
-
-def check_run_place(folder: Path) -> None:
-    """Refuses a folder that holds something, and no run."""
-    if is_folder(folder) and not is_file(folder / CONFIG) and not all(map(is_scratch, folder.iterdir())):
-        raise UserError(f"{folder} exists and is not a run; choose another --out.")
 
 
 def _tables(source: str) -> dict[str, Any]:

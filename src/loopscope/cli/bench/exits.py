@@ -14,12 +14,13 @@ from loopscope.cli.devices import device_of
 from loopscope.cli.inputs import check_readouts, check_run
 from loopscope.cli.options import PRESETS, READOUTS, add_shared, add_verb, count
 from loopscope.cli.output import machine_line, percent, print_json, print_table
-from loopscope.cli.policies import POLICIES, check_any_model, policies_by_model
+from loopscope.cli.policies import POLICIES, check_any_model, check_runs_on, policies_by_model, run_weights
 from loopscope.errors import UserError
 from loopscope.recording_places import find_recordings
 
 if TYPE_CHECKING:
     from loopscope.bench.exits import BenchedModel, ExitBench
+    from loopscope.exits import ExitPolicy
 
 
 def define(kinds: Any) -> None:
@@ -66,6 +67,10 @@ def execute(options: argparse.Namespace) -> None:
         check_run(run)
         find_recordings(run)
     check_readouts(options)
+    policies = policies_by_model(options.policy, [run_weights(run) for run in options.runs], options.any_model)
+    for run, own in zip(options.runs, policies, strict=True):
+        for policy in own:
+            check_runs_on(policy, run)
     if not options.runs:
         read_settings(options.settings, options.set)
     from loopscope.bench.exits import bench_exits
@@ -74,7 +79,7 @@ def execute(options: argparse.Namespace) -> None:
     device_of(options)
     size = options.batch_size or (None if options.runs else 64)
     results = []
-    for model in _models(options):
+    for model in _models(options, policies):
         with track(f"measuring {model.name}") as advance:
             results.append(bench_exits(model, options.rounds, size, options.waiting, advance))
     if options.json:
@@ -84,14 +89,13 @@ def execute(options: argparse.Namespace) -> None:
         _print(result)
 
 
-def _models(options: argparse.Namespace) -> "list[BenchedModel]":
+def _models(options: argparse.Namespace, policies: "list[list[ExitPolicy]]") -> "list[BenchedModel]":
+    """Those to measure; of runs, each with its own policies."""
     from loopscope.bench.exits import random_model, trained_model
-    from loopscope.models.checkpoint import weights_sha256
 
     if not options.runs:
         readouts = options.readout or ["margin"]
         return [random_model(options.settings, options.set, options.examples, options.loops, readouts)]
-    policies = policies_by_model(options.policy, [weights_sha256(run) for run in options.runs], options.any_model)
     return [trained_model(run, options.readout, own) for run, own in zip(options.runs, policies, strict=True)]
 
 
