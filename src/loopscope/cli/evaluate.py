@@ -123,7 +123,7 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
     rows = []
     for frontier in frontiers:
         one_point = frontier.readout == "oracle"
-        depths = ["" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
+        depths = ["-" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
         point = frontier.select()
         rows.append(
             [
