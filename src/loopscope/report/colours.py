@@ -20,7 +20,7 @@ _LOOKS: dict[str, Look] = {
     "hidden_change": ("#999999", "triangle-left"),
     "hidden_cosine": ("#8C564B", "M-.7,-.7L.7,.7M.7,-.7L-.7,.7"),  # an x
     "patience": ("#332288", "M-.9,0L-.45,-.8L.45,-.8L.9,0L.45,.8L-.45,.8Z"),  # a hexagon
-    "settling": ("#AA4499", "M-.8,-.9L.8,-.9L-.8,.9L.8,.9Z"),  # an hourglass
+    "settling": ("#AA4499", "M0,-1L.28,-.28L1,0L.28,.28L0,1L-.28,.28L-1,0L-.28,-.28Z"),  # a star of four points
     "hidden_acceleration": ("#997700", "M-.9,-.8L-.9,.8L.9,-.8L.9,.8Z"),  # a bow tie
     "stopper:induction": ("#DC267F", "diamond"),
     "stopper:classifier": ("#785EF0", "square"),

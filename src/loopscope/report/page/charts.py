@@ -92,7 +92,9 @@ def _frontiers(drag: bool = True) -> alt.LayerChart:
         shape=alt.Shape("shape:N", scale=None),
         size=alt.Size("size:Q", scale=None),
     )
-    target = alt.Chart(alt.NamedData("target")).mark_rule(strokeDash=[4, 4], color="#888888").encode(y="accuracy:Q")
+    sought = alt.condition("datum.sought", alt.value(1), alt.value(0))
+    rule = alt.Chart(alt.NamedData("target")).mark_rule(strokeDash=[4, 4], color="#888888")
+    target = rule.encode(y="accuracy:Q", opacity=sought)
     zoom = alt.selection_interval(
         name="zoom", bind="scales", translate=drag, zoom="wheel![event.ctrlKey || event.metaKey || event.shiftKey]"
     )

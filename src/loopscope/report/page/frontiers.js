@@ -4,9 +4,9 @@ const lines = { models: new Set(), readouts: new Set() };
 const ALONE = ["fixed", "oracle"]; // between two fixed depths there is none, and the oracle is one point
 const isLearned = (readout) => readout.startsWith("stopper:"); // on all signals together: hollow marks
 const FIRST_MODELS = 6;
-const [HEXAGON, HOURGLASS, BOW_TIE] = [
+const [HEXAGON, FOUR_POINTS, BOW_TIE] = [
   "M-.9,0L-.45,-.8L.45,-.8L.9,0L.45,.8L-.45,.8Z",
-  "M-.8,-.9L.8,-.9L-.8,.9L.8,.9Z",
+  "M0,-1L.28,-.28L1,0L.28,.28L0,1L-.28,.28L-1,0L-.28,-.28Z",
   "M-.9,-.8L-.9,.8L.9,-.8L.9,.8Z",
 ]; // as in colours.py
 const GLYPHS = {
@@ -19,8 +19,8 @@ const GLYPHS = {
   "triangle-left": "◀",
   cross: "✚",
   [HEXAGON]: "⬢",
-  [HOURGLASS]: "⧗",
-  [BOW_TIE]: "⧓",
+  [FOUR_POINTS]: "✦",
+  [BOW_TIE]: "⋈",
 };
 const HOLLOW = { diamond: "◇", square: "□", circle: "○", "triangle-up": "△" };
 
@@ -203,9 +203,8 @@ function besideRows(shown, stop) {
   const deepest = Math.max(
     ...(shown.length ? shown : head.models.map((model) => ({ model }))).map(({ model }) => model.loops),
   );
-  const height = isSilent() ? (shown[0]?.curve.accuracy[0] ?? 0) : target;
   const frame = [1, deepest].map((loops) =>
-    row(`frame ${loops}`, { loops, accuracy: height }, "transparent", { shape: "circle", size: 0 }),
+    row(`frame ${loops}`, { loops, accuracy: heightOf(shown, target) }, "transparent", { shape: "circle", size: 0 }),
   );
   const depths = shown
     .filter((line) => line.curve.depth[stop] !== null && !depthless(line, target))
@@ -238,6 +237,9 @@ function besideRows(shown, stop) {
     : [];
   return [...frame, ...depths, ...paper];
 }
+
+// Where the chart must reach: to the target, or without a verdict to what is drawn anyway.
+const heightOf = (shown, target) => (isSilent() ? (shown[0]?.curve.accuracy[0] ?? 0.5) : target);
 
 const isSilent = () => head.models.every((model) => model.target === null);
 
@@ -309,7 +311,7 @@ function updateFrontiers() {
     $("frontier-chart"),
     "frontiers",
     onTouch() ? head.charts.frontiers_touch : head.charts.frontiers,
-    { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: isSilent() ? [] : [{ accuracy: target }] },
+    { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: [{ accuracy: heightOf(shown, target), sought: !isSilent() }] },
     shown.map(({ model, curve, colour, shape, fill = colour }) => ({
       line: `${model.label}, ${curve.readout}`,
       colour,

@@ -26,7 +26,7 @@ const ZERO = {
 // A name in lines of a chart's margin, none of which would be cut; one that cannot be broken is.
 function wrapped(name, longest = 36) {
   const lines = [""];
-  for (const word of name.split(" ")) {
+  for (const word of name.replaceAll("β ", "β\u00a0").split(" ")) {
     const longer = lines.at(-1) ? `${lines.at(-1)} ${word}` : word;
     if (longer.length > longest && lines.at(-1)) lines.push(word);
     else lines[lines.length - 1] = longer;
