@@ -19,7 +19,7 @@ from loopscope.exits.readouts import POST_HOC
 from loopscope.report.charts import frontiers, write_figure
 from loopscope.report.colours import DARK, looks_of, shades_of
 from loopscope.report.curves import MOST, Line, Panel, chosen_lines
-from loopscope.report.layout import STYLES
+from loopscope.report.layout import GREY, STYLES
 from loopscope.report.products import OVERVIEW
 
 WHOLE = (0.0, 1.0)
@@ -242,3 +242,8 @@ def test_nothing_is_said_to_be_by_difficulty_where_there_is_none() -> None:
         made = OVERVIEW.make(results, ["forced_exits", "exit_distributions", "signals"])
         assert len(made) == 3
         assert {"by difficulty" in f"{product.title} {product.note}" for product in made} == {said}
+
+
+def test_notes_and_titles_of_keys_can_be_read_on_a_dark_ground() -> None:
+    assert GREY in DARK
+    assert int(DARK[GREY][1:3], 16) > 0x90

@@ -358,5 +358,8 @@ def test_what_can_have_no_value_is_a_dash_and_every_column_has_a_name(page: Path
         if product.table is not None:
             assert all(product.table.columns), product.name
             assert all(cell for row in product.table.rows for cell in row), product.name
+    notes = {product.name: product.note for product in OVERVIEW.make(results, ["overview"])}
+    assert "Remaining: room left minus reachable room" in notes["stoppers"]
+    assert "opponent is the readout without a gate whose chosen threshold is the most accurate" in notes["paired"]
     (single,) = [row for row in tables.forced(results).rows if row[:2] == ["single", "accuracy"]]
     assert single[3:] == ["-"] * 3
