@@ -129,7 +129,7 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
             [
                 frontier.readout,
                 *depths,
-                str(point.policy).removeprefix(frontier.readout).removeprefix(" at "),
+                str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-",
                 percent(point.accuracy),
                 f"{point.average_loops:.2f}",
             ]
