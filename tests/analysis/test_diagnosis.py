@@ -1,12 +1,13 @@
 """The diagnosis: on recordings built to have a known culprit, it names that one and no other."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.analysis import Subject, diagnose_subject
+from loopscope.analysis import Gap, Subject, diagnose_subject
 from loopscope.exits.sweep import curve
 from loopscope.exits.thresholds import fine_grid
 
@@ -245,5 +246,50 @@ def test_the_room_that_is_left_splits() -> None:
     assert reachable.second.startswith("stopper:")
     assert room.value == pytest.approx(3 - 1.96, abs=0.1)
     assert reachable.value == pytest.approx(3 - 2, abs=0.1)
-    assert "Room left: a rule that knows the labels would save" in str(diagnosis)
-    assert "saves +0.9" in str(diagnosis) or "saves +1.0" in str(diagnosis)
+    assert "Room left: a rule that knows the labels would save" in " ".join(str(diagnosis).split())
+    assert re.search(r"saves (0\.9|1\.0)\d loops \[[01]\.", " ".join(str(diagnosis).split()))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.62, -0.0003), (-0.41, 0.0), (-0.41, 0.002)])
+def test_an_interval_that_ends_at_zero_is_no_more_loops(
+    low: float, high: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not "0.00 loops fewer", and not open: that it takes more is excluded."""
+    names = ("gate", "margin", 0.95, 0.63, 1.5, 1.5, 0.0, low, high, 1.0, 0.0, 0.0, 1500, 1500)
+    gap = Gap(*names)
+    assert (gap.is_no_more, gap.is_nothing) == (True, False)
+    monkeypatch.setattr("loopscope.analysis.diagnosis.gap_between", lambda *_: gap)
+    diagnosis = diagnose_subject(subject(QUICK, "knowing"), REFERENCE, 0.9)
+    assert diagnosis.verdict == "neither"
+    said = f"takes no more loops than the reference to reach 63 % (+0.00 loops [{low:.2f}, +0.00])"
+    assert f"with its best readout it {said}" in diagnosis.sentence
+    assert f"the model's own gate {said.replace('the reference', 'margin')}" in diagnosis.sentence
+    assert not replace(gap, high=0.02).is_no_more
+    assert not replace(gap, units=20).is_no_more
+    assert not replace(gap, second_reaches_target=1.0).is_no_more  # it alone misses the target
+
+
+def test_of_a_target_out_of_reach_the_readouts_are_those_of_the_gaps() -> None:
+    diagnosis = diagnose_subject(subject(QUICK, "knowing"), REFERENCE, 0.9)
+    assert diagnosis.compared_readouts == (diagnosis.best_readout,)
+    assert diagnosis.readout_gap is not None
+    lower = replace(diagnosis.readout_gap, second="entropy", accuracy=0.6)
+    assert replace(diagnosis, readout_gap=lower).compared_readouts == ("entropy", "gate")
+    silent = replace(diagnosis, readout_gap=None, trajectory_gap=None, room_left=None)
+    assert silent.compared_readouts == (diagnosis.best_readout,)
+
+
+@pytest.mark.parametrize("target", [0.9, 0.9999])
+def test_printed_from_python_it_fits_eighty_columns(target: float) -> None:
+    first = (1, 1, 1, 2, 9)  # some are never right
+    both = [recording(seed, split, first, "late") for seed, split in ((1, "validation"), (2, "test"))]
+    diagnosis = ls.diagnose(*both, reference=tuple(strip(each) for each in both), target=target)
+    lines = str(diagnosis).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = " ".join(str(diagnosis).split())
+    assert diagnosis.sentence in words
+    assert diagnosis.room_sentence in words
+    for gap in (diagnosis.readout_gap, diagnosis.room_left, diagnosis.reachable_room):
+        assert gap is not None
+        size = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]"
+        assert sum(size in line for line in lines) >= 1  # in one piece

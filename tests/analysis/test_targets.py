@@ -106,14 +106,14 @@ def test_a_model_at_60_percent_is_diagnosed_where_it_is() -> None:
     assert diagnosis.blamed == ("readout",)
     for gap in filter(None, diagnosis.gaps.values()):
         assert diagnosis.chance < gap.accuracy <= gap.target == diagnosis.target.accuracy
-    text = str(diagnosis)
+    text = " ".join(str(diagnosis).split())
     assert text.startswith("The readout is to blame: the model's own gate takes ")
     assert (
         f"The target is {100 * diagnosis.target.accuracy:.2f} %, 1 point below full depth on validation data." in text
     )
     assert "Gaps are at the highest whole percent that both sides reach" in text
-    assert text.splitlines()[3].split("  ")[0] == "gap"
-    assert repr(diagnosis) == text
+    assert [line for line in str(diagnosis).splitlines() if line.startswith("gap  ")]
+    assert repr(diagnosis) == str(diagnosis)
     assert ls.diagnose(*pair(right=0.47)).blamed == ()  # the same with a good gate
 
 
@@ -141,7 +141,9 @@ def test_a_model_that_forgets_is_not_silenced() -> None:
     diagnosis = ls.diagnose(validation, test)
     assert diagnosis.verdict != "no verdict"
     assert diagnosis.target.accuracy == pytest.approx(validation.correct[:, 1].mean() - 0.01)
-    assert "1 point below loop 2, its best, on validation data; full depth is not above chance" in str(diagnosis)
+    assert "1 point below loop 2, its best, on validation data; full depth is not above chance" in " ".join(
+        str(diagnosis).split()
+    )
 
 
 def test_trajectories_are_compared_a_point_below_the_worse_model() -> None:
@@ -254,7 +256,7 @@ def test_depth_that_harms_is_said_and_noise_is_not() -> None:
     validation, test = falling([0.9, 0.7, 0.6, 0.5]), falling([0.9, 0.7, 0.6, 0.5])
     points = 100 * (validation.correct[:, 0].mean() - validation.correct[:, 3].mean())
     said = f"Loop 1 is {points:.1f} points better than full depth on validation data: depth harms it."
-    assert said in str(ls.diagnose(validation, test))
+    assert said in " ".join(str(ls.diagnose(validation, test)).split())
     lucky = [np.where(rng.random((300, 6)) < 0.6, 0, 1).tolist() for _ in range(200)]
     assert sum(bool(harm_of_depth(bare([0] * 300, each))) for each in lucky) <= 15
     assert not harm_of_depth(falling([0.5, 0.7, 0.9]))

@@ -21,7 +21,7 @@ def test_readouts_are_swept(recorded: Path, capsys: pytest.CaptureFixture[str]) 
     assert "gate" not in table
     assert "oracle: exits at the first right loop, which takes the labels (one point, no D@X)." in table
     cells = next(line.split() for line in table.splitlines() if line.lstrip().startswith("oracle"))
-    assert len(cells) == 4  # its name, its accuracy in percent, and its loops: nothing under D@X
+    assert (len(cells), cells[1]) == (5, "-")  # its name, no threshold, its accuracy in percent, and its loops
     assert run("evaluate", recordings / "validation", recordings / "test", "--json", "--at", "0.4") == 0
     result = json.loads(capsys.readouterr().out)
     fixed = result["readouts"][0]

@@ -49,7 +49,7 @@ def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, capsys: pyt
     assert certified["threshold"] == read_json(policy)["threshold"]
     assert run("evaluate", recording_of(mine, "test"), "--policy", policy, "--json") == 0
     assert certified["held_out"] == json.loads(capsys.readouterr().out)
-    assert "gap ≤ 10 %, 80 % sure" in (tmp_path / "tables.md").read_text()
+    assert "accuracy lost ≤ 10 %, 80 % sure" in (tmp_path / "tables.md").read_text()
 
 
 def test_a_report_is_not_written_among_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

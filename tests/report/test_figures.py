@@ -15,10 +15,11 @@ from simulated import pair
 import loopscope as ls
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import FrontierResult, Results
+from loopscope.exits.readouts import POST_HOC
 from loopscope.report.charts import frontiers, write_figure
-from loopscope.report.colours import DARK, shades_of
+from loopscope.report.colours import DARK, looks_of, shades_of
 from loopscope.report.curves import MOST, Line, Panel, chosen_lines
-from loopscope.report.layout import STYLES
+from loopscope.report.layout import GREY, STYLES
 from loopscope.report.products import OVERVIEW
 
 WHOLE = (0.0, 1.0)
@@ -51,6 +52,11 @@ def key_of(specification: dict[str, Any]) -> list[str]:
     """What the key of a figure says."""
     rows = [row for values in specification["datasets"].values() for row in values]
     return [row["name"].replace("\n", " ") for row in rows if "middle" in row]
+
+
+def foot_of(specification: dict[str, Any]) -> str:
+    """The note below a figure."""
+    return " ".join(specification["title"]["text"])
 
 
 def test_every_point_of_a_curve_has_an_interval_over_examples(results: Results) -> None:
@@ -108,7 +114,7 @@ def test_lines_on_each_other_are_drawn_once_and_said_to_be() -> None:
     made = frontiers([first, first])
     assert made is not None
     assert key_of(made(STYLES["page"])) == ["entropy ≈ top1", "margin"]
-    assert "drawn once" in str(made(STYLES["page"])["title"])
+    assert "drawn once" in foot_of(made(STYLES["page"]))
     late = line("kl", rising, (2, 2.5, 3, 4))  # it begins elsewhere
     assert len(chosen_lines([Panel("", [same, late], 4, 0.9)], [WHOLE]).panels[0].lines) == 2
 
@@ -124,7 +130,7 @@ def test_bands_that_would_cover_every_line_are_left_out() -> None:
         made = frontiers([panel], scaled_alone=True)
         assert made is not None
         areas.append(str(made(STYLES["page"])).count("'area'"))
-        assert panel.wide == (lines is wide) == ("fixed depths only" in str(made(STYLES["page"])["title"]))
+        assert panel.wide == (lines is wide) == ("fixed depths only" in foot_of(made(STYLES["page"])))
     assert areas == [1, 0]
     assert panel.heights[0] < 0.26 < 0.38 < panel.heights[1]
 
@@ -139,6 +145,26 @@ def test_a_key_has_eight_entries_and_says_what_is_left_out() -> None:
     assert len(names) == MOST
     assert {"fixed", "gate", "r0", "r5"} <= set(names)  # whatever panel they are of
     assert "Not drawn: r6, r7, r8, r9, r10, r11." in " ".join(specification["title"]["text"])
+
+
+def test_a_chosen_readout_is_never_left_out() -> None:
+    """Though it lies on another one in the first panel, and though there are more of them than entries of a key."""
+    many = [line(f"r{place}", np.linspace(0.1, 0.9, 4) * (1 - place / 20)) for place in range(12)]
+    hidden = [line("r11", many[0].accuracy) if each.name == "r11" else each for each in many]
+    first, second = Panel("a", hidden, 4, 0.9, ("r0",)), Panel("b", many, 4, 0.9, ("r11",))
+    drawn = chosen_lines([first, second], [WHOLE, WHOLE])
+    assert "r11" in {each.name for each in drawn.panels[1].lines}
+    assert len({each.name for panel in drawn.panels for each in panel.lines}) == MOST
+    everything = chosen_lines([Panel("a", many, 4, 0.9, tuple(f"r{place}" for place in range(12)))], [WHOLE])
+    assert (len(everything.panels[0].lines), everything.left_out) == (12, [])
+
+
+def test_every_readout_has_a_mark_of_its_own() -> None:
+    """Where colours tell models apart, marks alone tell readouts apart; those of learned stoppers are hollow."""
+    names = [*POST_HOC, "fixed", "gate", "oracle", "settling", "hidden_acceleration", "patience"]
+    looks = looks_of(set(names))
+    assert len({shape for _, shape in looks.values()}) == len(set(names))
+    assert len({shape for _, shape in looks_of(["stopper:induction", "stopper:classifier"]).values()}) == 2
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -216,3 +242,8 @@ def test_nothing_is_said_to_be_by_difficulty_where_there_is_none() -> None:
         made = OVERVIEW.make(results, ["forced_exits", "exit_distributions", "signals"])
         assert len(made) == 3
         assert {"by difficulty" in f"{product.title} {product.note}" for product in made} == {said}
+
+
+def test_notes_and_titles_of_keys_can_be_read_on_a_dark_ground() -> None:
+    assert GREY in DARK
+    assert int(DARK[GREY][1:3], 16) > 0x90

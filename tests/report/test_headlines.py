@@ -16,6 +16,9 @@ from loopscope.analysis.schema import Results
 from loopscope.cli import main
 from loopscope.config import read_json
 from loopscope.report import figures, tables  # the room is imported, and ls.report can be called all the same
+from loopscope.report.page.content import scope, summary
+from loopscope.report.page.data import page_head
+from loopscope.report.products import OVERVIEW
 
 MODELS = {
     "demo": pair(right=0.99, late_gate=True),
@@ -65,7 +68,8 @@ def test_verdicts_are_those_of_the_truth(page: Path) -> None:
         assert "cannot tell" in shown[name]
     for name in SILENT:
         assert f"{name} no verdict" in shown[name]
-        assert shown[name].count("no verdict") == 8  # the chip, three depths and the four gaps
+        assert shown[name].count("no verdict") == 7  # the chip, three depths and all gaps but the trajectory's
+        assert "trajectory gap no reference" in shown[name]
     assert "fixed depth are read at 59 %, the highest whole percent that test data reach at that loop" in shown["small"]
     for name, text in shown.items():
         harm = re.search(r"Loop 2 is [\d.]+ points better than full depth on validation data: depth harms it.", text)
@@ -77,7 +81,7 @@ def test_without_a_verdict_no_table_has_a_depth(page: Path) -> None:
     results = read_json(Results, page.parent / "results.json", "results")
     depths = tables.depths(results)
     for label, readout, depth, *_ in depths.rows:
-        assert depth == "" if readout == "oracle" else (depth == "no verdict") == (label in SILENT)
+        assert depth == "-" if readout == "oracle" else (depth == "no verdict") == (label in SILENT)
     for model in results.models:
         assert (figures.frontier_panel("", [], [model]).target is None) == (model.name in SILENT)
     other = analyse_models([ModelRecordings("demo", *MODELS["demo"])], None, [0.9, 0.2])[0]  # which guessing reaches
@@ -199,7 +203,7 @@ def test_room_left_splits_into_what_was_reached_and_what_was_not(page: Path) -> 
         assert f"reachable room {cell}" in shown[model.name]
         assert row["reachable room"].startswith(cell)
         assert row["room left"].startswith(f"{room.value:.2f}")
-        assert row["not reached"] == f"{room.value - reachable.value:.2f}"  # all of them are at one accuracy
+        assert row["remaining"] == f"{room.value - reachable.value:.2f}"  # all of them are at one accuracy
         assert row["seeds better, worse"] == f"{int(reachable.sign > 0)}, {int(reachable.sign < 0)}"
         for kind in ("induction", "classifier"):
             frontier = model.frontier(f"stopper:{kind}")
@@ -267,3 +271,95 @@ def test_a_missed_target_is_replaced_by_a_relative_one_where_there_is_one() -> N
     level = results.models[0].targets["full-5"]
     assert cells[2][0] == f"{frontier.depth_at['full-5']:.2f} @{round(100 * level.reached, 2):g} %"
     assert not any("N/A" in cell for cell in cells[2])
+
+
+def test_a_readout_that_does_not_reach_the_target_is_not_named() -> None:
+    """It was chosen at an accuracy at which nothing is compared."""
+    results = analyse_models([ModelRecordings("sixty", *MODELS["small"])], None, [0.95])[0]
+    (row,) = tables.headline(results).rows
+    assert row[4] == "N/A"
+    (model,) = results.models
+    assert model.diagnosis.readout_gap is not None
+    compared = model.diagnosis.compared_readouts
+    assert compared[0] == model.diagnosis.readout_gap.second
+    assert page_head(results, [_NoDetails], []).models[0].best == list(compared)
+
+
+class _NoDetails:
+    """Where curves do not matter."""
+
+    curves: list[object] = []  # noqa: RUF012
+    slider_targets: list[float] = []  # noqa: RUF012
+
+
+def gated(made: ls.Trajectory, seed: int) -> ls.Trajectory:
+    """As a run of ours with this seed would record it."""
+    parts = {"task": {"name": "mano"}, "model": {"gate": "linear"}, "training": {"seed": seed}}
+    run = {**parts, "objective": {"name": "learned_gate", "prior": "uniform", "geometric_lambda": 0.3, "beta": 0.1}}
+    return replace(made, provenance={"run": run})
+
+
+def of_seeds(name: str, **changes: object) -> list[ModelRecordings]:
+    both = [[gated(each, seed) for each in pair(rows=90, seed=seed, **changes)] for seed in (0, 1)]
+    return [ModelRecordings(f"{name}-{seed}", *each) for seed, each in enumerate(both)]
+
+
+def test_the_seeds_of_the_reference_are_the_reference() -> None:
+    other = [ModelRecordings(name, *pair(right=0.9, rows=90, seed=7)) for name in ("other",)]
+    results = analyse_models([*of_seeds("seed", right=0.9), *other], "seed-0", [0.7])[0]
+    assert [len(group.names) for group in results.groups] == [2, 1]
+    first, second, _ = results.models
+    assert (first.verdict, second.verdict == "the reference") == ("the reference", False)
+    said = summary(results)
+    assert "1 is the reference" in said
+    assert "disagree" not in said
+
+
+def test_a_summary_is_good_english() -> None:
+    results = analyse_models([ModelRecordings(name, *MODELS[name]) for name in ("small", "chance")], None)[0]
+    assert summary(results) == ("Of 2 models, whether a part is to blame cannot be told in 1, and 1 gets no verdict.")
+    assert scope(results).startswith("2 runs; 300 to 1,500 test examples each")
+    alone = analyse_models([ModelRecordings("small", *MODELS["small"])], None)[0]
+    assert scope(alone).startswith("1 run; 300 test examples.")
+
+
+def test_the_terminal_says_of_which_seed_it_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for made in of_seeds("seed", right=0.9, late_gate=True):
+        for recording in (made.validation, made.test):
+            recording.save(tmp_path / made.name / str(recording.split))
+    runs = [str(tmp_path / f"seed-{seed}") for seed in (0, 1)]
+    words = ["report", *runs, "--out", str(tmp_path / "report")]
+    assert main(words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "seed 0 (one of 2 seeds; the other: the same verdict): The readout is to blame" in out
+    assert main([*words, "--reference", "seed-0"]) == 0
+    assert "seed 0 (the reference, one of 2 seeds; the other: " in " ".join(capsys.readouterr().out.split())
+
+
+def test_without_a_verdict_a_model_without_a_gate_has_none_and_the_reference_has_no_verdict(tmp_path: Path) -> None:
+    ungated = [replace(each, gate_logits=None) for each in MODELS["chance"]]
+    page = ls.report({"bare": tuple(ungated), "chance": MODELS["chance"]}, tmp_path, reference="bare")
+    results = read_json(Results, page.parent / "results.json", "results")
+    bare, chance = tables.headline(results).rows
+    assert (bare[3], chance[3]) == ("no gate", "no verdict")
+    assert (bare[-1], chance[-1]) == ("the reference, no verdict", "no verdict")
+    assert [tables.gap_cells(model, True)[:2] for model in results.models] == [
+        ["no gate", "is the reference"],
+        ["no verdict", "no verdict"],
+    ]
+    assert "own gate no gate" in cards(page)["bare"]
+    assert "the reference, no verdict" in cards(page)["bare"]
+    assert summary(results) == "Of 2 models, 1 gets no verdict, and 1 is the reference, which gets no verdict either."
+
+
+def test_what_can_have_no_value_is_a_dash_and_every_column_has_a_name(page: Path) -> None:
+    results = read_json(Results, page.parent / "results.json", "results")
+    for product in OVERVIEW.make(results, ["overview"]):
+        if product.table is not None:
+            assert all(product.table.columns), product.name
+            assert all(cell for row in product.table.rows for cell in row), product.name
+    notes = {product.name: product.note for product in OVERVIEW.make(results, ["overview"])}
+    assert "Remaining: room left minus reachable room" in notes["stoppers"]
+    assert "opponent is the readout without a gate whose chosen threshold is the most accurate" in notes["paired"]
+    (single,) = [row for row in tables.forced(results).rows if row[:2] == ["single", "accuracy"]]
+    assert single[3:] == ["-"] * 3

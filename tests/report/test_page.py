@@ -5,6 +5,7 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from chromium import opened
 from conftest import outcome_of
-from pages import HOSTILE, TARGETS, hostile, never_exits, predictions_only, source, two, with_policy, written
+from pages import HOSTILE, hostile, never_exits, predictions_only, source, two, with_policy, written
 from playwright.sync_api import Browser, Page
 from simulated import pair
 
@@ -77,13 +78,13 @@ def test_the_slider_gives_the_depths_that_python_computes(tab: Page) -> None:
         assert {(row[0], row[1]) for row in rows} == set(frontiers)
         for model, readout, depth, bounds, reached in rows:
             if readout == "oracle":  # one point
-                assert (depth, bounds, reached) == ("", "", "")
+                assert (depth, bounds, reached) == ("-", "-", "-")
                 continue
             expected = frontiers[model, readout].depth_at(percent / 100)
             assert depth == ("N/A" if expected is None else f"{expected:.2f}")
             known = interval(resampled[model, readout].depth_at(percent / 100))
             assert reached == f"{100 * (known.reached if known else 0):.1f} %"
-            assert (bounds == "") == (known is None)
+            assert (bounds == "-") == (known is None)
             if known is not None:
                 low, high = map(float, re.findall(r"[\d.]+", bounds))
                 assert (low, high) == pytest.approx((known.low, known.high), abs=0.0051)
@@ -269,7 +270,7 @@ def test_a_click_shows_the_trajectory_of_an_example(tab: Page) -> None:
     table = {line[0]: line[1:] for line in cells(tab, "#example-detail")}
     entropy = ls.signal("entropy", model.test)[number]
     assert [float(value) for value in table["entropy"]] == pytest.approx(entropy.tolist(), rel=1e-3)
-    assert table["kl"][0] == ""
+    assert table["kl"][0] == "-"  # there is no loop before
 
 
 def test_copied_tables_parse(tab: Page, report: tuple[Path, Results]) -> None:
@@ -317,7 +318,7 @@ def test_columns_sort_as_numbers_with_what_is_missing_last(tab: Page) -> None:
         gaps.locator("button").click()
         assert cells(tab, "#diagnosis")[-1][2] == "no gate"
     slide(tab, "#target", 2 * 40 - 1)  # the order stays
-    known = [float(row[2]) for row in cells(tab, "#depth-table") if row[2] not in ("N/A", "")]
+    known = [float(row[2]) for row in cells(tab, "#depth-table") if row[2] not in ("N/A", "-")]
     assert known == sorted(known, reverse=True)
 
 
@@ -446,7 +447,7 @@ def test_a_partial_study_makes_sense(tmp_path: Path, browser: Browser, kind: str
     page, results = written(PARTIAL[kind], tmp_path / "partial")
     model = results.models[0]
     with opened(browser, page) as tab:
-        assert model.diagnosis.sentence in tab.locator(".card").inner_text()
+        assert model.diagnosis.sentence in tab.locator(".card").inner_text().replace("\N{NO-BREAK SPACE}", " ")
         for name in [frontier.readout for frontier in model.frontiers]:
             choose(tab, 0, name)
             for place in (0, 10_000):
@@ -464,16 +465,65 @@ def test_a_partial_study_makes_sense(tmp_path: Path, browser: Browser, kind: str
         assert not re.search(r"\b(NaN|undefined|null|Infinity)\b", text)
 
 
-def test_nothing_is_reached_anywhere(tmp_path: Path, browser: Browser) -> None:
-    page, results = written([bare(name, labels=np.arange(200) % 5) for name in ("chance", "other")], tmp_path / "none")
-    assert all(
-        depth is None for model in results.models for each in model.frontiers for depth in each.depth_at.values()
+@pytest.mark.parametrize("width", [1400, 390])
+def test_without_a_verdict_the_page_states_no_gap_and_no_depth(tmp_path: Path, browser: Browser, width: int) -> None:
+    page, results = written(
+        [bare(name, labels=np.arange(200) % 5) for name in ("chance", "other")], tmp_path / "none", "chance"
     )
-    with opened(browser, page) as tab:
-        slide(tab, "#target", round(200 * TARGETS[1]) - 1)
-        depths = {(row[1] == "oracle", row[2]) for row in cells(tab, "#depth-table")}
-        assert depths == {(True, ""), (False, "N/A")}  # the oracle is one point, and has none
-        assert "No line that is shown reaches 90 %." in tab.locator("#depth-summary").inner_text()
+    assert {model.diagnosis.verdict for model in results.models} == {"no verdict"}
+    with opened(browser, page, width=width) as tab:
+        assert tab.locator("#gaps-silent").is_visible()
+        for part in ("#gaps-shown", "#target-controls", "#depth-table", "#ticks-note"):
+            assert not tab.locator(part).is_visible(), part
+        assert tab.locator("#depth-summary").inner_text() == (
+            "No depths are shown: none of these models gets a verdict."
+        )
+        assert tab.locator("#frontier-chart canvas").count() == 1  # curves are shown all the same
+        choose(tab, 0, "margin")
+        assert not tab.get_by_role("button", name="D@60 on test data").count()
+        assert tab.get_by_text("Tap a mark").is_visible() == (width == 390)
+        tab.click("#zoom-in")
+
+
+def test_lines_without_a_verdict_or_below_chance_have_no_depth(tmp_path: Path, browser: Browser) -> None:
+    models = {"sixty": pair(right=0.47, rows=90), "chance": pair(right=0.0, rows=90)}
+    with opened(browser, ls.report(models, tmp_path / "some")) as tab:
+        tab.locator("#legend-readouts label", has_text="margin").locator("input").check()
+        slide(tab, "#target", 2 * 45 - 1)
+        rows = [row for row in cells(tab, "#depth-table") if row[1] != "oracle"]
+        assert {row[2] for row in rows if row[0] == "chance"} == {"no verdict"}
+        assert not {row[2] for row in rows if row[0] == "sixty"} & {"no verdict", "not above chance"}
+        own = [row for row in rows if row[0] == "sixty"]
+        assert f" of {len(own)} lines (the oracle apart) reach 45 %" in tab.locator("#depth-summary").inner_text()
+        slide(tab, "#target", 2 * 20 - 1)  # chance is 25 %
+        assert {row[2] for row in cells(tab, "#depth-table") if row[0] == "sixty"} == {"not above chance", "-"}
+        slide(tab, "#target", 2 * 99 - 1)
+        assert {(row[2], row[3]) for row in cells(tab, "#depth-table") if row[0] == "sixty"} == {
+            ("N/A", "-"),
+            ("-", "-"),
+        }
+        assert tab.locator("#depth-summary").inner_text() == "No line that is shown reaches 99 %."
+
+
+def test_names_in_the_charts_of_gaps_are_whole_and_no_row_is_empty(tmp_path: Path, browser: Browser) -> None:
+    models = {f"decoupled MLP gate, geometric 0.3, β {beta}": pair(right=0.9, rows=90) for beta in (0.1, 0.2)}
+    ungated = [replace(each, gate_logits=None) for each in pair(right=0.9, rows=90)]
+    with opened(browser, ls.report({**models, "without a gate": tuple(ungated)}, tmp_path / "names")) as tab:
+        shown = tab.locator("#gap-readout svg .role-axis-label text").all_text_contents()
+        assert not [text for text in shown if "…" in text or text.endswith("β")]
+        assert [text for text in shown if text.endswith(("β\N{NO-BREAK SPACE}0.1", "β\N{NO-BREAK SPACE}0.2"))]
+        assert "without a gate" not in shown
+        assert "without a gate" in tab.locator("#gap-room svg .role-axis-label text").all_text_contents()
+        assert tab.locator("#gap-trajectory").inner_text() == (
+            "No model here has this gap: there is no reference to compare with."
+        )
+
+
+def test_without_difficulties_nothing_speaks_of_them(tmp_path: Path, browser: Browser) -> None:
+    with opened(browser, written([bare("bare", difficulty=None)], tmp_path / "ungraded")[0]) as tab:
+        assert tab.locator("#trajectories h3").inner_text() == "Signals by loop"
+        assert "difficult" not in tab.locator("#trajectories").inner_text()
+        assert "difficulty" not in " ".join(tab.locator("#forced-map svg text").all_text_contents())
 
 
 def test_twenty_large_models_stay_small_and_open(tmp_path: Path, browser: Browser) -> None:

@@ -11,9 +11,12 @@ from chromium import opened
 from pages import HOSTILE, hostile, two, written
 from playwright.sync_api import Browser
 
+from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.report.markdown import markdown_text
+from loopscope.report.products import OVERVIEW
 from loopscope.report.tables import Table, depths
+from loopscope.report.write import write_report
 from loopscope.reproduction.products import PRODUCTS
 
 INJECTED = (
@@ -87,7 +90,7 @@ def test_the_oracle_is_one_point_and_has_no_depth_to_an_accuracy(report: tuple[P
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows if row[1] == "oracle"]
     assert len(rows) == len(report[1].groups)
     targets = [target.label for target in report[1].targets]
-    assert all([row[label] for label in targets] == [""] * len(targets) for row in rows)
+    assert all([row[label] for label in targets] == ["-"] * len(targets) for row in rows)
     assert all(row["selected: accuracy"] and float(row["loops"].split()[0]) >= 1 for row in rows)
 
 
@@ -96,8 +99,20 @@ def test_the_page_says_what_the_tables_say(report: tuple[Path, Results]) -> None
     for table in tables(results):
         assert f"<h3>{table.title}</h3>" in page
     for model in results.models:
-        assert model.diagnosis.sentence in html.unescape(page)
+        assert model.diagnosis.sentence.replace(" %", "\N{NO-BREAK SPACE}%") in html.unescape(page)
     assert page.count('<article class="card"') == 2
+
+
+def test_a_number_stays_with_its_percent_sign_but_in_what_can_be_copied(
+    report: tuple[Path, Results], tmp_path: Path
+) -> None:
+    results, details = analyse_models(two(), "a", [0.6])
+    command = "loopscope report 'a %b' --out report"
+    page = write_report(results, details, OVERVIEW.make(results, ["overview"]), tmp_path / "copied", command)
+    said = html.unescape(page.read_text()).partition("<script")[0]
+    assert f"<code>{command}</code>" in said
+    assert not re.search(r"\d %", said)
+    assert re.search("\\d\N{NO-BREAK SPACE}%", said)
 
 
 def test_the_same_results_give_the_same_page(report: tuple[Path, Results], tmp_path: Path) -> None:

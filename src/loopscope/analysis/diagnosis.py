@@ -28,6 +28,7 @@ from loopscope.analysis.gaps import (
     readout_way,
     stopper_way,
 )
+from loopscope.analysis.plain_text import aligned, broken
 from loopscope.analysis.stoppers import with_stoppers
 from loopscope.analysis.targets import (
     Target,
@@ -79,14 +80,24 @@ class Diagnosis:
         }
 
     @property
+    def compared_readouts(self) -> tuple[str, ...]:
+        """The best readouts that the gaps are of: that at the target, or where it is out of reach those lower down."""
+        ours = [self.readout_gap and self.readout_gap.second, self.trajectory_gap and self.trajectory_gap.first]
+        ours += [self.room_left and self.room_left.first]
+        return tuple(dict.fromkeys(name for name in ours if name)) or (self.best_readout,)
+
+    @property
     def room_sentence(self) -> str:
         """How the room that is left splits; nothing where it cannot be told."""
         room, reachable = self.room_left, self.reachable_room
         if room is None or reachable is None or self.verdict == NO_VERDICT or room.accuracy != reachable.accuracy:
             return ""
         rule = f"a rule learned from all signals ({own_name(reachable.second)})"
-        size = f"{reachable.value:+z.2f} loops [{reachable.low:+z.2f}, {reachable.high:+z.2f}]"
-        found = f"{rule} saves {size} of them" if reachable.sign > 0 else f"{rule} saves nothing measurable ({size})"
+        if reachable.sign > 0:
+            saved = f"{reachable.value:z.2f} loops [{reachable.low:z.2f}, {reachable.high:z.2f}]"
+            found = f"{rule} saves {saved} of them"
+        else:
+            found = f"{rule} saves nothing measurable ({_size(reachable)})"
         return (
             f"Room left: a rule that knows the labels would save {room.value:.2f} loops at "
             f"{percent_text(room.accuracy)}; {found}."
@@ -122,12 +133,8 @@ class Diagnosis:
         return rows
 
     def __str__(self) -> str:
-        table = self.table
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join(
-            line.rstrip() for line in (self.sentence, *filter(None, [self.target_sentence, self.room_sentence]), *lines)
-        )
+        sentences = filter(None, (self.sentence, self.target_sentence, self.room_sentence))
+        return "\n".join((*map(broken, sentences), *aligned(self.table)))
 
     __repr__ = __str__
 
@@ -177,7 +184,7 @@ def diagnose_subject(
         trajectory = gap_between(both, best, partial(best_way, reference, " on the reference"), subject, floor)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
-    decided = all(gap is not None and (gap.sign or gap.is_nothing or gap.first == gap.second) for gap in parts.values())
+    decided = all(gap is not None and (gap.sign or gap.is_no_more or gap.first == gap.second) for gap in parts.values())
     verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
     sentence = _sentence(subject, reference, level, readout, trajectory, verdict)
     room = rooms(subject, level)
@@ -269,6 +276,10 @@ def gate_is_inverted(test: Trajectory) -> bool:
     return bool(above < _INVERTED)
 
 
+def _size(gap: Gap) -> str:
+    return f"{gap.value:+z.2f} loops [{gap.low:+z.2f}, {gap.high:+z.2f}]"
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -278,7 +289,7 @@ def _findings(
 ) -> tuple[str, str]:
     """What is said of both parts, that first which is the reason for the verdict."""
     on_readout, on_trajectory = _on_readout(subject, readout), _on_trajectory(subject, reference, trajectory)
-    open_trajectory = reference is not None and (trajectory is None or not (trajectory.sign or trajectory.is_nothing))
+    open_trajectory = reference is not None and (trajectory is None or not (trajectory.sign or trajectory.is_no_more))
     if verdict == "trajectory" or (verdict == "cannot tell" and open_trajectory):
         return on_trajectory, on_readout
     return on_readout, on_trajectory
@@ -319,11 +330,13 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
 
 def _compared(name: str, other: str, gap: Gap, question: str) -> str:
     at = percent_text(gap.accuracy)
-    size = f"{gap.value:+z.2f} loops [{gap.low:+z.2f}, {gap.high:+z.2f}]"
+    size = _size(gap)
     if gap.is_nothing:
         return f"{name} takes as many loops as {other} to reach {at}"
     if gap.sign == 0 and gap.units >= FEWEST and max(abs(gap.low), abs(gap.high)) <= _ALIKE:
         return f"{name} takes about as many loops as {other} to reach {at} ({size})"
+    if gap.is_no_more and (gap.sign == 0 or gap.high < 0):  # else one of them misses the target
+        return f"{name} takes no more loops than {other} to reach {at} ({size})"
     if gap.sign == 0:
         return f"{question} than {other} is open ({size} at {at})"
     if gap.low > 0 or gap.high < 0:

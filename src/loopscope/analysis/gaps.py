@@ -33,6 +33,8 @@ from loopscope.trajectory import Trajectory
 Way = Callable[[float], tuple[str, Sums]]
 FEWEST = 30
 """With fewer test examples than this (sequences, distinct inputs) a bootstrap interval says nothing."""
+_PRINTED = 0.005
+"""Loops: less is printed as zero."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ class Gap:
     @property
     def is_nothing(self) -> bool:
         """Whether the two take as many loops: the whole interval is zero, to the hundredths that are printed."""
-        return self.units >= FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < 0.005
+        return self.units >= FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < _PRINTED
+
+    @property
+    def is_no_more(self) -> bool:
+        """Whether the first takes no more loops than the second: the interval ends at zero, to the same hundredths."""
+        return self.units >= FEWEST and self.sign <= 0 and abs(self.high) < _PRINTED
 
 
 class Subject:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired, Target, TargetLevel
-from loopscope.analysis.diagnosis import Rooms
+from loopscope.analysis.diagnosis import NO_VERDICT, Rooms
 from loopscope.analysis.timings import QuestionBench
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.scope import Unit, counted, unit_of
@@ -141,7 +141,9 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def verdict(self) -> str:
-        return "the reference" if self.is_reference else self.diagnosis.verdict
+        if not self.is_reference:
+            return self.diagnosis.verdict
+        return "the reference, no verdict" if self.diagnosis.verdict == NO_VERDICT else "the reference"
 
     def frontier(self, readout: str) -> FrontierResult | None:
         return next((frontier for frontier in self.frontiers if frontier.readout == readout), None)

@@ -123,13 +123,13 @@ def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", leve
     rows = []
     for frontier in frontiers:
         one_point = frontier.readout == "oracle"
-        depths = ["" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
+        depths = ["-" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
         point = frontier.select()
         rows.append(
             [
                 frontier.readout,
                 *depths,
-                str(point.policy).removeprefix(frontier.readout).removeprefix(" at "),
+                str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-",
                 percent(point.accuracy),
                 f"{point.average_loops:.2f}",
             ]

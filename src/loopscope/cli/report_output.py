@@ -1,6 +1,7 @@
 """What do `report` and `study` write and print? A folder with a page, or some of its products by name."""
 
 import argparse
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from loopscope.cli.output import print_json, print_note, print_sentences, print_
 from loopscope.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from loopscope.analysis.schema import Results
+    from loopscope.analysis.schema import ModelResult, Results
     from loopscope.analysis.threshold_details import ThresholdDetails
 
 _HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
@@ -71,6 +72,19 @@ def show_products(results: "Results", names: Sequence[str], folder: Path, as_jso
         print_json(printed)
 
 
+def _role(members: "Sequence[ModelResult]") -> str:
+    """What is said of a run beside its name: that it is the reference, and which verdicts its other seeds get."""
+    first, *others = members
+    words = ["the reference"] if first.is_reference else []
+    if others:
+        found = Counter(other.verdict for other in others)
+        agree = set(found) == {first.verdict}
+        verdicts = ", ".join(name if len(others) == 1 else f"{name} ({count})" for name, count in found.items())
+        rest = "the other" if len(others) == 1 else "the others"
+        words.append(f"one of {len(members)} seeds; {rest}: {'the same verdict' if agree else verdicts}")
+    return f" ({', '.join(words)})" if words else ""
+
+
 def _listed(names: Sequence[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
@@ -107,9 +121,8 @@ def write_and_show(
         print_json(results)
         return
     models = {model.name: model for model in results.models}
-    for model in (models[group.names[0]] for group in results.groups if group.names):
-        role = " (the reference)" if model.is_reference else ""
-        print_sentences(f"{model.label}{role}: {model.diagnosis.sentence}\n")
+    for members in ([models[name] for name in group.names] for group in results.groups if group.names):
+        print_sentences(f"{members[0].label}{_role(members)}: {members[0].diagnosis.sentence}\n")
     for product in made:
         if product.table is not None and product.name in _HEADLINES:
             print_table(product.table.title, product.table.columns, product.table.rows)

@@ -19,9 +19,9 @@ _LOOKS: dict[str, Look] = {
     "logit_change": ("#E69F00", "triangle-right"),
     "hidden_change": ("#999999", "triangle-left"),
     "hidden_cosine": ("#8C564B", "M-.7,-.7L.7,.7M.7,-.7L-.7,.7"),  # an x
-    "patience": ("#332288", "circle"),
-    "settling": ("#AA4499", "square"),
-    "hidden_acceleration": ("#997700", "cross"),
+    "patience": ("#332288", "M-.9,0L-.45,-.8L.45,-.8L.9,0L.45,.8L-.45,.8Z"),  # a hexagon
+    "settling": ("#AA4499", "M0,-1L.28,-.28L1,0L.28,.28L0,1L-.28,.28L-1,0L-.28,-.28Z"),  # a star of four points
+    "hidden_acceleration": ("#997700", "M-.9,-.8L-.9,.8L.9,-.8L.9,.8Z"),  # a bow tie
     "stopper:induction": ("#DC267F", "diamond"),
     "stopper:classifier": ("#785EF0", "square"),
     "oracle": ("#7F3C8D", "M0,.5L.6,.8L.5,.1L1,-.3L.3,-.4L0,-1L-.3,-.4L-1,-.3L-.5,.1L-.6,.8L0,.5Z"),  # a star
@@ -54,6 +54,7 @@ _ON_LIGHT, _ON_DARK = _shades(0.75, 0.0), _shades(1.0, 0.42)
 
 DARK = {
     "#000000": "#F2F2F2",
+    "#777777": "#A3ADB8",  # notes and titles of keys
     "#0072B2": "#4CA6E8",
     "#D55E00": "#FF8A3D",
     "#009E73": "#2CC79B",

@@ -84,6 +84,7 @@ class Panel:
     lines: list[Line]
     loops: int
     target: float | None  # the accuracy that is sought of its model; None without a verdict
+    chosen: tuple[str, ...] = ()  # names of lines that are never left out
     same: tuple[tuple[str, ...], ...] = ()  # names of lines that lie on each other, of which the first is drawn
 
     @property
@@ -115,12 +116,18 @@ class Drawn:
 
 
 def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]) -> Drawn:
-    """What is drawn of all lines: one of those that lie on each other, and no more than a legend holds."""
+    """What is drawn of all lines: one of those that lie on each other, and no more than a legend holds.
+
+    Chosen lines are all drawn, though the legend has more entries for it.
+    """
     once = [_once(panel, high - low) for panel, (low, high) in zip(panels, heights, strict=True)]
     everywhere = set.intersection(*(set(panel.same) for panel in once)) if once else set()
-    names = list(dict.fromkeys(line.name for panel in once for line in panel.lines))
-    names.sort(key=_weight)
-    kept, left_out = set(names[:MOST]), names[MOST:]
+    drawn = {line.name for panel in once for line in panel.lines}
+    chosen = {name for panel in panels for name in panel.chosen}
+    names = [name for name in dict.fromkeys(line.name for panel in panels for line in panel.lines) if name in drawn]
+    names.sort(key=lambda name: 0 if name in chosen else _weight(name))
+    most = max(MOST, sum(name in chosen or _weight(name) == 0 for name in names))
+    kept, left_out = set(names[:most]), names[most:]
     panels = [
         replace(
             panel,

@@ -30,7 +30,7 @@ def every_group(results: Results) -> list[tuple[str, Seeds]]:
 def every_frontier(results: Results) -> Drawing | None:
     """Those that validation chooses first; without learned stoppers, which mostly lie on the best single readout."""
     groups = every_group(results)
-    best = [model.diagnosis.best_readout for _, seeds in groups for model in seeds]
+    best = [name for _, seeds in groups for model in seeds for name in model.diagnosis.compared_readouts]
     known = [each.readout for _, seeds in groups for each in seeds[0].frontiers]
     names = dict.fromkeys(["fixed", "gate", "oracle", *sorted(best, key=best.count, reverse=True), *known])
     shown = [name for name in names if not name.startswith(STOPPER)]
@@ -53,7 +53,9 @@ def every_signal(results: Results) -> Drawing | None:
 
 def frontier_panel(title: str, lines: list[Line], seeds: Seeds) -> Panel:
     targets = [model.diagnosis.target.accuracy for model in seeds if model.diagnosis.verdict != NO_VERDICT]
-    return Panel(title, lines, len(seeds[0].forced_accuracy), sum(targets) / len(targets) if targets else None)
+    target = sum(targets) / len(targets) if targets else None
+    chosen = tuple(name for model in seeds for name in model.diagnosis.compared_readouts)
+    return Panel(title, lines, len(seeds[0].forced_accuracy), target, chosen)
 
 
 def readout_lines(seeds: Seeds, readouts: Iterable[str]) -> list[Line]:

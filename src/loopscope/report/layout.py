@@ -103,10 +103,10 @@ class FigureGrid:
             rows.append(self._key(key, title, whole - 4.5 * font))  # it begins where the first panel does
         words = " ".join(notes)
         foot = alt.TitleParams(
-            text=wrap(words, int(whole / (0.85 * style.letter))),
+            text=wrap(words, int(whole / (0.95 * style.letter))),
             orient="bottom",
             anchor="start",
-            fontSize=font * 0.9,
+            fontSize=font,
             offset=0.8 * font,
             color=GREY,
         )

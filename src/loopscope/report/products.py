@@ -77,8 +77,8 @@ class Catalogue:
 
 CURVES = (
     "Test accuracy against average loops as each readout's threshold is swept; the upper left is better. Dashed: the "
-    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries: tables and the "
-    "page have the other readouts. "
+    "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries, unless "
+    "validation data choose more readouts: tables and the page have the others. "
 )
 SIGNALS = "Bin means of the signals at every loop. Convergence signals compare a loop with the one before: no loop 1. "
 

@@ -15,6 +15,8 @@ from loopscope.exits.stopper import KINDS
 ORACLE = "oracle"
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
+NOTHING = "-"
+"""In a cell that can have no value."""
 LISTED = 5
 """Models that a note names."""
 
@@ -48,22 +50,21 @@ def headline(results: Results) -> Table:
     for group in results.groups:
         members = [models[name] for name in group.names]
         at = f" @{percent_text(min(model.targets[relative.key].reached for model in members))}"
-        best = [model.diagnosis.best_readout for model in members]
-        depths = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
         verdicts = Counter(model.verdict for model in members)
         lower = read_lower(members, target)
-        fallback = [_depth_of(model, readout, relative.key) for model, readout in zip(members, best, strict=True)]
         own = {name: values[relative.key] for name, values in group.depth_at.items()}
         shown = [
             _depth_or(group.depth_at["fixed"][target.key], lower, own["fixed"], at),
             _depth_or(group.depth_at["gate"][target.key], lower, own["gate"], at) if "gate" in own else "no gate",
-            f"{_depth_or(over_seeds(depths), lower, over_seeds(fallback), at)}, {'/'.join(dict.fromkeys(best))}",
+            _best_cell(members, target, lower) or _best_cell(members, relative, at) or "N/A",
         ]
+        if without_depths(members):
+            shown = [cell if cell == "no gate" else NO_VERDICT for cell in shown]
         rows.append(
             [
                 group.label if len(members) > 1 else members[0].label,
                 share(over_seeds([max(model.forced_accuracy) for model in members])),
-                *([NO_VERDICT] * len(shown) if without_depths(members) else shown),
+                *shown,
                 ", ".join(name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()),
             ]
         )
@@ -82,6 +83,22 @@ def headline(results: Results) -> Table:
 def _depth_or(depth: OverSeeds, lower: str, other: OverSeeds, at: str) -> str:
     """A depth, or where no seed has it the one at a relative target, and at which accuracy that is."""
     return f"{other}{at}" if depth.mean is None and other.mean is not None else f"{depth}{lower}"
+
+
+def _best_cell(members: Sequence[ModelResult], target: Target, at: str) -> str:
+    """The depth of the best readouts at a target, with the names of those that reach it; nothing where none does."""
+    best = [_best_at(model, target) for model in members]
+    depths = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
+    reach = dict.fromkeys(name for name, depth in zip(best, depths, strict=True) if depth is not None)
+    return f"{over_seeds(depths)}{at}, {'/'.join(reach)}" if reach else ""
+
+
+def _best_at(model: ModelResult, target: Target) -> str:
+    """The readout that validation data choose there, by what the room left is measured from, where it is known."""
+    rooms = model.rooms.get(target.key)
+    room = None if rooms is None else rooms.room_left
+    at_target = room is not None and room.accuracy == model.targets[target.key].reached
+    return room.first if room is not None and at_target else model.diagnosis.best_readout
 
 
 def _depth_of(model: ModelResult, readout: str, target: str) -> float | None:
@@ -115,7 +132,7 @@ def gaps(results: Results) -> Table:
     models = results.models
     rows = []
     for model in models:
-        rows.append([model.label, model.verdict, *gap_cells(model)])
+        rows.append([model.label, model.verdict, *gap_cells(model, has_reference(results))])
     target = results.targets[0]
     sought = f"at {target.meaning}"
     if target.accuracy is None:
@@ -154,11 +171,12 @@ def learned_stoppers(results: Results) -> Table | None:
         "rule that knows the labels. Reachable room, a part of it: the single readout minus the learned rule that "
         "validation data choose, on the same test examples, of every seed with its 95 % bootstrap interval; in how "
         "many seeds the learned rule is better or worse (interval without zero). It is a lower bound: what was learned "
-        "from this much data and these signals. Gaps are at a lower accuracy (@) where the target is out of reach. "
+        "from this much data and these signals. Remaining: room left minus reachable room, where both are at one "
+        "accuracy. Gaps are at a lower accuracy (@) where the target is out of reach. "
         "Over several seeds: mean ± sample standard deviation (how many)."
     )
     columns = ["model", *(["target"] if several else []), "best single readout", *KINDS, "room left", "reachable room"]
-    columns += ["seeds better, worse", "not reached"]
+    columns += ["seeds better, worse", "remaining"]
     return Table("Learned stoppers", note + of_sequences(results), columns, rows)
 
 
@@ -180,11 +198,11 @@ def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequ
         gap_over_seeds(room) or "N/A",
         f"{gap_over_seeds(reachable) or 'N/A'}: {each}" if len(members) > 1 else each,
         f"{signs.count(1)}, {signs.count(-1)}",
-        str(over_seeds([_not_reached(*both) for both in zip(room, reachable, strict=True)])),
+        str(over_seeds([_remaining(*both) for both in zip(room, reachable, strict=True)])),
     ]
 
 
-def _not_reached(room: Gap | None, reachable: Gap | None) -> float | None:
+def _remaining(room: Gap | None, reachable: Gap | None) -> float | None:
     """What is left of the room, where both are at the same accuracy."""
     if room is None or reachable is None or room.accuracy != reachable.accuracy:
         return None
@@ -211,7 +229,7 @@ def depths(results: Results) -> Table:
         for readout, values in group.depth_at.items():
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
             reached = [NO_VERDICT if key in silent else f"{values[key]}{at}" for key, at in lower.items()]
-            reached = [""] * len(reached) if readout == ORACLE else reached
+            reached = [NOTHING] * len(reached) if readout == ORACLE else reached
             rows.append([group.label, readout, *reached, share(accuracy), str(loops)])
     note = (
         "D@X: the least average loops on the test curve that reach X % accuracy, N/A: not reached; D@full-Y: that "
@@ -236,9 +254,9 @@ def forced(results: Results) -> Table:
         rows.append([model.label, "accuracy", *(f"{100 * value:.1f} %" for value in model.forced_accuracy)])
         if model.forced_cross_entropy is not None:
             rows.append([model.label, "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
-    columns = ["model", "", *(f"loop {loop}" for loop in range(1, loops + 1))]
+    columns = ["model", "measure", *(f"loop {loop}" for loop in range(1, loops + 1))]
     note = "Every test example at the same loop, without any exit rule." + of_sequences(results)
-    return Table("Forced exits", note, columns, [row + [""] * (len(columns) - len(row)) for row in rows])
+    return Table("Forced exits", note, columns, [row + [NOTHING] * (len(columns) - len(row)) for row in rows])
 
 
 def ordering(results: Results) -> Table:
@@ -275,7 +293,10 @@ def paired_table(results: Results) -> Table | None:
         return None
     note = (
         "Both at the thresholds that validation chose, on the same test examples: difference in accuracy (points) and "
-        "in average loops with paired 95 % bootstrap intervals, and how many examples only one of them gets right."
+        "in average loops with paired 95 % bootstrap intervals, and how many examples only one of them gets right. The "
+        "gate's opponent is the readout without a gate whose chosen threshold is the most accurate on validation data "
+        "(ties to fewer loops), which need not be the best readout of other tables: that has the least D@X. Beside it "
+        "stands the margin of the reference, if there is one with the same test examples."
     )
     columns = ["model", "between", "accuracy", "loops", "only first / second right"]
     return Table("Paired comparisons", note + of_sequences(results), columns, rows)
@@ -296,16 +317,17 @@ def certified(results: Results) -> Table:
                     f"{held.average_loops.value:.2f}"
                     + ("" if guarantee is None else f" ({guarantee.average_loops:.2f} expected)"),
                     _accuracies(held),
-                    "" if check is None else _worst(check),
-                    "" if check is None else check.verdict + (" (other difficulties)" if check.warnings else ""),
+                    NOTHING if check is None else _worst(check),
+                    NOTHING if check is None else check.verdict + (" (other difficulties)" if check.warnings else ""),
                 ]
             )
-        rows += [[model.label, "none", f"refused: {sentence}", *[""] * 4] for sentence in model.refused]
+        rows += [[model.label, "none", f"refused: {sentence}", *[NOTHING] * 4] for sentence in model.refused]
     note = (
         "Thresholds that come with a promise: with this probability over the draw of the calibration data, exiting "
-        "early loses at most so much against full depth (gap: wrong where full depth is right; disagreement: another "
-        "answer). Loops on test data, and as calibration expects them. Accuracy on test data, and at full depth. Loss: "
-        "observed on test data with its 95 % interval; where the promise is for every difficulty, of the worst one. "
+        "early loses at most so much against full depth (accuracy lost: wrong where full depth is right; disagreement: "
+        "another answer). Loops on test data, and as calibration expects them. Accuracy on test data, and at full "
+        "depth. Loss: observed on test data with its 95 % interval; where the promise is for every difficulty, of the "
+        "worst one. "
         "Kept: it is within the limit; not refuted: it is above, but by no more than chance would explain; broken: the "
         "interval lies above."
     )
@@ -319,34 +341,40 @@ def certified(results: Results) -> Table:
 def guarantee_cell(guarantee: Guarantee) -> str:
     sure = "on average" if guarantee.confidence is None else f"{100 * guarantee.confidence:g} % sure"
     where = ", at every difficulty" if guarantee.per_difficulty else ""
-    return f"{guarantee.loss} ≤ {percent_text(guarantee.max_drop)}, {sure}{where}"
+    loss = "accuracy lost" if guarantee.loss == "gap" else guarantee.loss  # a gap is in loops elsewhere
+    return f"{loss} ≤ {percent_text(guarantee.max_drop)}, {sure}{where}"
 
 
 def _accuracies(held: HeldOut) -> str:
     if held.accuracy is None or held.full_depth_accuracy is None:
-        return ""
+        return NOTHING
     return f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
 
 
 def _worst(check: GuaranteeCheck) -> str:
     risk = check.worst
-    return "" if risk is None else f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
+    return NOTHING if risk is None else f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
 
 
-def gap_cells(model: ModelResult, shares: bool = True) -> list[str]:
-    """The cells of all gaps; with the shares of resamples that reach the target, where not all do."""
-    nothing = "nothing above chance"
+def has_reference(results: Results) -> bool:
+    return any(model.is_reference for model in results.models)
+
+
+def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> list[str]:
+    """The cells of all gaps; with the shares of resamples that reach the target, where not all do.
+
+    `referenced`: whether the report has a reference.
+    """
+    nothing = NO_VERDICT if model.diagnosis.verdict == NO_VERDICT else "nothing above chance"
+    learned = nothing == NO_VERDICT or any(each.readout.startswith(STOPPER) for each in model.frontiers)
     absent = {
-        "readout gap": "no gate",
-        "trajectory gap": "is the reference" if model.is_reference else "no reference",
+        "readout gap": nothing if model.frontier("gate") else "no gate",
+        "trajectory gap": "is the reference" if model.is_reference else nothing if referenced else "no reference",
         "room left": nothing,
-        "reachable room": nothing if any(each.readout.startswith(STOPPER) for each in model.frontiers) else UNLEARNED,
+        "reachable room": nothing if learned else UNLEARNED,
     }
-    silent = model.diagnosis.verdict == NO_VERDICT
     own = model.diagnosis.target.accuracy
-    return [
-        _gap(gap, NO_VERDICT if silent else absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()
-    ]
+    return [_gap(gap, absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()]
 
 
 def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:

@@ -144,7 +144,7 @@ class Fit(Step, frozen=True, kw_only=True):
 
 class Analyse(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = ANALYSIS
-    version: ClassVar[int] = 11
+    version: ClassVar[int] = 12
     validation: Recording
     test: Recording
     reference: tuple[Recording, Recording] | None  # validation and test of the measure; its own where it is the measure

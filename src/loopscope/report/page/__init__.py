@@ -43,6 +43,7 @@ def render(
     libraries: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub is wrong
     script = "\n".join(map(_file, _SCRIPTS))
     environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["verbatim"] = _Verbatim
     template = environment.from_string(_file("page.html"))
     content = {
         "version": results.loopscope,
@@ -52,8 +53,8 @@ def render(
         "cards": cards(results),
         "products": products,
         "made": made_of(results),
-        "command": command,
-        "again": again,
+        "command": _Verbatim(command),
+        "again": _Verbatim(again),
         "head": packed(page_head(results, everything, markers)),
         "figures": {each.name: packed(each.figure(STYLES["page"])) for each in products if each.figure is not None},
         "policy": content_security_policy([libraries, script], [style]),
@@ -66,9 +67,20 @@ def render(
     return template.render(**content, deep=deep, thinned=note)
 
 
+class _Verbatim(str):
+    """A text that a reader may copy: no blank of it is changed."""
+
+
 def _shown(value: Any) -> Any:
-    """Of texts, what a reader can see: a mark that reorders a line would turn the numbers around that follow it."""
-    return visible(value) if type(value) is str else value  # what is marked as safe is the page's own
+    """Of texts, what a reader can see: a mark that reorders a line would turn the numbers around that follow it.
+
+    A number stays with its percent sign.
+    """
+    if type(value) is _Verbatim:
+        return visible(str(value))
+    if type(value) is str:
+        return visible(value).replace(" %", "\N{NO-BREAK SPACE}%")
+    return value  # what is marked as safe is the page's own
 
 
 def _file(name: str) -> str:

@@ -38,11 +38,14 @@ function sized(specification, data, width) {
   const { set, rows, step = 22 } = specification.usermeta ?? {};
   if (specification.width !== "container") return specification;
   const size = { width, autosize: { type: "fit-x", contains: "padding" } };
-  if (rows)
+  if (rows) {
+    const names = [...new Set(data[set].map((row) => String(row[rows])))];
+    const most = Math.max(...names.map((name) => name.split("\n").length)); // lines of a name
     size.height = Math.max(
-      step * new Set(data[set].map((row) => row[rows])).size,
+      Math.max(step, 13 * most + 6) * names.length,
       8 * data[set].length * (rows === "model"),
     );
+  }
   return { ...specification, ...size };
 }
 
@@ -84,7 +87,7 @@ async function embed(place, chart) {
     tooltip: { theme: isDark() ? "dark" : "light", disableDefaultStyle: true },
   };
   chart.result?.finalize();
-  chart.result = await vegaEmbed(place, { ...shown, config: theme(specification, isDark()) }, options);
+  chart.result = await vegaEmbed(place, { ...shown, config: { ...theme(specification, isDark()), background: "transparent" } }, options);
   chart.view = chart.result.view;
 }
 

@@ -12,6 +12,7 @@ from loopscope.report.layout import Specification
 
 _SHARE = alt.Axis(format="%")
 _LOOP = alt.X("loop:O", title="loop", axis=alt.Axis(labelAngle=0))
+_GRADED = {"level": "difficulty"}
 _LEVEL = alt.Y("level:O", title="difficulty", sort="descending")
 _VIRIDIS = alt.Scale(scheme=alt.SchemeParams("viridis", extent=[0.75, 0.0]))  # charts.js has another for dark ground
 
@@ -28,23 +29,26 @@ def page_charts() -> dict[str, Specification]:
         "frontiers_touch": _frontiers(drag=False),
         "exits": _exits().encode(color=_DIFFICULTY, order="level:Q"),
         "exits_of_all": _exits(),
-        "map": _map(),
+        "map": _map(_LEVEL),
+        "map_of_all": _map(alt.Y("level:O", title=None, axis=None)),
         "accuracy": _accuracy(),
         "signal": _signal(),
+        "signal_of_all": _signal(graded=False),
         "example": _example(),
     }
     return {name: chart.to_dict() for name, chart in charts.items()}
 
 
 def _gap(narrow: bool = False) -> alt.LayerChart:
-    """A row a model, its seeds beside each other; all charts have the same rows, with or without the gap.
+    """A row a model that has the gap, its seeds beside each other.
 
-    On a narrow page a model's name has a line for each of its parts.
+    The script breaks long names into lines; on a narrow page a name has a line for each of its parts.
     """
-    whole: dict[str, Any] = (
-        {} if not narrow else {"labelExpr": "split(replace(datum.label, ': ', ', '), ', ')", "labelLineHeight": 12}
+    parts = r"replace(replace(datum.label, /\n/g, ' '), ': ', ', ')"
+    lines = f"split({parts}, ', ')" if narrow else r"split(datum.label, '\n')"
+    axis = alt.Axis(
+        labelLimit=130 if narrow else 240, labelExpr=lines, labelLineHeight=12, ticks=False, domain=False, grid=True
     )
-    axis = alt.Axis(labelLimit=130 if narrow else 230, ticks=False, domain=False, grid=True, **whole)
     y = alt.Y("model:N", title=None, sort=None, axis=axis)
     rows = alt.Chart(alt.NamedData("every")).encode(y=y, yOffset=_SEEDS)
     zero = rows.mark_point(opacity=0).encode(x=alt.X("value:Q", title="average loops", axis=alt.Axis(tickCount=5)))
@@ -88,7 +92,9 @@ def _frontiers(drag: bool = True) -> alt.LayerChart:
         shape=alt.Shape("shape:N", scale=None),
         size=alt.Size("size:Q", scale=None),
     )
-    target = alt.Chart(alt.NamedData("target")).mark_rule(strokeDash=[4, 4], color="#888888").encode(y="accuracy:Q")
+    sought = alt.condition("datum.sought", alt.value(1), alt.value(0))
+    rule = alt.Chart(alt.NamedData("target")).mark_rule(strokeDash=[4, 4], color="#888888")
+    target = rule.encode(y="accuracy:Q", opacity=sought)
     zoom = alt.selection_interval(
         name="zoom", bind="scales", translate=drag, zoom="wheel![event.ctrlKey || event.metaKey || event.shiftKey]"
     )
@@ -108,12 +114,12 @@ def _exits() -> alt.Chart:
     )
 
 
-def _map() -> alt.LayerChart:
+def _map(level: alt.Y) -> alt.LayerChart:
     """Difficulty by loop; the shade is a share, and so is the number."""
-    base = alt.Chart(alt.NamedData("cells")).encode(x=_LOOP, y=_LEVEL)
+    base = alt.Chart(alt.NamedData("cells")).encode(x=_LOOP, y=level)
     rects = base.mark_rect().encode(
         color=alt.Color("value:Q", title=None, scale=alt.Scale(scheme="viridis", domain=[0, 1]), legend=None),
-        tooltip=_tooltips(loop="loop", level="difficulty", text="share"),
+        tooltip=_tooltips(loop="loop", **_GRADED if level is _LEVEL else {}, text="share"),
     )
     ink = alt.condition("datum.value > 0.5", alt.value("#010101"), alt.value("#ffffff"))  # on dark ground, too
     numbers = base.mark_text(fontSize=10).encode(text=alt.Text("value:Q", format=".0%"), color=ink)
@@ -141,7 +147,7 @@ def _accuracy() -> alt.LayerChart:
     return (frame + lines).properties(width="container", height=230)
 
 
-def _signal() -> alt.Chart:
+def _signal(graded: bool = True) -> alt.Chart:
     return (
         alt.Chart(alt.NamedData("signal"))
         .mark_line(point=alt.OverlayMarkDef(filled=True, size=25), strokeWidth=1.5)
@@ -150,7 +156,7 @@ def _signal() -> alt.Chart:
             y=alt.Y("value:Q", title=None, scale=alt.Scale(zero=False)),
             color=alt.Color("level:Q", title="difficulty", scale=_VIRIDIS, legend=None),
             detail="level:N",
-            tooltip=_tooltips(loop="loop", level="difficulty", value="mean"),
+            tooltip=_tooltips(loop="loop", **_GRADED if graded else {}, value="mean"),
         )
         .properties(width="container", height=150)
     )

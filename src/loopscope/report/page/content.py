@@ -9,7 +9,15 @@ from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.labels import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.targets import percent_text
-from loopscope.report.tables import LISTED, gap_cells, gap_over_seeds, guarantee_cell, headline, without_depths
+from loopscope.report.tables import (
+    LISTED,
+    gap_cells,
+    gap_over_seeds,
+    guarantee_cell,
+    has_reference,
+    headline,
+    without_depths,
+)
 
 
 class Card(NamedTuple):
@@ -55,10 +63,9 @@ def cards(results: Results) -> list[Card]:
     for group, row in zip(results.groups, headline(results).rows, strict=True):
         label, *cells = row
         best_loop, fixed, gate, best, blamed = (_uncounted(cell, len(group.names)) for cell in cells)
-        best = "N/A" if best.startswith("N/A") else best  # then the readout says nothing
         members = [models[name] for name in group.names]
         verdicts = Counter(each.verdict for _, each in members)
-        runs = [_run(*each) for each in members]
+        runs = [_run(*each, has_reference(results)) for each in members]
         first = {name: cell for name, (cell, _) in runs[0].gaps.items()}
         gaps = _over([each for _, each in members], first) if len(members) > 1 else first
         target = _own_target([each for _, each in members], results.targets[0])
@@ -74,10 +81,10 @@ def _own_target(models: list[ModelResult], target: Target) -> str:
     return " to ".join(dict.fromkeys(map(percent_text, (accuracies[0], accuracies[-1]))))
 
 
-def _run(place: int, model: ModelResult) -> RunCard:
+def _run(place: int, model: ModelResult, referenced: bool) -> RunCard:
     gaps = {
         name: ("its gate is the best readout", "") if gap and gap.first == gap.second else (cell, _subtracted(gap))
-        for (name, gap), cell in zip(model.diagnosis.gaps.items(), gap_cells(model, shares=False), strict=True)
+        for (name, gap), cell in zip(model.diagnosis.gaps.items(), gap_cells(model, referenced, False), strict=True)
     }
     certified = [
         f"{each.readout} at {each.threshold:.4g} ({guarantee_cell(each.guarantee)}): "
@@ -128,26 +135,35 @@ def _uncounted(text: str, seeds: int) -> str:
 _PARTS = {
     "readout": "the readout is to blame in {}",
     "trajectory": "the trajectory is to blame in {}",
-    "readout and trajectory": "both are to blame in {}",
-    "neither": "neither is in {}",
-    "cannot tell": "it cannot be told of {}",
+    "readout and trajectory": "both parts are to blame in {}",
+    "neither": "neither part is to blame in {}",
+    "cannot tell": "whether a part is to blame cannot be told in {}",
     NO_VERDICT: "{} get no verdict",
-    "the reference": "{} are references",
+    "the reference": "{} is the reference",
+    "the reference, no verdict": "{} is the reference, which gets no verdict either",
 }
 
 
 def summary(results: Results) -> str:
-    """What is found of several models, in a sentence; seeds of a model that disagree are counted apart."""
+    """What is found of several models, in a sentence; seeds of a model that disagree are counted apart.
+
+    That of which one seed is the reference is the reference: its seeds are measured by each other.
+    """
     if len(results.groups) < 2:
         return ""
     models = {model.name: model for model in results.models}
-    verdicts = [{models[name].verdict for name in group.names} for group in results.groups]
+    verdicts = [_verdicts([models[name] for name in group.names]) for group in results.groups]
     counts = Counter(next(iter(each)) for each in verdicts if len(each) == 1)
     parts = [text.format(counts[verdict]) for verdict, text in _PARTS.items() if counts[verdict]]
-    parts = [text.replace("1 are references", "1 is the reference").replace("1 get ", "1 gets ") for text in parts]
+    parts = [text.replace("1 get ", "1 gets ") for text in parts]
     if mixed := sum(len(each) > 1 for each in verdicts):
         parts.append(f"the seeds of {mixed} disagree")
     return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{', and ' * (len(parts) > 1)}{parts[-1]}."
+
+
+def _verdicts(members: list[ModelResult]) -> set[str]:
+    """Of runs that differ in their seed only."""
+    return {each.verdict for each in members if each.is_reference} or {each.verdict for each in members}
 
 
 def scope(results: Results) -> str:
@@ -158,7 +174,7 @@ def scope(results: Results) -> str:
     tested = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
     unseen = ", none of which training had" if all(model.unseen_only for model in results.models) else ""
     trained = f", training seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}" if seeds else ""
-    each = f"{tested} test examples each"
+    each = f"{tested} test examples{' each' * (runs > 1)}"
     if any(model.sequences is not None for model in results.models):
         each = f"{', '.join(list(tests)[:LISTED])}{' and so on' * (len(tests) > LISTED)}"
     return f"{runs} {'run' if runs == 1 else 'runs'}{trained}; {each}{unseen}.{over_sequences(results)}"

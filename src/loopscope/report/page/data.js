@@ -29,6 +29,7 @@ function fixed(value, digits) {
 
 const percent = (share, digits = 1) => `${fixed(100 * share, digits)} %`;
 const loopsText = (value) => (value === null ? "N/A" : fixed(value, 2));
-const short = (value) => (value === null ? "" : String(Number(value.toPrecision(4))));
-const span = (low, high, format) => (low === null ? "" : `[${format(low)}, ${format(high)}]`);
+const NOTHING = "-"; // in a cell that can have no value
+const short = (value) => (value === null ? NOTHING : String(Number(value.toPrecision(4))));
+const span = (low, high, format) => (low === null ? NOTHING : `[${format(low)}, ${format(high)}]`);
 const total = (values) => values.reduce((sum, value) => sum + value, 0);

@@ -23,7 +23,7 @@ from loopscope.report.colours import DARK, MODELS, Look, looks_of
 from loopscope.report.layout import Specification
 from loopscope.report.page.charts import page_charts
 from loopscope.report.page.content import seed_of
-from loopscope.report.tables import gap_cells
+from loopscope.report.tables import gap_cells, has_reference
 
 _STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
 """Examples a model, characters of each, and difficulties, in the order in which they are tried."""
@@ -58,7 +58,8 @@ class PageModel(msgspec.Struct, frozen=True):
     examples: int
     tested: str  # how many test examples there are, and of what
     target: float | None  # the accuracy of the report's first target; null where there is no verdict
-    best: str  # the readout that validation chooses
+    chance: float
+    best: list[str]  # the readouts that validation chooses where the model is compared, first that of the gate
     gaps: dict[str, PageGap]
     curves: list[ReadoutCurve]
 
@@ -99,8 +100,9 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             examples=model.test_examples,
             tested=model.tested,
             target=None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
-            best=model.diagnosis.best_readout,
-            gaps=_gaps(model),
+            chance=model.diagnosis.chance,
+            best=list(model.diagnosis.compared_readouts),
+            gaps=_gaps(model, has_reference(results)),
             curves=own.curves,
         )
         for model, own in zip(results.models, details, strict=True)
@@ -121,11 +123,11 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
     )
 
 
-def _gaps(model: ModelResult) -> dict[str, PageGap]:
+def _gaps(model: ModelResult, referenced: bool) -> dict[str, PageGap]:
     blamed = [f"{part} gap" for part in model.diagnosis.blamed]
     return {
         name: PageGap(text, name in blamed, *((gap.value, gap.low, gap.high) if gap else (None, None, None)))
-        for (name, gap), text in zip(model.diagnosis.gaps.items(), gap_cells(model, shares=False), strict=True)
+        for (name, gap), text in zip(model.diagnosis.gaps.items(), gap_cells(model, referenced, False), strict=True)
     }
 
 

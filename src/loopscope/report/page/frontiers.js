@@ -4,6 +4,11 @@ const lines = { models: new Set(), readouts: new Set() };
 const ALONE = ["fixed", "oracle"]; // between two fixed depths there is none, and the oracle is one point
 const isLearned = (readout) => readout.startsWith("stopper:"); // on all signals together: hollow marks
 const FIRST_MODELS = 6;
+const [HEXAGON, FOUR_POINTS, BOW_TIE] = [
+  "M-.9,0L-.45,-.8L.45,-.8L.9,0L.45,.8L-.45,.8Z",
+  "M0,-1L.28,-.28L1,0L.28,.28L0,1L-.28,.28L-1,0L-.28,-.28Z",
+  "M-.9,-.8L-.9,.8L.9,-.8L.9,.8Z",
+]; // as in colours.py
 const GLYPHS = {
   circle: "●",
   square: "■",
@@ -13,6 +18,9 @@ const GLYPHS = {
   "triangle-right": "▶",
   "triangle-left": "◀",
   cross: "✚",
+  [HEXAGON]: "⬢",
+  [FOUR_POINTS]: "✦",
+  [BOW_TIE]: "⋈",
 };
 const HOLLOW = { diamond: "◇", square: "□", circle: "○", "triangle-up": "△" };
 
@@ -21,7 +29,7 @@ function startFrontiers() {
   const first = groups.map((_, group) => models.findIndex((model) => model.group === group));
   for (const index of first.slice(0, FIRST_MODELS)) lines.models.add(index);
   const known = Object.keys(head.styles);
-  const listed = new Set(["gate", "oracle", ...[...lines.models].map((index) => models[index].best)]);
+  const listed = new Set(["gate", "oracle", ...[...lines.models].flatMap((index) => models[index].best)]);
   for (const name of known) if (listed.has(name)) lines.readouts.add(name);
   const box = (checked, change, ...label) => {
     const input = make("input", { type: "checkbox", checked });
@@ -78,7 +86,14 @@ function startFrontiers() {
 // The report's target, which test data have no say in; where it is each model's own, the lowest.
 function lowestTarget() {
   const known = head.models.map((model) => model.target).filter((target) => target !== null);
-  return known.length ? Math.min(...known) : 0.5;
+  return known.length ? Math.min(...known) : 1; // without a verdict no depth is shown, at no target
+}
+
+// Why a line has no depth at a target, beside not reaching it; nothing where it can have one.
+function depthless({ model, curve }, target) {
+  if (curve.readout === "oracle") return NOTHING; // one point, and not what any accuracy takes
+  if (model.target === null) return "no verdict";
+  return target <= model.chance ? "not above chance" : "";
 }
 
 const firstStop = () => head.slider_targets.findLastIndex((stop) => stop <= lowestTarget() + 1e-9);
@@ -189,10 +204,10 @@ function besideRows(shown, stop) {
     ...(shown.length ? shown : head.models.map((model) => ({ model }))).map(({ model }) => model.loops),
   );
   const frame = [1, deepest].map((loops) =>
-    row(`frame ${loops}`, { loops, accuracy: target }, "transparent", { shape: "circle", size: 0 }),
+    row(`frame ${loops}`, { loops, accuracy: heightOf(shown, target) }, "transparent", { shape: "circle", size: 0 }),
   );
   const depths = shown
-    .filter(({ curve }) => curve.depth[stop] !== null && curve.readout !== "oracle")
+    .filter((line) => line.curve.depth[stop] !== null && !depthless(line, target))
     .map(({ model, curve, colour, index }) =>
       row(`depth ${index} ${curve.readout}`, { loops: curve.depth[stop], accuracy: target }, colour, {
         shape: TICK,
@@ -223,21 +238,35 @@ function besideRows(shown, stop) {
   return [...frame, ...depths, ...paper];
 }
 
+// Where the chart must reach: to the target, or without a verdict to what is drawn anyway.
+const heightOf = (shown, target) => (isSilent() ? (shown[0]?.curve.accuracy[0] ?? 0.5) : target);
+
+const isSilent = () => head.models.every((model) => model.target === null);
+
+function depthSummary(shown, stop) {
+  if (isSilent()) return "No depths are shown: none of these models gets a verdict.";
+  if (!shown.length) return "No line is switched on.";
+  const target = head.slider_targets[stop];
+  const ruled = shown.filter((line) => line.curve.readout !== "oracle");
+  const counted = ruled.filter((line) => !depthless(line, target));
+  const text = `${short(100 * target)} %`;
+  if (ruled.length && !counted.length) return `No line that is shown can have a depth at ${text}: the table says why.`;
+  const reached = counted.filter(({ curve }) => curve.depth[stop] !== null);
+  if (!reached.length) return `No line that is shown reaches ${text}.`;
+  const least = reached.reduce((best, each) => (best.curve.depth[stop] <= each.curve.depth[stop] ? best : each));
+  return `${reached.length} of ${counted.length} lines (the oracle apart) reach ${text}; the least depth is ${loopsText(least.curve.depth[stop])} loops: ${least.curve.readout}, ${least.model.label}.`;
+}
+
+const onTouch = () => matchMedia("(hover: none), (max-width: 40rem)").matches;
+
 function updateFrontiers() {
   const stop = Number($("target").value);
   const target = head.slider_targets[stop];
   const name = `D@${short(100 * target)}`;
   const shown = shownLines();
   $("target-text").textContent = `${short(100 * target)} %`;
-  const reached = shown.filter(({ curve }) => curve.depth[stop] !== null);
-  const least = reached
-    .filter(({ curve }) => curve.readout !== "oracle")
-    .reduce((best, each) => (best && best.curve.depth[stop] <= each.curve.depth[stop] ? best : each), null);
-  $("depth-summary").textContent = !shown.length
-    ? "No line is switched on."
-    : least
-      ? `${reached.length} of ${shown.length} lines reach ${short(100 * target)} %; the least depth (the oracle apart) is ${loopsText(least.curve.depth[stop])} loops: ${least.curve.readout}, ${least.model.label}.`
-      : `No line that is shown reaches ${short(100 * target)} %.`;
+  for (const part of ["target-controls", "ticks-note", "depths-shown"]) $(part).hidden = isSilent();
+  $("depth-summary").textContent = depthSummary(shown, stop);
   const table = $("depth-table");
   const titles = ["model", "readout", name, "95 % interval", "resamples that reach it"];
   if (!table.tHead.rows.length) columns(table, titles);
@@ -246,24 +275,24 @@ function updateFrontiers() {
   header.setAttribute("aria-label", name);
   fill(
     table,
-    shown.map(({ model, curve }) =>
-      make(
+    shown.map(({ model, curve }) => {
+      const why = depthless({ model, curve }, target);
+      return make(
         "tr",
         {},
         ...[
           model.label,
           curve.readout,
-          // The oracle is one point, and not what any accuracy takes.
-          ...(curve.readout === "oracle"
-            ? ["", "", ""]
+          ...(why
+            ? [why, NOTHING, NOTHING]
             : [
                 loopsText(curve.depth[stop]),
                 span(curve.depth_low[stop], curve.depth_high[stop], loopsText),
                 percent(curve.depth_reached[stop]),
               ]),
         ].map((text) => make("td", {}, make("bdi", { textContent: text }))),
-      ),
-    ),
+      );
+    }),
   );
   for (const mark of document.querySelectorAll(".swatch")) {
     const place = [...lines.models].sort((a, b) => a - b).indexOf(Number(mark.dataset.model));
@@ -281,8 +310,8 @@ function updateFrontiers() {
   return draw(
     $("frontier-chart"),
     "frontiers",
-    matchMedia("(hover: none)").matches ? head.charts.frontiers_touch : head.charts.frontiers,
-    { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: [{ accuracy: target }] },
+    onTouch() ? head.charts.frontiers_touch : head.charts.frontiers,
+    { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: [{ accuracy: heightOf(shown, target), sought: !isSilent() }] },
     shown.map(({ model, curve, colour, shape, fill = colour }) => ({
       line: `${model.label}, ${curve.readout}`,
       colour,
@@ -296,10 +325,11 @@ function updateFrontiers() {
 async function zoom(factor) {
   const { view } = drawn.get($("frontier-chart"));
   const stop = Number($("target").value);
+  const target = head.slider_targets[stop];
   const depths = shownLines()
-    .map(({ curve }) => curve.depth[stop])
-    .filter((depth) => depth !== null);
-  const towards = { loops: depths.length ? total(depths) / depths.length : null, accuracy: head.slider_targets[stop] };
+    .filter((line) => line.curve.depth[stop] !== null && !depthless(line, target))
+    .map(({ curve }) => curve.depth[stop]);
+  const towards = { loops: depths.length ? total(depths) / depths.length : null, accuracy: isSilent() ? null : target };
   for (const [field, scale] of [
     ["loops", "x"],
     ["accuracy", "y"],

@@ -1,24 +1,49 @@
 // What happens when the page opens? What is in sight is drawn; the rest waits until it comes near.
 
 const BLAMED = { "readout gap": "#D55E00", "trajectory gap": "#0072B2" };
+// Why a gap is nobody's, by what its cells say: every one of them says one of these.
 const ABSENT = {
-  "readout gap": "No model has a gate of its own.",
-  "trajectory gap": "There is no reference to compare with.",
-  "room left": "Nothing is reached together.",
-  "reachable room": "No rule could be learned: too few examples, or no signals.",
+  "no gate": "it has no gate of its own",
+  "no reference": "there is no reference to compare with",
+  "is the reference": "it is the reference itself",
+  "nothing above chance": "nothing above chance is reached together",
+  "nothing learned": "no rule could be learned: too few examples, or no signals",
+  "no verdict": "it gets no verdict",
 };
+
+function absent(models, gap) {
+  const texts = [...new Set(models.map((model) => model.gaps[gap].text))];
+  const counted = (text) => models.filter((model) => model.gaps[gap].text === text).length;
+  const reasons = texts.map((text) => `${ABSENT[text] ?? text}${texts.length > 1 ? ` (${counted(text)})` : ""}`);
+  return `No model here has this gap: ${reasons.join("; ")}.`;
+}
 
 const ZERO = {
   "readout gap": "Zero for every model here that has a gate: it is its best readout.",
   "trajectory gap": "Zero for every model here: none takes longer than the reference.",
 };
 
+// A name in lines of a chart's margin, none of which would be cut; one that cannot be broken is.
+function wrapped(name, longest = 36) {
+  const lines = [""];
+  for (const word of name.replaceAll("β ", "β\u00a0").split(" ")) {
+    const longer = lines.at(-1) ? `${lines.at(-1)} ${word}` : word;
+    if (longer.length > longest && lines.at(-1)) lines.push(word);
+    else lines[lines.length - 1] = longer;
+  }
+  return lines.join("\n");
+}
+
 function gapCharts(groups) {
   const models = head.models.filter((model) => groups.has(model.group));
+  const silent = models.length > 0 && models.every((model) => model.target === null);
+  $("gaps-shown").hidden = silent;
+  $("gaps-silent").hidden = !silent;
+  if (silent) return;
   const every = models.map((model) => {
     const members = models.filter((other) => other.group === model.group);
     const offset = members.length > 1 ? (1.3 * members.indexOf(model)) / (members.length - 1) - 0.65 : 0;
-    return { model: head.groups[model.group], seed: model.seed || model.name, offset, value: 0 };
+    return { model: wrapped(head.groups[model.group]), seed: model.seed || model.name, offset, value: 0 };
   });
   for (const place of document.querySelectorAll("[data-gap]")) {
     const { gap } = place.dataset;
@@ -29,11 +54,12 @@ function gapCharts(groups) {
         ? []
         : [{ ...every[index], value, low, high, gap: text, text: blamed ? "blamed" : "not blamed", ...look }];
     });
+    const present = new Set(rows.map((row) => row.model));
     const chart = place.clientWidth < 480 ? head.charts.gap_narrow : head.charts.gap;
-    if (!rows.length) say(place, ABSENT[gap]);
+    if (!rows.length) say(place, absent(models, gap));
     else if (rows.every(({ value, low, high }) => value === 0 && low === 0 && high === 0))
       say(place, ZERO[gap] ?? "Zero for every model here that has it.");
-    else draw(place, gap.replace(" ", "-"), chart, { gaps: rows, every });
+    else draw(place, gap.replace(" ", "-"), chart, { gaps: rows, every: every.filter((row) => present.has(row.model)) });
   }
 }
 

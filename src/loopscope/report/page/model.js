@@ -28,11 +28,11 @@ async function chooseModel(index) {
   const before = $("readout").value;
   const names = model.curves.map((curve) => curve.readout);
   $("readout").replaceChildren(
-    ...names.map((name) => make("option", { value: name, textContent: name + (name === model.best ? " (best)" : "") })),
+    ...names.map((name) => make("option", { value: name, textContent: name + (name === model.best[0] ? " (best)" : "") })),
   );
   for (const name of document.querySelectorAll(".model-name")) name.textContent = model.label;
   trajectories();
-  chooseReadout(names.includes(before) ? before : names.includes(model.best) ? model.best : names[0]);
+  chooseReadout(names.includes(before) ? before : names.includes(model.best[0]) ? model.best[0] : names[0]);
 }
 
 function chooseReadout(name) {
@@ -44,7 +44,8 @@ function chooseReadout(name) {
   slider.disabled = curve.accuracy.length < 2;
   const own = curve.certified.map((mark) => mark.place);
   $("marks").replaceChildren(...[curve.chosen, ...own].map((place) => make("option", { value: place })));
-  const reached = curve.at_target; // null where the curve does not reach the report's first target
+  const silent = head.models[policy.model].target === null; // without a verdict there are no depths
+  const reached = silent ? null : curve.at_target; // null where the curve does not reach the report's first target
   const chosen = [
     ...(reached !== null ? [{ curve, place: reached, text: `${head.label} on test data` }] : []),
     ...(curve.thresholds.length ? [{ curve, place: curve.chosen, text: "Most accurate on validation data" }] : []),
@@ -131,7 +132,7 @@ function exitCharts(line, place, deep, model) {
       text: `${count.toLocaleString("en")} of ${total(deep.counts).toLocaleString("en")}`,
     })),
   );
-  for (const figure of document.querySelectorAll(".graded")) figure.hidden = !deep.graded;
+  for (const part of document.querySelectorAll(".graded")) part.hidden = !deep.graded;
   draw($("exits"), "exits", deep.graded ? head.charts.exits : head.charts.exits_of_all, { exits: rows });
   if (!deep.graded) return;
   draw($("exit-map"), "exits-by-difficulty", head.charts.map, {
@@ -168,7 +169,7 @@ function mapOf(place, name, table) {
       text: percent(value),
     })),
   );
-  draw(place, name, head.charts.map, { cells });
+  draw(place, name, policy.part.deep.graded ? head.charts.map : head.charts.map_of_all, { cells });
 }
 
 function trajectories() {
@@ -195,6 +196,6 @@ function trajectories() {
     const place = figure.querySelector(".chart");
     if (rows.every((row) => row.value === rows[0].value))
       say(place, rows.length ? `It is ${short(rows[0].value)} everywhere.` : "It has no value.");
-    else draw(place, `signal-${name}`, head.charts.signal, { signal: rows });
+    else draw(place, `signal-${name}`, part.deep.graded ? head.charts.signal : head.charts.signal_of_all, { signal: rows });
   }
 }
