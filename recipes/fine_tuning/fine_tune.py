@@ -9,6 +9,7 @@ recordings of the model before, after, and after with the gate that it had, and 
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,4 +142,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ls.UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -41,4 +41,4 @@ def test_tokens_and_loops_with_exits(readout: str, threshold: float, prompts: li
         assert greedy(llm, prompts) == tokens
     assert noted(log, prompts)[0] == loops
     taken = list(chain(*loops))
-    print(f"\n{readout} at {threshold}: tokens by loop {[taken.count(loop) for loop in sorted(set(taken))]}")
+    print(f"\n{readout} at {threshold}: tokens by loop { {loop: taken.count(loop) for loop in sorted(set(taken))} }")
