@@ -16,7 +16,9 @@ from typing import Any
 import altair as alt
 
 import loopscope as ls
+from loopscope.questions.benchmarks import BENCHMARKS
 from loopscope.recording import record_text
+from loopscope.report.colours import MODELS, SHAPES
 
 PARTS = ("12-15", "10-19", "8-21", "2-9", "20-25", "14-25", "4-25", "0-29")
 LOOPS = 4
@@ -40,7 +42,7 @@ def main() -> None:
         print(part, json.dumps(found[part]), flush=True)
     (options.out / "where.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (options.out / "where.md").write_text(table(found, benchmarks), encoding="utf-8")
-    figure(found, benchmarks).save(options.out / "where.png", ppi=200)
+    figure(found, benchmarks, options.questions).save(options.out / "where.png", ppi=200)
     print(f"Wrote {options.out / 'where.md'}, where.json and where.png.")
 
 
@@ -76,13 +78,18 @@ def table(found: dict[str, Any], benchmarks: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def figure(found: dict[str, Any], benchmarks: list[str]) -> alt.HConcatChart:
-    """One panel for the text and one per benchmark."""
+def figure(found: dict[str, Any], benchmarks: list[str], questions: int) -> alt.HConcatChart:
+    """One panel for the text and one per benchmark; how far an accuracy can be trusted stands in its title."""
     ceiling = max(values["text"][0] for values in found.values()) + 3
     text = _panel(found, "text", "loss, nats per token", scale=alt.Scale(zero=False, domainMax=ceiling))
     accuracy = {"scale": alt.Scale(zero=False, padding=8), "axis": alt.Axis(format="%")}
-    chart = alt.hconcat(text, *(_panel(found, name, f"accuracy, {name}", **accuracy) for name in benchmarks))
-    return chart.configure_title(fontWeight="normal").configure_axis(titleFontWeight="normal")
+    panels = []
+    for name in benchmarks:
+        highest = max(value for values in found.values() for value in values[name])
+        points = 196 * (highest * (1 - highest) / questions) ** 0.5
+        panels.append(_panel(found, name, f"accuracy, {BENCHMARKS[name].title} (± {points:.0f} points)", **accuracy))
+    chart = alt.hconcat(text, *panels).configure_axis(titleFontWeight="normal", gridColor="#E5E5E5")
+    return chart.configure_title(fontWeight="normal", anchor="start").configure_legend(titleFontWeight="normal")
 
 
 def _panel(found: dict[str, Any], name: str, title: str, **height: Any) -> alt.Chart:
@@ -91,13 +98,17 @@ def _panel(found: dict[str, Any], name: str, title: str, **height: Any) -> alt.C
         for part, values in found.items()
         for loop, value in enumerate(values[name], 1)
     ]
+    told_apart = {"sort": list(found), "title": "looped layers"}  # alike, so that they share a key
     return (
         alt.Chart(alt.Data(values=rows), title=title, width=200, height=200)
-        .mark_line(point=True, clip=True)
+        .mark_line(point={"size": 45}, clip=True, strokeWidth=1.5)
         .encode(
             x=alt.X("loop:O", axis=alt.Axis(labelAngle=0)),
             y=alt.Y("value:Q", title=None, **height),
-            color=alt.Color("layers:N", sort=list(found), title="looped layers"),
+            color=alt.Color("layers:N", **told_apart, scale=alt.Scale(domain=list(found), range=list(MODELS))),
+            shape=alt.Shape(
+                "layers:N", **told_apart, scale=alt.Scale(domain=list(found), range=[*SHAPES, "triangle-right"])
+            ),
         )
     )
 

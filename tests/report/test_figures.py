@@ -167,6 +167,19 @@ def test_every_readout_has_a_mark_of_its_own() -> None:
     assert len({shape for _, shape in looks_of(["stopper:induction", "stopper:classifier"]).values()}) == 2
 
 
+def test_a_line_of_the_paper_looks_the_same_in_every_figure() -> None:
+    betas = [f"gate, β {beta:g}" for beta in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)]
+    fitted = [f"fitted {kind}" for kind in ("linear-ponder", "linear-utility", "mlp-ponder", "mlp-utility")]
+    for family in (betas, fitted):
+        together = looks_of({*family, "fixed"})
+        assert len({together[name][0] for name in family}) == len(family)
+        assert all(looks_of([name])[name] == together[name] for name in family)
+    beside = looks_of([*betas[:3], "one's own", "another"])
+    assert len({colour for colour, _ in beside.values()}) == 5
+    many = looks_of([f"own {number}" for number in range(12)])
+    assert len(many) == 12
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_grids_are_full_but_for_the_place_of_the_key(style: str) -> None:
     for panels in range(1, 50):

@@ -97,7 +97,7 @@ def _frontiers(panels: Sequence[Panel], scaled_alone: bool, style: FigureStyle) 
     if any(panel.wide for panel in drawn.panels):
         notes.append("Where they are wider than the lines' whole range, at the fixed depths only.")
     if drawn.merged or any(panel.same for panel in drawn.panels):
-        notes.append("≈, as: closer than a line's width, drawn once.")
+        notes.append("≈ and 'as': closer than a line's width, so drawn once.")
     if drawn.left_out:
         notes.append(f"Not drawn: {', '.join(drawn.left_out)}.")
     return figure.specification(charts, key, notes)

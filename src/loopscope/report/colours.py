@@ -29,6 +29,14 @@ _LOOKS: dict[str, Look] = {
 COLOURS = ("#882255", "#EE99AA", "#332288", "#DDAA33", "#CC3311", "#AA4499", "#997700", "#663333")
 SHAPES = ("diamond", "triangle-up", "circle", "triangle-down", "square", "cross", "triangle-left")
 """For lines that are not a readout by itself: gates of several betas, fitted gates."""
+_PLACES = {
+    **{f"gate, β {beta:g}": place for place, beta in enumerate((0.001, 0.005, 0.02, 0.1, 0.5, 0.01, 0.05, 0.2))},
+    "fitted linear-ponder": 0,
+    "fitted linear-utility": 1,
+    "fitted mlp-ponder": 2,
+    "fitted mlp-utility": 3,
+}
+"""Those of the paper's lines, so that a line looks the same in every figure; others take what is free."""
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999999")
 """For lines of several models."""
 INK = "#000000"
@@ -76,8 +84,14 @@ DARK = {
 def looks_of(names: Collection[str]) -> dict[str, Look]:
     """The colour and the mark of each, readouts by themselves first."""
     more = sorted((name for name in names if name not in _LOOKS), key=_natural)
+    taken = {_PLACES[name] for name in more if name in _PLACES}
+    free = iter([place for place in range(len(COLOURS)) if place not in taken])
+    places = [_PLACES[name] if name in _PLACES else next(free, number) for number, name in enumerate(more)]
     looks = {name: look for name, look in _LOOKS.items() if name in names}
-    return looks | {name: (COLOURS[k % len(COLOURS)], SHAPES[k % len(SHAPES)]) for k, name in enumerate(more)}
+    return looks | {
+        name: (COLOURS[place % len(COLOURS)], SHAPES[place % len(SHAPES)])
+        for name, place in zip(more, places, strict=True)
+    }
 
 
 def shades_of(levels: Sequence[float]) -> dict[float, str]:
