@@ -12,6 +12,7 @@ from tiny_language import MODELS, tiny_ouro
 
 import loopscope as ls
 from loopscope.engine import GenerationStats, Prompt, Sampling, draft_length, generate, stream
+from loopscope.engine.decoder import Decoder
 from loopscope.engine.draft_length import MOST_TOKENS, DraftLength
 from loopscope.engine.sampling import Draft
 from loopscope.exits.scope import Scope
@@ -211,6 +212,38 @@ def test_how_many_are_drafted_follows_how_many_stand(model: LoopedModel) -> None
         for _ in range(60):
             by_loop[loop].update([Draft(0, loop, None)] * 10, 9)
     assert by_loop[1].tokens >= by_loop[2].tokens > by_loop[3].tokens  # late drafts save less
+
+
+def test_tokens_are_asked_up_to_the_loop_at_which_that_pays(
+    model: LoopedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = DraftLength(model, reads_logits=True), DraftLength(model, reads_logits=True)
+    for _ in range(40):
+        early.update([Draft(0, 1, None)] * 3, 3, early.ask_until)  # the others exit at no loop
+        late.update([Draft(0, 2, None)] * 3, 3, late.ask_until)
+    assert (early.ask_until, late.ask_until) == (1, 2)
+    assert DraftLength(model, first_exit=3).ask_until == 3  # nobody exits before
+    cheap = DraftLength(model, reads_logits=True)
+    monkeypatch.setattr(type(model), "head_cost", 4.0)
+    dear = DraftLength(model, reads_logits=True)
+    assert cheap.ask_until > dear.ask_until == 1  # a head is as dear as the loops that a later exit puts off
+
+
+def test_a_token_that_is_not_asked_any_more_goes_through_the_other_loops_at_once(
+    model: LoopedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    predict = type(model).predict
+    monkeypatch.setattr(type(model), "predict", lambda self, given: (read.append(len(given)), predict(self, given))[1])
+    decoder = Decoder(model, 1, "full", drafting=True)
+    decoder.prefill(0, np.arange(1, 6), ls.ExitPolicy("margin", 1e9), ask=False)
+    assert decoder.step().loops.tolist() == [4]
+    for ask_until, steps in ((0, 1), (1, 2), (2, 3), (4, 4)):
+        read.clear()
+        decoder.append([0], [7], [ask_until])
+        found = [decoder.step().loops.tolist() for _ in range(steps)]
+        assert found == [[]] * (steps - 1) + [[4]]
+        assert read == [1] * steps  # a head for every time that it is asked, and at the end
 
 
 @pytest.mark.parametrize(

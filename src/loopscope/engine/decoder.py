@@ -70,6 +70,7 @@ class Decoder:
         self._groups: list[ExitGroup] = []
         self._group_of: Integers = np.zeros(rows, dtype=np.int64)
         self._to_full_depth: Integers = _NONE  # rows whose token goes through all loops, whatever the policy says
+        self._ask_until: Integers = np.zeros(rows, dtype=np.int64)  # the last loop after which their policy is asked
         self._kind: type[LoopState] = LoopState
         self.token_loops = 0
         """Tokens times loops that were run, those for the cache included."""
@@ -80,7 +81,7 @@ class Decoder:
     def cache_bytes(self) -> int:
         return self._kv_cache.nbytes + self._head_cache.nbytes
 
-    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, may_exit: bool = True) -> None:
+    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, ask: bool = True) -> None:
         """A row begins with its prompt, which runs with the next steps; its policy is asked from now on, or later."""
         self._grow(len(prompt), row + 1)
         self._tokens[row, : len(prompt)] = prompt
@@ -89,11 +90,11 @@ class Decoder:
         self._read[row] = len(prompt) - 1
         self._cached[row] = self._head_cached[row] = 0
         self._group_of[row] = self._group(policy, row)
-        self._begin(np.array([row]), np.array([may_exit]))
+        self._begin(np.array([row]), np.array([self._depth if ask else 0]))
 
     @torch.inference_mode()
-    def append(self, rows: Sequence[int], tokens: Sequence[int], may_exit: Sequence[bool] | None = None) -> None:
-        """Rows whose token has exited go on with these tokens, of which some are not asked whether they exit."""
+    def append(self, rows: Sequence[int], tokens: Sequence[int], ask_until: Sequence[int] | None = None) -> None:
+        """Rows whose token has exited go on with these tokens; each is asked whether it exits up to some loop, or 0."""
         index = np.asarray(rows, dtype=np.int64)
         self._backfill(index)
         self._grow(int(self._lengths[index].max()) + 1, 0)
@@ -101,11 +102,11 @@ class Decoder:
         self._lengths[index] += 1
         self._loops[index] = 0
         self._prefilling[index] = False
-        self._begin(index, np.ones(len(index), dtype=bool) if may_exit is None else np.asarray(may_exit, dtype=bool))
+        self._begin(index, np.full_like(index, self._depth) if ask_until is None else np.asarray(ask_until))
 
-    def reads_logits(self, row: int) -> bool:
-        """Whether the policy of a row takes the head to be asked."""
-        return self._groups[self._group_of[row]].reads_logits
+    def exit_group(self, row: int) -> ExitGroup:
+        """What is known of the policy of a row."""
+        return self._groups[self._group_of[row]]
 
     def deepen(self, rows: Sequence[int]) -> None:
         """The tokens of rows that have just exited go on to full depth instead."""
@@ -143,6 +144,9 @@ class Decoder:
             exits[part] = self._ask(group, logits[part])
             group.keep(~exits[part])
             first = part.stop
+        for group in self._groups if self._drafting else ():
+            gone = group.keep(self._loops[group.rows] < self._ask_until[group.rows])
+            self._to_full_depth = np.concatenate((self._to_full_depth, gone))
         found = np.flatnonzero(exits)
         if len(found) < len(rows):
             logits = _reordered(logits, count_up((counts.cumsum() - counts)[found], counts[found]))
@@ -184,8 +188,9 @@ class Decoder:
         self._groups.append(new)
         return len(self._groups) - 1
 
-    def _begin(self, rows: Integers, may_exit: NDArray[np.bool_]) -> None:
+    def _begin(self, rows: Integers, ask_until: Integers) -> None:
         """The last tokens of rows are active."""
+        self._ask_until[rows], may_exit = ask_until, ask_until > 0
         self._to_full_depth = np.concatenate((self._to_full_depth, rows[~may_exit]))
         for number in set(self._group_of[rows[may_exit]].tolist()):
             self._groups[number].admit(rows[may_exit & (self._group_of[rows] == number)])

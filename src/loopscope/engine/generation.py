@@ -9,7 +9,6 @@ Shapes: V vocabulary.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -137,9 +136,11 @@ def stream(
             number, prompt = following
             own = policies.of(prompt)
             number = number if prompt.number is None else _draws_number(prompt.number)
-            rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number, model)
-            decoder.prefill(row, rows[row].tokens, own, may_exit=not lossless)
-            rows[row].reads_logits = decoder.reads_logits(row)
+            rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number)
+            decoder.prefill(row, rows[row].tokens, own, ask=not lossless)
+            if lossless:
+                group = decoder.exit_group(row)
+                rows[row].draft_length = DraftLength(model, group.reads_logits, group.first_exit)
         if not rows:
             return
         exits = decoder.step()
@@ -174,8 +175,8 @@ def stream(
             else:
                 unfinished.append((row, tokens[-1]))
         if unfinished:
-            may_exit = [not lossless or rows[row].next_may_exit() for row, _ in unfinished]
-            decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], may_exit)
+            ask_until = [rows[row].next_ask_until() for row, _ in unfinished] if lossless else None
+            decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], ask_until)
 
 
 def generate(
@@ -236,24 +237,21 @@ class _Policies:
 class _Row:
     """A prompt that is being continued."""
 
-    def __init__(self, prompt: Prompt, token_budget: int, sampling: Sampling, number: int, model: LoopedModel) -> None:
+    def __init__(self, prompt: Prompt, token_budget: int, sampling: Sampling, number: int) -> None:
         self.prompt, self.token_budget, self.generated = prompt, token_budget, 0
         self.tokens = np.asarray(prompt.tokens, dtype=np.int64)
         self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
         self.drafts: list[Draft] = []  # after what full depth has confirmed
-        self.reads_logits = False
-        self.may_exit = False  # whether the token that is running may exit
-        self._model = model
+        self.draft_length: DraftLength | None = None
+        self.asked_until = 0  # the last loop after which the token that is running may exit
 
-    @cached_property
-    def draft_length(self) -> DraftLength:
-        return DraftLength(self._model, self.reads_logits)
-
-    def next_may_exit(self) -> bool:
-        """Whether the next token may be said early: not the last one that there is room for."""
+    def next_ask_until(self) -> int:
+        """Up to which loop the next token may be said early; 0, not at all: the last one that there is room for."""
+        assert self.draft_length is not None
         drafted = len(self.drafts) + 1
-        self.may_exit = drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
-        return self.may_exit
+        may_exit = drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
+        self.asked_until = self.draft_length.ask_until if may_exit else 0
+        return self.asked_until
 
     def add(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
         self.generated += 1
@@ -305,7 +303,8 @@ def _confirmed(
         done, exits.rows[deep].tolist(), starts[deep].tolist(), outcomes, strict=True
     ):
         kept, drafted = own.drafts[:stood], len(own.drafts)
-        cost = own.draft_length.update(own.drafts, stood, own.may_exit)
+        assert own.draft_length is not None
+        cost = own.draft_length.update(own.drafts, stood, own.asked_until)
         if stood < drafted:
             decoder.take_back(row, len(own.tokens) + own.generated + stood)
         found.append(
@@ -348,10 +347,10 @@ def _draft(
     for row, each in zip(index, drafts, strict=True):
         if each.token in stop and each.shares is None:
             decoder.deepen([row])
-            rows[row].may_exit = False  # it did exit
+            rows[row].asked_until = 0  # it did exit
             continue
         rows[row].drafts.append(each)
-        going_on.append((row, each.token, rows[row].next_may_exit()))
+        going_on.append((row, each.token, rows[row].next_ask_until()))
     if going_on:
         decoder.append(*zip(*going_on, strict=True))
 
