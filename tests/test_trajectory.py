@@ -171,10 +171,32 @@ def test_a_gate_s_probabilities_in_the_place_of_its_logits_are_noticed(tmp_path:
         made = random_trajectory(gate_logits=1 / (1 + np.exp(-logits)))
     assert [Path(each.filename).name for each in warned] == ["conftest.py"]  # where it is made
     made.save(tmp_path / "recording")
-    ls.Trajectory.load(tmp_path / "recording")  # said when it was made
+    with pytest.warns(UserWarning, match="halt logits"):  # whoever loads it need not be who made it
+        ls.Trajectory.load(tmp_path / "recording")
     for honest in (logits, np.abs(logits), np.full((200, 4), 0.5), 0.1 * logits.clip(0, 1)):
         random_trajectory(gate_logits=honest)
     random_trajectory(rows=20, gate_logits=np.linspace(0, 1, 80).reshape(20, 4))  # too few to tell
+
+
+def test_the_logits_of_one_loop_in_the_place_of_all_are_warned_of() -> None:
+    logits = np.repeat(np.random.default_rng(0).normal(size=(200, 1, 5)), 4, axis=1)
+    with pytest.warns(UserWarning, match="All loops have the same logits"):
+        ls.Trajectory(logits=logits, labels=[0] * 200)
+    logits[7, 3] += 1
+    ls.Trajectory(logits=logits, labels=[0] * 200)
+
+
+def test_predictions_that_contradict_the_logits_are_refused() -> None:
+    logits = np.random.default_rng(0).normal(size=(20, 4, 5))
+    said = logits.argmax(axis=-1)
+    ls.Trajectory(logits=logits.astype(np.float16), predictions=said)
+    wrong = said.copy()
+    wrong[3, 2] = (wrong[3, 2] + 1) % 5
+    with pytest.raises(ls.UserError, match=r"contradict each other \(first: predictions\[3, 2\]"):
+        ls.Trajectory(logits=logits, predictions=wrong)
+    wrong[3, 2] = 9
+    with pytest.raises(ls.UserError, match="beyond the 5 of the logits"):
+        ls.Trajectory(logits=logits, predictions=wrong)
 
 
 def test_a_gate_s_logits_are_the_probability_of_halting_here_and_the_last_loop_halts() -> None:

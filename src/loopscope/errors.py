@@ -25,6 +25,10 @@ _LONGEST = 450
 _LONGEST_NAME = 255
 
 
+class RecordingWarning(UserWarning):
+    """A recording that is one, but hardly what was meant."""
+
+
 class UserError(ValueError):
     """Bad input; the message says what is wrong and what to do."""
 

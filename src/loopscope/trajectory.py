@@ -45,6 +45,10 @@ _ARRAYS = (
     "norms",
 )
 SIGNAL_PREFIX = "signal."
+_WORDS = 1 << 24
+"""Numbers that are hashed at a time."""
+_DISTINCT = 0.9
+"""The share of examples that differ from all others, where logits are not of a few values."""
 NO_LABELS = (
     "This recording has no labels, without which it cannot be told what is right: give them (labels=...), or ask how "
     "often exits differ from full depth (loopscope calibrate --loss disagreement)."
@@ -249,6 +253,26 @@ class Trajectory:
                 "them (leave out --distinct), or give the inputs: Trajectory(examples=...)."
             )
         return self.take(np.sort(np.unique(np.array(self.examples, dtype=object), return_index=True)[1]))
+
+    @cached_property
+    def row_hashes(self) -> NDArray[np.uint64] | None:
+        """[N] by which copies of an example are known: of its logits at all loops; None where they were not kept."""
+        if self.logits is None:
+            return None
+        words = np.ascontiguousarray(self.logits).reshape(self.num_examples, -1).view(np.uint16)
+        factors = np.random.default_rng(0).integers(1, 2**63, words.shape[1], dtype=np.uint64)
+        step = max(1, _WORDS // words.shape[1])
+        starts = range(0, len(words), step)
+        return np.concatenate([words[start : start + step].astype(np.uint64) @ factors for start in starts])
+
+    def num_shared(self, other: "Trajectory") -> int:
+        """How many examples are in both, to the bit; 0 where each has many copies, so that it says nothing."""
+        if self.row_hashes is None or other.row_hashes is None:
+            return 0
+        ours, theirs = np.unique(self.row_hashes), np.unique(other.row_hashes)
+        if len(ours) < _DISTINCT * self.num_examples or len(theirs) < _DISTINCT * other.num_examples:
+            return 0
+        return len(np.intersect1d(ours, theirs, assume_unique=True))
 
     def same_data(self, other: "Trajectory") -> bool:
         """Whether both hold the same data: the same split of the same model, or the same labels and answers."""

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from loopscope.arguments import as_array, check_mapping
 from loopscope.config import plain
-from loopscope.errors import UserError
+from loopscope.errors import RecordingWarning, UserError
 
 Array = NDArray[Any]
 _WIDE = ("logits", "hidden")
 _ROUNDING = 1e-3
 """What may be missing to a probability of 1."""
+_CLOSE = 0.01
+"""By which share logits may differ for being kept in half precision."""
 _MANY = 100
 """So many logits do not look like probabilities by chance."""
 _WORDS = ("weights_sha256", "precision", "benchmark", "metric", "unit", "state")
@@ -47,8 +49,25 @@ def check_contents(trajectory: Any) -> None:
         missing = np.isnan(values)
         if np.isinf(values).any() or (missing[:, 1:] & ~missing[:, :-1]).any():
             raise UserError(f"signal {name} holds a value that is not finite; NaN is for its first loops only.")
-    if "loopscope" not in trajectory.provenance:  # which one from disk has
+    _check_predictions(trajectory.logits, trajectory.predictions)
+    if not {"loopscope", "weights_sha256"} <= set(trajectory.provenance):  # which what LoopScope records has
         _warn_of_probabilities(trajectory.logits, trajectory.gate_logits)
+        _warn_of_copies(trajectory.logits)
+
+
+def _check_predictions(logits: Array | None, predictions: Array | None) -> None:
+    """Refuses predictions that are not the likeliest class by the logits, up to rounding."""
+    if logits is None or predictions is None:
+        return
+    if predictions.max() >= logits.shape[2]:
+        raise UserError(f"predictions name a class beyond the {logits.shape[2]} of the logits.")
+    top = logits.max(axis=-1).astype(np.float64)
+    said = np.take_along_axis(logits, predictions[..., None], axis=2)[..., 0]
+    if (wrong := said < top - _CLOSE * (1 + np.abs(top))).any():
+        raise UserError(
+            f"predictions and logits contradict each other (first: {_first('predictions', wrong)}, which is not the "
+            "likeliest class there); leave out the predictions."
+        )
 
 
 def _check_norms(norms: Array | None, logits: Array | None) -> None:
@@ -185,12 +204,23 @@ def _first(name: str, wrong: Array) -> str:
     return f"{name}[{', '.join(map(str, np.argwhere(wrong)[0]))}]"
 
 
+def _warn_of_copies(logits: Array | None) -> None:
+    """The last loop's logits in the place of all others give a verdict, too."""
+    if logits is not None and logits.shape[1] > 1 and len(logits) >= _MANY and (logits == logits[:, :1]).all():
+        warnings.warn(
+            "All loops have the same logits: no exit can differ from another. Were those of one loop recorded for all?",
+            RecordingWarning,
+            stacklevel=5,  # of whoever makes a Trajectory
+        )
+
+
 def _warn_of_probabilities(logits: Array | None, gate_logits: Array | None) -> None:
     """Probabilities in the place of logits give a verdict, and a wrong one; logits seldom look like them."""
     if logits is not None and logits[..., 0].size >= _MANY and logits.min() >= 0 and _sum_to_one(logits):
         warnings.warn(
             "All logits are 0 or more and sum to 1 over the classes, as probabilities do; of probabilities p give "
             "log(p), since entropies and margins would be those of other predictions.",
+            RecordingWarning,
             stacklevel=5,  # of whoever makes a Trajectory
         )
     if gate_logits is None:
@@ -200,5 +230,6 @@ def _warn_of_probabilities(logits: Array | None, gate_logits: Array | None) -> N
         warnings.warn(
             "All gate_logits lie between 0 and 1, as probabilities do; they are halt logits, whose sigmoid is the "
             "probability of halting. If yours are probabilities p, give log(p / (1 - p)).",
+            RecordingWarning,
             stacklevel=5,  # of whoever makes a Trajectory
         )

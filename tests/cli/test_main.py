@@ -12,9 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import loopscope as ls
 import loopscope.cli
 from cli.conftest import refusal, run, settings
 from loopscope.analysis import Diagnosis, Gap
@@ -123,7 +125,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["run", "x", "y", "--batch-size", "²"], "'²' is not a whole number"),
         (["run", "x", "y", "--batch-size", "-1"], "--batch-size"),
         (["record", "task", "x", "--levels", "1-" + "1" * 5000], "is not a range of difficulties"),
-        (["train", "demo", "--out", "x", ESCAPES], "no place for '\\u001b[31m"),
+        (["train", "demo", "--out", "x", ESCAPES], "'\\u001b[31m"),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(
@@ -376,3 +378,15 @@ def test_no_number_is_minus_zero() -> None:
     assert "+0.00 [+0.00, +0.00]" in str(diagnosis)
     assert "-0.00" not in str(diagnosis)
     assert str(Spread(1.5, 1.5, 1.5)) == "1.5"  # of one round
+
+
+def test_what_is_odd_about_a_recording_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draws = np.random.default_rng(0)
+    for split in ("validation", "test"):
+        shares = draws.dirichlet(np.ones(5), (200, 4))
+        with pytest.warns(UserWarning, match="as probabilities do"):
+            ls.Trajectory(logits=shares, labels=draws.integers(0, 5, 200), split=split).save(tmp_path / split)
+    assert run("diagnose", tmp_path) == 0
+    said = capsys.readouterr().err
+    assert said.count("as probabilities do") == 1
+    assert "Warning" not in said

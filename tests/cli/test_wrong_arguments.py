@@ -70,6 +70,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
     ls.ExitPolicy("margin", 0.5, model="0" * 64).save(foreign)
     ls.ExitPolicy("fixed", 99).save(two)
     Path(bad).write_text("hello\n")
+    lines, blank, full = str(place / "lines.jsonl"), str(place / "blank.txt"), str(place / "full.json")
+    Path(lines).write_text('{"text": "a"}\n{"txt": "b"}\n')
+    Path(blank).write_text("\n")
+    ls.ExitPolicy("margin", 0.5, scope=Scope(unit="tokens", cache="full")).save(full)
     wrong: list[tuple[list[str], str]] = [
         (["trian", "demo"], "did you mean 'train'?"),
         (["record", "tsak", "x"], "did you mean 'task'?"),
@@ -87,6 +91,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["study", "run", "mano", "--store", file], "examples.txt is a file; give a folder"),
         (["report", folder, "--out", file + "/x"], "examples.txt is a file; give a folder"),
         (["record", "text", model, file, "--out", file], "examples.txt is a file; give a folder"),
+        (["record", "text", model, lines, "--out", out], "Line 2 of "),
+        (["record", "text", model, blank, "--out", out], "There is no text in "),
+        (
+            ["record", "live", model, file, "--recording", folder + "/test", "--policy", full, "--out", out],
+            "--cache full",
+        ),
         (["loop", file, "--prelude=1", "--core=1", "--loops=2", "--out", out], "is a file; give the folder of a"),
         (["train", "demo", "--out", out, "--set", "training.steps=no"], "training.steps: expected a whole number"),
         (["train", "demo", "--out", out, "--device", "cdua"], "did you mean 'cuda'?"),

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ import loopscope as ls
 from loopscope.exits.policy import accuracy_and_loops
 from loopscope.exits.sweep import choose, curve, swept_thresholds
 from loopscope.exits.thresholds import GATE_GRID, QUANTILES
+from loopscope.trajectory import concatenate
 
 VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")
 
@@ -174,6 +176,21 @@ def test_evaluating_on_the_calibration_data_is_refused() -> None:
     half, other = (random_trajectory(seed=seed, split="validation", provenance=weights) for seed in (1, 2))
     with pytest.raises(ls.UserError, match="same data"):  # a part of a split is the split's data too
         ls.sweep("fixed", half, other)
+
+
+def test_splits_that_overlap_are_refused() -> None:
+    order = np.random.default_rng(0).permutation(VALIDATION.num_examples)
+    permuted = VALIDATION.take(order)
+    few, other = VALIDATION.num_examples // 10, random_trajectory(seed=9, split=VALIDATION.split)
+    partly = concatenate([VALIDATION.take(order[:few]), other.take(np.arange(few, other.num_examples))])
+    for leaked, count in ((permuted, VALIDATION.num_examples), (partly, few)):
+        with pytest.raises(ls.UserError, match=f"{count} of the .* examples .* the splits overlap"):
+            ls.sweep("margin", VALIDATION, leaked)
+    texts = [str(row) for row in range(VALIDATION.num_examples)]
+    known = [replace(VALIDATION, examples=texts), replace(permuted, examples=[texts[row] for row in order])]
+    ls.sweep("margin", *known)  # inputs that were drawn twice: they can be told to be
+    constant = 4 * np.eye(3)[np.random.default_rng(1).integers(0, 3, (2, 90, 4))]  # copies within each
+    ls.sweep("margin", *(ls.Trajectory(logits=each, labels=np.arange(90) % 3) for each in constant))
 
 
 def test_recordings_of_different_models_do_not_mix() -> None:

@@ -304,6 +304,16 @@ def of_seeds(name: str, **changes: object) -> list[ModelRecordings]:
     return [ModelRecordings(f"{name}-{seed}", *each) for seed, each in enumerate(both)]
 
 
+def test_a_reference_whose_gate_is_to_blame_is_said_to_be() -> None:
+    late = ModelRecordings("late", *pair(right=0.9, rows=400, late_gate=True))
+    other = ModelRecordings("other", *pair(right=0.9, rows=400, seed=7))
+    results = analyse_models([late, other], "late", [0.9])[0]
+    model = results.models[0]
+    assert model.diagnosis.blamed == ("readout",)
+    assert model.verdict == "readout (the reference)"
+    assert "the readout is to blame in 1 that is the reference" in summary(results)
+
+
 def test_the_seeds_of_the_reference_are_the_reference() -> None:
     other = [ModelRecordings(name, *pair(right=0.9, rows=90, seed=7)) for name in ("other",)]
     results = analyse_models([*of_seeds("seed", right=0.9), *other], "seed-0", [0.7])[0]

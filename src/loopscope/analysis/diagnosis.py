@@ -96,6 +96,8 @@ class Diagnosis:
         if reachable.sign > 0:
             saved = f"{reachable.value:z.2f} loops [{reachable.low:z.2f}, {reachable.high:z.2f}]"
             found = f"{rule} saves {saved} of them"
+        elif reachable.sign < 0:
+            found = f"{rule} saves nothing: it takes more ({_size(reachable)})"
         else:
             found = f"{rule} saves nothing measurable ({_size(reachable)})"
         return (
@@ -220,7 +222,8 @@ def _without_verdict(validation: Trajectory, test: Trajectory, level: TargetLeve
         where = "at full depth" if loop == test.num_loops else f"at loop {loop}, its best on validation data,"
         right = f"{_percent(test.correct[:, loop - 1].mean())} of {counted_in(test, 'test')}"
         return (
-            f"{where} it is right in {right}, and chance is {percent_text(guessed)} (it is not above chance by "
+            f"{where} it is right in {right}, and chance, or always the commonest answer, in "
+            f"{percent_text(guessed)} (it is not above chance by "
             "an exact binomial test at 5 %)"
         )
     if test.num_loops == 1:

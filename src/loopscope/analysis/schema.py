@@ -143,6 +143,8 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
     def verdict(self) -> str:
         if not self.is_reference:
             return self.diagnosis.verdict
+        if self.diagnosis.blamed:
+            return f"{self.diagnosis.verdict} (the reference)"
         return "the reference, no verdict" if self.diagnosis.verdict == NO_VERDICT else "the reference"
 
     def frontier(self, readout: str) -> FrontierResult | None:

@@ -3,7 +3,10 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from loopscope.cli import (
     bench,
@@ -25,9 +28,9 @@ from loopscope.cli import (
     train,
 )
 from loopscope.cli.options import HelpFormatter, Parser, VersionAction, check_names, check_words
-from loopscope.cli.output import print_error
+from loopscope.cli.output import print_error, print_note
 from loopscope.cli.own_readouts import import_readouts
-from loopscope.errors import UserError
+from loopscope.errors import RecordingWarning, UserError
 from loopscope.machine import out_of_memory
 
 VERBS = (
@@ -66,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resumes = options.resumes
         check_names(options)
         import_readouts(options)
-        return options.execute(options) or 0
+        with _warnings_as_notes():
+            return options.execute(options) or 0
     except UserError as error:
         if _follows():
             return 0  # the first worker has the same error; failing here could end it before it has said so
@@ -89,6 +93,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_error(f"interrupted{more}.")
         return 130
     return 2
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """What is said of a recording is said once, in a line."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RecordingWarning)
+        show, said = warnings.showwarning, set[str]()
+
+        def noted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if not issubclass(category, RecordingWarning):
+                show(message, category, *where, **more)
+            elif str(message) not in said:
+                said.add(str(message))
+                print_note(str(message))
+
+        warnings.showwarning = noted
+        yield
 
 
 def _follows() -> bool:

@@ -106,7 +106,7 @@ def execute(options: argparse.Namespace) -> None:
     if options.json:
         print_text(options.out.read_text(encoding="utf-8").rstrip("\n"))
     else:
-        _print(policy, options.out)
+        _print(policy, options.out, live=isinstance(recording, LiveRuns))
 
 
 def _certify(recording: "Trajectory", target: "RiskTarget", options: argparse.Namespace) -> "ExitPolicy":
@@ -165,9 +165,16 @@ def _caution(recording: "Trajectory", unseen: bool, distinct: bool) -> None:
         copies = recording.num_examples - len(set(recording.examples))
         if copies:
             print_note(f"{copies:,} examples are copies of others; if the inputs to come are new ones, add --distinct.")
+    if recording.examples is None and recording.row_hashes is not None:
+        different = len(set(recording.row_hashes.tolist()))
+        if 2 * different < recording.num_examples:
+            print_note(
+                f"Only {different:,} of the {recording.num_examples:,} examples differ in their logits; if they are "
+                "copies and not draws of their own, the promise counts far more than there is: give every example once."
+            )
 
 
-def _print(policy: "ExitPolicy", path: Path) -> None:
+def _print(policy: "ExitPolicy", path: Path, live: bool) -> None:
     guarantee = policy.guarantee
     assert guarantee is not None
     low, high = guarantee.average_loops_interval
@@ -176,8 +183,12 @@ def _print(policy: "ExitPolicy", path: Path) -> None:
         ["decides about", str(policy.scope)],
         ["chosen among", ", ".join(guarantee.candidates)],
         ["loops to expect", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
-        ["loops where the observed loss meets the limit", f"{guarantee.average_loops_at_limit:.3f}"],
     ]
+    if live:  # what bolder ones would lose was not run
+        limit = "loops of the boldest candidate that was run within the limit"
+    else:
+        limit = "loops where the observed loss meets the limit"
+    rows.append([limit, f"{guarantee.average_loops_at_limit:.3f}"])
     if guarantee.full_depth_accuracy is not None:
         rows.append(["accuracy at full depth", percent(guarantee.full_depth_accuracy)])
     by_bets, counts = guarantee.bound == "betting", guarantee.tested.sequences is None

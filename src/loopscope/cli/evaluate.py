@@ -48,7 +48,9 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--monitor", action="store_true", help="watch the recording as a stream under the policy")
     alarms = f"with --monitor: share of streams that may give a false alarm (default: {ALPHA:g})"
     parser.add_argument("--alpha", type=float, metavar="A", help=alarms)
-    audits = "with --monitor: share of the examples, drawn by lot, whose losses it sees (default: all; 0: exits alone)"
+    audits = (
+        "with --monitor: share of the examples, chosen at random, whose losses it sees (default: all; 0: exits alone)"
+    )
     parser.add_argument("--audit", type=float, metavar="S", help=audits)
     swept = f"sweep only this readout: {READOUTS} (repeatable; default: all)"
     parser.add_argument("--readout", action="append", metavar="NAME", help=swept)

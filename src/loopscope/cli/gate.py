@@ -2,7 +2,7 @@
 
 loopscope gate fit runs/mine/recordings/train --out gates/linear
 loopscope gate fit runs/mine/recordings/train --kind induction --out gates/price
-loopscope gate write gates/linear Ouro-1.4B --out Ouro-1.4B-refitted
+loopscope gate write gates/linear runs/ouro --out runs/ouro-refitted
 """
 
 import argparse
@@ -76,7 +76,7 @@ of the one before: induction, by backward induction, how much going on is worth;
 def _define_write(kinds: Any) -> None:
     text = """Write a fitted gate into a copy of a checkpoint.
 
-loopscope gate write gates/linear Ouro-1.4B --out Ouro-1.4B-refitted
+loopscope gate write gates/linear runs/ouro --out runs/ouro-refitted
 
 The checkpoint's own gate must have the same form: Ouro's is linear.
 """

@@ -88,7 +88,7 @@ def define(subparsers: Any) -> None:
     parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
     parser.add_argument("--show-loops", action="store_true", help="print the loops that each token took")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write JSON lines, one per prompt; goes on where it was"
+        "--out", type=Path, metavar="FILE", help="write JSON lines, one per prompt; resumes after a kill"
     )
     add_shared(parser, "--dtype", *COMPUTE)
 
@@ -207,19 +207,19 @@ def _summary(stats: "GenerationStats", seconds: float, num_loops: int, lossless:
         return f"{speed}, {stats.loops / max(1, stats.tokens):.2f} of {num_loops} loops per token on average."
     share = 100 * stats.accepted / max(1, stats.drafted)
     stood = f"{stats.accepted:,} of {stats.drafted:,} drafts stood ({share:.0f} %)"
-    return f"{speed}, as at full depth; {stood}, {stats.token_loops:,} loops of a token were run."
+    return f"{speed}, as at full depth; {stood}, {stats.token_loops:,} token-loops were run."
 
 
 def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: bool) -> str | None:
     """Says that a policy saved nothing, which its average loops do not show."""
     if lossless:
         if not stats.drafted:
-            return "No token exited early, so nothing was drafted and no time saved; let tokens exit at more signals."
+            return "No token exited early, so nothing was drafted and no time saved; loosen the threshold."
         if stats.drafting_cost < _HARDLY * stats.tokens:
             return None
         return (
-            "By estimate this was no faster than full depth: too many drafts fell, or too many tokens were asked in "
-            "vain; draft later, or where it is surer, or do without --lossless."
+            "By estimate this was no faster than full depth: too many drafts fell, or too many checks found no draft; "
+            "draft later, or where it is surer, or do without --lossless."
         )
     full = processed * num_loops
     if stats.loops > 0.9 * stats.tokens * num_loops or stats.token_loops < 0.95 * full:

@@ -65,7 +65,7 @@ _PLAIN = (
     (r"expected (?:at least )?one argument$", "a value is missing"),
     (r"not allowed with argument (.*)$", r"it excludes \1; leave one of them out"),
     (r"^the following arguments are required: (.*)$", r"missing: \1"),
-    (r"^unrecognized arguments: (.*)$", r"there is no place for '\1' here"),
+    (r"^unrecognized arguments: (.*)$", r"'\1' is more than this takes"),
 )
 """What argparse says, and how it is said here."""
 

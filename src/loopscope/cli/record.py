@@ -1,9 +1,9 @@
 """Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under exit policies.
 
 loopscope record task runs/mine --split validation
-loopscope record text Ouro-1.4B mine.txt --out recordings/mine
-loopscope record live Ouro-1.4B mine.txt --recording recordings/mine --cache propagate --out recordings/live
-loopscope record benchmark Ouro-1.4B arc_easy --split test --data DIR
+loopscope record text runs/ouro mine.txt --out recordings/mine
+loopscope record live runs/ouro mine.txt --recording recordings/mine --cache propagate --out recordings/live
+loopscope record benchmark runs/ouro arc_easy --split test --data DIR
 """
 
 import argparse
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from loopscope.exits import ExitPolicy
     from loopscope.progress import ProgressCallback
 
-_SPLIT = "what the data are to the model: train, validation (default) or test"
+_SPLIT = "role of the data: train, validation (default) or test"
 _THREE = "train, validation or test"
 
 
@@ -75,7 +75,7 @@ loopscope record task runs/paper --split extrapolation --levels 11-14 --examples
 def _define_text(kinds: Any) -> None:
     text = """Record every next token of a text.
 
-loopscope record text Ouro-1.4B mine.txt --out recordings/mine
+loopscope record text runs/ouro mine.txt --out recordings/mine
 loopscope record text runs/small-ouro train.txt --split train --limit 100000 --hidden --out recordings/train
 
 A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Promises count
@@ -137,7 +137,7 @@ token by token with each, up to the first that is not proven to lose at most --m
 def _define_benchmark(kinds: Any) -> None:
     text = """Record the questions of a benchmark, in one pass.
 
-loopscope record benchmark Ouro-1.4B arc_easy --split test --data DIR
+loopscope record benchmark runs/ouro arc_easy --split test --data DIR
 loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16 --out recordings/mmlu
 """
     parser = add_verb(kinds, "benchmark", text, _record_benchmark, resumes=True)
@@ -182,11 +182,12 @@ def _record_text(options: argparse.Namespace) -> None:
     _check_split("text", options.split)
     out = _out(options, options.split)
     check_texts(options.files)
-    from loopscope.documents import check_context
+    from loopscope.documents import check_context, read_documents
     from loopscope.models.configuration import read_model_shape
 
     shape = read_model_shape(find_model(options.model, text=True))
     check_context(options.context or shape.block_size, shape.block_size)
+    read_documents(options.files)
     from loopscope.recording import record_text
 
     device, given = device_of(options), values(options, "context", "limit", "hidden", "dtype")
@@ -215,14 +216,18 @@ def _record_live(options: argparse.Namespace) -> None:
     check_readouts(options, auto=True)
     check_texts(options.files)
     find_model(options.model, text=True)
+    from loopscope.documents import read_documents
     from loopscope.exits.risk_target import RiskTarget
+    from loopscope.exits.scope import Scope
     from loopscope.trajectory import Trajectory
 
+    read_documents(options.files)
     recording = Trajectory.load(options.recording)
     gates = load_gates(options.gate, recording)
     what: ExitPolicy | RiskTarget = RiskTarget(**{"loss": "disagreement", **risk_options})
     if options.policy is not None:
         what = load_policy(options.policy, options.any_model)
+        what.scope.check(Scope(cache=options.cache))
     given = values(options, "candidates", "seed", "batch_size")
     from loopscope.recording import record_live
 

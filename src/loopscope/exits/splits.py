@@ -10,6 +10,8 @@ from loopscope.model_identity import same_model
 from loopscope.trajectory import Trajectory, check_trajectory
 
 EVALUATION_SPLITS = ("test", "extrapolation")
+_SHARED = 0.05
+"""The share of examples from which on two splits overlap by mistake, not by chance."""
 
 
 def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
@@ -18,7 +20,21 @@ def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
     check_split(calibration, "calibration")
     if calibration.same_data(evaluation):
         raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
+    _check_apart(calibration, evaluation)
     check_same_model(calibration, evaluation, "The calibration and the evaluation recording")
+
+
+def _check_apart(calibration: Trajectory, evaluation: Trajectory) -> None:
+    """Refuses two splits that share examples, of which one cannot tell that the same inputs were drawn twice."""
+    if calibration.examples is not None and evaluation.examples is not None:
+        return
+    shared = calibration.num_shared(evaluation)
+    if shared > _SHARED * evaluation.num_examples:
+        raise UserError(
+            f"{shared:,} of the {evaluation.num_examples:,} examples of the evaluation recording have the logits of "
+            "one in the calibration recording: the splits overlap; keep them apart, or, if the same inputs were drawn "
+            "twice, give the inputs of both: Trajectory(examples=...)."
+        )
 
 
 def check_split(recording: Recorded, role: str) -> None:
@@ -56,13 +72,19 @@ def check_gate_data(recording: Trajectory) -> None:
 def check_held_out(guarantee: Guarantee, model: str | None, trajectory: Recorded) -> None:
     """Refuses the data that the promise of a policy for `model` rests on."""
     if (guarantee.tested.sequences is None) != (trajectory.sequences is None):
-        counted, here = ("examples", "sequences") if guarantee.tested.sequences is None else ("sequences", "examples")
-        raise UserError(f"The promise counts {counted}, and this recording is of {here}; record it as the other was.")
+        made, here = ("single answers", "texts") if guarantee.tested.sequences is None else ("texts", "single answers")
+        raise UserError(
+            f"The promise is about {made}, and this recording is of {here}; give one of {made}, or calibrate a policy "
+            f"on a recording of {here}."
+        )
     known = {guarantee.recording, guarantee.tested.sha256, guarantee.grid.sha256}
     own = model is not None and same_model(model, trajectory.provenance.get("weights_sha256"))
     splits = {guarantee.tested.split, guarantee.grid.split} - {None}
     if trajectory.sha256 in known or (own and trajectory.split in splits):
-        raise UserError("The promise rests on this data, which cannot say whether it is kept; give another split.")
+        raise UserError(
+            "The promise rests on this data, or on the same split of the same model, which cannot say whether it is "
+            "kept; give another split."
+        )
 
 
 def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:

@@ -140,6 +140,7 @@ _PARTS = {
     "cannot tell": "whether a part is to blame cannot be told in {}",
     NO_VERDICT: "{} get no verdict",
     "the reference": "{} is the reference",
+    "readout (the reference)": "the readout is to blame in {} that is the reference",
     "the reference, no verdict": "{} is the reference, which gets no verdict either",
 }
 
