@@ -132,7 +132,7 @@ def test_one_draw_does_not_break_a_promise_on_average() -> None:
 
 def test_sequences_and_examples_do_not_mix(policy: ls.ExitPolicy) -> None:
     numbers = np.repeat(np.arange(400), 10)
-    with pytest.raises(ls.UserError, match="counts examples, and this recording is of sequences"):
+    with pytest.raises(ls.UserError, match="is about single answers, and this recording is of texts"):
         hold_out(policy, recording(0.002, seed=1, sequences=numbers))
 
 

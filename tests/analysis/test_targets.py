@@ -70,7 +70,9 @@ def test_a_shift_of_the_labels_is_nobodys_knowledge() -> None:
     assert not is_above_chance(says_zero, 2, calibration)
     assert ls.diagnose(calibration, says_zero).verdict == "no verdict"
     said = ls.diagnose(calibration, says_zero).sentence
-    assert re.search("right in 90.0 ?% of 1,000 test examples, and chance is 90 %", said)
+    assert re.search(
+        "right in 90.0 ?% of 1,000 test examples, and chance, or always the commonest answer, in 90 %", said
+    )
     knows = bare(test, [[0, 1 if k >= 960 else 0] for k in range(1000)])
     assert is_above_chance(knows, 2, calibration)
 
@@ -88,7 +90,8 @@ def test_at_chance_there_is_no_verdict_and_nine_of_ten_models_that_guess_get_non
     test = simulated("test", right=0.0)
     loop = best_loop(simulated("validation", right=0.0))
     assert (diagnosis.verdict, diagnosis.blamed, diagnosis.table) == ("no verdict", (), [])
-    said = f"right in {100 * test.correct[:, loop - 1].mean():.1f} ?% of 1,500 test examples, and chance is 25 %"
+    right = f"{100 * test.correct[:, loop - 1].mean():.1f} ?%"
+    said = f"right in {right} of 1,500 test examples, and chance, or always the commonest answer, in 25 %"
     assert diagnosis.sentence.startswith("No verdict: at loop 3")
     assert re.search(said, diagnosis.sentence)
     commonest = np.bincount(simulated("validation", right=0.0).labels).argmax()
@@ -229,6 +232,7 @@ def test_an_interval_of_zero_is_not_open() -> None:
     logits[..., 0] = 3.0
     labels = np.arange(200) % 5 == 0
     logits[labels] = logits[labels][..., ::-1]
+    logits[1, 2, 0] = 4.0
     made = [
         ls.Trajectory(
             logits=logits[:rows], labels=labels[:rows].astype(int), gate_logits=np.full((rows, 3), 5.0), split=split

@@ -319,7 +319,7 @@ def test_what_cannot_be_watched_is_refused(policy: ls.ExitPolicy) -> None:
     assert ls.Monitor(policy).replay(settling(100, 1, labels=False), audit=0).audited == 0
     with pytest.raises(UserError, match="rests on this data"):
         ls.Monitor(policy).replay(settling(3_000, 0))
-    with pytest.raises(UserError, match="counts examples"):
+    with pytest.raises(UserError, match="is about single answers"):
         ls.Monitor(policy).replay(settling(100, 1, sequences=np.arange(100) // 10))
     tied = replace(policy, model="a" * 64)
     with pytest.raises(UserError, match="another model"):

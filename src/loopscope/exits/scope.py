@@ -59,8 +59,8 @@ class Scope(Settings, frozen=True, kw_only=True):
             remedy = "calibrate one on a recording of these"
             if name == "cache":
                 remedy = (
-                    f"use that cache (--cache {getattr(self, name)}), or give its readout and threshold by hand, "
-                    "without a promise"
+                    f"write with that cache (--cache {getattr(self, name)}; to check it: loopscope record live), or "
+                    "give its readout and threshold by hand, without a promise"
                 )
             raise UserError(
                 f"This policy was calibrated on {ours}, and here it would decide about {theirs}, where its threshold "
