@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _HARDLY = 0.95
 """Of what full depth takes: not worth it."""
+_MANY_ROWS = 8
+"""With so many texts at a time lossless text was measured not to pay on a CPU."""
 
 
 def define(subparsers: Any) -> None:
@@ -125,6 +127,11 @@ def execute(options: argparse.Namespace) -> int:
         notes.append(
             f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
             "likely, either may come; --dtype float32 is nearly exact."
+        )
+    if options.lossless and min(options.batch_size, len(prompts)) >= _MANY_ROWS:
+        notes.append(
+            f"{_MANY_ROWS} texts at a time fill a batch without drafts: on CPUs lossless text was slower than full "
+            "depth with them (docs/performance.md); it is for --batch-size 1."
         )
     texts, stats, start = StopStrings(tokenizer, options.stop), GenerationStats(), time.perf_counter()
     ends = stop_tokens(tokenizer, end_tokens(folder))
