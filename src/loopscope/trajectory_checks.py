@@ -62,8 +62,8 @@ def _check_predictions(logits: Array | None, predictions: Array | None) -> None:
     if predictions.max() >= logits.shape[2]:
         raise UserError(f"predictions name a class beyond the {logits.shape[2]} of the logits.")
     top = logits.max(axis=-1).astype(np.float64)
-    said = np.take_along_axis(logits, predictions[..., None], axis=2)[..., 0]
-    if (wrong := said < top - _CLOSE * (1 + np.abs(top))).any():
+    answered = np.take_along_axis(logits, predictions[..., None], axis=2)[..., 0]
+    if (wrong := answered < top - _CLOSE * (1 + np.abs(top))).any():
         raise UserError(
             f"predictions and logits contradict each other (first: {_first('predictions', wrong)}, which is not the "
             "likeliest class there); leave out the predictions."

@@ -100,13 +100,13 @@ def _warnings_as_notes() -> Iterator[None]:
     """What is said of a recording is said once, in a line."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", RecordingWarning)
-        show, said = warnings.showwarning, set[str]()
+        show, shown = warnings.showwarning, set[str]()
 
         def noted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if not issubclass(category, RecordingWarning):
                 show(message, category, *where, **more)
-            elif str(message) not in said:
-                said.add(str(message))
+            elif str(message) not in shown:
+                shown.add(str(message))
                 print_note(str(message))
 
         warnings.showwarning = noted

@@ -34,23 +34,23 @@ class DraftLength:
         self._stood, self._tested = _PRIOR
         loops = range(1, self._depth)
         self._exited = [_PRIOR[0] if loop >= first_exit else 0.0 for loop in loops]  # after each loop,
-        self._asked = [_PRIOR[1]] * len(loops)  # of those that were asked there
+        self._checked = [_PRIOR[1]] * len(loops)  # of those that were asked there
         self._idle, self._patience = 0, _PATIENCE[0]
         self.tokens, self.ask_until = self._best()
         """Of a cycle, the last of which goes through all loops (1: nothing is drafted); the last loop to exit at."""
 
-    def update(self, drafts: Sequence[Draft], stood: int, asked_until: int = 0) -> float:
+    def update(self, drafts: Sequence[Draft], stood: int, checked_until: int = 0) -> float:
         """So many of these drafts stood; those after the first that did not were not looked at.
 
-        `asked_until`: the token after them was asked up to this loop, and did not exit. What all of it took, in tokens
-        at full depth.
+        `checked_until`: the token after them was asked up to this loop, and did not exit. What all of it took, in
+        tokens at full depth.
         """
         for place in range(min(stood + 1, len(drafts))):
             self._stood = _MEMORY * self._stood + (place < stood)
             self._tested = _MEMORY * self._tested + 1
         for each in drafts:
             self._count(each.loops, exited=True)
-        self._count(asked_until, exited=False)
+        self._count(checked_until, exited=False)
         self.tokens, self.ask_until = self._best()
         if self.tokens > 1:
             self._idle, self._patience = 0, _PATIENCE[0]
@@ -59,19 +59,19 @@ class DraftLength:
             if self._idle > self._patience:
                 self.tokens, self._idle, self._patience = 2, 0, min(2 * self._patience, _PATIENCE[1])
         exit_loop = sum(each.loops for each in drafts) / len(drafts) if drafts else 1.0
-        return self._cost(len(drafts), exit_loop, asked_until) / self._cost(0, 1.0, 0)
+        return self._cost(len(drafts), exit_loop, checked_until) / self._cost(0, 1.0, 0)
 
     def _count(self, loops: int, exited: bool) -> None:
         """A token that was asked after each of these loops, and exited after the last of them, or did not."""
         for place in range(loops):
             self._exited[place] = _MEMORY * self._exited[place] + (exited and place + 1 == loops)
-            self._asked[place] = _MEMORY * self._asked[place] + 1
+            self._checked[place] = _MEMORY * self._checked[place] + 1
 
     def _best(self) -> tuple[int, int]:
         """The length of a cycle and the last loop to ask after that bring the most tokens for what they cost."""
         best, going_on, exits, at = (0.0, 1, 1), 1.0, 0.0, 0.0
-        for loop, (exited, asked) in enumerate(zip(self._exited, self._asked, strict=True), 1):
-            now = going_on * exited / asked
+        for loop, (exited, checked) in enumerate(zip(self._exited, self._checked, strict=True), 1):
+            now = going_on * exited / checked
             exits, at, going_on = exits + now, at + now * loop, going_on - now
             if exits:
                 best = max(best, (*self._best_length(exits, at / exits, loop), loop), key=lambda each: each[0])
@@ -93,13 +93,13 @@ class DraftLength:
                 best, pace = drafts + 1, rate
         return pace, best
 
-    def _cost(self, drafts: int, exit_loop: float, asked_until: int) -> float:
+    def _cost(self, drafts: int, exit_loop: float, checked_until: int) -> float:
         """Of drafts that exit at this loop and the token after them, which was asked in vain, in loops."""
         early = drafts * (self._before + exit_loop + (exit_loop if self._reads else 1) * self._head)
         rest = self._depth - exit_loop + self._head
         together = 1 if not drafts else _TOGETHER[drafts + 1 > _FEW]
         last = self._before + exit_loop + rest * together
-        return early + last + (asked_until * self._head if self._reads else 0)
+        return early + last + (checked_until * self._head if self._reads else 0)
 
 
 def _vocabulary_cost(model: LoopedModel) -> float:

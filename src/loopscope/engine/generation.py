@@ -243,15 +243,15 @@ class _Row:
         self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
         self.drafts: list[Draft] = []  # after what full depth has confirmed
         self.draft_length: DraftLength | None = None
-        self.asked_until = 0  # the last loop after which the token that is running may exit
+        self.checked_until = 0  # the last loop after which the token that is running may exit
 
     def next_ask_until(self) -> int:
         """Up to which loop the next token may be said early; 0, not at all: the last one that there is room for."""
         assert self.draft_length is not None
         drafted = len(self.drafts) + 1
         may_exit = drafted < self.draft_length.tokens and self.generated + drafted < self.token_budget
-        self.asked_until = self.draft_length.ask_until if may_exit else 0
-        return self.asked_until
+        self.checked_until = self.draft_length.ask_until if may_exit else 0
+        return self.checked_until
 
     def add(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
         self.generated += 1
@@ -304,7 +304,7 @@ def _confirmed(
     ):
         kept, drafted = own.drafts[:stood], len(own.drafts)
         assert own.draft_length is not None
-        cost = own.draft_length.update(own.drafts, stood, own.asked_until)
+        cost = own.draft_length.update(own.drafts, stood, own.checked_until)
         if stood < drafted:
             decoder.take_back(row, len(own.tokens) + own.generated + stood)
         found.append(
@@ -347,7 +347,7 @@ def _draft(
     for row, each in zip(index, drafts, strict=True):
         if each.token in stop and each.shares is None:
             decoder.deepen([row])
-            rows[row].asked_until = 0  # it did exit
+            rows[row].checked_until = 0  # it did exit
             continue
         rows[row].drafts.append(each)
         going_on.append((row, each.token, rows[row].next_ask_until()))
