@@ -47,8 +47,6 @@ _ARRAYS = (
 SIGNAL_PREFIX = "signal."
 _WORDS = 1 << 24
 """Numbers that are hashed at a time."""
-_DISTINCT = 0.9
-"""The share of examples that differ from all others, where logits are not of a few values."""
 NO_LABELS = (
     "This recording has no labels, without which it cannot be told what is right: give them (labels=...), or ask how "
     "often exits differ from full depth (loopscope calibrate --loss disagreement)."
@@ -266,13 +264,16 @@ class Trajectory:
         return np.concatenate([words[start : start + step].astype(np.uint64) @ factors for start in starts])
 
     def num_shared(self, other: "Trajectory") -> int:
-        """How many examples are in both, to the bit; 0 where each has many copies, so that it says nothing."""
+        """How many examples are in both, to the bit, beyond what draws from the same few inputs would share.
+
+        Of N and M draws from K inputs, N M / K are shared on average, and within each N^2 / 2K and M^2 / 2K are copies:
+        together no fewer. Twice as many are left to chance.
+        """
         if self.row_hashes is None or other.row_hashes is None:
             return 0
         ours, theirs = np.unique(self.row_hashes), np.unique(other.row_hashes)
-        if len(ours) < _DISTINCT * self.num_examples or len(theirs) < _DISTINCT * other.num_examples:
-            return 0
-        return len(np.intersect1d(ours, theirs, assume_unique=True))
+        copies = self.num_examples - len(ours) + other.num_examples - len(theirs)
+        return max(0, len(np.intersect1d(ours, theirs, assume_unique=True)) - 2 * copies)
 
     def same_data(self, other: "Trajectory") -> bool:
         """Whether both hold the same data: the same split of the same model, or the same labels and answers."""

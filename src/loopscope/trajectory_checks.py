@@ -50,7 +50,7 @@ def check_contents(trajectory: Any) -> None:
         if np.isinf(values).any() or (missing[:, 1:] & ~missing[:, :-1]).any():
             raise UserError(f"signal {name} holds a value that is not finite; NaN is for its first loops only.")
     _check_predictions(trajectory.logits, trajectory.predictions)
-    if not {"loopscope", "weights_sha256"} <= set(trajectory.provenance):  # which what LoopScope records has
+    if "keeps_hidden" not in trajectory.provenance:  # which what LoopScope records has
         _warn_of_probabilities(trajectory.logits, trajectory.gate_logits)
         _warn_of_copies(trajectory.logits)
 
@@ -206,7 +206,9 @@ def _first(name: str, wrong: Array) -> str:
 
 def _warn_of_copies(logits: Array | None) -> None:
     """The last loop's logits in the place of all others give a verdict, too."""
-    if logits is not None and logits.shape[1] > 1 and len(logits) >= _MANY and (logits == logits[:, :1]).all():
+    if logits is None or logits.shape[1] == 1 or len(logits) < _MANY:
+        return
+    if all((part == part[:, :1]).all() for part in (logits[:_MANY], logits)):  # the first few tell nearly always
         warnings.warn(
             "All loops have the same logits: no exit can differ from another. Were those of one loop recorded for all?",
             RecordingWarning,

@@ -385,7 +385,9 @@ def test_what_is_odd_about_a_recording_is_said_once(tmp_path: Path, capsys: pyte
     for split in ("validation", "test"):
         shares = draws.dirichlet(np.ones(5), (200, 4))
         with pytest.warns(UserWarning, match="as probabilities do"):
-            ls.Trajectory(logits=shares, labels=draws.integers(0, 5, 200), split=split).save(tmp_path / split)
+            ls.Trajectory(
+                logits=shares, labels=draws.integers(0, 5, 200), split=split, provenance={"weights_sha256": "a" * 64}
+            ).save(tmp_path / split)
     assert run("diagnose", tmp_path) == 0
     said = capsys.readouterr().err
     assert said.count("as probabilities do") == 1

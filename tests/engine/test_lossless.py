@@ -229,6 +229,12 @@ def test_tokens_are_asked_up_to_the_loop_at_which_that_pays(
     assert cheap.ask_until > dear.ask_until == 1  # a head is as dear as the loops that a later exit puts off
 
 
+def test_of_a_single_loop_it_is_full_depth() -> None:
+    single = tiny_ouro(total_ut_steps=1)
+    texts = generate(single, prompts(1), ls.ExitPolicy("margin", 0.5), max_new_tokens=30, lossless=True)
+    assert same_tokens(texts, generate(single, prompts(1), max_new_tokens=30))
+
+
 def test_a_token_that_is_not_asked_any_more_goes_through_the_other_loops_at_once(
     model: LoopedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +244,7 @@ def test_a_token_that_is_not_asked_any_more_goes_through_the_other_loops_at_once
     decoder = Decoder(model, 1, "full", drafting=True)
     decoder.prefill(0, np.arange(1, 6), ls.ExitPolicy("margin", 1e9), ask=False)
     assert decoder.step().loops.tolist() == [4]
-    for ask_until, steps in ((0, 1), (1, 2), (2, 3), (4, 4)):
+    for ask_until, steps in ((0, 1), (1, 2), (2, 3), (3, 4)):
         read.clear()
         decoder.append([0], [7], [ask_until])
         found = [decoder.step().loops.tolist() for _ in range(steps)]

@@ -186,8 +186,11 @@ def test_splits_that_overlap_are_refused() -> None:
     few, other = VALIDATION.num_examples // 10, random_trajectory(seed=9, split=VALIDATION.split)
     partly = concatenate([VALIDATION.take(order[:few]), other.take(np.arange(few, other.num_examples))])
     for leaked, count in ((permuted, VALIDATION.num_examples), (partly, few)):
-        with pytest.raises(ls.UserError, match=f"{count} of the .* examples .* the splits overlap"):
+        with pytest.raises(ls.UserError, match=f"At least {count} of the .* examples .* the splits overlap"):
             ls.sweep("margin", VALIDATION, leaked)
+    inputs = random_trajectory(seed=11, rows=3000)
+    draws = [inputs.take(np.random.default_rng(seed).integers(0, 3000, 400)) for seed in (0, 1)]
+    ls.sweep("margin", *draws)  # of the same inputs, by chance
     texts = [str(row) for row in range(VALIDATION.num_examples)]
     known = [replace(VALIDATION, examples=texts), replace(permuted, examples=[texts[row] for row in order])]
     ls.sweep("margin", *known)  # inputs that were drawn twice: they can be told to be

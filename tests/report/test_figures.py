@@ -176,8 +176,8 @@ def test_a_line_of_the_paper_looks_the_same_in_every_figure() -> None:
         assert all(looks_of([name])[name] == together[name] for name in family)
     beside = looks_of([*betas[:3], "one's own", "another"])
     assert len({colour for colour, _ in beside.values()}) == 5
-    many = looks_of([f"own {number}" for number in range(12)])
-    assert len(many) == 12
+    everything = looks_of([*betas, *fitted, "fixed", "gate, β 0.3", "fitted own", *(f"own {k}" for k in range(9))])
+    assert len(set(everything.values())) == len(everything)
 
 
 @pytest.mark.parametrize("style", STYLES)

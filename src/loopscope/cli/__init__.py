@@ -105,7 +105,7 @@ def _warnings_as_notes() -> Iterator[None]:
         def noted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if not issubclass(category, RecordingWarning):
                 show(message, category, *where, **more)
-            elif str(message) not in shown:
+            elif str(message) not in shown and not _follows():
                 shown.add(str(message))
                 print_note(str(message))
 

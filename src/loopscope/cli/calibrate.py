@@ -165,7 +165,7 @@ def _caution(recording: "Trajectory", unseen: bool, distinct: bool) -> None:
         copies = recording.num_examples - len(set(recording.examples))
         if copies:
             print_note(f"{copies:,} examples are copies of others; if the inputs to come are new ones, add --distinct.")
-    if recording.examples is None and recording.row_hashes is not None:
+    if recording.examples is None and recording.sequences is None and recording.row_hashes is not None:
         different = len(set(recording.row_hashes.tolist()))
         if 2 * different < recording.num_examples:
             print_note(

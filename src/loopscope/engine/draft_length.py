@@ -56,7 +56,7 @@ class DraftLength:
             self._idle, self._patience = 0, _PATIENCE[0]
         else:
             self._idle += 1
-            if self._idle > self._patience:
+            if self._exited and self._idle > self._patience:  # with a single loop there is nothing to try
                 self.tokens, self._idle, self._patience = 2, 0, min(2 * self._patience, _PATIENCE[1])
         exit_loop = sum(each.loops for each in drafts) / len(drafts) if drafts else 1.0
         return self._cost(len(drafts), exit_loop, checked_until) / self._cost(0, 1.0, 0)

@@ -31,9 +31,9 @@ def _check_apart(calibration: Trajectory, evaluation: Trajectory) -> None:
     shared = calibration.num_shared(evaluation)
     if shared > _SHARED * evaluation.num_examples:
         raise UserError(
-            f"{shared:,} of the {evaluation.num_examples:,} examples of the evaluation recording have the logits of "
-            "one in the calibration recording: the splits overlap; keep them apart, or, if the same inputs were drawn "
-            "twice, give the inputs of both: Trajectory(examples=...)."
+            f"At least {shared:,} of the {evaluation.num_examples:,} examples of the evaluation recording have the "
+            "logits of one in the calibration recording: the splits overlap; keep them apart, or, if the same inputs "
+            "were drawn twice, give the inputs of both: Trajectory(examples=...)."
         )
 
 

@@ -5,6 +5,7 @@ mark too.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import count
 
 Look = tuple[str, str]
 """A colour and a mark."""
@@ -31,10 +32,10 @@ SHAPES = ("diamond", "triangle-up", "circle", "triangle-down", "square", "cross"
 """For lines that are not a readout by itself: gates of several betas, fitted gates."""
 _PLACES = {
     **{f"gate, β {beta:g}": place for place, beta in enumerate((0.001, 0.005, 0.02, 0.1, 0.5, 0.01, 0.05, 0.2))},
-    "fitted linear-ponder": 0,
-    "fitted linear-utility": 1,
-    "fitted mlp-ponder": 2,
-    "fitted mlp-utility": 3,
+    "fitted linear-ponder": 8,
+    "fitted linear-utility": 9,
+    "fitted mlp-ponder": 10,
+    "fitted mlp-utility": 11,
 }
 """Those of the paper's lines, so that a line looks the same in every figure; others take what is free."""
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999999")
@@ -85,8 +86,8 @@ def looks_of(names: Collection[str]) -> dict[str, Look]:
     """The colour and the mark of each, readouts by themselves first."""
     more = sorted((name for name in names if name not in _LOOKS), key=_natural)
     taken = {_PLACES[name] for name in more if name in _PLACES}
-    free = iter([place for place in range(len(COLOURS)) if place not in taken])
-    places = [_PLACES[name] if name in _PLACES else next(free, number) for number, name in enumerate(more)]
+    free = (place for place in count() if place not in taken)
+    places = [_PLACES[name] if name in _PLACES else next(free) for name in more]
     looks = {name: look for name, look in _LOOKS.items() if name in names}
     return looks | {
         name: (COLOURS[place % len(COLOURS)], SHAPES[place % len(SHAPES)])
