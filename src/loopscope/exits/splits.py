@@ -20,8 +20,8 @@ def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
     check_split(calibration, "calibration")
     if calibration.same_data(evaluation):
         raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
-    _check_apart(calibration, evaluation)
     check_same_model(calibration, evaluation, "The calibration and the evaluation recording")
+    _check_apart(calibration, evaluation)
 
 
 def _check_apart(calibration: Trajectory, evaluation: Trajectory) -> None:
