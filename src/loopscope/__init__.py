@@ -8,87 +8,91 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from loopscope.errors import UserError as UserError, missing_extra
+
 if TYPE_CHECKING:
-    from loopscope.analysis import (
-        Comparison as Comparison,
-        Diagnosis as Diagnosis,
-        Target as Target,
-        compare as compare,
-        diagnose as diagnose,
-    )
-    from loopscope.checks import check_model as check_model
-    from loopscope.engine import (
-        Answer as Answer,
-        Prompt as Prompt,
-        Request as Request,
-        choices as choices,
-        generate as generate,
-        run as run,
-        stream as stream,
-    )
-    from loopscope.errors import UserError as UserError
-    from loopscope.exits import (
+    from loopscope.analysis.comparison import Comparison as Comparison
+    from loopscope.analysis.diagnosis import Diagnosis as Diagnosis, diagnose as diagnose
+    from loopscope.analysis.targets import Target as Target
+    from loopscope.certify.calibration import calibrate as calibrate, conformal_risk_control as conformal_risk_control
+    from loopscope.certify.monitor import Monitor as Monitor
+    from loopscope.checks.contract import check_model as check_model
+    from loopscope.engine.agreement import compare as compare
+    from loopscope.engine.generation import Prompt as Prompt, generate as generate, stream as stream
+    from loopscope.engine.requests import Request as Request, choices as choices
+    from loopscope.engine.scheduler import Answer as Answer, run as run
+    from loopscope.frontier import Frontier as Frontier, OperatingPoint as OperatingPoint, sweep as sweep
+    from loopscope.learned.attach import attach as attach
+    from loopscope.learned.fitted_gate import FittedGate as FittedGate
+    from loopscope.learned.stopper import Stopper as Stopper
+    from loopscope.learned.stopper_fitting import fit_stopper as fit_stopper
+    from loopscope.models.checkpoint import load_model as load_model
+    from loopscope.models.contract import LoopedModel as LoopedModel
+    from loopscope.models.looping import loop as loop
+    from loopscope.models.simple import SimpleLoopedModel as SimpleLoopedModel
+    from loopscope.objectives import LoopLosses as LoopLosses
+    from loopscope.policy import ExitPolicy as ExitPolicy
+    from loopscope.readouts.readout import (
         READOUTS as READOUTS,
-        ExitPolicy as ExitPolicy,
-        FittedGate as FittedGate,
-        Frontier as Frontier,
-        Monitor as Monitor,
-        OperatingPoint as OperatingPoint,
-        Readout as Readout,
-        Stopper as Stopper,
-        attach as attach,
-        calibrate as calibrate,
-        conformal_risk_control as conformal_risk_control,
-        fit_stopper as fit_stopper,
         readout as readout,
         register_readout as register_readout,
-        signal as signal,
-        sweep as sweep,
     )
-    from loopscope.models import (
-        LoopedModel as LoopedModel,
-        SimpleLoopedModel as SimpleLoopedModel,
-        load_model as load_model,
-        loop as loop,
-    )
-    from loopscope.objectives import LoopLosses as LoopLosses
-    from loopscope.recording import record_benchmark as record_benchmark, record_model as record_model
+    from loopscope.readouts.replay import signal as signal
+    from loopscope.recording.benchmarks import record_benchmark as record_benchmark
+    from loopscope.recording.tasks import record_model as record_model
     from loopscope.report.write import report as report
-    from loopscope.training import fit_gate as fit_gate, train as train
+    from loopscope.training.gate_fitting import fit_gate as fit_gate
+    from loopscope.training.task_run import train as train
     from loopscope.trajectory import Trajectory as Trajectory
 
 __version__: str
-_ROOMS = {
-    "loopscope.analysis": "Comparison Diagnosis Target compare diagnose",
-    "loopscope.checks": "check_model",
-    "loopscope.engine": "Answer Prompt Request choices generate run stream",
-    "loopscope.errors": "UserError",
-    "loopscope.exits": "ExitPolicy FittedGate Frontier Monitor OperatingPoint READOUTS Readout Stopper attach "
-    "calibrate conformal_risk_control fit_stopper readout register_readout signal sweep",
-    "loopscope.models": "LoopedModel SimpleLoopedModel load_model loop",
-    "loopscope.objectives": "LoopLosses",
-    "loopscope.recording": "record_benchmark record_model",
-    "loopscope.training": "fit_gate train",
-    "loopscope.trajectory": "Trajectory",
+_MODULES = {
+    "analysis.comparison": "Comparison",
+    "analysis.diagnosis": "Diagnosis diagnose",
+    "analysis.targets": "Target",
+    "certify.calibration": "calibrate conformal_risk_control",
+    "certify.monitor": "Monitor",
+    "checks.contract": "check_model",
+    "engine.agreement": "compare",
+    "engine.generation": "Prompt generate stream",
+    "engine.requests": "Request choices",
+    "engine.scheduler": "Answer run",
+    "frontier": "Frontier OperatingPoint sweep",
+    "learned.attach": "attach",
+    "learned.fitted_gate": "FittedGate",
+    "learned.stopper": "Stopper",
+    "learned.stopper_fitting": "fit_stopper",
+    "models.checkpoint": "load_model",
+    "models.contract": "LoopedModel",
+    "models.looping": "loop",
+    "models.simple": "SimpleLoopedModel",
+    "objectives": "LoopLosses",
+    "policy": "ExitPolicy",
+    "readouts.readout": "READOUTS readout register_readout",
+    "readouts.replay": "signal",
+    "recording.benchmarks": "record_benchmark",
+    "recording.tasks": "record_model",
+    "report.write": "report",
+    "training.gate_fitting": "fit_gate",
+    "training.task_run": "train",
+    "trajectory": "Trajectory",
 }
-_HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
-_CALLED = {"report": "loopscope.report"}
-"""A room that is called like the function that it is for: importing it anywhere puts it here, so it can be called."""
-
-__all__ = sorted((*_HOMES, *_CALLED))
+_HOMES = {name: f"loopscope.{module}" for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(("UserError", *_HOMES))
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("loopscope")
-    if name in _CALLED:
-        return import_module(_CALLED[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'loopscope' has no attribute '{name}'")
-    value = getattr(import_module(_HOMES[name]), name)
+    try:
+        value = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, f"loopscope.{name}") from None
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return [*globals(), "__version__", *_HOMES, *_CALLED]
+    return [*globals(), "__version__", *_HOMES]

@@ -1,7 +1,7 @@
 """How does an artifact get to disk and back without being silently altered?
 
 It is a folder whose tensors are safetensors and everything else JSON; its manifest lists every file with its hash, and
-only another of its kind takes its place (`writing`: whole, or not at all).
+only another of its kind takes its place (`files`: whole, or not at all). A single file carries its own hash (`sealed`).
 """
 
 import hashlib
@@ -11,16 +11,15 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.config import digest, read_json
+from loopscope.config import build, digest, read_json, write_json
 from loopscope.errors import UserError
-from loopscope.reading import is_folder, is_plain_name, no_folder
-from loopscope.writing import atomic_folder, remove_leftovers, write_json
+from loopscope.files import atomic_folder, is_folder, is_plain_name, no_folder, remove_leftovers
 
 MANIFEST = "manifest.json"
 T = TypeVar("T")
@@ -54,8 +53,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     files: dict[str, FileEntry]
     digest: str = ""  # of all of the above
 
-    def seal(self) -> str:
-        return digest(msgspec.structs.replace(self, digest=""))
+
+def sealed(value: T) -> T:
+    """A struct with the hash of its contents in its field `digest`."""
+    emptied: Any = msgspec.structs.replace(value, digest="")  # type: ignore[type-var]
+    return msgspec.structs.replace(emptied, digest=digest(emptied))
+
+
+def is_intact(value: Any) -> bool:
+    """Whether a struct still has the hash that `sealed` gave it."""
+    return bool(sealed(value).digest == value.digest)
 
 
 def loopscope_version() -> str:
@@ -118,7 +125,7 @@ def write_manifest(
         provenance={"loopscope": loopscope_version(), **provenance},
         files=files,
     )
-    write_json(folder / MANIFEST, msgspec.structs.replace(manifest, digest=manifest.seal()))
+    write_json(folder / MANIFEST, sealed(manifest))
 
 
 def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
@@ -137,7 +144,7 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
             f"{folder} has schema version {manifest.schema_version}, this LoopScope reads {schema_version}; "
             f"make the {kind} again."
         )
-    if manifest.seal() != manifest.digest:
+    if not is_intact(manifest):
         raise UserError(f"{folder / MANIFEST} was altered; make the {kind} again.")
     for name, entry in manifest.files.items():
         if not is_plain_name(name):
@@ -149,13 +156,50 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
 def _check(path: Path, entry: FileEntry, kind: str) -> None:
     if not path.is_file():
         raise UserError(f"{path} is missing; make the {kind} again.")
-    if path.stat().st_size != entry.bytes:
+    if path.stat().st_size != entry.bytes or sha256(path) != entry.sha256:
         raise UserError(
-            f"{path} has {path.stat().st_size:,} bytes, its manifest says {entry.bytes:,}: it was cut off or altered; "
-            f"make the {kind} again."
+            f"{path} does not have the hash of its manifest: it was cut off or altered; make the {kind} again."
         )
-    if sha256(path) != entry.sha256:
-        raise UserError(f"{path} does not have the hash of its manifest: it was altered; make the {kind} again.")
+
+
+def save_artifact(
+    folder: str | Path,
+    kind: str,
+    schema_version: int,
+    contents: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    files: Mapping[str, Any],
+    known_files: Collection[str] = (),
+) -> None:
+    """Writes an artifact whole or not at all; an earlier one of its kind is replaced.
+
+    `files`: arrays by name for a name that ends in .safetensors, for others what becomes JSON. `known_files`: all that
+    such an artifact may have (the first: must have).
+    """
+    with artifact_folder(Path(folder), kind, known_files or list(files)) as scratch:
+        for name, value in files.items():
+            (save_tensors if name.endswith(".safetensors") else write_json)(scratch / name, value)
+        write_manifest(scratch, kind, schema_version, contents, provenance, list(files))
+
+
+class LoadedArtifact(NamedTuple):
+    """What an artifact holds; its files were checked against their hashes."""
+
+    contents: Any
+    provenance: dict[str, Any]
+    files: Collection[str]
+    arrays: dict[str, NDArray[Any]]
+
+
+def load_artifact(
+    folder: Path, kind: str, schema_version: int, contents: type, tensors: str, others: Collection[str] = ()
+) -> LoadedArtifact:
+    """The artifact in `folder`, with the arrays of its file `tensors`; `others` must be there, too."""
+    manifest = read_manifest(folder, kind, schema_version)
+    if missing := [name for name in (tensors, *others) if name not in manifest.files]:
+        raise UserError(f"{folder} is a {kind} without {missing[0]}; make the {kind} again.")
+    said = build(contents, manifest.contents, str(folder))
+    return LoadedArtifact(said, manifest.provenance, manifest.files, map_tensors(folder / tensors))
 
 
 def read_whole(path: Path, read: Callable[[], T]) -> T:

@@ -5,16 +5,17 @@ only knows how to fill one.
 """
 
 import hashlib
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from loopscope.errors import UserError
-from loopscope.reading import DEEPEST, json_depth, read_bytes, read_text
-from loopscope.validation import describe_misfit
+from loopscope.errors import UserError, did_you_mean
+from loopscope.files import MAX_FILE_BYTES, MAX_NESTING, json_depth, read_bytes, read_text, write_bytes
 
 T = TypeVar("T")
 
@@ -32,7 +33,16 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]  # products of two are 
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 
-_LARGEST_TOML = 1 << 22
+_MAX_TOML_BYTES = 1 << 22
+_TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+    "null": "nothing",
+}
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file."""
     try:
-        tables = tomllib.loads(read_text(path, "TOML file", _LARGEST_TOML))
+        tables = tomllib.loads(read_text(path, "TOML file", _MAX_TOML_BYTES))
     except UserError:
         raise
     except (ValueError, RecursionError) as error:  # int refuses thousands of digits with a ValueError of its own
@@ -59,7 +69,7 @@ def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dic
         if not equals or not key.strip():
             raise UserError(f"'--set {assignment}' is not of the form a.b=c; write for instance --set training.seed=1.")
         *tables, name = key.strip().split(".")
-        if len(tables) > DEEPEST:
+        if len(tables) > MAX_NESTING:
             raise UserError(f"'--set {assignment}': the key has {len(tables):,} tables, one inside the other.")
         table = result
         for part in tables:
@@ -75,23 +85,27 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"{source}: {describe_misfit(error, kind)}") from None
+        raise UserError(f"{source}: {_describe_misfit(error, kind)}") from None
     except UnicodeEncodeError:
         raise UserError(f"{source}: a text holds half a character, which no file can hold; leave it out.") from None
 
 
-def read_json(kind: type[T], path: Path, what: str) -> T:
-    """The JSON file at `path` as a `kind`; `what` names it in errors."""
-    data = read_bytes(path, what)
+def read_json(kind: type[T], path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> T:
+    """The JSON file at `path`, of at most so many bytes, as a `kind`; `what` names it in errors."""
+    data = read_bytes(path, what, largest)
     try:
         data.decode()  # all of it: what a kind does not name is not looked at
-        if json_depth(data) > DEEPEST:
+        if json_depth(data) > MAX_NESTING:
             raise RecursionError
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {describe_misfit(error, kind)}") from None
+        raise UserError(f"{path}: {_describe_misfit(error, kind)}") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a readable {what}: {_briefly(error)}.") from None
+
+
+def write_json(path: Path, value: object) -> None:
+    write_bytes(path, to_json(value))
 
 
 def to_json(value: object) -> bytes:
@@ -146,7 +160,7 @@ def _toml_value(text: str, source: str) -> Any:
 def _check_bounds(tables: Mapping[str, Any], source: str) -> None:
     """TOML's integers have 64 bits, and Python's reader takes longer ones; nobody needs tables without end."""
     level: list[Any] = [tables]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_NESTING):
         values = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
         if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
             raise UserError(f"{source}: a whole number is beyond 64 bits.")
@@ -159,7 +173,65 @@ def _check_bounds(tables: Mapping[str, Any], source: str) -> None:
 def _briefly(error: Exception) -> str:
     """What a reader of TOML or JSON found wrong."""
     if isinstance(error, RecursionError):
-        return f"more than {DEEPEST} tables or lists are nested in one another"
+        return f"more than {MAX_NESTING} tables or lists are nested in one another"
     if "integer string conversion" in str(error):
         return "a number has thousands of digits"
     return str(error).rstrip(".")
+
+
+def _describe_misfit(error: msgspec.ValidationError, kind: Any) -> str:
+    """The sentence for a value that is no `kind`."""
+    message, _, where = str(error).rstrip(".").partition(" - at `$")
+    key = where.rstrip("`").lstrip(".")
+    found = [kind]
+    for part in re.findall(r"[^.\[\]]+", key):
+        found = [inner for each in found for inner in _inside(each, part)]
+    text = _plain_words(message, list(_kinds(found)))
+    return f"{key}: {text}." if key else f"{text}."
+
+
+def _plain_words(message: str, kinds: list[Any]) -> str:
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", message, re.DOTALL):
+        known = [name for each in kinds for name in _fields(each)]
+        listed = f"; the keys are {', '.join(dict.fromkeys(known))}" if known else ""
+        return f"unknown key `{unknown[1]}`{did_you_mean(unknown[1], known) or listed}"
+    if missing := re.fullmatch("Object missing required field `(.*)`", message, re.DOTALL):
+        return f"the key `{missing[1]}` is missing"
+    if invalid := re.fullmatch("Invalid (?:enum )?value '?(.*?)'?", message, re.DOTALL):
+        known = [str(value) for each in kinds if get_origin(each) is Literal for value in get_args(each)]
+        choice = f"; choose one of {', '.join(known)}" if known else ""
+        return f"there is no '{invalid[1]}' here{did_you_mean(invalid[1], known)}{choice}"
+    message = re.sub(
+        "`([^`]*)`", lambda found: " or ".join(_TYPE_WORDS.get(each, each) for each in found[1].split(" | ")), message
+    )
+    message = re.sub(r"matching regex '(.*)'$", r"of the form \1", message, flags=re.DOTALL)
+    return re.sub("^Expected ", "expected ", message)
+
+
+def _kinds(kinds: list[Any]) -> Iterator[Any]:
+    """Those that a kind is made of, where it is one of several."""
+    for each in kinds:
+        if get_origin(each) in (Union, UnionType, Annotated):
+            yield from _kinds([part for part in get_args(each) if isinstance(part, type) or get_args(part)])
+        else:
+            yield each
+
+
+def _inside(kind: Any, part: str) -> Iterator[Any]:
+    """What kinds may be at a key, or in a list."""
+    for each in _kinds([kind]):
+        if isinstance(each, type) and issubclass(each, msgspec.Struct):
+            tag = each.__struct_config__.tag_field
+            if part == tag:
+                yield Literal[each.__struct_config__.tag]
+            yield from (hint for name, hint in get_type_hints(each, include_extras=True).items() if name == part)
+        elif get_origin(each) in (list, tuple):
+            yield from (inner for inner in get_args(each) if inner is not ...)
+        elif get_origin(each) is dict:
+            yield get_args(each)[1]
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return ()
+    return kind.__struct_encode_fields__

@@ -15,14 +15,29 @@ from pathlib import Path
 
 _LIBRARIES = ("loopscope", "importlib", "numpy", "scipy", "torch")
 """A line of theirs in a traceback is not the user's."""
-_OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+_STEERS_TERMINAL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 """Control characters, marks that reorder a line, and halves of characters."""
 _NUMBER = re.compile(r"\d+")
-_MOST_MEANT = 3
-_SHORT = 8
+_MAX_MEANT = 3
+_MIN_LONG_NAME = 8
 """Letters; two names of fewer are alike by chance where they share three of five."""
-_LONGEST = 450
-_LONGEST_NAME = 255
+_MAX_MESSAGE = 450
+_MAX_NAME = 255
+_EXTRAS = {
+    "torch": "torch",
+    "altair": "report",
+    "jinja2": "report",
+    "vl_convert": "report",
+    "transformers": "transformers",
+    "tokenizers": "transformers",
+    "accelerate": "transformers",
+    "peft": "peft",
+    "lm_eval": "lm",
+    "vllm": "vllm",
+    "ray": "ray",
+    "gguf": "gguf",
+}
+"""Which extra of LoopScope installs a package that the core does without."""
 
 
 class RecordingWarning(UserWarning):
@@ -38,10 +53,10 @@ class UserError(ValueError):
 
 def visible(text: str, keep: str = "\n\t") -> str:
     """Text from anywhere, fit for a terminal: what would steer it stands there as JSON writes it, `\\u001b`."""
-    return _OBEYED.sub(lambda found: found[0] if found[0] in keep else f"\\u{ord(found[0]):04x}", text)
+    return _STEERS_TERMINAL.sub(lambda found: found[0] if found[0] in keep else f"\\u{ord(found[0]):04x}", text)
 
 
-def brief(message: str, longest: int = _LONGEST) -> str:
+def brief(message: str, longest: int = _MAX_MESSAGE) -> str:
     """A message in one visible line; one that is too long loses its middle: what is wrong, and what to do, stay."""
     return _shortened(visible(_shortened(" ".join(message.splitlines()), longest), keep=""), longest)
 
@@ -53,7 +68,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     known = [each for each in known if not _NUMBER.search(name) or _NUMBER.findall(each) in ([], _NUMBER.findall(name))]
     begun = [name] if name in known else [each for each in known if len(name) > 2 and each.startswith(name)]
-    meant = begun if 1 <= len(begun) <= _MOST_MEANT else filter(None, [closest(name, known)])
+    meant = begun if 1 <= len(begun) <= _MAX_MEANT else filter(None, [closest(name, known)])
     names = " or ".join(f"'{each}'" for each in meant)
     return f" (did you mean {names}?)" if names else ""
 
@@ -64,8 +79,8 @@ def closest(name: str, known: Iterable[str], alike: float | None = None) -> str 
     The dashes of an option, which all options have, do not count.
     """
     bare, names = name.lstrip("-"), {each.lstrip("-"): each for each in known}
-    least = alike or (0.7 if len(bare) < _SHORT else 0.6)
-    close = [] if len(bare) > _LONGEST_NAME else difflib.get_close_matches(bare, list(names), 1, least)
+    least = alike or (0.7 if len(bare) < _MIN_LONG_NAME else 0.6)
+    close = [] if len(bare) > _MAX_NAME else difflib.get_close_matches(bare, list(names), 1, least)
     return names[close[0]] if close else None
 
 
@@ -84,3 +99,11 @@ def reason(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(not_theirs)]
     where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in frames[-1:])
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+
+
+def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
+    """The sentence for a package that an extra installs; the error itself for any other."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        return error
+    return UserError(f"{what} needs {package}; install it with: pip install 'loopscope[{_EXTRAS[package]}]'")

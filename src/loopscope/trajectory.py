@@ -11,7 +11,6 @@ is -inf in its logits at every loop.
 """
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,13 +20,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.arguments import as_array, as_integers, as_path, check_kind, check_mapping, check_split_name
-from loopscope.artifacts import artifact_folder, map_tensors, read_manifest, read_whole, save_tensors, write_manifest
-from loopscope.config import Settings, build, plain
-from loopscope.errors import UserError
+from loopscope.arrays import as_array, as_integers
+from loopscope.artifacts import load_artifact, map_tensors, read_whole, save_artifact, write_manifest
+from loopscope.config import Settings, plain, read_json
+from loopscope.errors import UserError, did_you_mean
 from loopscope.model_identity import same_model
 from loopscope.trajectory_checks import Array, check_contents, frozen
-from loopscope.writing import write_json
 
 RECORDING = "recording"
 RECORDING_SCHEMA = 1
@@ -44,8 +42,9 @@ _ARRAYS = (
     "sequences",
     "norms",
 )
+SPLITS = ("train", "validation", "test", "extrapolation")
 SIGNAL_PREFIX = "signal."
-_WORDS = 1 << 24
+_HASHED_AT_ONCE = 1 << 24
 """Numbers that are hashed at a time."""
 NO_LABELS = (
     "This recording has no labels, without which it cannot be told what is right: give them (labels=...), or ask how "
@@ -102,8 +101,6 @@ class Trajectory:
     computed: dict[Any, Array] = field(default_factory=dict, init=False)  # signals that were asked for
 
     def __post_init__(self) -> None:
-        if self.split is not None and not isinstance(self.split, str):
-            raise UserError(f"split must be a name such as 'validation', got {self.split!r}.")
         if self.split is not None:
             check_split_name(self.split)
         if self.logits is None and self.predictions is None:
@@ -111,7 +108,6 @@ class Trajectory:
         for name in (*_ARRAYS, "hidden"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, frozen(value, name))
-        check_mapping(self.signals, "signals")
         signals = {name: frozen(values, f"signal {name}") for name, values in self.signals.items()}
         object.__setattr__(self, "signals", signals)
         if isinstance(self.examples, np.ndarray):
@@ -259,7 +255,7 @@ class Trajectory:
             return None
         words = np.ascontiguousarray(self.logits).reshape(self.num_examples, -1).view(np.uint16)
         factors = np.random.default_rng(0).integers(1, 2**63, words.shape[1], dtype=np.uint64)
-        step = max(1, _WORDS // words.shape[1])
+        step = max(1, _HASHED_AT_ONCE // words.shape[1])
         starts = range(0, len(words), step)
         return np.concatenate([words[start : start + step].astype(np.uint64) @ factors for start in starts])
 
@@ -292,52 +288,39 @@ class Trajectory:
 
     def save(self, folder: str | Path) -> None:
         """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
-        with artifact_folder(as_path(folder, "folder"), RECORDING, RECORDING_FILES) as scratch:
-            arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
-            arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
-            save_tensors(scratch / TRAJECTORY, arrays)
-            needed = [TRAJECTORY]
-            if self.hidden is not None:
-                save_tensors(scratch / HIDDEN, {"hidden": self.hidden})
-                needed.append(HIDDEN)
-            if self.examples is not None:
-                write_json(scratch / EXAMPLES, list(self.examples))
-                needed.append(EXAMPLES)
-            seal(scratch, self.split, self.num_examples, self.num_loops, self.provenance, needed)
+        arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
+        arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
+        files: dict[str, Any] = {TRAJECTORY: arrays}
+        if self.hidden is not None:
+            files[HIDDEN] = {"hidden": self.hidden}
+        if self.examples is not None:
+            files[EXAMPLES] = list(self.examples)
+        contents = Contents(split=self.split, examples=self.num_examples, loops=self.num_loops)
+        save_artifact(folder, RECORDING, RECORDING_SCHEMA, plain(contents), self.provenance, files, RECORDING_FILES)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
         """The recording in `folder`, after every file was checked against its hash."""
-        path = as_path(folder, "The folder")
+        path = Path(folder)
         return read_whole(path, lambda: cls._read(path))
 
     @classmethod
     def _read(cls, path: Path) -> Self:
-        manifest = read_manifest(path, RECORDING, RECORDING_SCHEMA)
-        if TRAJECTORY not in manifest.files:
-            raise UserError(f"{path} is a recording without {TRAJECTORY}; make the recording again.")
-        arrays = map_tensors(path / TRAJECTORY)
+        found = load_artifact(path, RECORDING, RECORDING_SCHEMA, Contents, TRAJECTORY)
+        arrays = found.arrays
         recorded = [name for name in arrays if name.startswith(SIGNAL_PREFIX)]
         signals = {name.removeprefix(SIGNAL_PREFIX): arrays.pop(name) for name in recorded}
-        if HIDDEN in manifest.files:
+        if HIDDEN in found.files:
             arrays |= map_tensors(path / HIDDEN)
-        examples = None
-        if EXAMPLES in manifest.files:
-            examples = json.loads((path / EXAMPLES).read_bytes())
-        split = build(Contents, manifest.contents, str(path)).split
+        if unknown := sorted({*arrays} - {*_ARRAYS, "hidden"}):
+            raise UserError(f"{path} holds '{unknown[0]}', which no recording has; make the recording again.")
+        examples = read_json(list[str], path / EXAMPLES, "list of examples", None) if EXAMPLES in found.files else None
         try:
-            if split is not None:
-                check_split_name(split)
+            return cls(
+                **arrays, split=found.contents.split, signals=signals, examples=examples, provenance=found.provenance
+            )
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-        return cls(
-            logits=arrays.pop("logits", None),
-            split=split,
-            signals=signals,
-            examples=examples,
-            provenance=manifest.provenance,
-            **arrays,
-        )
 
 
 def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
@@ -388,9 +371,10 @@ def seal(
     write_manifest(folder, RECORDING, RECORDING_SCHEMA, plain(contents), provenance, needed)
 
 
-def check_trajectory(value: object, name: str) -> None:
-    """Refuses what is no recording; its path is easily given instead."""
-    check_kind(value, Trajectory, name, "a recording (ls.Trajectory, as Trajectory.load and record_model give them)")
+def check_split_name(name: str) -> None:
+    """Rejects a split that there is none of: what guards evaluation data goes by its name."""
+    if name not in SPLITS:
+        raise UserError(f"There is no split '{name}'{did_you_mean(name, SPLITS)}; choose one of {', '.join(SPLITS)}.")
 
 
 def _equal(ours: Array | None, theirs: Array | None) -> bool:

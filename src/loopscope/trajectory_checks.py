@@ -4,26 +4,36 @@ Shapes: N examples, T loops, V classes, D width.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.arguments import as_array, check_mapping
-from loopscope.config import plain
+from loopscope.arrays import as_array
+from loopscope.config import build
 from loopscope.errors import RecordingWarning, UserError
 
 Array = NDArray[Any]
 _WIDE = ("logits", "hidden")
 _ROUNDING = 1e-3
 """What may be missing to a probability of 1."""
-_CLOSE = 0.01
+_ROUNDED_LOGIT = 0.01
 """By which share logits may differ for being kept in half precision."""
-_MANY = 100
+_MIN_TO_WARN = 100
 """So many logits do not look like probabilities by chance."""
-_WORDS = ("weights_sha256", "precision", "benchmark", "metric", "unit", "state")
-"""Of a provenance: what is text, where it is there."""
+
+
+class _KnownProvenance(msgspec.Struct):
+    """What LoopScope reads of a provenance; the rest is the user's."""
+
+    weights_sha256: str | None = None
+    precision: str | None = None
+    benchmark: str | None = None
+    metric: str | None = None
+    unit: str | None = None
+    state: str | None = None
+    signal_definitions: dict[str, str | None] = {}
 
 
 def check_contents(trajectory: Any) -> None:
@@ -31,8 +41,7 @@ def check_contents(trajectory: Any) -> None:
 
     Of a `Trajectory`, which imports this, with its arrays frozen.
     """
-    _check_provenance(trajectory.provenance)
-    _check_examples(trajectory.examples)
+    build(_KnownProvenance, trajectory.provenance, "provenance")
     _check_shapes(trajectory)
     if trajectory.logits is not None:
         _check_logits(trajectory.logits, trajectory.labels)
@@ -63,7 +72,7 @@ def _check_predictions(logits: Array | None, predictions: Array | None) -> None:
         raise UserError(f"predictions name a class beyond the {logits.shape[2]} of the logits.")
     top = logits.max(axis=-1).astype(np.float64)
     answered = np.take_along_axis(logits, predictions[..., None], axis=2)[..., 0]
-    if (wrong := answered < top - _CLOSE * (1 + np.abs(top))).any():
+    if (wrong := answered < top - _ROUNDED_LOGIT * (1 + np.abs(top))).any():
         raise UserError(
             f"predictions and logits contradict each other (first: {_first('predictions', wrong)}, which is not the "
             "likeliest class there); leave out the predictions."
@@ -111,26 +120,6 @@ def _check_shapes(trajectory: Any) -> None:
             raise UserError(f"signal {name} has the shape {list(np.shape(signal))}, expected {[rows, loops]}.")
     if trajectory.examples is not None and len(trajectory.examples) != rows:
         raise UserError(f"There are {len(trajectory.examples)} example texts for {rows} examples.")
-
-
-def _check_examples(examples: Sequence[str] | None) -> None:
-    if examples is None:
-        return
-    texts = isinstance(examples, Sequence) and not isinstance(examples, str | bytes)
-    if not texts or not all(isinstance(text, str) for text in examples):
-        raise UserError("examples must be a list of texts, one for each example.")
-
-
-def _check_provenance(provenance: Mapping[str, Any]) -> None:
-    check_mapping(provenance, "provenance")
-    try:
-        plain(provenance)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        raise UserError("provenance is saved as JSON, so it holds text, numbers, lists and mappings only.") from None
-    for name in _WORDS:
-        if not isinstance(provenance.get(name), str | None):
-            raise UserError(f"'{name}' of a provenance must be text, got {type(provenance[name]).__name__}.")
-    check_mapping(provenance.get("signal_definitions", {}), "'signal_definitions' of a provenance")
 
 
 def frozen(values: Array, name: str) -> Array:
@@ -206,9 +195,9 @@ def _first(name: str, wrong: Array) -> str:
 
 def _warn_of_copies(logits: Array | None) -> None:
     """The last loop's logits in the place of all others give a verdict, too."""
-    if logits is None or logits.shape[1] == 1 or len(logits) < _MANY:
+    if logits is None or logits.shape[1] == 1 or len(logits) < _MIN_TO_WARN:
         return
-    if all((part == part[:, :1]).all() for part in (logits[:_MANY], logits)):  # the first few tell nearly always
+    if all((part == part[:, :1]).all() for part in (logits[:_MIN_TO_WARN], logits)):  # the first few tell nearly always
         warnings.warn(
             "All loops have the same logits: no exit can differ from another. Were those of one loop recorded for all?",
             RecordingWarning,
@@ -218,7 +207,7 @@ def _warn_of_copies(logits: Array | None) -> None:
 
 def _warn_of_probabilities(logits: Array | None, gate_logits: Array | None) -> None:
     """Probabilities in the place of logits give a verdict, and a wrong one; logits seldom look like them."""
-    if logits is not None and logits[..., 0].size >= _MANY and logits.min() >= 0 and _sum_to_one(logits):
+    if logits is not None and logits[..., 0].size >= _MIN_TO_WARN and logits.min() >= 0 and _sum_to_one(logits):
         warnings.warn(
             "All logits are 0 or more and sum to 1 over the classes, as probabilities do; of probabilities p give "
             "log(p), since entropies and margins would be those of other predictions.",
@@ -228,7 +217,7 @@ def _warn_of_probabilities(logits: Array | None, gate_logits: Array | None) -> N
     if gate_logits is None:
         return
     low, high = float(gate_logits.min()), float(gate_logits.max())
-    if gate_logits.size >= _MANY and low >= 0 and high <= 1 and high - low > 0.5:
+    if gate_logits.size >= _MIN_TO_WARN and low >= 0 and high <= 1 and high - low > 0.5:
         warnings.warn(
             "All gate_logits lie between 0 and 1, as probabilities do; they are halt logits, whose sigmoid is the "
             "probability of halting. If yours are probabilities p, give log(p / (1 - p)).",

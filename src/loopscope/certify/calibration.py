@@ -1,0 +1,347 @@
+"""How does a threshold come with a guarantee? Tested on data that had no part in proposing it.
+
+One part of the data proposes: it gives the grid of thresholds, their order from the safest on (the strictest first,
+unless a laxer one looks safer) and, with `auto`, two readouts. The other part tests: thresholds are proven in that
+order up to the first that is not (`bounds`), and the one of them that takes the fewest loops is the policy's; with two
+readouts, each at half of delta. A live run of text was proposed before it ran (`live_candidates`); it is tested alike.
+
+The unit that is counted is the example, or, where one request yields many decisions, the sequence, whose loss is the
+share of its decisions that lose. The guarantee can be made for every difficulty: then a threshold is proven if it is at
+each of them. No correction is due for that, because for a bad threshold to be proven, the test must err at the very
+difficulty where it is bad (an intersection-union test).
+
+Shapes: N examples, T loops, G thresholds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import sem
+
+from loopscope.certify.bounds import count_leading, max_losses, min_units
+from loopscope.certify.live_runs import LiveRuns, Recorded
+from loopscope.certify.losses import RiskGroup, population, risk_groups, summarise_data, unit_count
+from loopscope.certify.not_proven import NotProven, not_safe, set_aside, too_few
+from loopscope.certify.risk_target import AUTO, RiskOptions, RiskTarget
+from loopscope.certify.tested_data import decision_scope, outcome_of
+from loopscope.certify.threshold_walk import Proof, Walk, walk_live_runs, walk_thresholds
+from loopscope.errors import UserError
+from loopscope.frontier import Curve
+from loopscope.guarantee import Bound, CalibrationExits, Certificate, DataSummary, Evidence, Guarantee
+from loopscope.learned.attach import Fitted, attach, by_readout
+from loopscope.policy import ExitPolicy, chosen_scope
+from loopscope.readouts.readout import needs_labels
+from loopscope.splits import check_same_model, check_split
+from loopscope.threshold_grids import available_readouts, gap_grid
+from loopscope.trajectory import Trajectory
+
+_NORMAL_95 = 1.959964
+_ROUNDING = 1e-9
+"""Averages of loops are exact to this."""
+
+
+def calibrate(
+    recording: Trajectory,
+    max_drop: float = 0.01,
+    confidence: float = 0.95,
+    *,
+    grid: Trajectory | None = None,
+    gates: Mapping[str, Fitted] | None = None,
+    seed: int = 0,
+    bound: Bound = "betting",
+    **options: Unpack[RiskOptions],
+) -> ExitPolicy:
+    """A policy whose risk is at most `max_drop`, with probability `confidence` over the draw of the recording.
+
+    gap: the early answer is wrong and the one at full depth right. disagreement: they differ, which needs no labels.
+    The thresholds come from `grid` (another recording of the model), or from a fifth of the recording, not tested then.
+    With `unseen` the promise is for inputs that training did not have, with `distinct` every input counts once: copies
+    are no evidence about inputs that are new. `bound` is how the losses of sequences are tested: by bets, or by
+    Hoeffding-Bentkus, which sees their mean only.
+    """
+    return certify(recording, RiskTarget(max_drop=max_drop, confidence=confidence, **options), grid, gates, seed, bound)
+
+
+def conformal_risk_control(
+    recording: Trajectory,
+    max_drop: float = 0.01,
+    *,
+    grid: Trajectory | None = None,
+    gates: Mapping[str, Fitted] | None = None,
+    seed: int = 0,
+    **options: Unpack[RiskOptions],
+) -> ExitPolicy:
+    """A policy whose risk is at most `max_drop` on average over draws of the recording: weaker, and mostly cheaper.
+
+    An example counts as lost from the strictest threshold on that loses it: losses must not fall towards laxer ones,
+    and a model can think itself out of a right answer.
+    """
+    return certify(recording, RiskTarget(max_drop=max_drop, in_expectation=True, **options), grid, gates, seed)
+
+
+def certify(
+    recorded: Recorded,
+    target: RiskTarget,
+    grid: Trajectory | None = None,
+    gates: Mapping[str, Fitted] | None = None,
+    seed: int = 0,
+    bound: Bound = "betting",
+) -> ExitPolicy:
+    """The policy that keeps the guarantee which is asked for, or `NotProven`; from a recording, or from a live run."""
+    check_split(recorded, "calibration")
+    proof = Proof(bound, seed)
+    if isinstance(recorded, LiveRuns):
+        return _test(_candidates_of_run(recorded, target), target, proof)
+    return _test(_candidates_of_recording(recorded, target, grid, gates or {}, seed), target, proof)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Thresholds that are to be tested, and where they come from."""
+
+    rules: list[ExitPolicy]  # of each walk the rule, whose threshold is to be replaced
+    walks: list[Walk]
+    counted: Recorded  # the examples for which the guarantee is made; those of the walks may be a part of them
+    readouts: list[str]  # among which the proposing data chose
+    recording: str  # the hash of all that was recorded
+    tested: DataSummary
+    grid: DataSummary  # where the thresholds come from
+    grid_size: int | None  # None: as long as the walk
+    split: bool  # whether a part of the data proposes and is not tested
+
+
+def _candidates_of_recording(
+    recording: Trajectory, target: RiskTarget, grid: Trajectory | None, gates: Mapping[str, Fitted], seed: int
+) -> Candidates:
+    _check(recording, grid, gates)
+    counted = population(recording, target.unseen, target.distinct)
+    if grid is None:
+        proposing, tested = split_rows(counted, target, seed)
+    else:
+        _check_size(counted, counted, target, split=False)
+        proposing, tested = grid, counted
+    proposing, tested = attach(proposing, gates), attach(tested, gates)
+    readouts = candidate_readouts(target, proposing, tested)
+    walks = _finalists(readouts, proposing, tested, target)
+    named = by_readout(gates)
+    rules = [
+        ExitPolicy(each.readout, each.thresholds[0], named.get(each.readout), chosen_scope(each.readout, recording))
+        for each in walks
+    ]
+    summaries = (summarise_data(tested), summarise_data(proposing))
+    return Candidates(rules, walks, counted, readouts, recording.sha256, *summaries, None, grid is None)
+
+
+def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
+    check_live_target(target)
+    contents, gate = runs.contents, runs.rule.gate
+    if gate is not None:
+        gate.check_calibration(runs)
+    if contents.proposing is None:
+        raise UserError(
+            "This live run is of a policy that was given, so it can check a promise (loopscope evaluate) but not make "
+            "one; run candidates, without --policy."
+        )
+    if target.readout not in (AUTO, runs.rule.readout):
+        raise UserError(f"The live run is of '{runs.rule.readout}', not of '{target.readout}'; run that one.")
+    _check_size(runs, runs, target, split=True)
+    walk = walk_live_runs(runs, target)
+    tested = DataSummary(
+        sha256=runs.run_sha256,
+        split=contents.split,
+        examples=runs.num_examples,
+        sequences=unit_count(runs),
+        seen=None,
+        difficulty=None,
+    )
+    rule = replace(runs.rule, scope=runs.scope, certificate=None)
+    names, where = contents.readouts, contents.recording
+    return Candidates([rule], [walk], runs, names, where, tested, contents.proposing, contents.planned, split=True)
+
+
+def check_live_target(target: RiskTarget) -> None:
+    """Rejects what cannot be asked of text that is run."""
+    for name in ("in_expectation", "per_difficulty", "unseen", "distinct"):
+        if getattr(target, name):
+            raise UserError(
+                f"A promise for text that was run live is not made with --{name.replace('_', '-')}; leave that out."
+            )
+
+
+def _test(candidates: Candidates, target: RiskTarget, proof: Proof) -> ExitPolicy:
+    """The candidate with the fewest loops of those that are proven, with its certificate; or `NotProven`."""
+    walks = candidates.walks
+    level = None if target.delta is None else target.delta / len(walks)
+    passed = [walk.proven(target.max_drop, level, proof) for walk in walks]
+    best = min(range(len(walks)), key=lambda number: walks[number].fewest_loops(passed[number]))
+    walk = walks[best]
+    if walk.fewest_loops(passed[best]) > walk.num_loops - _ROUNDING:
+        raise _refusal(candidates, target, proof)
+    place = int(walk.loops[: passed[best]].argmin())
+    policy = replace(candidates.rules[best], threshold=float(walk.thresholds[place]))
+    return replace(
+        policy, certificate=_certificate(policy, candidates, walk, place, passed[best], level, target, proof)
+    )
+
+
+def candidate_readouts(target: RiskTarget, *recordings: Trajectory) -> list[str]:
+    if target.readout != AUTO:
+        return [target.readout]
+    return [name for name in available_readouts(*recordings) if not needs_labels(name)]
+
+
+def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted]) -> None:
+    if recording.num_loops == 1:
+        raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
+    for gate in gates.values():
+        gate.check_calibration(recording)
+    if grid is not None:
+        check_split(grid, "grid's")
+        check_same_model(recording, grid, "The recording and that of the grid")
+        if recording.same_data(grid):
+            raise UserError(
+                "The thresholds come from the data that is tested; give a recording of another split, or none: then a "
+                "fifth of the recording is set aside."
+            )
+
+
+def proposing_rows(counted: Trajectory, seed: int) -> NDArray[np.bool_]:
+    """[N] whether an example is of the fifth of the units, drawn at random, that gives the grid."""
+    (all_units,) = risk_groups(counted, per_difficulty=False)
+    proposing = np.zeros(all_units.units, dtype=bool)
+    proposing[np.random.default_rng(seed).permutation(all_units.units)[: set_aside(all_units.units)]] = True
+    return np.asarray(proposing[all_units.unit])
+
+
+def split_rows(recording: Trajectory, target: RiskTarget, seed: int) -> tuple[Trajectory, Trajectory]:
+    """Those that propose, and those that test; too few of them are refused."""
+    if unit_count(recording) < 2:
+        raise too_few(0, None, recording, target, split=True)
+    proposing = proposing_rows(recording, seed)
+    tested = recording.take(~proposing)
+    _check_size(recording, tested, target, split=True)
+    return recording.take(proposing), tested
+
+
+def _check_size(counted: Recorded, tested: Recorded, target: RiskTarget, split: bool) -> None:
+    """Refuses difficulties (also those that are not among the tested at all) with too few tested units."""
+    units = {group.difficulty: 0 for group in risk_groups(counted, target.per_difficulty)}
+    units |= {group.difficulty: group.units for group in risk_groups(tested, target.per_difficulty)}
+    smallest = min(units, key=units.__getitem__)
+    needed = min_units(target.max_drop, target.delta)
+    if needed is not None and units[smallest] < needed:
+        raise too_few(units[smallest], smallest, counted, target, split)
+
+
+def _finalists(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list[Walk]:
+    """The walks, on the tested data, of the readouts that take the fewest loops as far as the proposing data can tell.
+
+    Of many candidates two are tested, at half of delta each; one, where the promise is on average (a choice by the
+    tested data would bias it) or the data are too few for more.
+    """
+    parts, delta = risk_groups(tested, target.per_difficulty), target.delta
+    halved = delta is not None and all(max_losses(part.units, target.max_drop, delta / 2) >= 0 for part in parts)
+    best = proposals(candidates, proposing, tested, target)[: 2 if halved else 1]
+    return [walk_thresholds(each.readout, each.thresholds, tested, target, each.order) for each in best]
+
+
+def proposals(candidates: list[str], proposing: Trajectory, tested: Trajectory, target: RiskTarget) -> list["Proposal"]:
+    """The thresholds of these readouts; first comes the one that takes the fewest loops on the proposing data."""
+    rooms = {group.difficulty: _room(group, target) for group in risk_groups(tested, target.per_difficulty)}
+    return sorted((_propose(name, proposing, rooms, target) for name in candidates), key=lambda each: each.loops)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    readout: str
+    thresholds: Curve  # laxest first
+    order: NDArray[np.int64] | None
+    loops: float  # where the walk ends if the tested data have the rates of the proposing data
+
+
+def _propose(readout: str, proposing: Trajectory, rooms: Mapping[float | None, float], target: RiskTarget) -> Proposal:
+    thresholds = gap_grid(readout, proposing)
+    walk = walk_thresholds(readout, thresholds, proposing, target)
+    loss = walk.worst(np.array([[rooms.get(group.difficulty, 1.0)] for group in walk.risk_groups]))
+    loops = float(walk.loops[loss <= 1].min(initial=proposing.num_loops))
+    safest_first = len(thresholds) - 1 - np.argsort(loss, kind="stable")  # conformal risk control must walk laxer
+    return Proposal(readout, thresholds, None if target.delta is None else safest_first, loops)
+
+
+def _room(group: RiskGroup, target: RiskTarget) -> float:
+    """The largest observed loss with which so many units still prove a threshold (a hundredth of one, if none does)."""
+    return max(max_losses(group.units, target.max_drop, target.delta), 0.01) / group.units
+
+
+def _certificate(
+    policy: ExitPolicy,
+    candidates: Candidates,
+    walk: Walk,
+    place: int,
+    passed: int,
+    level: float | None,
+    target: RiskTarget,
+    proof: Proof,
+) -> Certificate:
+    outcome, sequences = outcome_of(policy, walk.data), walk.data.sequences is not None
+    lost = outcome.lost(target.loss)
+    p: list[float | None] = [None] * len(walk.risk_groups)
+    if level is not None:
+        p = walk.p_values(target.max_drop, level, proof, slice(place, place + 1))[:, 0].tolist()
+    bound = None if level is None or all(group.binary for group in walk.risk_groups) else proof.bound
+    (all_units,) = risk_groups(walk.data, per_difficulty=False)
+    depths = all_units.means(outcome.loops)
+    average, half = min(float(depths.mean()), float(walk.num_loops)), _NORMAL_95 * float(sem(depths))
+    guarantee = Guarantee(
+        sentence=target.sentence(sequences, decision_scope(walk.data)),
+        loss=target.loss,
+        max_drop=target.max_drop,
+        confidence=None if target.in_expectation else target.confidence,
+        per_difficulty=target.per_difficulty,
+        unseen=target.unseen,
+        distinct=target.distinct,
+        loops=walk.num_loops,
+        candidates=candidates.readouts,
+        finalists=[each.readout for each in candidates.walks],
+        recording=candidates.recording,
+        tested=candidates.tested,
+        grid=candidates.grid,
+        thresholds=passed,
+        grid_size=candidates.grid_size or len(walk.thresholds),
+        level=level,
+        evidence=[
+            Evidence(difficulty=group.difficulty, units=group.units, loss=group.mean(lost), p_value=each)
+            for group, each in zip(walk.risk_groups, p, strict=True)
+        ],
+        full_depth_accuracy=None if outcome.labels is None else all_units.mean(outcome.full_depth == outcome.labels),
+        average_loops=average,
+        average_loops_interval=(max(1.0, average - half), min(float(walk.num_loops), average + half)),
+        average_loops_at_limit=float(walk.loops[walk.worst(target.max_drop) <= 1].min(initial=average)),
+        bound=bound,
+        order_seed=proof.seed if bound == "betting" else None,
+    )
+    return Certificate(guarantee=guarantee, exits=CalibrationExits.of(depths, walk.num_loops, sequences))
+
+
+def _refusal(candidates: Candidates, target: RiskTarget, proof: Proof) -> NotProven:
+    walk, live = candidates.walks[0], isinstance(candidates.counted, LiveRuns)
+    first = count_leading(walk.loops > walk.num_loops - _ROUNDING)
+    if first == len(walk.thresholds):
+        return NotProven(f"No threshold of '{walk.readout}' lets an example exit early; try another readout.", None)
+    rates = (walk.loss / walk.units)[:, first]
+    worst = int(rates.argmax())
+    spread = walk.variance(worst, first) if proof.bound == "betting" else None
+    safest, remedy = f"the safest threshold of '{walk.readout}' that lets anybody exit early", "try another readout"
+    if live:
+        rule = replace(candidates.rules[0], threshold=float(walk.thresholds[first]))
+        safest = f"the most cautious candidate ({rule}, {walk.loops[first]:.2f} loops)"
+        remedy = "run more --candidates, which begin more cautiously, try another readout"
+        target = msgspec.structs.replace(target, readout=walk.readout)  # one was tested, at all of delta
+    group, split = walk.risk_groups[worst], candidates.split
+    return not_safe(
+        safest, group, float(rates[worst]), spread, candidates.counted, target, split, f"{remedy}, or ask for less"
+    )

@@ -1,0 +1,154 @@
+"""What does an early exit lose, and who is counted? Losses against full depth, of examples or of sequences.
+
+Shapes: N examples, T loops, n examples of a group.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.errors import UserError
+from loopscope.frontier import totals
+from loopscope.guarantee import DataSummary, Loss
+from loopscope.trajectory import Trajectory
+
+Values = NDArray[np.float64]
+
+_UNITS_AT_ONCE = 1 << 12
+"""Whose losses at every threshold are looked at together."""
+_MAX_LEVELS = 50
+"""Difficulties of more levels than this have no mix that could be listed."""
+
+
+class Counted(Protocol):
+    """What is counted: examples, or the sequences that they belong to, perhaps of several difficulties."""
+
+    @property
+    def num_examples(self) -> int: ...
+    @property
+    def sequences(self) -> NDArray[Any] | None: ...
+    @property
+    def difficulty(self) -> NDArray[Any] | None: ...
+
+
+@dataclass(frozen=True)
+class RiskGroup:
+    """The examples for which a promise is made: all, or those of one difficulty."""
+
+    difficulty: float | None
+    rows: NDArray[np.int64]  # [n]
+    unit: NDArray[np.int64]  # [n] the number of the unit that each of these rows belongs to
+    units: int
+
+    @cached_property
+    def weights(self) -> Values:
+        """[n] 1, or 1 / the decisions of their sequence."""
+        return 1 / np.bincount(self.unit)[self.unit]
+
+    @property
+    def binary(self) -> bool:
+        return self.units == len(self.rows)
+
+    def means(self, values: NDArray[Any]) -> Values:
+        """[units] the average over its examples of what each of [N] is worth."""
+        return np.bincount(self.unit, values[self.rows] * self.weights, self.units).astype(np.float64)
+
+    def totals(self, crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Values:
+        """[G] the sum over units of what the examples [N, T] are worth where each threshold stops them; see `sweep`."""
+        return totals(crossed[self.rows], values[self.rows] * self.weights[:, None], size)
+
+    def unit_losses(
+        self,
+        crossed: NDArray[np.int64],
+        lost: NDArray[np.bool_],
+        size: int,
+        columns: NDArray[np.int64],
+        order: NDArray[np.int64],
+    ) -> Iterator[Values]:
+        """[b, G] what some units after the other, in this order, lose where each of these thresholds stops them."""
+        place = np.empty_like(order)
+        place[order] = np.arange(self.units)
+        place = place[self.unit]
+        rows = np.argsort(place, kind="stable")
+        ends = np.searchsorted(place[rows], np.arange(0, self.units + _UNITS_AT_ONCE, _UNITS_AT_ONCE))
+        for number, (first, last) in enumerate(pairwise(ends.tolist())):
+            chosen, begin = rows[first:last], number * _UNITS_AT_ONCE
+            count = min(_UNITS_AT_ONCE, self.units - begin)
+            worth = lost[self.rows[chosen]] * self.weights[chosen, None]
+            unit, crossing = place[chosen] - begin, crossed[self.rows[chosen]]
+            steps = np.bincount(
+                (unit[:, None] * (size + 1) + crossing).ravel(), np.diff(worth, axis=1).ravel(), count * (size + 1)
+            ).reshape(count, size + 1)
+            at_first = np.bincount(unit, worth[:, 0], count)
+            yield np.clip(at_first[:, None] + steps.cumsum(axis=1)[:, columns], 0.0, 1.0)
+
+    def mean(self, values: NDArray[Any]) -> float:
+        """The average of that over units."""
+        return float(self.means(values).mean())
+
+
+def risk_groups(trajectory: Counted, per_difficulty: bool) -> list[RiskGroup]:
+    if not per_difficulty:
+        return [_group(trajectory, None, np.arange(trajectory.num_examples))]
+    if trajectory.difficulty is None:
+        raise UserError(
+            "The recording has no difficulties, so nothing can be promised or checked for each of them; ask for all "
+            "together (leave out --per-difficulty), or give them: Trajectory(difficulty=...)."
+        )
+    levels = np.unique(trajectory.difficulty)
+    return [_group(trajectory, float(level), np.flatnonzero(trajectory.difficulty == level)) for level in levels]
+
+
+def _group(trajectory: Counted, difficulty: float | None, rows: NDArray[np.int64]) -> RiskGroup:
+    if trajectory.sequences is None:
+        return RiskGroup(difficulty, rows, np.arange(len(rows)), len(rows))
+    numbers, unit = np.unique(trajectory.sequences[rows], return_inverse=True)
+    return RiskGroup(difficulty, rows, unit, len(numbers))
+
+
+def losses(loss: Loss, trajectory: Trajectory) -> NDArray[np.bool_]:
+    """[N, T] what an exit at each loop would lose against full depth."""
+    if loss == "gap":
+        return trajectory.correct[:, -1:] & ~trajectory.correct
+    return np.asarray(trajectory.predicted != trajectory.predicted[:, -1:])
+
+
+def lost_at(loss: Loss, trajectory: Trajectory, loops: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] what exits at these loops [N] lose."""
+    return losses(loss, trajectory)[np.arange(len(loops)), loops - 1]
+
+
+def population(trajectory: Trajectory, unseen: bool, distinct: bool) -> Trajectory:
+    """The examples for which a promise is made: all, only those that training did not have, every input once."""
+    if unseen:
+        trajectory = trajectory.unseen()
+    return trajectory.distinct() if distinct else trajectory
+
+
+def difficulty_counts(trajectory: Counted) -> dict[str, int] | None:
+    """How many examples there are of each difficulty; None without difficulties, or with very many."""
+    if trajectory.difficulty is None:
+        return None
+    found = zip(*np.unique(trajectory.difficulty, return_counts=True), strict=True)
+    levels = {repr(float(level)).removesuffix(".0"): int(count) for level, count in found}
+    return levels if len(levels) <= _MAX_LEVELS else None
+
+
+def summarise_data(trajectory: Trajectory) -> DataSummary:
+    return DataSummary(
+        sha256=trajectory.sha256,
+        split=trajectory.split,
+        examples=trajectory.num_examples,
+        sequences=None if trajectory.sequences is None else unit_count(trajectory),
+        seen=None if trajectory.seen is None else int(trajectory.seen.sum()),
+        difficulty=difficulty_counts(trajectory),
+    )
+
+
+def unit_count(trajectory: Counted) -> int:
+    return risk_groups(trajectory, per_difficulty=False)[0].units

@@ -1,0 +1,318 @@
+"""Is what comes still like what a policy was calibrated on? Two tests on a stream, valid whenever they are looked at.
+
+Exits: the rank of every exit among those of the calibration data and of the stream before it, with ties broken by lot,
+is uniform and independent of earlier ranks as long as the stream is like the calibration data, however few these are;
+that is why bets may depend on earlier ranks alone. It would be exact if the threshold came from other data, which it
+does not; what that costs is measured (`benchmarks/drift.py`, docs/decisions.md).
+Risk: the losses of units that were audited (labelled, or run at full depth) are at most the promised risk on average,
+where the promise is true, which it is with the policy's confidence. A promise on average over calibrations says nothing
+of this one: there exits alone are watched.
+
+Each test may err with half of alpha, or exits alone with all of it. Their average wealth would be a little sharper, and
+is not used: ranks are uniform given earlier ranks, not given losses.
+"""
+
+from math import log
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from loopscope.arrays import as_array
+from loopscope.artifacts import is_intact, sealed
+from loopscope.certify.live_runs import Recorded
+from loopscope.certify.losses import risk_groups
+from loopscope.certify.monitor_bets import MEAN_BETS, RANK_BETS, MeanBets, RankBets, Wealth, start
+from loopscope.certify.tested_data import check_held_out, outcome_of, promised_part
+from loopscope.config import Count, Seed, Settings, Tally, digest, read_json, write_json
+from loopscope.errors import UserError
+from loopscope.guarantee import Certificate, Share
+from loopscope.policy import ExitPolicy
+
+Values = NDArray[np.float64]
+
+_ROUNDING = 1e-9
+"""Averages of loops are exact to this."""
+_LOTS_FOR_AUDITS = 1
+"""Beside the seed, so that audits and ties are drawn from different numbers."""
+
+
+class Alarm(Settings, frozen=True, kw_only=True):
+    test: Literal["exits", "risk"]
+    direction: Literal["earlier", "later", "higher"]
+    example: Count  # the first at which the evidence sufficed, counted from 1
+    since: Tally  # the example after which the evidence began to grow: about where the change is
+    observed: float  # the average loop, or loss, since then
+    expected: float  # the average loop on calibration data, or the promised risk
+
+
+class MonitorResult(Settings, frozen=True, kw_only=True):
+    """What a monitor has seen, and says, so far."""
+
+    alarm: bool
+    alarms: list[Alarm]  # the first of each test
+    sentence: str
+    alpha: float  # the probability of an alarm, ever, if nothing changes, where the promise is true (see `Monitor`)
+    unit: Literal["examples", "sequences"]
+    examples: int  # or sequences
+    audited: int
+    e_exits: float  # evidence now: at most 1 on average if nothing has changed
+    e_risk: float | None  # None: exits alone are watched
+    p_exits: float  # of all the stream; an alarm is one at most half of alpha, or all of it if exits alone are watched
+    p_risk: float | None
+
+
+class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """All that a monitor knows, as it is kept from one process to the next."""
+
+    schema_version: Literal[1] = 1
+    policy: str  # a hash of what it was calibrated to
+    alpha: Share
+    seed: Seed
+    counts: list[Tally]  # of exits, the calibration data's and the stream's
+    examples: Tally = 0
+    exits: Wealth
+    risk: Wealth
+    alarms: Annotated[list[Alarm], msgspec.Meta(max_length=2)]
+    digest: str = ""  # of all of the above
+
+
+class Monitor:
+    """Watches a stream under a calibrated policy.
+
+    Without a change the chance of an alarm, ever, is at most `alpha`, where the promise is true (which it is with the
+    policy's confidence). A promise on average over calibrations is broken by many a policy without any change: then
+    exits alone are watched, and losses are refused.
+    """
+
+    def __init__(self, policy: ExitPolicy, alpha: float = 0.01, seed: int = 0) -> None:
+        if not 0 < alpha < 1:
+            raise UserError(f"The share of false alarms lies between 0 and 1, such as 0.01; got {alpha:g}.")
+        certificate = _certificate_of(policy)
+        self.policy, self.guarantee, self.calibration = policy, certificate.guarantee, certificate.exits
+        self.watches_risk = self.guarantee.confidence is not None
+        self._enough = log(2 if self.watches_risk else 1) - log(alpha)
+        self._rank_bets, self._mean_bets = RankBets(), MeanBets(self.guarantee.max_drop)
+        self._state = MonitorFile(
+            policy=_identity(policy),
+            alpha=alpha,
+            seed=seed,
+            counts=list(self.calibration.counts),
+            exits=start(RANK_BETS),
+            risk=start(MEAN_BETS),
+            alarms=[],
+        )
+
+    def update(self, exit_loops: ArrayLike, losses: ArrayLike | None = None) -> MonitorResult:
+        """The next units of the stream, in their order: the loops at which they exit, and what the audited ones lost.
+
+        The order is that in which they arrived; the engine answers those that exit early before their neighbours.
+        A unit is an example; where the promise counts sequences, a sequence, with the averages over its decisions.
+        A loss is 1 if the early answer loses against full depth as the promise has it (gap or disagreement), else 0;
+        NaN where that was not looked at. Who is audited must not depend on how it exits: draw by lot. Where the promise
+        is one on average over calibrations, losses are refused.
+        """
+        depths, lost = self._checked(exit_loops, losses)
+        levels = self.calibration.levels(depths).tolist()
+        lots = self._lots().random(len(depths)).tolist()
+        for depth, level, lot, loss in zip(depths.tolist(), levels, lots, lost.tolist(), strict=True):
+            self._state.examples += 1
+            self._see_exit(depth, level, lot)
+            if loss == loss:  # not NaN
+                self._see_loss(loss)
+        return self.result
+
+    def replay(self, recording: Recorded, audit: float | None = None) -> MonitorResult:
+        """A recording, or a live run, as the stream, in its order, of which a share is audited, by lot.
+
+        That is all, where risk is watched.
+        """
+        share = float(self.watches_risk) if audit is None else audit
+        if not 0 <= share <= 1:
+            raise UserError(f"The share that is audited lies between 0 and 1, got {share}.")
+        if share:
+            self._check_audited()
+        check_held_out(self.guarantee, self.policy.model, recording)
+        if share and self.guarantee.loss == "gap" and recording.labels is None:
+            raise UserError(
+                "The promise is about right answers, and this recording has no labels to audit; watch its exits alone "
+                "(--audit 0), or calibrate with the loss 'disagreement', which needs none."
+            )
+        recording = promised_part(self.guarantee, recording)
+        outcome = outcome_of(self.policy, recording)
+        (units,) = risk_groups(recording, per_difficulty=False)
+        order = np.arange(units.units)
+        if recording.sequences is not None:
+            order = np.argsort(np.unique(recording.sequences, return_index=True)[1])  # as they come
+        depths = units.means(outcome.loops)[order]
+        if not share:
+            return self.update(depths)
+        lost = units.means(outcome.lost(self.guarantee.loss))[order]
+        audited = self._lots(_LOTS_FOR_AUDITS).random(units.units) < share
+        return self.update(depths, np.where(audited, lost, np.nan))
+
+    @property
+    def result(self) -> MonitorResult:
+        state = self._state
+        return MonitorResult(
+            alarm=bool(state.alarms),
+            alarms=list(state.alarms),
+            sentence=self._sentence(),
+            alpha=state.alpha,
+            unit="examples" if self.calibration.per_loop == 1 else "sequences",
+            examples=state.examples,
+            audited=state.risk.steps,
+            e_exits=state.exits.e_value,
+            e_risk=state.risk.e_value if self.watches_risk else None,
+            p_exits=state.exits.p_value,
+            p_risk=state.risk.p_value if self.watches_risk else None,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes all that it knows as JSON, so that another process can go on with the stream."""
+        write_json(Path(path), sealed(self._state))
+
+    @classmethod
+    def load(cls, path: str | Path, policy: ExitPolicy) -> Self:
+        """The monitor in a file, of the policy that it was made for."""
+        _certificate_of(policy)
+        state = read_json(MonitorFile, Path(path), "monitor")
+        if not is_intact(state):
+            raise UserError(f"{path} was altered since it was written; begin a new monitor.")
+        if state.policy != _identity(policy):
+            raise UserError(f"{path} watches the stream of another policy; begin a new monitor for this one.")
+        monitor = cls(policy, state.alpha, state.seed)
+        if not monitor._can_become(state):
+            raise UserError(f"{path} does not hold what this version keeps of a stream; begin a new monitor.")
+        monitor._state = state
+        return monitor
+
+    def _can_become(self, state: MonitorFile) -> bool:
+        """Whether a stream can have led from this monitor, a new one, to what a file says."""
+        new = self._state
+        if _sizes(state) != _sizes(new):
+            return False
+        seen = [after - before for after, before in zip(state.counts, new.counts, strict=True)]
+        wealth = {"exits": state.exits, "risk": state.risk}
+        spoke = [test for test in wealth if wealth[test].highest >= self._enough]
+        return (
+            min(seen) >= 0
+            and sum(seen) == state.examples == state.exits.steps
+            and state.exits.consistent(state.examples, self.guarantee.loops)
+            and state.risk.consistent(state.examples, 1)
+            and (self.watches_risk or state.risk == new.risk)
+            and sorted(alarm.test for alarm in state.alarms) == spoke
+            and all(alarm.since < alarm.example <= state.examples for alarm in state.alarms)
+        )
+
+    def _check_audited(self) -> None:
+        if not self.watches_risk:
+            raise UserError(
+                "This policy's promise holds on average over calibrations, not for each one, so that losses cannot say "
+                "whether something changed; watch exits alone (--audit 0, or no losses)."
+            )
+
+    def _checked(self, exit_loops: ArrayLike, losses: ArrayLike | None) -> tuple[Values, Values]:
+        depths = _vector(exit_loops, "Exit loops")
+        last = self.guarantee.loops
+        if not (np.isfinite(depths) & (depths >= 1 - _ROUNDING) & (depths <= last + _ROUNDING)).all():
+            raise UserError(f"Exit loops lie between 1 and {last}, the full depth of the policy.")
+        if self.calibration.per_loop == 1 and (depths != np.rint(depths)).any():
+            raise UserError("An example exits at a whole loop; averages are for a promise that counts sequences.")
+        if losses is None:
+            return depths, np.full(len(depths), np.nan)
+        self._check_audited()
+        lost = _vector(losses, "Losses", flags=True)
+        if len(lost) != len(depths):
+            raise UserError(
+                f"Losses must be as many as exits, got {len(lost):,} and {len(depths):,}; give NaN without an audit."
+            )
+        if not (np.isnan(lost) | ((lost >= -_ROUNDING) & (lost <= 1 + _ROUNDING))).all():
+            raise UserError("A loss lies between 0 and 1, or is NaN where there was no audit.")
+        return depths, np.clip(lost, 0, 1)
+
+    def _lots(self, what: int = 0) -> np.random.Generator:
+        """For the units to come, each of which has its own random number."""
+        return np.random.Generator(np.random.PCG64([self._state.seed, what]).advance(self._state.examples))
+
+    def _see_exit(self, depth: float, level: int, lot: float) -> None:
+        """The unit is one of those among which it is ranked."""
+        state = self._state
+        counts = state.counts
+        counts[level] += 1
+        rank = (sum(counts[:level]) + lot * counts[level]) / sum(counts)
+        state.exits.grow(self._rank_bets.payoffs(rank), depth, state.examples)
+        if self._speaks(state.exits, "exits"):
+            mean, before = state.exits.mean, self.calibration.mean
+            later = mean is not None and mean > before
+            self._raise("exits", "later" if later else "earlier", state.exits, before)
+
+    def _see_loss(self, loss: float) -> None:
+        state = self._state
+        state.risk.grow(self._mean_bets.payoffs(loss), loss, state.examples)
+        if self._speaks(state.risk, "risk"):
+            self._raise("risk", "higher", state.risk, self.guarantee.max_drop)
+
+    def _speaks(self, wealth: Wealth, test: str) -> bool:
+        return wealth.log_e >= self._enough and all(alarm.test != test for alarm in self._state.alarms)
+
+    def _raise(self, test: Any, direction: Any, wealth: Wealth, expected: float) -> None:
+        assert wealth.mean is not None  # wealth that is above 1 has grown
+        alarm = Alarm(
+            test=test,
+            direction=direction,
+            example=self._state.examples,
+            since=wealth.since,
+            observed=wealth.mean,
+            expected=expected,
+        )
+        self._state.alarms.append(alarm)
+
+    def _sentence(self) -> str:
+        state = self._state
+        unit = "example" if self.calibration.per_loop == 1 else "sequence"
+        if not state.alarms:
+            what = f"{state.examples:,} {unit}{'' if state.examples == 1 else 's'}"
+            how = f"{state.risk.steps:,} audited" if self.watches_risk else "exits alone are watched"
+            return f"No alarm in {what} ({how}), which is no proof that nothing has changed."
+        return " ".join(_words(alarm, unit) for alarm in state.alarms)
+
+
+def _words(alarm: Alarm, unit: str) -> str:
+    began = f"Alarm at {unit} {alarm.example:,}: since about {unit} {alarm.since + 1:,}"
+    if alarm.test == "exits":
+        return (
+            f"{began} exits come {alarm.direction}, or spread otherwise, than on calibration data (loop "
+            f"{alarm.observed:.2f} on average, there {alarm.expected:.2f})."
+        )
+    return (
+        f"{began} audited answers lose {100 * alarm.observed:.2f} % on average, and at most "
+        f"{100 * alarm.expected:g} % was promised."
+    )
+
+
+def _certificate_of(policy: ExitPolicy) -> Certificate:
+    if policy.certificate is None:
+        raise UserError("This policy promises nothing, so there is nothing to monitor; calibrate one.")
+    counts, loops = policy.certificate.exits, policy.certificate.guarantee.loops
+    if len(counts.counts) != (loops - 1) * counts.per_loop + 1 or not sum(counts.counts):
+        raise UserError("The exit counts of this policy do not fit its loops; calibrate again.")
+    return policy.certificate
+
+
+def _identity(policy: ExitPolicy) -> str:
+    threshold = None if policy.threshold is None else float(policy.threshold)
+    return digest([policy.readout, threshold, policy.model, policy.certificate])
+
+
+def _sizes(state: MonitorFile) -> list[int]:
+    return [len(each) for each in (state.counts, state.exits.shares, state.risk.shares)]
+
+
+def _vector(values: ArrayLike, name: str, flags: bool = False) -> Values:
+    found = as_array(values, name)
+    if found.ndim != 1 or (found.dtype.kind == "b" and not flags):
+        raise UserError(f"{name} must be a vector of numbers, one for each unit of the stream.")
+    return found.astype(np.float64)

@@ -1,0 +1,69 @@
+"""What promise is asked for, and in which words is it made?"""
+
+from typing import TypedDict
+
+from loopscope.config import Settings
+from loopscope.errors import UserError
+from loopscope.guarantee import Loss
+from loopscope.scope import Scope
+
+AUTO = "auto"
+
+_WORDS: dict[Loss, str] = {
+    "gap": "costs at most {limit} accuracy{where}: no larger share of answers is wrong where full depth is right",
+    "disagreement": "changes at most {limit} of the answers{where}",
+}
+
+
+class RiskOptions(TypedDict, total=False):
+    """What a target says beside its limit and its confidence."""
+
+    loss: Loss
+    readout: str
+    per_difficulty: bool
+    unseen: bool
+    distinct: bool
+
+
+class RiskTarget(Settings, frozen=True, kw_only=True):
+    """Exiting early with `readout` loses at most `max_drop` against full depth."""
+
+    max_drop: float = 0.01
+    confidence: float = 0.95  # the probability of that, over the draw of the calibration data
+    in_expectation: bool = False  # on average over calibration draws, in place of a confidence
+    loss: Loss = "gap"
+    readout: str = AUTO
+    per_difficulty: bool = False  # at every difficulty
+    unseen: bool = False  # for inputs that training did not have
+    distinct: bool = False  # every input counts once
+
+    def __post_init__(self) -> None:
+        if not 1e-6 <= self.max_drop < 1:
+            raise UserError(
+                f"The largest drop lies between 0 and 1, such as 0.01 (at least 1e-6); got {self.max_drop}."
+            )
+        if not 0 < self.confidence < 1:
+            raise UserError(f"The confidence lies between 0 and 1, such as 0.95; got {self.confidence}.")
+        if self.loss not in _WORDS:
+            raise UserError(f"There is no loss '{self.loss}'; choose gap or disagreement.")
+
+    @property
+    def delta(self) -> float | None:
+        """The probability with which the promise may be broken; None for one in expectation."""
+        return None if self.in_expectation else round(1 - self.confidence, 15) or 1 - self.confidence
+
+    def sentence(self, sequences: bool, scope: Scope) -> str:
+        how = f"With probability {100 * self.confidence:.12g} % over the calibration draw"
+        if self.in_expectation:
+            how = "On average over calibration draws"
+        where = " at every difficulty" if self.per_difficulty else ""
+        where += ", on average over sequences" if sequences else ""
+        words = _WORDS[self.loss].format(limit=f"{100 * self.max_drop:g} %", where=where)
+        new = ", for inputs that training did not have" if self.unseen else ""
+        once = ", every input counted once" if self.distinct else ""
+        text = "" if scope.cache is None else f", for next tokens along given documents, with the cache '{scope.cache}'"
+        return f"{how}, exiting early {words}{new}{once}{text}."
+
+    def __str__(self) -> str:
+        sure = "on average" if self.in_expectation else f"with {100 * self.confidence:.12g} % confidence"
+        return f"a promise of at most {100 * self.max_drop:g} % {sure}"

@@ -1,0 +1,109 @@
+"""What can a policy be tested on? A recording, on which it is replayed, or a live run of it: both give outcomes.
+
+Shapes: N examples.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.artifacts import MANIFEST, Manifest
+from loopscope.certify.live_runs import LIVE, LiveRuns, Recorded
+from loopscope.certify.losses import population, unit_count
+from loopscope.config import read_json
+from loopscope.errors import UserError
+from loopscope.guarantee import Guarantee, Loss
+from loopscope.model_identity import same_model
+from loopscope.policy import ExitPolicy
+from loopscope.scope import Scope, Unit, counted, scope_of
+from loopscope.trajectory import NO_LABELS, Trajectory
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Where each example exited and what it answered, beside full depth."""
+
+    loops: NDArray[np.int64]  # [N]
+    predicted: Array  # [N]
+    full_depth: Array  # [N] what full depth answers
+    labels: Array | None  # [N]
+
+    @classmethod
+    def replayed(cls, policy: ExitPolicy, trajectory: Trajectory) -> Self:
+        loops = policy.exit_loops(trajectory)
+        predicted = trajectory.predicted[np.arange(len(loops)), loops - 1]
+        return cls(loops, predicted, trajectory.predicted[:, -1], trajectory.labels)
+
+    def lost(self, loss: Loss) -> NDArray[np.bool_]:
+        """[N] whether each loses against full depth."""
+        if loss == "disagreement":
+            return np.asarray(self.predicted != self.full_depth)
+        if self.labels is None:
+            raise UserError(NO_LABELS)
+        return np.asarray((self.full_depth == self.labels) & (self.predicted != self.labels))
+
+
+def outcome_of(policy: ExitPolicy, recorded: Recorded) -> Outcome:
+    """What the policy did there, or would do."""
+    if isinstance(recorded, LiveRuns):
+        place = recorded.find(policy)
+        return Outcome(recorded.loops[place], recorded.predictions[place], recorded.full_depth, recorded.labels)
+    return Outcome.replayed(policy, recorded)
+
+
+def counted_in(recorded: Recorded, which: str) -> str:
+    """How many there are, and of what, in words."""
+    sequences = None if recorded.sequences is None else unit_count(recorded)
+    return counted(which, recorded.num_examples, sequences, decision_unit(recorded))
+
+
+def decision_unit(recorded: Recorded) -> Unit | None:
+    return decision_scope(recorded).unit
+
+
+def decision_scope(recorded: Recorded) -> Scope:
+    """What its decisions are, as far as it says."""
+    return recorded.scope if isinstance(recorded, LiveRuns) else scope_of(recorded)
+
+
+def load_recorded(path: Path) -> Recorded:
+    """The recording or the live run in a folder."""
+    try:
+        live = read_json(Manifest, path / MANIFEST, "manifest").kind == LIVE
+    except (OSError, UserError):  # which a recording says better
+        live = False
+    return LiveRuns.load(path) if live else Trajectory.load(path)
+
+
+def promised_part(guarantee: Guarantee, recorded: Recorded) -> Recorded:
+    """The examples for which a promise was made."""
+    if not isinstance(recorded, LiveRuns):
+        return population(recorded, guarantee.unseen, guarantee.distinct)
+    if guarantee.unseen or guarantee.distinct:
+        raise UserError(
+            "The promise is for inputs that are new, which a live run cannot tell; check it on a recording."
+        )
+    return recorded
+
+
+def check_held_out(guarantee: Guarantee, model: str | None, trajectory: Recorded) -> None:
+    """Refuses the data that the promise of a policy for `model` rests on."""
+    if (guarantee.tested.sequences is None) != (trajectory.sequences is None):
+        made, here = ("single answers", "texts") if guarantee.tested.sequences is None else ("texts", "single answers")
+        raise UserError(
+            f"The promise is about {made}, and this recording is of {here}; give one of {made}, or calibrate a policy "
+            f"on a recording of {here}."
+        )
+    known = {guarantee.recording, guarantee.tested.sha256, guarantee.grid.sha256}
+    own = model is not None and same_model(model, trajectory.provenance.get("weights_sha256"))
+    splits = {guarantee.tested.split, guarantee.grid.split} - {None}
+    if trajectory.sha256 in known or (own and trajectory.split in splits):
+        raise UserError(
+            "The promise rests on this data, or on the same split of the same model, which cannot say whether it is "
+            "kept; give another split."
+        )

@@ -1,0 +1,248 @@
+"""What does a readout trade? Its threshold swept over a grid: accuracy against average loops, the frontier.
+
+The grid is fixed on calibration data and applied to evaluation data: a fine one, whose steps do not matter, or the
+paper's, for whoever compares with its numbers. A sweep is one pass: under a threshold rule the
+exit of an example moves to a later loop only where the threshold passes the running maximum (or minimum) of its signal,
+so counting those crossings gives every point of the curve exactly.
+
+Shapes: N examples, T loops, G thresholds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from loopscope.errors import UserError
+from loopscope.policy import NEVER, ORACLE_THRESHOLD, ExitPolicy, chosen_scope
+from loopscope.readouts.readout import has_threshold, required_readout
+from loopscope.readouts.replay import signal
+from loopscope.readouts.signals import is_gate
+from loopscope.scope import ANYTHING, Scope
+from loopscope.splits import check_calibration
+from loopscope.threshold_grids import eagerness, fine_grid, grid as paper_grid, in_a_gap
+from loopscope.trajectory import Trajectory
+
+Curve = NDArray[np.float64]
+Grid = Literal["fine", "paper"]
+_ROUNDING = 1e-9
+"""An accuracy is a ratio of whole numbers, and so is a target that comes from another recording."""
+_MIME = "application/vnd.vegalite.v5+json"
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
+_WITHOUT_LINE = ("fixed", "oracle")
+"""Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""
+
+
+@dataclass(frozen=True, repr=False)
+class OperatingPoint:
+    """One threshold of a frontier, on both data sets."""
+
+    policy: ExitPolicy
+    accuracy: float
+    average_loops: float
+    calibration_accuracy: float
+    calibration_average_loops: float
+
+    def __repr__(self) -> str:
+        there = f"{100 * self.calibration_accuracy:.1f} % in {self.calibration_average_loops:.2f} on calibration data"
+        return f"OperatingPoint({self.policy}: {100 * self.accuracy:.1f} % in {self.average_loops:.2f} loops; {there})"
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By which calibration data prefer one point to another: the most accurate first, ties to fewer loops."""
+        return -self.calibration_accuracy, self.calibration_average_loops
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Frontier:
+    """A readout's curve, [G] each, in the order of its threshold grid."""
+
+    readout: str
+    thresholds: Curve
+    accuracy: Curve
+    average_loops: Curve
+    calibration_accuracy: Curve
+    calibration_average_loops: Curve
+    scope: Scope = ANYTHING  # the model and kind of decisions that were recorded: for the policies chosen here
+
+    def __repr__(self) -> str:
+        loops, accuracy = self.average_loops, self.accuracy
+        return (
+            f"Frontier({self.readout}, {len(loops)} thresholds: {100 * accuracy.min():.1f} to "
+            f"{100 * accuracy.max():.1f} % in {loops.min():.2f} to {loops.max():.2f} loops)"
+        )
+
+    def plot(self, *others: "Frontier") -> "FrontierPlot":
+        """Accuracy against average loops, beside other frontiers if there are any: a chart in a notebook."""
+        return FrontierPlot({each.readout: (each.average_loops, each.accuracy) for each in (self, *others)})
+
+    def depth_at(self, accuracy: float) -> float | None:
+        """D@X: the least average depth on the evaluation curve that reaches this accuracy, or None."""
+        return _depth_at(self.average_loops, self.accuracy, accuracy)
+
+    def threshold_at(self, accuracy: float) -> float | None:
+        """The threshold of D@X; None where X is not reached, or where the readout has no threshold."""
+        reached = np.flatnonzero(self.accuracy >= _as_accuracy(accuracy) - _ROUNDING)
+        if not len(reached) or np.isnan(self.thresholds).any():
+            return None
+        return float(self.thresholds[reached[self.average_loops[reached].argmin()]])
+
+    def calibration_depth_at(self, accuracy: float) -> float | None:
+        """The same on the calibration curve: what a choice may be based on."""
+        return _depth_at(self.calibration_average_loops, self.calibration_accuracy, accuracy)
+
+    def select(self) -> OperatingPoint:
+        """The point chosen on calibration data: the highest accuracy, ties to fewer loops."""
+        best = _best(self.calibration_accuracy, self.calibration_average_loops)
+        return OperatingPoint(
+            _policy(self.readout, self.thresholds[best], self.scope),
+            float(self.accuracy[best]),
+            float(self.average_loops[best]),
+            float(self.calibration_accuracy[best]),
+            float(self.calibration_average_loops[best]),
+        )
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class FrontierPlot:
+    """Curves of accuracy against average loops; `specification` is Vega-Lite, for whatever draws that."""
+
+    curves: Mapping[str, tuple[NDArray[Any], NDArray[Any]]]  # readout -> average loops, accuracy
+
+    @property
+    def specification(self) -> dict[str, Any]:
+        rows = [
+            {"readout": name, "average loops": float(loops), "accuracy": float(accuracy)}
+            for name, points in self.curves.items()
+            for loops, accuracy in sorted(set(zip(*points, strict=True)))
+        ]
+        x = {"field": "average loops", "type": "quantitative", "scale": {"zero": False}}
+        y = {"field": "accuracy", "type": "quantitative", "scale": {"zero": False}, "axis": {"format": "%"}}
+        colour = {"field": "readout", "type": "nominal", "sort": None}
+        alone = {"field": "readout", "oneOf": [name for name in self.curves if name in _WITHOUT_LINE]}
+        return {
+            "$schema": _SCHEMA,
+            "data": {"values": rows},
+            "width": 420,
+            "height": 280,
+            "encoding": {"x": x, "y": y, "color": colour, "shape": {"field": "readout", "type": "nominal"}},
+            "layer": [
+                {"mark": "line", "transform": [{"filter": {"not": alone}}]},
+                {"mark": {"type": "point", "filled": True, "tooltip": True}},
+            ],
+        }
+
+    def __repr__(self) -> str:
+        return f"FrontierPlot({', '.join(self.curves)}: accuracy against average loops; a notebook draws it)"
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        return {_MIME: self.specification, "text/plain": repr(self)}
+
+
+def _depth_at(average_loops: Curve, accuracy: Curve, target: float) -> float | None:
+    reached = average_loops[accuracy >= _as_accuracy(target) - _ROUNDING]
+    return float(reached.min()) if len(reached) else None
+
+
+def _as_accuracy(value: float) -> float:
+    """A share: 95 would never be reached, which is easily taken for a result."""
+    if not 0 <= value <= 1:
+        raise UserError(f"An accuracy lies between 0 and 1, such as 0.95; got {value:g}.")
+    return value
+
+
+def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
+    """The frontier of a readout whose thresholds come from `calibration`, on `evaluation`."""
+    check_calibration(calibration, evaluation)
+    thresholds = swept_thresholds(readout, calibration, grid)
+    accuracy, loops = curve(readout, thresholds, evaluation)
+    calibration_accuracy, calibration_loops = curve(readout, thresholds, calibration)
+    curves = (accuracy, loops, calibration_accuracy, calibration_loops)
+    return Frontier(readout, thresholds, *curves, chosen_scope(readout, calibration))
+
+
+def swept_thresholds(readout: str, calibration: Trajectory, which: Grid = "fine") -> Curve:
+    """The thresholds of a sweep: so many that their steps do not matter, up to never exiting early; or the paper's."""
+    if which not in get_args(Grid):
+        raise UserError(f"There is no grid '{which}'; choose one of {', '.join(get_args(Grid))}.")
+    if which == "paper":
+        return paper_grid(readout, calibration)
+    return np.clip(fine_grid(readout, calibration), -NEVER, NEVER)
+
+
+def choose(readout: str, calibration: Trajectory) -> ExitPolicy:
+    """The policy that calibration data chooses: the highest accuracy, ties to fewer loops."""
+    thresholds = swept_thresholds(readout, calibration)
+    threshold = float(thresholds[_best(*curve(readout, thresholds, calibration))])
+    if has_threshold(readout) and not is_gate(readout) and abs(threshold) < NEVER:
+        side: Literal["left", "right"] = "left" if required_readout(readout).exits == "above" else "right"
+        threshold = in_a_gap(threshold, np.sort(signal(readout, calibration), axis=None), side)
+    return _policy(readout, threshold, chosen_scope(readout, calibration))
+
+
+def _best(accuracy: Curve, average_loops: Curve) -> int:
+    return int(np.lexsort((average_loops, -accuracy))[0])
+
+
+def _policy(readout: str, threshold: float, scope: Scope) -> ExitPolicy:
+    return ExitPolicy(readout, None if np.isnan(threshold) else float(threshold), scope=scope)
+
+
+def curve(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> tuple[Curve, Curve]:
+    """Accuracy [G] and average loops [G] of a readout at every threshold, exactly as the policy would exit."""
+    points = np.asarray(thresholds, dtype=np.float64)
+    order = laxest_first(readout, points)
+    crossed, rows = crossings(readout, points[order], trajectory), trajectory.num_examples
+    accuracy, loops = np.empty_like(points), np.empty_like(points)
+    accuracy[order] = totals(crossed, trajectory.correct, len(points)) / rows
+    loops[order] = (rows + _crossed_by(crossed, None, len(points))) / rows
+    return accuracy, loops
+
+
+def replay(readout: str, thresholds: ArrayLike, trajectory: Trajectory) -> NDArray[np.int64]:
+    """[N, G] the exit loop of every example at every threshold."""
+    points = np.asarray(thresholds, dtype=np.float64)
+    order = laxest_first(readout, points)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return exit_loops(crossings(readout, points[order], trajectory), rank)
+
+
+def laxest_first(readout: str, thresholds: Curve) -> NDArray[np.int64]:
+    """[G] the order in which thresholds let ever fewer examples exit."""
+    return np.argsort(-thresholds if required_readout(readout).exits == "below" else thresholds)
+
+
+def crossings(readout: str, thresholds: Curve, trajectory: Trajectory) -> NDArray[np.int64]:
+    """[N, T-1] how many of the thresholds (laxest first) have let an example exit by each loop before the last.
+
+    Threshold g sends it past loop t exactly if this number is at most g. The oracle's threshold, which has no value
+    (NaN), lies between wrong and right.
+    """
+    points = thresholds if required_readout(readout).exits == "above" else -thresholds
+    points = np.where(np.isnan(points), ORACLE_THRESHOLD, points)
+    reached = eagerness(readout, trajectory)
+    return np.searchsorted(points, np.where(np.isnan(reached), -np.inf, reached), side="right")
+
+
+def exit_loops(crossed: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[N, G] the exit loop of every example at each of these places among the thresholds; `crossed` is of all."""
+    return 1 + (crossed[:, :, None] <= places).sum(axis=1)
+
+
+def totals(crossed: NDArray[np.int64], values: NDArray[Any], size: int) -> Curve:
+    """[G] the sum over examples of what they are worth [N, T] at the loop where each of `size` thresholds stops them.
+
+    `crossed` [N, T-1] is of these thresholds, laxest first.
+    """
+    values = values.astype(np.int8) if values.dtype == np.bool_ else values
+    first = values[:, 0].sum(dtype=np.int64 if values.dtype.kind == "i" else np.float64)
+    return first + _crossed_by(crossed, np.diff(values, axis=1), size)
+
+
+def _crossed_by(crossed: NDArray[np.int64], steps: NDArray[Any] | None, size: int) -> Curve:
+    """[G] how many steps to a later loop (or the sum of their worth) each threshold asks for."""
+    weights = None if steps is None else steps.ravel()
+    return np.bincount(crossed.ravel(), weights, minlength=size + 1)[:-1].cumsum()

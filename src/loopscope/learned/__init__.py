@@ -1,0 +1,1 @@
+"""Which readouts were learned? Gates fitted to states, and stoppers fitted to all signals of a recording."""

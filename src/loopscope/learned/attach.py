@@ -1,0 +1,40 @@
+"""How does a fitted gate or stopper become a readout of a recording? Its signal stands beside the recorded ones."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+from loopscope.artifacts import read_manifest, read_whole
+from loopscope.learned.fitted_gate import GATE, GATE_SCHEMA, FittedGate
+from loopscope.learned.stopper import STOPPER_KINDS, Stopper
+from loopscope.trajectory import Trajectory
+
+Fitted: TypeAlias = FittedGate | Stopper
+
+
+def by_readout(gates: Mapping[str, Fitted]) -> dict[str, Fitted]:
+    """Under the names of their readouts, `gate:NAME` and `stopper:NAME`."""
+    return {gate.prefix + name: gate for name, gate in gates.items()}
+
+
+def attach(trajectory: Trajectory, gates: Mapping[str, Fitted]) -> Trajectory:
+    """The recording with the signal `gate:NAME` or `stopper:NAME` of each of these."""
+    if not gates:
+        return trajectory
+    signals = dict(trajectory.signals)
+    for readout, gate in by_readout(gates).items():
+        gate.check(trajectory.provenance.get("weights_sha256"))
+        signals[readout] = gate.values(trajectory)
+    return replace(trajectory, signals=signals)
+
+
+def load_fitted(folder: str | Path) -> Fitted:
+    """The gate or the stopper in a folder."""
+    path = Path(folder)
+    return read_whole(path, lambda: _read(path))
+
+
+def _read(folder: Path) -> Fitted:
+    kind = read_manifest(folder, GATE, GATE_SCHEMA).contents.get("kind")
+    return Stopper.load(folder) if kind in STOPPER_KINDS else FittedGate.load(folder)

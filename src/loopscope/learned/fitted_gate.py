@@ -1,0 +1,146 @@
+"""A gate that was fitted to a finished trajectory: a readout like any other, under the name `gate:NAME`.
+
+It reads pooled states, which a recording keeps with `--hidden` and a running model has, so replay and live running use
+the same few lines of NumPy and the network is not needed. Its weights are a folder, `gate.safetensors` and a manifest.
+
+Shapes: N examples, T loops, D width, H hidden units.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from loopscope.arrays import as_array
+from loopscope.artifacts import load_artifact, save_artifact
+from loopscope.errors import UserError
+from loopscope.model_identity import same_model
+from loopscope.readouts.signals import FITTED_GATE, Signal, exit_cdf
+from loopscope.trajectory import Trajectory
+
+Array = NDArray[Any]
+
+GATE = "gate"
+GATE_SCHEMA = 1
+GATE_WEIGHTS = "gate.safetensors"
+_LAYERS = {2: ("weight", "bias"), 4: ("weight_1", "bias_1", "weight", "bias")}
+_CHUNK = 4096
+
+
+class CalibrationData(Protocol):
+    """A recording, or a live run of one."""
+
+    @property
+    def split(self) -> str | None: ...
+
+    @property
+    def sha256(self) -> str: ...
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class FittedGate:
+    """A linear projection of the pooled state to a halt logit, or the same after one hidden layer with GELU."""
+
+    weight: Array  # [D], or [H]
+    bias: Array  # []
+    weight_1: Array | None = None  # [H, D]
+    bias_1: Array | None = None  # [H]
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # how it was fitted, and to which weights
+
+    prefix: ClassVar[str] = FITTED_GATE
+    what: ClassVar[str] = "gate"
+
+    def __post_init__(self) -> None:
+        """What is not finite would never exit, and what has another shape would be broadcast."""
+        arrays = {name: as_array(value, f"{name} of a gate") for name, value in self.tensors.items()}
+        width = arrays["weight"].shape
+        inner = arrays["weight_1"].shape[1:] if "weight_1" in arrays else ()
+        shapes = {"weight": width, "bias": (), "weight_1": (*width, *inner), "bias_1": width}
+        fits = {*arrays} == {*_LAYERS.get(len(arrays), ())} and len(width) == 1 and len(inner) == ("weight_1" in arrays)
+        if not fits or any(array.shape != shapes[name] for name, array in arrays.items()):
+            raise UserError("A gate is weight [D] and bias [], or weight [H], bias [], weight_1 [H, D], bias_1 [H].")
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise UserError(f"{name} of a gate must be finite numbers.")
+            object.__setattr__(self, name, array)
+
+    @property
+    def kind(self) -> str:
+        return "linear" if self.weight_1 is None else "mlp"
+
+    @property
+    def width(self) -> int:
+        return int(self.weight.shape[0] if self.weight_1 is None else self.weight_1.shape[1])
+
+    def __repr__(self) -> str:
+        split = self.provenance.get("split")
+        return f"FittedGate({self.kind}, width {self.width}{f', fitted to the {split} split' if split else ''})"
+
+    @property
+    def tensors(self) -> dict[str, Array]:
+        return {name: value for name in _LAYERS[4] if (value := getattr(self, name)) is not None}
+
+    def halt_logits(self, pooled: Array) -> NDArray[np.float64]:
+        """[...] from pooled states [..., D]."""
+        if pooled.shape[-1] != self.width:
+            raise UserError(f"The gate reads states of width {self.width}, and these have {pooled.shape[-1]}.")
+        states = pooled.astype(np.float64)
+        if self.weight_1 is not None and self.bias_1 is not None:
+            states = states @ self.weight_1.T.astype(np.float64) + self.bias_1
+            states *= ndtr(states)  # GELU
+        return states @ self.weight.astype(np.float64) + self.bias
+
+    def values(self, trajectory: Trajectory) -> Signal:
+        """[N, T] its exit CDF on a recording."""
+        if trajectory.hidden is None:
+            raise UserError(
+                "A fitted gate reads hidden states, and this recording keeps none; record it with --hidden."
+            )
+        logits = np.empty(trajectory.hidden.shape[:2])
+        for start in range(0, len(logits), _CHUNK):
+            logits[start : start + _CHUNK] = self.halt_logits(trajectory.hidden[start : start + _CHUNK])
+        return exit_cdf(logits)
+
+    def check(self, weights: str | None) -> None:
+        check_host(self.provenance, weights, "gate")
+
+    def check_calibration(self, recording: CalibrationData) -> None:
+        check_other_data(self.provenance, recording, "gate")
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the gate, whole or not at all."""
+        files = {GATE_WEIGHTS: self.tensors}
+        save_artifact(folder, GATE, GATE_SCHEMA, {"kind": self.kind, "width": self.width}, self.provenance, files)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """The gate in a folder, after its file was checked against its hash."""
+        found = load_artifact(Path(folder), GATE, GATE_SCHEMA, dict, GATE_WEIGHTS)
+        return cls.of_tensors(found.arrays, found.provenance)
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Array], provenance: Mapping[str, Any]) -> Self:
+        if set(tensors) != set(_LAYERS.get(len(tensors), ())):
+            raise UserError(f"These are not the tensors of a gate: {', '.join(sorted(tensors))}.")
+        return cls(**{name: np.array(value) for name, value in tensors.items()}, provenance=provenance)
+
+
+def check_host(provenance: Mapping[str, Any], weights: str | None, what: str) -> None:
+    """Refuses another model than the one to whose recording it was fitted (where both are known)."""
+    own = provenance.get("weights_sha256")
+    if own is not None and weights is not None and not same_model(own, weights):
+        raise UserError(f"This {what} was fitted to the states of another model; fit one to this model.")
+
+
+def check_other_data(provenance: Mapping[str, Any], recording: CalibrationData, what: str) -> None:
+    """Refuses to choose a threshold on the data to which it was fitted."""
+    if recording.split is not None and recording.split == provenance.get("split"):
+        raise UserError(
+            f"This {what} was fitted to the {recording.split} split, so its threshold must be chosen on another."
+        )
+    if recording.sha256 == provenance.get("recording"):
+        raise UserError(f"This {what} was fitted to this very recording, so its threshold must be chosen on another.")

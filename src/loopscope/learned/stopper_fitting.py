@@ -1,0 +1,233 @@
+"""How much could any rule on the recorded signals gain? Stoppers, learned from a recording with all of its signals.
+
+A loop's forest (scikit-learn's extremely randomised trees, each grown on a bootstrap sample) learns what going on from
+there is worth, the last loop's first: backward induction, for many prices of a loop at once. Whoever asks how a stopper
+does on the recording that it was fitted to gets every example's answer from trees that did not have it (cross-fitting:
+out of bag, or, where decisions come in sequences, by folds of whole sequences). So are later loops judged while earlier
+ones are fitted, and so thresholds and the choice among readouts can come from the same recording.
+
+Shapes: N examples, T loops, F signals, E edges, K trees, G prices.
+"""
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.config import Count, Seed, Settings, build, plain
+from loopscope.errors import UserError
+from loopscope.learned.stopper import Stopper, StopperKind, bins_before_last, price_index, read_signals, readable
+from loopscope.readouts.readout import POST_HOC
+from loopscope.readouts.replay import has_signal
+from loopscope.readouts.signals import Array, Signal
+from loopscope.splits import check_fitting
+from loopscope.threshold_grids import gap_middles
+from loopscope.trajectory import Trajectory
+
+PRICES = np.array([0.0, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0])
+"""Of a loop, in accuracy: at 0.01 a loop is worth it if it makes one more example in a hundred right."""
+SIGNALS_READ = ("gate", *POST_HOC, "patience", "settling", "hidden_acceleration")
+"""Those that a stopper reads, where the recording has them."""
+_EDGES, _FOLDS = 127, 3
+MIN_EXAMPLES, MIN_SEQUENCES = 100, 10
+"""Examples, and sequences of them, below which nothing is learned."""
+
+
+class StopperSettings(Settings, frozen=True, kw_only=True):
+    kind: StopperKind = "induction"
+    gain: Literal["correct", "agreement"] = "correct"  # being right, or answering as full depth does, without labels
+    trees: Annotated[int, msgspec.Meta(ge=32, le=1000)] = 48  # so many that each example is left out by some
+    leaf: Count | None = None  # examples that a leaf has at least; None: one in two hundred, and at least 10
+    seed: Seed = 0
+
+
+class FittedStopper(NamedTuple):
+    stopper: Stopper
+    out_of_bag: (
+        Signal  # [N, T] its signal on the recording that it was fitted to, by trees that did not have the example
+    )
+
+
+def fit_stopper(
+    recording: Trajectory, settings: StopperSettings | None = None, *, signals: list[str] | None = None, **changes: Any
+) -> Stopper:
+    """A rule on all signals of a recording together, which chooses when to exit; see `StopperSettings` for `changes`.
+
+    It reads the signals that the recording has (or those that are named), at every loop and at the one before.
+    """
+    return fit_out_of_bag(recording, settings, signals=signals, **changes).stopper
+
+
+def fit_out_of_bag(
+    recording: Trajectory, settings: StopperSettings | None = None, *, signals: list[str] | None = None, **changes: Any
+) -> FittedStopper:
+    """The same, and what it says of the recording itself without having seen the example."""
+    settings = build(StopperSettings, {**({} if settings is None else plain(settings)), **changes}, "the stopper")
+    check_fitting(recording, "stopper")
+    if too_little := why_not_learned(recording):
+        raise UserError(too_little)
+    names = tuple(stopper_signals(recording) if signals is None else signals)
+    if not names:
+        raise UserError("The recording has no signal that a stopper could read; record logits, states or a gate.")
+    for name in names:
+        readable(name)
+    right = recording.correct if settings.gain == "correct" else recording.predicted == recording.predicted[:, -1:]
+    values = read_signals(names, recording)
+    edges = np.stack([_edges(values[:, loop]) for loop in range(recording.num_loops - 1)])
+    provenance = {
+        "stopper": plain(settings),
+        "weights_sha256": recording.provenance.get("weights_sha256"),
+        "split": recording.split,
+        "recording": recording.sha256,
+        "examples": recording.num_examples,
+    }
+    fitting = _Fitting(settings, names, edges, values, right.astype(np.float64), recording.sequences)
+    return fitting.run(provenance)
+
+
+def why_not_learned(recording: Trajectory) -> str:
+    """Why nothing can be learned from a recording, whatever its signals; nothing where it can."""
+    if recording.num_loops < 2:
+        return "With one loop there is no exit to choose, so no stopper to fit."
+    if recording.num_examples < MIN_EXAMPLES:
+        return f"A stopper is learned from {MIN_EXAMPLES} examples or more; there are {recording.num_examples}."
+    sequences = None if recording.sequences is None else len(np.unique(recording.sequences))
+    if sequences is not None and sequences < MIN_SEQUENCES:
+        return f"A stopper is learned from {MIN_SEQUENCES} sequences or more; there are {sequences}."
+    return ""
+
+
+def stopper_signals(*recordings: Trajectory) -> list[str]:
+    """The signals that a stopper can read on all of these recordings."""
+    return [name for name in SIGNALS_READ if all(has_signal(name, each) for each in recordings)]
+
+
+class _Fitting:
+    def __init__(
+        self,
+        settings: StopperSettings,
+        names: tuple[str, ...],
+        edges: Array,
+        values: Signal,
+        right: Signal,
+        sequences: Array | None,
+    ) -> None:
+        self._settings, self._names, self._edges, self._right = settings, names, edges, right
+        self._bins = bins_before_last(values, edges)
+        self._forests: list[_Trees] = []
+        self._fold: Array | None = None  # [N] of whole sequences
+        if sequences is not None:
+            names_of, number = np.unique(sequences, return_inverse=True)
+            self._fold = np.random.default_rng(settings.seed).permutation(len(names_of))[number] % _FOLDS
+
+    def run(self, provenance: dict[str, Any]) -> FittedStopper:
+        loops = self._right.shape[1]
+        out_of_bag = np.zeros(self._right.shape)
+        prices = PRICES if self._settings.kind == "induction" else PRICES[:0]
+        later = np.repeat(self._right[:, -1:], max(len(prices), 1), axis=1)  # [N, G] from the next loop on
+        for loop in range(loops - 2, -1, -1):
+            now = self._right[:, loop, None]
+            if self._settings.kind == "induction":
+                gains = self._forest(loop, later - prices - now)
+                out_of_bag[:, loop] = price_index(gains, prices)
+                goes_on = np.minimum.accumulate(gains, axis=1) > 0
+                later = np.where(goes_on, later - prices, now)
+            else:
+                out_of_bag[:, loop] = self._forest(loop, np.maximum(later - now, 0.0))[:, 0]
+        parts = _joined(self._forests[::-1])
+        stopper = Stopper(self._settings.kind, self._names, self._edges, *parts, prices, provenance)
+        return FittedStopper(stopper, out_of_bag)
+
+    def _forest(self, loop: int, targets: Signal) -> Signal:
+        """Fits a loop's forest to targets [N, G]; [N, G] what is said of each example by trees that did not have it."""
+        features = self._bins[:, [loop, max(loop - 1, 0)]].astype(np.float32)
+        if loop == 0:
+            features[:, 1] = 0
+        features = features.reshape(len(features), -1)
+        fitted_to = targets if targets.shape[1] > 1 else targets[:, 0]
+        forest = self._grown(loop, features, fitted_to)
+        self._forests.append(_Trees.of(forest))
+        if self._fold is None:
+            return np.asarray(forest.oob_prediction_).reshape(targets.shape)
+        found = np.empty(targets.shape)
+        for fold in range(_FOLDS):
+            left_out = self._fold == fold
+            others = self._grown(loop, features[~left_out], fitted_to[~left_out])
+            found[left_out] = others.predict(features[left_out]).reshape(-1, targets.shape[1])
+        return found
+
+    def _grown(self, loop: int, features: Array, targets: Array) -> Any:
+        from sklearn.ensemble import ExtraTreesRegressor
+
+        forest = ExtraTreesRegressor(
+            self._settings.trees,
+            min_samples_leaf=self._settings.leaf or max(10, len(self._right) // 200),
+            bootstrap=True,
+            oob_score=_no_score if self._fold is None else False,
+            random_state=self._settings.seed + loop,
+            n_jobs=1,
+        )
+        return forest.fit(features, targets)
+
+
+def _no_score(*_: Any) -> float:
+    """The score that goes with out-of-bag predictions, which nobody asks for."""
+    return 0.0
+
+
+class _Trees(NamedTuple):
+    """The trees of one loop, one after the other."""
+
+    roots: NDArray[np.int32]  # [K]
+    feature: NDArray[np.int16]
+    threshold: NDArray[np.float32]
+    below: NDArray[np.int32]
+    above: NDArray[np.int32]
+    value: NDArray[np.float32]  # [nodes, G]
+
+    @classmethod
+    def of(cls, forest: Any) -> "_Trees":
+        return _joined_trees([cls._of_tree(each.tree_) for each in forest.estimators_])
+
+    @classmethod
+    def _of_tree(cls, tree: Any) -> "_Trees":
+        leaf, itself = tree.children_left < 0, np.arange(tree.node_count)
+        return cls(
+            np.zeros(1, dtype=np.int32),
+            np.where(leaf, 0, tree.feature).astype(np.int16),
+            np.where(leaf, 0.0, np.floor(tree.threshold)).astype(np.float32),  # bins are whole numbers
+            np.where(leaf, itself, tree.children_left).astype(np.int32),
+            np.where(leaf, itself, tree.children_right).astype(np.int32),
+            np.where(leaf[:, None], tree.value[:, :, 0], 0.0).astype(np.float32),
+        )
+
+
+def _joined_trees(parts: list[_Trees]) -> _Trees:
+    """All of them, with their nodes numbered on."""
+    first = np.cumsum([0, *(len(part.feature) for part in parts[:-1])]).astype(np.int32)
+    moved = [
+        part._replace(roots=part.roots + at, below=part.below + at, above=part.above + at)
+        for part, at in zip(parts, first, strict=True)
+    ]
+    return _Trees(*(np.concatenate(each) for each in zip(*moved, strict=True)))
+
+
+def _joined(forests: list[_Trees]) -> _Trees:
+    """The forests of all loops, the first loop's first; [T-1, K] roots."""
+    joined = _joined_trees(forests)
+    return joined._replace(roots=joined.roots.reshape(len(forests), -1))
+
+
+def _edges(signals: Signal) -> Signal:
+    """[F, E] of the bins of each signal [N, F] of a loop: about as many examples in each, and no example on an edge."""
+    result = np.full((signals.shape[1], _EDGES), np.inf)
+    ranks = np.linspace(0, len(signals), _EDGES + 2)[1:-1]
+    for row, values in zip(result, signals.T, strict=True):
+        rising = np.sort(values[~np.isnan(values)])
+        middles = gap_middles(np.unique(rising))
+        if len(middles) > _EDGES:
+            below = np.searchsorted(rising, middles)
+            middles = middles[np.unique(np.searchsorted(below, ranks).clip(max=len(middles) - 1))]
+        row[: len(middles)] = middles
+    return result

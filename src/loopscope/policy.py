@@ -1,0 +1,269 @@
+"""When does a request exit? A readout with its threshold is an exit policy: one object for replay and live running.
+
+Its file is JSON; the weights of a fitted gate or a stopper lie beside it as safetensors, and the file holds their hash.
+"""
+
+import glob
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from loopscope.artifacts import is_intact, map_tensors, read_whole, sealed, sha256
+from loopscope.config import Settings, build, plain, read_json, to_json
+from loopscope.errors import UserError
+from loopscope.files import BESIDE, atomic_file, remove_leftovers, write_bytes
+from loopscope.guarantee import Certificate, Guarantee
+from loopscope.learned.attach import Fitted, attach
+from loopscope.learned.fitted_gate import FittedGate
+from loopscope.learned.stopper import Stopper, StopperContents
+from loopscope.model_identity import model_words, same_model
+from loopscope.readouts.readout import find_readout, readout_definition, required_readout
+from loopscope.readouts.replay import signal
+from loopscope.readouts.signals import own_name
+from loopscope.scope import ANYTHING, Scope, scope_of
+from loopscope.trajectory import Trajectory
+
+NEVER = float(np.finfo(np.float64).max)
+"""A threshold (or, where low means exit, minus this) that no signal meets: full depth, in a file, too."""
+POLICY_FILE = "policy that `loopscope calibrate` wrote"
+_MAX_POLICY_BYTES = 1 << 20
+ORACLE_THRESHOLD = 0.5
+"""Between wrong (0) and right (1)."""
+
+
+class GateFile(Settings, frozen=True, kw_only=True):
+    """Where the weights of a policy's fitted gate or stopper are, and what they were fitted to."""
+
+    file: str
+    sha256: str
+    provenance: dict[str, Any]
+    stopper: StopperContents | None = None  # None: a gate
+
+
+class PolicyFile(Settings, frozen=True, kw_only=True):
+    """What the file of a policy says."""
+
+    schema_version: Literal[8] = 8
+    readout: str
+    threshold: float | None = None
+    gate: GateFile | None = None
+    scope: Scope = ANYTHING
+    certificate: Certificate | None = None
+    digest: str = ""  # of all of the above, where there is a certificate: it is void for another threshold
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        values: Any = read_json(object, path, POLICY_FILE)
+        if not isinstance(values, dict) or "readout" not in values:
+            raise UserError(f"{path} is not a policy: it has no readout; give a file that `loopscope calibrate` wrote.")
+        file = build(cls, values, str(path))
+        if file.certificate is not None and not is_intact(file):
+            raise UserError(
+                f"{path} was altered since it was calibrated, so its promise is void; calibrate it again, or set its "
+                "certificate to null."
+            )
+        return file
+
+
+@dataclass(frozen=True, repr=False)
+class ExitPolicy:
+    """A readout with its threshold. `fixed` takes the depth as its threshold, `oracle` takes none.
+
+    With the readout `gate:NAME` or `stopper:NAME` it carries that gate or stopper, unless it is only replayed on
+    recordings that have its signal. A calibrated one carries its certificate. Its scope says for which model and kind
+    of decisions its threshold was chosen; the policy is held to it wherever it is used.
+    """
+
+    readout: str
+    threshold: float | None = None
+    gate: Fitted | None = None
+    scope: Scope = ANYTHING
+    certificate: Certificate | None = None
+
+    def __post_init__(self) -> None:
+        takes, at = required_readout(self.readout).takes, self.threshold
+        if (takes == "nothing") != (at is None) or (at is not None and np.isnan(at)):
+            raise UserError(
+                f"The readout '{self.readout}' {'takes no threshold' if takes == 'nothing' else 'needs a threshold'}."
+            )
+        if takes == "depth" and at is not None and (at < 1 or at % 1):
+            raise UserError(f"A fixed depth is a whole number from 1 on, got {at}.")
+        if self.gate is not None and not self.readout.startswith(self.gate.prefix):
+            raise UserError(
+                f"The readout '{self.readout}' takes no {self.gate.what}; its name would begin with "
+                f"'{self.gate.prefix}'."
+            )
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        return None if self.certificate is None else self.certificate.guarantee
+
+    @property
+    def model(self) -> str | None:
+        """The hash of the weights and configuration that it was chosen for, if it says."""
+        return self.scope.model
+
+    @property
+    def fixed_depth(self) -> int | None:
+        """The loop at which everything exits; None for a policy that looks at a signal."""
+        return int(self.threshold or 0) if required_readout(self.readout).takes == "depth" else None
+
+    def __str__(self) -> str:
+        if self.threshold is None:
+            return self.readout
+        return self.readout + (" at full depth" if abs(self.threshold) >= NEVER else f" at {self.threshold:.6g}")
+
+    def __repr__(self) -> str:
+        return f"ExitPolicy({self}{'' if self.guarantee is None else f'; {self.guarantee.sentence}'})"
+
+    def save(self, path: str | Path) -> None:
+        """Writes the policy as JSON, and the weights of its fitted gate beside it."""
+        if self.threshold is not None and np.isinf(self.threshold):
+            raise UserError("A policy file has a finite threshold; to never exit early, use 'fixed' at the full depth.")
+        path = Path(path)
+        with atomic_file(path, wait=True) as scratch:
+            _remove_gates(path)
+            file = PolicyFile(
+                readout=self.readout,
+                threshold=None if self.threshold is None else float(self.threshold),
+                gate=None if self.gate is None else _save_gate(self.gate, path),
+                scope=self.scope,
+                certificate=self.certificate,
+            )
+            scratch.write_bytes(to_json(file if self.certificate is None else sealed(file)))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The policy in a file, after the weights of its gate were checked against their hash."""
+        place = Path(path)
+        return read_whole(place, lambda: cls._read(place))
+
+    @classmethod
+    def _read(cls, path: Path) -> Self:
+        file = PolicyFile.read(path)
+        if find_readout(file.readout) is None:
+            raise UserError(
+                f"{path} exits by the readout '{file.readout}', which is not installed: import the module or "
+                "install the package that defines it (on the command line: --with-readout MODULE:NAME)."
+            )
+        gate = None
+        if file.gate is not None:
+            weights = path.with_name(Path(file.gate.file).name)  # beside it, whatever the file says
+            if not weights.is_file() or sha256(weights) != file.gate.sha256:
+                raise UserError(f"{weights}, the gate of {path}, is missing or was altered; make the policy again.")
+            gate = _gate_of(file.gate, map_tensors(weights))
+        return cls(file.readout, file.threshold, gate, file.scope, file.certificate)._as_defined()
+
+    def check(self, weights: str | None, num_loops: int, here: Scope) -> None:
+        """Rejects another model than the one it was made for, another full depth, or decisions of another kind.
+
+        Each where both sides say what they are; `here` is what would be decided about.
+        """
+        self._as_defined()
+        self.scope.check(here)
+        if self.gate is not None:
+            self.gate.check(weights)
+        self.check_depth(num_loops)
+        if self.model is not None and weights is not None and not same_model(self.model, weights):
+            raise UserError(
+                f"This policy was calibrated for another model ({model_words(self.model, str(weights))}), and "
+                "promises nothing for this one; calibrate it for this model, or use it without its promise "
+                "(--any-model, or policy.for_any_model())."
+            )
+        if self.guarantee is not None and self.guarantee.loops != num_loops:
+            raise UserError(
+                f"This policy was calibrated for {self.guarantee.loops} loops, and here full depth is {num_loops}; "
+                "calibrate it for this depth, or use it without its promise (--any-model, or policy.for_any_model())."
+            )
+
+    def check_depth(self, num_loops: int) -> None:
+        """Rejects a full depth that its rule does not fit."""
+        if isinstance(self.gate, Stopper):
+            self.gate.check_depth(num_loops)
+        if (self.fixed_depth or 0) > num_loops:
+            raise UserError(f"A fixed depth of {self.fixed_depth} is beyond the {num_loops} loops here; ask for fewer.")
+
+    def _as_defined(self) -> Self:
+        """Itself, unless the name of its readout has another meaning by now."""
+        if self.scope.definition not in (None, readout_definition(self.readout)):
+            raise UserError(
+                f"This policy was made with another definition of the readout '{self.readout}' than the one that is "
+                "known here; put that one back, or calibrate again."
+            )
+        return self
+
+    def for_any_model(self) -> Self:
+        """The same rule without its certificate, for any model in any precision, for decisions of its kind."""
+        gate = self.gate and replace(
+            self.gate, provenance={key: value for key, value in self.gate.provenance.items() if key != "weights_sha256"}
+        )
+        scope = msgspec.structs.replace(self.scope, model=None, precision=None)
+        return replace(self, gate=gate, scope=scope, certificate=None)
+
+    def exit_loops(self, trajectory: Trajectory) -> NDArray[np.int64]:
+        """[N] the loop in 1..T at which every example exits."""
+        self.check(trajectory.provenance.get("weights_sha256"), trajectory.num_loops, scope_of(trajectory))
+        stops = self.stops(trajectory)
+        stops[:, -1] = True
+        return stops.argmax(axis=1) + 1
+
+    def stops(self, trajectory: Trajectory) -> NDArray[np.bool_]:
+        """[N, T] at which loops the rule says stop; a signal that is NaN never does."""
+        return self.decide(self.values(trajectory))
+
+    def values(self, trajectory: Trajectory) -> NDArray[np.float64]:
+        """[N, T] the policy's signal on a recording."""
+        if self.gate is not None:
+            trajectory = attach(trajectory, {own_name(self.readout): self.gate})
+        return signal(self.readout, trajectory)
+
+    def decide(self, values: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether these values of the policy's signal say stop, whatever their shape: recorded or live."""
+        threshold = ORACLE_THRESHOLD if self.threshold is None else self.threshold
+        return values >= threshold if required_readout(self.readout).exits == "above" else values <= threshold
+
+
+def chosen_scope(readout: str, recording: Trajectory) -> Scope:
+    """For what a threshold of this readout stands if it was chosen on this recording."""
+    return msgspec.structs.replace(scope_of(recording), definition=readout_definition(readout))
+
+
+def _gate_of(file: GateFile, tensors: dict[str, NDArray[Any]]) -> Fitted:
+    if file.stopper is None:
+        return FittedGate.of_tensors(tensors, file.provenance)
+    return Stopper.of_tensors(file.stopper, tensors, file.provenance)
+
+
+def _save_gate(gate: Fitted, path: Path) -> GateFile:
+    """Writes the weights of the gate beside the policy at `path`; by their name, an earlier one keeps its own."""
+    stem = f"{path.name.removesuffix('.json')}.gate"
+    data = safetensors.numpy.save({name: np.asarray(values) for name, values in gate.tensors.items()})
+    found = hashlib.sha256(data).hexdigest()
+    weights = path.with_name(f"{stem}-{found[:8]}.safetensors")
+    write_bytes(weights, data)
+    contents = gate.contents if isinstance(gate, Stopper) else None
+    return GateFile(file=weights.name, sha256=found, provenance=plain(dict(gate.provenance)), stopper=contents)
+
+
+def _remove_gates(path: Path) -> None:
+    """Removes weights that earlier policies at `path` had, if no policy beside it has them."""
+    names = f"{glob.escape(path.name.removesuffix('.json'))}.gate-????????.safetensors"
+    for beside in (file for prefix in BESIDE for file in path.parent.glob(f"{prefix}{names}")):
+        remove_leftovers(path.with_name(beside.name.removeprefix(beside.name.split("-")[0] + "-")))
+    for old in path.parent.glob(names):
+        others = (o for o in path.parent.glob("*") if o.is_file() and o.stat().st_size < _MAX_POLICY_BYTES)
+        if not any(old.name.encode() in other.read_bytes() for other in others):
+            old.unlink(missing_ok=True)
+
+
+def accuracy_and_loops(policy: ExitPolicy, trajectory: Trajectory) -> tuple[float, float]:
+    """Accuracy and average loops of a policy replayed on a recording."""
+    loops = policy.exit_loops(trajectory)
+    right = trajectory.correct[np.arange(len(loops)), loops - 1]
+    return float(right.mean()), float(loops.mean())

@@ -1,0 +1,261 @@
+"""Which rules pick an exit? A readout maps a trajectory to an exit loop, by a threshold on one of its signals.
+
+A `Readout` has one definition, a step from loop to loop, which a replay runs over a recording and the engine over
+whatever is active: what it decides is causal, and the same in both. Those of a user are defined with `readout`, or come
+with an installed package, whose entry points in the group `loopscope.readouts` have their names.
+
+Shapes: N rows, V classes, D width.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.config import digest
+from loopscope.errors import UserError, did_you_mean, reason
+from loopscope.readouts.signals import (
+    CONVERGENCE,
+    FITTED_GATE,
+    SIGNALS,
+    STOPPER,
+    Array,
+    Source,
+    State,
+    hidden_acceleration,
+    one_loop,
+    patience,
+    running_cdf,
+    settling,
+    two_loops,
+)
+
+Step = Callable[..., Any]
+
+GROUP = "loopscope.readouts"
+NOT_LIVE = ("correct", None)
+"""What a running model does not say: whether it is right, and signals that only exist recorded."""
+
+
+@dataclass(frozen=True)
+class Readout:
+    """A signal, and whether an example exits where it is above or below a threshold (or meets it).
+
+    `reads` is what the step gets of a loop: logits [N, V] (-inf for a class that an example does not have), the pooled
+    state hidden [N, D], gate_logits [N] or predictions [N], the answers. `step(now, state)` gives the values [N] of the
+    signal at this loop, NaN where it has none yet, and the state for the next: a tuple of arrays with a row for every
+    row of `now`. The state is None at loop 1. Rows have nothing to do with each other; they may be at different loops.
+    A `step(now)` that needs no state gives the values alone.
+
+    Without `reads` and `step` it is a signal that comes with recordings: it can be replayed, but not run.
+
+    `takes` is what a threshold of it is: a value of the signal, a depth (`fixed`), or nothing (`oracle`).
+    """
+
+    name: str
+    exits: Literal["above", "below"]
+    reads: Source | None = None
+    step: Step | None = field(default=None, repr=False)
+    takes: Literal["threshold", "depth", "nothing"] = "threshold"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z_][\w.-]*", self.name) or self.name == "auto":
+            raise UserError(f"A readout is named by letters, digits, '_', '.' and '-', not 'auto', got {self.name!r}.")
+        if self.exits not in ("above", "below"):
+            raise UserError(f"The readout '{self.name}' exits 'above' or 'below' its threshold, got {self.exits!r}.")
+
+    @cached_property
+    def looks_back(self) -> bool:
+        """Whether its step takes a state: a second argument, unless it is an option with a value of its own."""
+        if self.step is None or isinstance(self.step, np.ufunc):
+            return False
+        try:
+            first, *others = inspect.signature(self.step).parameters.values()
+        except (TypeError, ValueError):  # some compiled functions do not say
+            return False
+        if first.kind == first.VAR_POSITIONAL:
+            return True
+        positional = [each for each in others[:1] if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+        return any(each.default is each.empty or each.default is None for each in positional)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a user's, and not built in."""
+        return self.step is None or not str(getattr(self.step, "__module__", "")).startswith("loopscope.")
+
+    @cached_property
+    def definition_sha256(self) -> str | None:
+        """Of a user's readout: what it reads, when it exits and the text of its step, if there is one to be had."""
+        if not self.is_own:
+            return None
+        try:
+            step = self.step if self.step is None or inspect.isroutine(self.step) else type(self.step)
+            source = None if step is None else inspect.getsource(step)
+        except (OSError, TypeError):
+            source = None
+        return digest([self.name, self.exits, self.reads, source])
+
+    def advance(self, now: Array, state: State | None) -> tuple[NDArray[np.float64], State | None]:
+        """One loop of rows: the signal [N], and what the next loop needs."""
+        values, state = self._own_step(now, state) if self.is_own else self._step(now, state)
+        if values.shape != now.shape[:1]:
+            raise UserError(
+                f"The readout '{self.name}' gave values {list(values.shape)} for {len(now)} rows: one each."
+            )
+        result = values.astype(np.float64)
+        if np.isinf(result).any():
+            raise UserError(
+                f"The readout '{self.name}' gave a value that is infinite; NaN says that there is none yet."
+            )
+        return result, state
+
+    def _step(self, now: Array, state: State | None) -> tuple[Array, State | None]:
+        assert self.step is not None
+        values, state = self.step(now, state) if self.looks_back else (self.step(now), None)
+        return np.asarray(values), state
+
+    def _own_step(self, now: Array, state: State | None) -> tuple[Array, State | None]:
+        """Whatever goes wrong in a user's step is said in a sentence; to what was recorded it cannot write."""
+        assert self.step is not None
+        now = now.view()
+        now.flags.writeable = False
+        try:
+            found = self.step(now, state) if self.looks_back else (self.step(now), None)
+            if not isinstance(found, tuple) or len(found) != 2 or isinstance(found[0], tuple):
+                raise TypeError(
+                    "a step with a state takes it as its second argument and returns the values and a state"
+                )
+            values, after = np.asarray(found[0]), found[1]
+            if after is None:
+                return values, None
+            if isinstance(after, tuple) and all(np.shape(each)[:1] == now.shape[:1] for each in after):
+                return values, tuple(map(np.asarray, after))
+            raise TypeError("its state must be a tuple of arrays with a row for every row")
+        except Exception as error:
+            raise UserError(f"The step of the readout '{self.name}' failed: {reason(error)}.") from error
+
+
+def itself(values: Array) -> Array:
+    """The step of a signal that is what it reads."""
+    return values.astype(np.float64)
+
+
+POST_HOC = ("entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine")
+"""The paper's, which any trajectory has, without a gate and without labels."""
+_ABOVE = ("top1", "margin")
+_PROBABILITIES = ("gate", "top1")
+_NEVER_NEGATIVE = ("entropy", "kl", "logit_change", "hidden_change", "hidden_cosine", "hidden_acceleration")
+READOUTS: dict[str, Readout] = {
+    each.name: each
+    for each in (
+        Readout("fixed", "above", "loop", itself, takes="depth"),
+        Readout("gate", "above", "gate_logits", running_cdf),
+        *(
+            Readout(
+                name,
+                "above" if name in _ABOVE else "below",
+                SIGNALS[name][0],
+                (two_loops if name in CONVERGENCE else one_loop)(SIGNALS[name][1]),
+            )
+            for name in POST_HOC
+        ),
+        Readout("patience", "above", "predictions", patience),
+        Readout("settling", "above", "logits", settling),
+        Readout("hidden_acceleration", "below", "hidden", hidden_acceleration),
+        Readout("oracle", "above", "correct", itself, takes="nothing"),
+    )
+}
+"""Every readout that is known by name, also those that were registered. An example exits at the first loop whose signal
+is above or below the threshold (or meets it), and at loop T if there is none."""
+
+
+def _without_its_stopper(now: Array) -> Array:
+    raise UserError("A stopper is run by a policy that carries it; give it with --gate.")
+
+
+_STOPPER = Readout("stopper", "below", "hidden", _without_its_stopper)
+"""Of what kind learned stoppers are; each has a step of its own, in `learned.stopper`."""
+
+
+def readout(name: str, *, exits: Literal["above", "below"], reads: Source) -> Callable[[Step], Readout]:
+    """A decorator: the function below it is the step of a readout, which is known from then on."""
+    return lambda step: register_readout(Readout(name, exits, reads, step))
+
+
+def register_readout(new: Readout) -> Readout:
+    """Makes a readout known to everything that takes the name of one."""
+    old = READOUTS.get(new.name)
+    if old is not None and old != new and not (old.is_own and _defined_again(old, new)):
+        raise UserError(f"There is another readout '{new.name}' already; give yours another name.")
+    _ = new.definition_sha256  # of the text as it is now: its file may be edited while this process runs
+    READOUTS[new.name] = new
+    return new
+
+
+def find_readout(name: str) -> Readout | None:
+    """The definition behind a name, if it is known or an installed package offers it; `gate` for a fitted gate."""
+    if name.startswith(STOPPER):
+        return _STOPPER
+    name = "gate" if name.startswith(FITTED_GATE) else name
+    if name not in READOUTS:
+        for offered in entry_points(group=GROUP, name=name):
+            register_readout(offered.load())
+    return READOUTS.get(name)
+
+
+def required_readout(name: str) -> Readout:
+    """The definition behind a name, or a sentence that lists the names."""
+    found = find_readout(name)
+    if found is None:
+        raise no_readout(name, READOUTS)
+    return found
+
+
+def no_readout(name: str, known: Collection[str]) -> UserError:
+    """What is said of a name that is none of these."""
+    return UserError(
+        f"There is no readout '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}, "
+        f"{FITTED_GATE}NAME, {STOPPER}NAME, or import the module that defines it."
+    )
+
+
+def has_threshold(name: str) -> bool:
+    """Whether a threshold on a signal decides: neither a fixed depth nor the oracle."""
+    return required_readout(name).takes == "threshold"
+
+
+def needs_labels(name: str) -> bool:
+    """Whether only recordings with labels have it: the oracle."""
+    return required_readout(name).reads == "correct"
+
+
+def check_threshold(name: str, threshold: float) -> None:
+    """Rejects one that no value of a signal can meet, so that nothing would ever exit early."""
+    known = "gate" if name.startswith(FITTED_GATE) else name
+    if known in _PROBABILITIES and threshold > 1:
+        raise UserError(f"'{name}' is a probability and never reaches {threshold:g}; give a threshold from 0 to 1.")
+    if known in _NEVER_NEGATIVE and threshold < 0:
+        raise UserError(f"'{name}' is never below 0, and so never at {threshold:g}; give a threshold from 0 on.")
+
+
+def readout_definition(name: str) -> str | None:
+    """The hash of what a name means here, if it is a user's readout."""
+    found = find_readout(name)
+    return None if found is None else found.definition_sha256
+
+
+def readouts_reading(*sources: str) -> list[Readout]:
+    """Those that read one of these."""
+    return [each for each in READOUTS.values() if each.reads in sources]
+
+
+def _defined_again(old: Readout, new: Readout) -> bool:
+    """Whether the same lines ran once more, as a cell of a notebook does."""
+    homes = [(getattr(each.step, "__module__", None), getattr(each.step, "__qualname__", None)) for each in (old, new)]
+    return homes[0] == homes[1] and homes[0][1] is not None and "<lambda>" not in homes[0][1]

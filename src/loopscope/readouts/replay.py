@@ -1,0 +1,174 @@
+"""What is a readout's signal on a recording? As recorded, or its definition replayed over the loops that it keeps.
+
+Shapes: N examples, T loops, V classes.
+"""
+
+import warnings
+
+import numpy as np
+
+from loopscope.errors import UserError
+from loopscope.readouts.readout import Readout, find_readout
+from loopscope.readouts.signals import CONVERGENCE, FITTED, SIGNALS, Array, Signal, as_defined, by_chunks
+from loopscope.trajectory import NO_LABELS, Trajectory
+
+_MISSING = {
+    "gate_logits": "The recording has no gate logits: its model has no gate, so the readout '{name}' cannot be used.",
+    "logits": "The recording has no logits and no recorded signal '{name}'.",
+    "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden, or give your "
+    "own as Trajectory(hidden=...).",
+    "correct": NO_LABELS,
+}
+_REPLAYED_ALONE = 4
+"""Rows that are replayed once more by themselves."""
+_ROUNDING = 1e-5
+"""What a step in float32 may say differently of a row (relative), because another batch is summed in another order."""
+_RECORDED_ROUNDING = 1e-4
+"""How far a recorded signal may lie from what is computed here (relative): it may have been rounded to float32."""
+
+
+def signal(name: str, trajectory: Trajectory) -> Signal:
+    """[N, T] a signal of a recording: as recorded, or computed from what is needed for it, once."""
+    definition = find_readout(name)
+    key = definition if definition is not None and not name.startswith(FITTED) else name
+    if key not in trajectory.computed:
+        result = _signal(name, definition, trajectory)
+        result.flags.writeable = False
+        trajectory.computed[key] = result
+    return trajectory.computed[key]
+
+
+def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
+    if name in trajectory.signals:
+        check_definition(name, trajectory)
+        recorded = as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
+        _check_source(name, definition, recorded, trajectory)
+        return recorded
+    if name.startswith(FITTED):
+        raise UserError(f"The recording does not have the signal '{name}'; give the fitted gate with --gate.")
+    if definition is None:
+        raise UserError(f"There is no signal '{name}'; choose one of {', '.join([*SIGNALS, *trajectory.signals])}.")
+    if definition.reads is None:
+        raise UserError(f"The signal '{name}' only exists recorded, and this recording does not have it.")
+    values = _source(definition, trajectory)
+    if values is None:
+        raise UserError(_MISSING[definition.reads].format(name=name))
+    return replayed(definition, values)
+
+
+def _source(definition: Readout, trajectory: Trajectory) -> Array | None:
+    """[N, T, ...] what a readout reads of a recording; None if it keeps none of it."""
+    if definition.reads == "loop":
+        return np.tile(np.arange(1, trajectory.num_loops + 1), (trajectory.num_examples, 1))
+    if definition.reads == "correct":
+        return None if trajectory.labels is None else trajectory.correct
+    return trajectory.predicted if definition.reads == "predictions" else getattr(trajectory, str(definition.reads))
+
+
+def check_definition(name: str, trajectory: Trajectory) -> None:
+    """Refuses a recorded signal of a user's readout that means something else by now."""
+    definition, recorded = find_readout(name), trajectory.provenance.get("signal_definitions", {}).get(name)
+    if definition is None or definition.step is None or recorded in (None, definition.definition_sha256):
+        return
+    raise UserError(
+        f"The signal '{name}' was recorded with another definition of the readout '{name}' than the one that is known "
+        "here; record again, or put that definition back."
+    )
+
+
+def _check_source(name: str, definition: Readout | None, recorded: Signal, trajectory: Trajectory) -> None:
+    """Refuses a recorded signal that what it is computed from contradicts: a policy would run by another rule."""
+    if definition is None or definition.reads is None or name.startswith(FITTED):
+        return
+    foreign = definition.reads == "predictions" and trajectory.logits is None  # as foreign as the signal beside them
+    values = None if foreign else _source(definition, trajectory)
+    if values is None:
+        return
+    computed = as_defined(name, replayed(definition, values))
+    if not np.allclose(recorded, computed, rtol=_RECORDED_ROUNDING, atol=_RECORDED_ROUNDING / 100, equal_nan=True):
+        raise UserError(
+            f"The recorded signal '{name}' is not what the readout '{name}' makes of the {definition.reads} in the "
+            "same recording, so that it would exit by another rule live than replayed; give the signal another name."
+        )
+
+
+def has_signal(name: str, trajectory: Trajectory) -> bool:
+    """Whether a recording holds what this signal needs, and enough loops for it to say anything."""
+    if name in CONVERGENCE and trajectory.num_loops == 1:
+        return False
+    definition = find_readout(name)
+    if name not in trajectory.signals:
+        if definition is None or definition.reads is None or name.startswith(FITTED):
+            return False
+        if _source(definition, trajectory) is None:
+            return False
+    elif name in CONVERGENCE and np.isnan(trajectory.signals[name]).all():
+        return False
+    if name in SIGNALS or (definition is not None and definition.takes != "threshold"):
+        return True
+    try:
+        return bool(not np.isnan(signal(name, trajectory)[:, -1]).all())
+    except UserError as error:
+        if definition is None or not definition.is_own:
+            raise
+        warnings.warn(f"{error} It is left out here.", stacklevel=2)  # the others are not to suffer from it
+        return False
+
+
+def replayed(definition: Readout, values: Array) -> Signal:
+    """[N, T] the signal of what a model said at every loop, [N, T, ...]."""
+    if definition.name in SIGNALS:
+        return by_chunks(SIGNALS[definition.name][1], values)
+    result = np.empty(values.shape[:2])
+    if definition.reads == "logits":
+        counts = class_counts(values[:, 0])
+        for count in np.unique(counts):
+            rows = counts == count
+            result[rows] = _replayed(definition, values[rows][..., :count])
+    else:
+        result[:] = _replayed(definition, values)
+    gone = np.isnan(result[:, 1:]) & ~np.isnan(result[:, :-1])
+    if gone.any():
+        raise UserError(
+            f"The readout '{definition.name}' has no value (NaN) at loop {int(gone.any(axis=0).argmax()) + 2} of an "
+            "example that had one before; NaN is for the first loops only."
+        )
+    return result
+
+
+def class_counts(logits: Array) -> Array:
+    """[N] the classes that each row of logits [N, V] has; a question with fewer choices lacks the last ones."""
+    if not np.isneginf(logits[:, -1]).any():
+        return np.full(len(logits), logits.shape[1])
+    return logits.shape[1] - np.isneginf(logits)[:, ::-1].argmin(axis=1)
+
+
+def _replayed(definition: Readout, values: Array) -> Signal:
+    """[N, T] of rows that are equally wide; a user's step must treat each as if it were alone."""
+    result = by_chunks(lambda part: _steps(definition, part), values)
+    if definition.is_own and len(values) > 1:
+        few = np.unique(np.linspace(0, len(values) - 1, _REPLAYED_ALONE).astype(int))
+        with np.errstate(all="ignore"):
+            alone = np.concatenate([_steps(definition, values[row : row + 1]) for row in few])
+            for others in (result[few], _steps(definition, values[few])):
+                if not _close(others, alone, _ROUNDING):
+                    raise UserError(
+                        f"The readout '{definition.name}' says something else of a row alone than of the same row "
+                        "among others; its step must look at every row by itself: no mean, maximum or rank over the "
+                        "rows, and no chance."
+                    )
+    return result
+
+
+def _close(values: Signal, others: Signal, tolerance: float) -> bool:
+    """Whether they differ by no more than this, relative to the largest."""
+    scale = max(np.abs(others[~np.isnan(others)]).max(initial=0.0), np.finfo(np.float64).tiny)
+    return np.allclose(values / scale, others / scale, rtol=0.0, atol=tolerance, equal_nan=True)
+
+
+def _steps(definition: Readout, values: Array) -> Signal:
+    columns, state = [], None
+    for loop in range(values.shape[1]):
+        column, state = definition.advance(values[:, loop], state)
+        columns.append(column)
+    return np.stack(columns, axis=1)

@@ -1,0 +1,93 @@
+"""Where are a model's recordings? In the folder of its run, in the folder that holds them, or in one of their own."""
+
+from pathlib import Path
+from typing import Any
+
+from loopscope.errors import UserError
+from loopscope.files import is_file, is_folder, no_folder
+
+RECORDINGS = "recordings"
+_CONFIG = "config.json"
+"""Of a run, or of another checkpoint: there is a model to be recorded."""
+ANALYSED = ("validation", "test")
+"""What thresholds are chosen on, and what they are judged on."""
+
+
+def find_recording(path: Path, split: str) -> Path:
+    """A recording: `path` itself, or that of this split in a run or in its folder of recordings."""
+    if _is_recording(path):
+        return path
+    folder = _recordings_in(path)
+    if not is_folder(folder):
+        raise no_folder(path, "a recording, or a run that has one")
+    found = folder / split
+    if not is_folder(found):
+        raise _not_recorded(folder, path, split)
+    return found
+
+
+def find_recordings(path: Path) -> Path:
+    """The folder with the recordings `validation` and `test`: of a run, itself, or that of one of the two."""
+    folder = path.parent if _is_recording(path) else _recordings_in(path)
+    if not is_folder(folder):
+        raise no_folder(path, "a run whose validation and test splits are recorded")
+    for split in ANALYSED:
+        if not is_folder(folder / split):
+            raise _not_recorded(folder, path, split)
+    return folder
+
+
+def run_of_recordings(path: Path) -> Path:
+    """The folder of the run that is given by it, by its folder of recordings, or by one of them."""
+    folder = path.parent if _is_recording(path) else path
+    return folder.parent if folder.name == RECORDINGS else folder
+
+
+def holds_recordings(path: Path) -> bool:
+    """Whether it is a recording, or a folder with one in it."""
+    return _is_recording(path) or (is_folder(path) and any(map(_is_recording, path.iterdir())))
+
+
+def recorded_name(folder: Path) -> str:
+    """The name of the model whose recordings are in a folder that `find_recordings` gave."""
+    return (folder.parent if folder.name == RECORDINGS else folder).resolve().name
+
+
+def _is_recording(path: Path) -> bool:
+    from loopscope.artifacts import MANIFEST  # with NumPy, which the command line does not import for its help
+
+    return is_file(path / MANIFEST)
+
+
+def _word(file: Path, key: str) -> str | None:
+    """What a JSON file says at `key`, if it is one."""
+    from loopscope.config import read_json
+
+    try:
+        found: dict[str, Any] = read_json(dict, file, "file")
+    except (OSError, UserError):
+        return None
+    return str(found.get(key))
+
+
+def _recordings_in(path: Path) -> Path:
+    return path / RECORDINGS if is_folder(path / RECORDINGS) else path
+
+
+def _not_recorded(folder: Path, path: Path, split: str) -> UserError:
+    from loopscope.artifacts import MANIFEST
+
+    run = path.parent if path.name == RECORDINGS else path
+    if _word(path / MANIFEST, "kind") == "live run":
+        return UserError(
+            f"{path} is a live run, which only `loopscope calibrate` and `loopscope evaluate --policy` read; give the "
+            "recordings of the model."
+        )
+    if is_file(run / _CONFIG):
+        record = f"task {run}" if _word(run / _CONFIG, "model_type") == "loopscope" else f"text {run} FILE"
+        make = f"make it with: loopscope record {record} --split {split} --out {run / RECORDINGS / split}"
+    elif below := sorted(each.name for each in folder.iterdir() if is_folder(_recordings_in(each) / split)):
+        make = f"give one of those in it that have: {', '.join(below[:5])}{' and others' if below[5:] else ''}"
+    else:
+        make = f"record it there (--out), or save your own: Trajectory(...).save('{folder / split}')"
+    return UserError(f"{folder} has no recording '{split}'; {make}.")

@@ -1,0 +1,84 @@
+"""Which data may choose, and which may only evaluate? What would make a result look better than it is, is refused."""
+
+from typing import Protocol
+
+from loopscope.errors import UserError
+from loopscope.model_identity import same_model
+from loopscope.scope import scope_of
+from loopscope.trajectory import Trajectory
+
+EVALUATION_SPLITS = ("test", "extrapolation")
+_MAX_SHARED = 0.05
+"""The share of examples from which on two splits overlap by mistake, not by chance."""
+
+
+def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
+    """Refuses what would make a result look better than it is."""
+    check_split(calibration, "calibration")
+    if calibration.same_data(evaluation):
+        raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
+    check_same_model(calibration, evaluation, "The calibration and the evaluation recording")
+    _check_apart(calibration, evaluation)
+
+
+def _check_apart(calibration: Trajectory, evaluation: Trajectory) -> None:
+    """Refuses two splits that share examples, of which one cannot tell that the same inputs were drawn twice."""
+    if calibration.examples is not None and evaluation.examples is not None:
+        return
+    shared = calibration.num_shared(evaluation)
+    if shared > _MAX_SHARED * evaluation.num_examples:
+        raise UserError(
+            f"At least {shared:,} of the {evaluation.num_examples:,} examples of the evaluation recording have the "
+            "logits of one in the calibration recording: the splits overlap; keep them apart, or, if the same inputs "
+            "were drawn twice, give the inputs of both: Trajectory(examples=...)."
+        )
+
+
+class OfSplit(Protocol):
+    """A recording, or a live run of one."""
+
+    @property
+    def split(self) -> str | None: ...
+
+
+def check_split(recording: OfSplit, role: str) -> None:
+    """Rejects to choose anything on data that is for evaluation."""
+    if recording.split in EVALUATION_SPLITS:
+        raise UserError(
+            f"The {role} recording is of the {recording.split} split; thresholds must not be chosen on data "
+            "that is for evaluation: record the validation split and calibrate on that."
+        )
+
+
+def check_fitting(recording: Trajectory, what: str) -> None:
+    """Refuses to fit a gate or a stopper to data that is for evaluation."""
+    if recording.split in EVALUATION_SPLITS:
+        raise UserError(
+            f"A {what} must not be fitted on the {recording.split} split, which is for evaluation; record the train "
+            "split."
+        )
+
+
+def check_gate_data(recording: Trajectory) -> None:
+    """Refuses a recording that no gate can be fitted on."""
+    check_fitting(recording, "gate")
+    if recording.hidden is None:
+        raise UserError(
+            "A gate is fitted on hidden states, and this recording keeps none; record it with --hidden, or give those "
+            "of your own: Trajectory(hidden=...)."
+        )
+    if recording.num_loops < 2:
+        raise UserError("With one loop there is no exit to choose, so no gate to fit.")
+
+
+def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:
+    for what, ours, theirs in (
+        ("loops", first.num_loops, second.num_loops),
+        ("classes", first.num_classes, second.num_classes),
+        ("weights", first.provenance.get("weights_sha256"), second.provenance.get("weights_sha256")),
+    ):
+        if None in (ours, theirs) or (same_model(ours, theirs) if what == "weights" else ours == theirs):
+            continue
+        raise UserError(f"{both} differ in their {what} ({ours} and {theirs}); both must come from the same model.")
+    if (found := scope_of(first).difference(scope_of(second))) is not None:
+        raise UserError(f"{both} are of different kinds ({found[1]}, and {found[2]}); record both alike.")
