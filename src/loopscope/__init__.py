@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from loopscope.policy import ExitPolicy as ExitPolicy
     from loopscope.readouts.readout import (
         READOUTS as READOUTS,
+        Readout as Readout,
         readout as readout,
         register_readout as register_readout,
     )
@@ -68,7 +69,7 @@ _MODULES = {
     "models.simple": "SimpleLoopedModel",
     "objectives": "LoopLosses",
     "policy": "ExitPolicy",
-    "readouts.readout": "READOUTS readout register_readout",
+    "readouts.readout": "READOUTS Readout readout register_readout",
     "readouts.replay": "signal",
     "recording.benchmarks": "record_benchmark",
     "recording.tasks": "record_model",

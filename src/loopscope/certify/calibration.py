@@ -13,7 +13,7 @@ difficulty where it is bad (an intersection-union test).
 Shapes: N examples, T loops, G thresholds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Unpack
 
@@ -103,8 +103,8 @@ def certify(
 class Candidates:
     """Thresholds that are to be tested, and where they come from."""
 
-    rules: list[ExitPolicy]  # of each walk the rule, whose threshold is to be replaced
     walks: list[Walk]
+    policy: Callable[[str, float], ExitPolicy]  # that exits by this readout at this threshold
     counted: Recorded  # the examples for which the guarantee is made; those of the walks may be a part of them
     readouts: list[str]  # among which the proposing data chose
     recording: str  # the hash of all that was recorded
@@ -128,12 +128,12 @@ def _candidates_of_recording(
     readouts = candidate_readouts(target, proposing, tested)
     walks = _finalists(readouts, proposing, tested, target)
     named = by_readout(gates)
-    rules = [
-        ExitPolicy(each.readout, each.thresholds[0], named.get(each.readout), chosen_scope(each.readout, recording))
-        for each in walks
-    ]
+
+    def policy(readout: str, threshold: float) -> ExitPolicy:
+        return ExitPolicy(readout, threshold, named.get(readout), chosen_scope(readout, recording))
+
     summaries = (summarise_data(tested), summarise_data(proposing))
-    return Candidates(rules, walks, counted, readouts, recording.sha256, *summaries, None, grid is None)
+    return Candidates(walks, policy, counted, readouts, recording.sha256, *summaries, None, grid is None)
 
 
 def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
@@ -158,9 +158,12 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
         seen=None,
         difficulty=None,
     )
-    rule = replace(runs.rule, scope=runs.scope, certificate=None)
+
+    def policy(readout: str, threshold: float) -> ExitPolicy:
+        return replace(runs.rule, threshold=threshold, scope=runs.scope, certificate=None)
+
     names, where = contents.readouts, contents.recording
-    return Candidates([rule], [walk], runs, names, where, tested, contents.proposing, contents.planned, split=True)
+    return Candidates([walk], policy, runs, names, where, tested, contents.proposing, contents.planned, split=True)
 
 
 def check_live_target(target: RiskTarget) -> None:
@@ -182,7 +185,7 @@ def _test(candidates: Candidates, target: RiskTarget, proof: Proof) -> ExitPolic
     if walk.fewest_loops(passed[best]) > walk.num_loops - _ROUNDING:
         raise _refusal(candidates, target, proof)
     place = int(walk.loops[: passed[best]].argmin())
-    policy = replace(candidates.rules[best], threshold=float(walk.thresholds[place]))
+    policy = candidates.policy(walk.readout, float(walk.thresholds[place]))
     return replace(
         policy, certificate=_certificate(policy, candidates, walk, place, passed[best], level, target, proof)
     )
@@ -337,7 +340,7 @@ def _refusal(candidates: Candidates, target: RiskTarget, proof: Proof) -> NotPro
     spread = walk.variance(worst, first) if proof.bound == "betting" else None
     safest, remedy = f"the safest threshold of '{walk.readout}' that lets anybody exit early", "try another readout"
     if live:
-        rule = replace(candidates.rules[0], threshold=float(walk.thresholds[first]))
+        rule = candidates.policy(walk.readout, float(walk.thresholds[first]))
         safest = f"the most cautious candidate ({rule}, {walk.loops[first]:.2f} loops)"
         remedy = "run more --candidates, which begin more cautiously, try another readout"
         target = msgspec.structs.replace(target, readout=walk.readout)  # one was tested, at all of delta

@@ -132,6 +132,8 @@ class Readout:
                     "a step with a state takes it as its second argument and returns the values and a state"
                 )
             values, after = np.asarray(found[0]), found[1]
+            if values.dtype.kind not in "biuf":
+                raise TypeError(f"its values must be numbers, got {values.dtype}")
             if after is None:
                 return values, None
             if isinstance(after, tuple) and all(np.shape(each)[:1] == now.shape[:1] for each in after):
