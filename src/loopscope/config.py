@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from loopscope.errors import UserError, did_you_mean
-from loopscope.files import MAX_FILE_BYTES, MAX_NESTING, json_depth, read_bytes, read_text, write_bytes
+from loopscope.files import MAX_FILE_BYTES, read_bytes, read_text, write_bytes
 
 T = TypeVar("T")
 
@@ -69,14 +69,13 @@ def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dic
         if not equals or not key.strip():
             raise UserError(f"'--set {assignment}' is not of the form a.b=c; write for instance --set training.seed=1.")
         *tables, name = key.strip().split(".")
-        if len(tables) > MAX_NESTING:
-            raise UserError(f"'--set {assignment}': the key has {len(tables):,} tables, one inside the other.")
         table = result
         for part in tables:
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise UserError(f"'--set {assignment}': {part} is a value, not a table.")
-        table[name] = _toml_value(text.strip(), f"--set {key.strip()}")
+        table[name] = _toml_value(text.strip())
+    _check_bounds(result, "--set")
     return result
 
 
@@ -86,8 +85,6 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {_describe_misfit(error, kind)}") from None
-    except UnicodeEncodeError:
-        raise UserError(f"{source}: a text holds half a character, which no file can hold; leave it out.") from None
 
 
 def read_json(kind: type[T], path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> T:
@@ -95,8 +92,6 @@ def read_json(kind: type[T], path: Path, what: str, largest: int | None = MAX_FI
     data = read_bytes(path, what, largest)
     try:
         data.decode()  # all of it: what a kind does not name is not looked at
-        if json_depth(data) > MAX_NESTING:
-            raise RecursionError
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {_describe_misfit(error, kind)}") from None
@@ -110,14 +105,7 @@ def write_json(path: Path, value: object) -> None:
 
 def to_json(value: object) -> bytes:
     """Indented JSON that ends in a newline; the same value gives the same bytes."""
-    return msgspec.json.format(_encoded(value), indent=2) + b"\n"
-
-
-def _encoded(value: object, order: Literal["sorted"] | None = None) -> bytes:
-    try:
-        return msgspec.json.encode(value, order=order)
-    except UnicodeEncodeError:
-        raise UserError("A text holds half a character, which no file can hold; leave it out.") from None
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def plain(value: object) -> Any:
@@ -127,7 +115,7 @@ def plain(value: object) -> Any:
 
 def digest(value: object) -> str:
     """A hash of the content of `value`, whatever the order of its keys."""
-    return hashlib.sha256(_encoded(value, order="sorted")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -146,36 +134,28 @@ def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
-def _toml_value(text: str, source: str) -> Any:
+def _toml_value(text: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source}: {_briefly(error)}.") from None
-    _check_bounds(table, source)
     return table["value"] if len(table) == 1 else text
 
 
 def _check_bounds(tables: Mapping[str, Any], source: str) -> None:
-    """TOML's integers have 64 bits, and Python's reader takes longer ones; nobody needs tables without end."""
-    level: list[Any] = [tables]
-    for _ in range(MAX_NESTING):
-        values = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
-        if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
-            raise UserError(f"{source}: a whole number is beyond 64 bits.")
-        level = [value for value in values if isinstance(value, (dict, list))]
-        if not level:
-            return
-    raise UserError(f"{source}: {_briefly(RecursionError())}.")
+    """Python's reader of TOML takes whole numbers and nesting that no JSON of ours can hold."""
+    try:
+        msgspec.json.encode(tables)
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise UserError(f"{source}: {_briefly(error)}.") from None
 
 
 def _briefly(error: Exception) -> str:
     """What a reader of TOML or JSON found wrong."""
     if isinstance(error, RecursionError):
-        return f"more than {MAX_NESTING} tables or lists are nested in one another"
-    if "integer string conversion" in str(error):
-        return "a number has thousands of digits"
+        return "tables or lists are nested in one another without end"
+    if isinstance(error, OverflowError) or "integer string conversion" in str(error):
+        return "a whole number is beyond 64 bits"
     return str(error).rstrip(".")
 
 

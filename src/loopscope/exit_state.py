@@ -39,8 +39,8 @@ class ExitState:
         definition = required_readout(policy.readout)
         if definition.reads in NOT_LIVE:
             raise UserError(
-                f"'{policy.readout}' needs the labels or only exists recorded, so its policy can be replayed but not run; "
-                "give a readout that has a step and says what it reads of a model."
+                f"'{policy.readout}' needs the labels, or only exists recorded, so its policy can be replayed but not "
+                "run; give a readout that has a step and says what it reads of a model."
             )
         if policy.readout.startswith(FITTED) and policy.gate is None:
             what = "stopper" if policy.readout.startswith(STOPPER) else "gate"

@@ -9,21 +9,16 @@ one left behind.
 import errno
 import fcntl
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 
 from loopscope.errors import UserError, closest, did_you_mean
 
-MAX_NESTING = 64
-"""Tables or lists inside one another; no file of ours comes near."""
 MAX_FILE_BYTES = 1 << 28
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 LOCK, SCRATCH, REPLACED = BESIDE = (".lock-", ".partial-", ".replaced-")
 """What is called so, and then like its target, is beside it while it is written: the lock of its writer, what there is
 of it, and what it replaces. A folder that is written into has its lock inside."""
@@ -106,14 +101,6 @@ def require_file(path: Path, what: str) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a {what}.")
     raise UserError(f"{path} is a device or a pipe; give a {what} that lies on a disk.")
-
-
-def json_depth(data: bytes) -> int:
-    """How deep lists and objects are nested in a JSON text, without reading it."""
-    if data.count(b"[") + data.count(b"{") <= MAX_NESTING:
-        return 0  # not deep, whatever it is
-    brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
-    return max(accumulate(1 if each in b"[{" else -1 for each in brackets), default=0)
 
 
 def is_plain_name(name: str) -> bool:

@@ -4,6 +4,8 @@ Shapes: N examples, T loops, V classes, D width.
 """
 
 import warnings
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -37,89 +39,81 @@ class _KnownProvenance(msgspec.Struct):
 
 
 def check_contents(trajectory: Any) -> None:
-    """Refuses arrays, texts and a provenance that do not make a recording.
+    """Rejects arrays and a provenance that do not make a recording.
 
     Of a `Trajectory`, which imports this, with its arrays frozen.
     """
     build(_KnownProvenance, trajectory.provenance, "provenance")
-    _check_shapes(trajectory)
-    if trajectory.logits is not None:
-        _check_logits(trajectory.logits, trajectory.labels)
-    for name in ("gate_logits", "label_log_probs", "hidden", "difficulty"):
-        if (value := getattr(trajectory, name)) is not None and not np.isfinite(value).all():
-            raise UserError(f"{name} holds a value that is not finite (first: {_first(name, ~np.isfinite(value))}).")
-    for name in ("labels", "predictions"):
-        if (value := getattr(trajectory, name)) is not None and value.min() < 0:
-            raise UserError(f"{name} are classes, counted from 0, and one of them is below 0.")
-    if trajectory.label_log_probs is not None and trajectory.label_log_probs.max() > _ROUNDING:
-        raise UserError("label_log_probs are logarithms of probabilities, and one of them is above 0.")
-    _check_norms(trajectory.norms, trajectory.logits)
-    for name, values in trajectory.signals.items():  # one that looks back has no value (NaN) at its first loops
-        missing = np.isnan(values)
-        if np.isinf(values).any() or (missing[:, 1:] & ~missing[:, :-1]).any():
-            raise UserError(f"signal {name} holds a value that is not finite; NaN is for its first loops only.")
-    _check_predictions(trajectory.logits, trajectory.predictions)
+    for problem in chain(_shape_problems(trajectory), _value_problems(trajectory)):
+        raise UserError(problem)
     if "keeps_hidden" not in trajectory.provenance:  # which what LoopScope records has
         _warn_of_probabilities(trajectory.logits, trajectory.gate_logits)
         _warn_of_copies(trajectory.logits)
 
 
-def _check_predictions(logits: Array | None, predictions: Array | None) -> None:
-    """Refuses predictions that are not the likeliest class by the logits, up to rounding."""
-    if logits is None or predictions is None:
-        return
+def _shape_problems(trajectory: Any) -> Iterator[str]:
+    for name in ("labels", "sequences", "predictions"):
+        value = getattr(trajectory, name)
+        if value is not None and not np.issubdtype(value.dtype, np.integer):
+            yield f"{name} must be whole numbers, one for each example; got {value.dtype}."
+    answers = trajectory.predictions if trajectory.logits is None else trajectory.logits
+    if trajectory.logits is not None and (answers.ndim != 3 or answers.shape[2] < 2):
+        yield f"logits must have the shape [examples, loops, classes], got {list(answers.shape)}."
+    if answers.ndim < 2 or 0 in answers.shape[:2]:
+        yield f"predictions must have the shape [examples, loops], at least one of each; got {list(answers.shape)}."
+    rows, loops, classes = trajectory.num_examples, trajectory.num_loops, trajectory.num_classes
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(("labels", "difficulty", "seen", "sequences"), (rows,))
+    expected |= dict.fromkeys(("logits", "hidden", "gate_logits", "predictions", "label_log_probs"), (rows, loops))
+    expected["norms"] = (rows, classes or 0)
+    swaps = {(loops, rows), (rows, classes)}  # loops first, and classes before loops
+    for name, shape in expected.items():
+        value = getattr(trajectory, name)
+        if value is None or (value.shape[: len(shape)] == shape and value.ndim == len(shape) + (name in _WIDE)):
+            continue
+        swapped = any(value.shape[: len(shape)] == each[: len(shape)] for each in swaps)
+        hint = "; logits are [examples, loops, classes]: are two axes swapped?" if swapped else "."
+        yield f"{name} has the shape {list(value.shape)}, but there are {rows} examples and {loops} loops{hint}"
+    for name, signal in trajectory.signals.items():
+        if np.shape(signal) != (rows, loops):
+            yield f"signal {name} has the shape {list(np.shape(signal))}, expected {[rows, loops]}."
+    if trajectory.examples is not None and len(trajectory.examples) != rows:
+        yield f"There are {len(trajectory.examples)} example texts for {rows} examples."
+
+
+def _value_problems(trajectory: Any) -> Iterator[str]:
+    if trajectory.logits is not None:
+        yield from _logit_problems(trajectory.logits, trajectory.labels)
+    for name in ("gate_logits", "label_log_probs", "hidden", "difficulty"):
+        if (value := getattr(trajectory, name)) is not None and not np.isfinite(value).all():
+            yield f"{name} holds a value that is not finite (first: {_first(name, ~np.isfinite(value))})."
+    for name in ("labels", "predictions"):
+        if (value := getattr(trajectory, name)) is not None and value.min() < 0:
+            yield f"{name} are classes, counted from 0, and one of them is below 0."
+    if trajectory.label_log_probs is not None and trajectory.label_log_probs.max() > _ROUNDING:
+        yield "label_log_probs are logarithms of probabilities, and one of them is above 0."
+    missing = np.zeros(1, dtype=bool) if trajectory.logits is None else np.isneginf(trajectory.logits[:, 0])
+    norms = trajectory.norms
+    if norms is not None and not (np.isfinite(norms) & (norms > 0) | missing).all():
+        yield "norms are the characters of every choice: finite numbers above 0."
+    for name, values in trajectory.signals.items():  # one that looks back has no value (NaN) at its first loops
+        unknown = np.isnan(values)
+        if np.isinf(values).any() or (unknown[:, 1:] & ~unknown[:, :-1]).any():
+            yield f"signal {name} holds a value that is not finite; NaN is for its first loops only."
+    if trajectory.logits is not None and trajectory.predictions is not None:
+        yield from _prediction_problems(trajectory.logits, trajectory.predictions)
+
+
+def _prediction_problems(logits: Array, predictions: Array) -> Iterator[str]:
+    """Predictions that are not the likeliest class by the logits, up to rounding."""
     if predictions.max() >= logits.shape[2]:
-        raise UserError(f"predictions name a class beyond the {logits.shape[2]} of the logits.")
+        yield f"predictions name a class beyond the {logits.shape[2]} of the logits."
     top = logits.max(axis=-1).astype(np.float64)
     answered = np.take_along_axis(logits, predictions[..., None], axis=2)[..., 0]
     if (wrong := answered < top - _ROUNDED_LOGIT * (1 + np.abs(top))).any():
-        raise UserError(
+        yield (
             f"predictions and logits contradict each other (first: {_first('predictions', wrong)}, which is not the "
             "likeliest class there); leave out the predictions."
         )
-
-
-def _check_norms(norms: Array | None, logits: Array | None) -> None:
-    missing = np.isneginf(logits[:, 0]) if logits is not None else np.zeros(1, dtype=bool)
-    if norms is not None and not (np.isfinite(norms) & (norms > 0) | missing).all():
-        raise UserError("norms are the characters of every choice: finite numbers above 0.")
-
-
-def _check_shapes(trajectory: Any) -> None:
-    for name in ("labels", "sequences"):
-        value = getattr(trajectory, name)
-        if value is not None and (value.ndim != 1 or not np.issubdtype(value.dtype, np.integer)):
-            given = f"{value.dtype} of the shape {list(value.shape)}"
-            raise UserError(f"{name} must be whole numbers, one for each example; got {given}.")
-    if trajectory.predictions is not None and not np.issubdtype(trajectory.predictions.dtype, np.integer):
-        raise UserError("predictions must be whole numbers, the class that each loop answers.")
-    answers = trajectory.predictions if trajectory.logits is None else trajectory.logits
-    assert answers is not None
-    if trajectory.logits is not None and (answers.ndim != 3 or answers.shape[2] < 2):
-        raise UserError(f"logits must have the shape [examples, loops, classes], got {list(answers.shape)}.")
-    if answers.ndim < 2 or answers.shape[1] < 1:
-        raise UserError(f"predictions must have the shape [examples, loops], got {list(answers.shape)}.")
-    rows, loops = trajectory.num_examples, trajectory.num_loops
-    if rows == 0:
-        raise UserError("A trajectory needs at least one example.")
-    expected: dict[str, tuple[int, ...]] = dict.fromkeys(("labels", "difficulty", "seen", "sequences"), (rows,))
-    expected |= dict.fromkeys(("logits", "hidden", "gate_logits", "predictions", "label_log_probs"), (rows, loops))
-    if trajectory.norms is not None:
-        expected["norms"] = (rows, trajectory.num_classes or 0)
-    for name, shape in expected.items():
-        value = getattr(trajectory, name)
-        if value is not None and (value.shape[: len(shape)] != shape or value.ndim != len(shape) + (name in _WIDE)):
-            shapes = {(loops, rows), (rows, trajectory.num_classes)}  # of loops first, and of classes before loops
-            swapped = any(value.shape[: len(shape)] == each[: len(shape)] for each in shapes)
-            raise UserError(
-                f"{name} has the shape {list(value.shape)}, but there are {rows} examples and {loops} loops"
-                + ("; logits are [examples, loops, classes]: are two axes swapped?" if swapped else ".")
-            )
-    for name, signal in trajectory.signals.items():
-        if np.shape(signal) != (rows, loops):
-            raise UserError(f"signal {name} has the shape {list(np.shape(signal))}, expected {[rows, loops]}.")
-    if trajectory.examples is not None and len(trajectory.examples) != rows:
-        raise UserError(f"There are {len(trajectory.examples)} example texts for {rows} examples.")
 
 
 def frozen(values: Array, name: str) -> Array:
@@ -145,20 +139,20 @@ def _flags(seen: Array) -> Array:
     return seen.astype(np.bool_, copy=False)
 
 
-def _check_logits(logits: Array, labels: Array | None) -> None:
+def _logit_problems(logits: Array, labels: Array | None) -> Iterator[str]:
     top = logits.max(axis=-1)
     for wrong, what in ((np.isnan(top), "NaN"), (np.isposinf(top), "+inf"), (np.isneginf(top), "-inf for every class")):
         if wrong.any():
-            raise UserError(f"logits hold {what} (first: {_first('logits', wrong)}); check how they were computed.")
+            yield f"logits hold {what} (first: {_first('logits', wrong)}); check how they were computed."
     missing = np.isneginf(logits)
     if missing.any():
         if (differs := missing != missing[:, :1]).any():
-            raise UserError(
+            yield (
                 f"A class is missing (-inf) at one loop of an example but not at another (first: "
                 f"{_first('logits', differs)}); give -inf at all of its loops, or at none."
             )
         if (few := logits.shape[2] - missing[:, 0].sum(axis=-1) < 2).any():
-            raise UserError(f"An example has fewer than two classes (first: {_first('logits', few)}).")
+            yield f"An example has fewer than two classes (first: {_first('logits', few)})."
     if labels is None:
         return
     classes = logits.shape[2]
@@ -168,7 +162,7 @@ def _check_logits(logits: Array, labels: Array | None) -> None:
     if wrong.any():
         row = int(wrong.argmax())
         among = f"0 to {classes - 1}" + (", without those that are -inf" if missing[row].any() else "")
-        raise UserError(
+        yield (
             f"labels[{row}] is {labels[row]}, which is not one of the classes of its example ({among}); "
             f"{_why(labels, logits)}."
         )

@@ -25,8 +25,6 @@ _HALF_SPREAD_STEPS = 300
 """After so many steps half as much is spread anew in a step as at first."""
 _MAX_LOG_E = 700.0
 """The logarithm of the largest e-value that is told as a number."""
-_ROUNDING = 1e-9
-"""Shares of the wealth add up to 1 within this."""
 _RANK_CUTS = (0.03, 0.2, 0.5, 0.8, 0.97)
 """Of ranks. They must not come from the calibration data, given which ranks are no longer uniform."""
 _FEWER_OR_MORE = (0.5, 0.75, 4 / 3, 2.0)
@@ -62,18 +60,6 @@ class Wealth(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.log_e < self.lowest:
             self.lowest, self.since, self.count, self.total = self.log_e, example, 0, 0.0
         self.highest = max(self.highest, self.log_e)
-
-    def consistent(self, example: int, most: float) -> bool:
-        """Whether bets can have led here by `example`, each on what is at most so much; a file may say anything."""
-        return (
-            abs(sum(self.shares) - 1) < _ROUNDING
-            and self.shares[0] > 0
-            and self.lowest <= min(0, self.log_e)
-            and self.highest >= max(0, self.log_e)
-            and max(self.steps, self.since) <= example
-            and self.count <= self.steps
-            and 0 <= self.total <= most * self.count * (1 + _ROUNDING)
-        )
 
     @property
     def e_value(self) -> float:
