@@ -20,19 +20,19 @@ help:  ## list the commands
 $(DEMO): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "LoopScope needs Python 3.11 or newer; run: make PYTHON=python3.12 ..."; exit 2; }
 	"$(PYTHON)" -m venv .venv
-	$(PIP) -e '.[report]'
+	$(PIP) -e '.[report,torch]'
 	@touch $@
 
 $(DEV): $(DEMO)
-	$(PIP) -e '.[report,dev]'
+	$(PIP) -e '.[dev]'
 	@touch $@
 
 $(RAY): $(DEV)
-	$(PIP) -e '.[report,dev,ray]'
+	$(PIP) -e '.[dev,ray]'
 	@touch $@
 
 $(DOCS): $(DEMO)
-	$(PIP) -e '.[report,docs]'
+	$(PIP) -e '.[report,torch,docs]'
 	@touch $@
 
 install: $(DEV)  ## create .venv and install everything for development into it
@@ -53,14 +53,14 @@ test-page: $(DEV)  ## the page of a report in a browser; `make browser` installs
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m '' tests/report/test_page.py
 
 test-transformers: $(DEV)  ## looped models in transformers, PEFT and lm_eval's own model, the long tests too
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist $(PYTEST_DIST) -m '' tests/transformers
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist $(PYTEST_DIST) -m '' tests/integrations/transformers
 
 $(VLLM)/.ready: pyproject.toml scripts/vllm-env
 	scripts/vllm-env $(VLLM)
 	@touch $@
 
 test-vllm: $(VLLM)/.ready  ## the tests of the vLLM plugin, in an environment of its own (3.5 GB, installed once)
-	$(VLLM)/bin/python -m pytest -p no:cacheprovider -m '' -W default -s tests/vllm
+	$(VLLM)/bin/python -m pytest -p no:cacheprovider -m '' -W default -s tests/integrations/vllm
 
 fuzz: $(DEV)  ## 20,000 mutated inputs of every kind of file and argument; FUZZ="--seed 1" for others
 	$(BIN)/python -m tests.fuzz --inputs 20000 --seed 0 $(FUZZ)
