@@ -7,7 +7,7 @@ only another of its kind takes its place (`files`: whole, or not at all). A sing
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.config import build, digest, read_json, write_json
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reject
 from loopscope.files import atomic_folder, is_folder, is_plain_name, no_folder, remove_leftovers
 
 MANIFEST = "manifest.json"
@@ -137,29 +137,28 @@ def read_manifest(folder: Path, kind: str, schema_version: int) -> Manifest:
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} is not a {kind}: it has no {MANIFEST}.")
     manifest = read_json(Manifest, folder / MANIFEST, f"{kind} manifest")
-    if manifest.kind != kind:
-        raise UserError(f"{folder} is a {manifest.kind}, not a {kind}.")
-    if manifest.schema_version != schema_version:
-        raise UserError(
-            f"{folder} has schema version {manifest.schema_version}, this LoopScope reads {schema_version}; "
-            f"make the {kind} again."
-        )
-    if not is_intact(manifest):
-        raise UserError(f"{folder / MANIFEST} was altered; make the {kind} again.")
-    for name, entry in manifest.files.items():
-        if not is_plain_name(name):
-            raise UserError(f"{folder / MANIFEST} lists '{name}', which does not lie beside it; make the {kind} again.")
-        _check(folder / name, entry, kind)
+    reject(_problems(folder, manifest, kind, schema_version))
     return manifest
 
 
-def _check(path: Path, entry: FileEntry, kind: str) -> None:
-    if not path.is_file():
-        raise UserError(f"{path} is missing; make the {kind} again.")
-    if path.stat().st_size != entry.bytes or sha256(path) != entry.sha256:
-        raise UserError(
-            f"{path} does not have the hash of its manifest: it was cut off or altered; make the {kind} again."
+def _problems(folder: Path, manifest: Manifest, kind: str, schema_version: int) -> Iterator[str]:
+    again = f"make the {kind} again"
+    if manifest.kind != kind:
+        yield f"{folder} is a {manifest.kind}, not a {kind}."
+    if manifest.schema_version != schema_version:
+        yield (
+            f"{folder} has schema version {manifest.schema_version}, this LoopScope reads {schema_version}; {again}."
         )
+    if not is_intact(manifest):
+        yield f"{folder / MANIFEST} was altered; {again}."
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not is_plain_name(name):
+            yield f"{folder / MANIFEST} lists '{name}', which does not lie beside it; {again}."
+        if not path.is_file():
+            yield f"{path} is missing; {again}."
+        if path.stat().st_size != entry.bytes or sha256(path) != entry.sha256:
+            yield f"{path} does not have the hash of its manifest: it was cut off or altered; {again}."
 
 
 def save_artifact(

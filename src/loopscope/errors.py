@@ -89,6 +89,12 @@ def _shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]} ... {text[-half:]}"
 
 
+def reject(problems: Iterable[str]) -> None:
+    """Raises the first of these sentences on what is wrong, if there is one."""
+    for problem in problems:
+        raise UserError(problem)
+
+
 def reason(error: BaseException) -> str:
     """An error in one line, with the place in the user's file."""
     text = " ".join(str(error).split()).rstrip(".")

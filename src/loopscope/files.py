@@ -94,13 +94,10 @@ def no_such_toml(source: str, shipped: Sequence[str], what: str) -> UserError:
 
 def require_file(path: Path, what: str) -> None:
     """Refuses what is not there, and a folder, a device or a pipe, on which a reader could wait for ever."""
-    if not is_there(path):
-        raise UserError(f"There is no file {path}{near(path)}; give a {what}.")
-    if path.is_file():
+    if is_file(path):
         return
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give a {what}.")
-    raise UserError(f"{path} is a device or a pipe; give a {what} that lies on a disk.")
+    kind = f"{path} is {'a folder' if is_folder(path) else 'a device or a pipe'}"
+    raise UserError(f"{kind if is_there(path) else f'There is no file {path}{near(path)}'}; give a {what}.")
 
 
 def is_plain_name(name: str) -> bool:

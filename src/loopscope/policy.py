@@ -5,6 +5,7 @@ Its file is JSON; the weights of a fitted gate or a stopper lie beside it as saf
 
 import glob
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from loopscope.artifacts import is_intact, map_tensors, read_whole, sealed, sha256
 from loopscope.config import Settings, build, plain, read_json, to_json
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reject
 from loopscope.files import BESIDE, atomic_file, remove_leftovers, write_bytes
 from loopscope.guarantee import Certificate, Guarantee
 from loopscope.learned.attach import Fitted, attach
@@ -87,18 +88,17 @@ class ExitPolicy:
     certificate: Certificate | None = None
 
     def __post_init__(self) -> None:
+        reject(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         takes, at = required_readout(self.readout).takes, self.threshold
         if (takes == "nothing") != (at is None) or (at is not None and np.isnan(at)):
-            raise UserError(
-                f"The readout '{self.readout}' {'takes no threshold' if takes == 'nothing' else 'needs a threshold'}."
-            )
+            yield f"The readout '{self.readout}' {'takes no' if takes == 'nothing' else 'needs a'} threshold."
         if takes == "depth" and at is not None and (at < 1 or at % 1):
-            raise UserError(f"A fixed depth is a whole number from 1 on, got {at}.")
+            yield f"A fixed depth is a whole number from 1 on, got {at}."
         if self.gate is not None and not self.readout.startswith(self.gate.prefix):
-            raise UserError(
-                f"The readout '{self.readout}' takes no {self.gate.what}; its name would begin with "
-                f"'{self.gate.prefix}'."
-            )
+            what, prefix = self.gate.what, self.gate.prefix
+            yield f"The readout '{self.readout}' takes no {what}; its name would begin with '{prefix}'."
 
     @property
     def guarantee(self) -> Guarantee | None:
@@ -170,16 +170,16 @@ class ExitPolicy:
         if self.gate is not None:
             self.gate.check(weights)
         self.check_depth(num_loops)
+        without = "or use it without its promise (--any-model, or policy.for_any_model())"
         if self.model is not None and weights is not None and not same_model(self.model, weights):
             raise UserError(
                 f"This policy was calibrated for another model ({model_words(self.model, str(weights))}), and "
-                "promises nothing for this one; calibrate it for this model, or use it without its promise "
-                "(--any-model, or policy.for_any_model())."
+                f"promises nothing for this one; calibrate it for this model, {without}."
             )
         if self.guarantee is not None and self.guarantee.loops != num_loops:
             raise UserError(
                 f"This policy was calibrated for {self.guarantee.loops} loops, and here full depth is {num_loops}; "
-                "calibrate it for this depth, or use it without its promise (--any-model, or policy.for_any_model())."
+                f"calibrate it for this depth, {without}."
             )
 
     def check_depth(self, num_loops: int) -> None:

@@ -194,31 +194,24 @@ class Trajectory:
         )
 
     def _row_numbers(self, rows: Array) -> NDArray[np.int64]:
-        """[n] the indices that were given, or those at which a mask is true; what could be either is refused."""
-        if rows.ndim != 1:
-            raise UserError(f"rows must be indices, or a mask, one after the other; got the shape {list(rows.shape)}.")
-        if rows.dtype == np.bool_:
-            if len(rows) != self.num_examples:
-                raise UserError(f"The mask has {len(rows)} entries, and there are {self.num_examples} examples.")
+        """[n] the indices that were given, or those at which a mask is true; what could be either is rejected."""
+        mask, size = rows.dtype == np.bool_, self.num_examples
+        if rows.ndim != 1 or (mask and len(rows) != size):
+            raise UserError(f"rows must be indices, or a mask of {size} entries; got the shape {list(rows.shape)}.")
+        if mask or not len(rows):
             return np.flatnonzero(rows)
-        chosen = as_integers(rows, "rows") if len(rows) else np.empty(0, dtype=np.int64)
-        if len(chosen) and (chosen.min() < 0 or chosen.max() >= self.num_examples):
-            raise UserError(f"rows must be between 0 and {self.num_examples - 1}, the last example.")
-        if len(chosen) == self.num_examples > 2 and chosen.max() <= 1:
-            raise UserError("rows are 0 and 1, one for every example: for a mask give booleans, as in rows == 1.")
+        chosen = as_integers(rows, "rows")
+        if chosen.min() < 0 or chosen.max() >= size or len(chosen) == size > 2 and chosen.max() <= 1:
+            raise UserError(f"rows must be between 0 and {size - 1}; for a mask give booleans, as in rows == 1.")
         return chosen
 
     def unseen(self) -> Self:
         """Only the examples that training did not have."""
-        if self.seen is None:
+        if self.seen is None or self.seen.all():
+            why = "does not say which examples training had" if self.seen is None else "has none that training had not"
             raise UserError(
-                "The recording does not say which examples training had, so that none can be told to be unseen; ask "
-                "for all of them (leave out --unseen), or say it: Trajectory(seen=...)."
-            )
-        if self.seen.all():
-            raise UserError(
-                "Every example of the recording occurs in the training data, so that none is unseen; record others, or "
-                "ask for all of them (leave out --unseen)."
+                f"The recording {why}, so that none is unseen; record others or say it (Trajectory(seen=...)), or ask "
+                "for all of them (leave out --unseen)."
             )
         return self.take(~self.seen)
 

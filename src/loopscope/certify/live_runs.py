@@ -9,7 +9,7 @@ Shapes: C candidates, N decisions.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from loopscope.artifacts import artifact_folder, load_artifact, read_whole, save_tensors, write_manifest
 from loopscope.config import Settings, digest, plain
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reject
 from loopscope.guarantee import DataSummary
 from loopscope.policy import ExitPolicy
 from loopscope.scope import CacheMode, Scope
@@ -62,20 +62,23 @@ class LiveRuns:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """What a file may say, and what would be counted wrongly."""
         if self.contents.split is not None:
             check_split_name(self.contents.split)
+        reject(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        """What a file may say, and what would be counted wrongly."""
         shape = np.shape(self.loops)
         expected = dict.fromkeys(_BY_CANDIDATE, shape) | dict.fromkeys(_BY_DECISION, shape[1:])
         for name, size in (expected | {"thresholds": shape[:1]}).items():
             values = np.asarray(getattr(self, name))
             kind = "f" if name == "thresholds" else "i"
             if values.shape != size or values.dtype.kind != kind or len(shape) != 2 or 0 in shape:
-                raise UserError(f"{name} of a live run has the shape {list(values.shape)}, expected {list(size)}.")
+                yield f"{name} of a live run has the shape {list(values.shape)}, expected {list(size)}."
         if self.loops.min() < 1 or self.loops.max() > self.contents.num_loops:
-            raise UserError(f"The loops of a live run lie between 1 and {self.contents.num_loops}.")
+            yield f"The loops of a live run lie between 1 and {self.contents.num_loops}."
         if self.rule.threshold != self.thresholds[0] or not np.isfinite(self.thresholds).all():
-            raise UserError("The thresholds of a live run are numbers, and the first is that of its rule.")
+            yield "The thresholds of a live run are numbers, and the first is that of its rule."
 
     def __repr__(self) -> str:
         candidates, decisions = self.loops.shape
