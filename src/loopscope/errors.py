@@ -98,6 +98,8 @@ def reject(problems: Iterable[str]) -> None:
 def reason(error: BaseException) -> str:
     """An error in one line, with the place in the user's file."""
     text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, UserError):
+        return text
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {text}"
     files = [str(getattr(sys.modules.get(name), "__file__", None) or "<") for name in _LIBRARIES]

@@ -60,15 +60,13 @@ def check_fitting(recording: Trajectory, what: str) -> None:
 
 
 def check_gate_data(recording: Trajectory) -> None:
-    """Refuses a recording that no gate can be fitted on."""
+    """Rejects a recording that no gate can be fitted on."""
     check_fitting(recording, "gate")
-    if recording.hidden is None:
+    if recording.hidden is None or recording.num_loops < 2:
         raise UserError(
-            "A gate is fitted on hidden states, and this recording keeps none; record it with --hidden, or give those "
-            "of your own: Trajectory(hidden=...)."
+            "A gate is fitted on hidden states of two loops or more, which this recording does not keep; record it "
+            "with --hidden, or give those of your own: Trajectory(hidden=...)."
         )
-    if recording.num_loops < 2:
-        raise UserError("With one loop there is no exit to choose, so no gate to fit.")
 
 
 def check_same_model(first: Trajectory, second: Trajectory, both: str) -> None:

@@ -201,7 +201,7 @@ class Trajectory:
         if mask or not len(rows):
             return np.flatnonzero(rows)
         chosen = as_integers(rows, "rows")
-        if chosen.min() < 0 or chosen.max() >= size or len(chosen) == size > 2 and chosen.max() <= 1:
+        if chosen.min() < 0 or chosen.max() >= size or (len(chosen) == size > 2 and chosen.max() <= 1):
             raise UserError(f"rows must be between 0 and {size - 1}; for a mask give booleans, as in rows == 1.")
         return chosen
 

@@ -29,6 +29,7 @@ from loopscope.certify.not_proven import NotProven, not_safe, set_aside, too_few
 from loopscope.certify.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.certify.tested_data import decision_scope, outcome_of
 from loopscope.certify.threshold_walk import Proof, Walk, walk_live_runs, walk_thresholds
+from loopscope.config import build, plain
 from loopscope.errors import UserError
 from loopscope.frontier import Curve
 from loopscope.guarantee import Bound, CalibrationExits, Certificate, DataSummary, Evidence, Guarantee
@@ -92,6 +93,7 @@ def certify(
     bound: Bound = "betting",
 ) -> ExitPolicy:
     """The policy that keeps the guarantee which is asked for, or `NotProven`; from a recording, or from a live run."""
+    target = build(RiskTarget, plain(target), "the guarantee that is asked for")
     check_split(recorded, "calibration")
     proof = Proof(bound, seed)
     if isinstance(recorded, LiveRuns):

@@ -12,6 +12,7 @@ Each test may err with half of alpha, or exits alone with all of it. Their avera
 is not used: ranks are uniform given earlier ranks, not given losses.
 """
 
+from collections.abc import Iterator
 from math import log
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -27,7 +28,7 @@ from loopscope.certify.losses import risk_groups
 from loopscope.certify.monitor_bets import MEAN_BETS, RANK_BETS, MeanBets, RankBets, Wealth, start
 from loopscope.certify.tested_data import check_held_out, outcome_of, promised_part
 from loopscope.config import Count, Seed, Settings, Tally, digest, read_json, write_json
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reject
 from loopscope.guarantee import Certificate, Share
 from loopscope.policy import ExitPolicy
 
@@ -179,13 +180,11 @@ class Monitor:
         """The monitor in a file, of the policy that it was made for."""
         _certificate_of(policy)
         state = read_json(MonitorFile, Path(path), "monitor")
-        if not is_intact(state):
-            raise UserError(f"{path} was altered since it was written; begin a new monitor.")
         if state.policy != _identity(policy):
             raise UserError(f"{path} watches the stream of another policy; begin a new monitor for this one.")
         monitor = cls(policy, state.alpha, state.seed)
-        if _sizes(state) != _sizes(monitor._state):
-            raise UserError(f"{path} does not hold what this version keeps of a stream; begin a new monitor.")
+        if not is_intact(state) or _sizes(state) != _sizes(monitor._state):
+            raise UserError(f"{path} was altered since it was written; begin a new monitor.")
         monitor._state = state
         return monitor
 
@@ -198,22 +197,23 @@ class Monitor:
 
     def _checked(self, exit_loops: ArrayLike, losses: ArrayLike | None) -> tuple[Values, Values]:
         depths = _vector(exit_loops, "Exit loops")
+        lost = np.full(len(depths), np.nan)
+        if losses is not None:
+            self._check_audited()
+            lost = _vector(losses, "Losses", flags=True)
+        reject(self._problems(depths, lost))
+        return depths, np.clip(lost, 0, 1)
+
+    def _problems(self, depths: Values, lost: Values) -> Iterator[str]:
         last = self.guarantee.loops
         if not (np.isfinite(depths) & (depths >= 1 - _ROUNDING) & (depths <= last + _ROUNDING)).all():
-            raise UserError(f"Exit loops lie between 1 and {last}, the full depth of the policy.")
+            yield f"Exit loops lie between 1 and {last}, the full depth of the policy."
         if self.calibration.per_loop == 1 and (depths != np.rint(depths)).any():
-            raise UserError("An example exits at a whole loop; averages are for a promise that counts sequences.")
-        if losses is None:
-            return depths, np.full(len(depths), np.nan)
-        self._check_audited()
-        lost = _vector(losses, "Losses", flags=True)
+            yield "An example exits at a whole loop; averages are for a promise that counts sequences."
         if len(lost) != len(depths):
-            raise UserError(
-                f"Losses must be as many as exits, got {len(lost):,} and {len(depths):,}; give NaN without an audit."
-            )
+            yield f"Got {len(lost):,} losses for {len(depths):,} exits; give one per exit, NaN without an audit."
         if not (np.isnan(lost) | ((lost >= -_ROUNDING) & (lost <= 1 + _ROUNDING))).all():
-            raise UserError("A loss lies between 0 and 1, or is NaN where there was no audit.")
-        return depths, np.clip(lost, 0, 1)
+            yield "A loss lies between 0 and 1, or is NaN where there was no audit."
 
     def _lots(self, what: int = 0) -> np.random.Generator:
         """For the units to come, each of which has its own random number."""

@@ -1,10 +1,11 @@
 """What promise is asked for, and in which words is it made?"""
 
-from typing import TypedDict
+from typing import Annotated, TypedDict
+
+import msgspec
 
 from loopscope.config import Settings
-from loopscope.errors import UserError
-from loopscope.guarantee import Loss
+from loopscope.guarantee import Loss, Share
 from loopscope.scope import Scope
 
 AUTO = "auto"
@@ -28,24 +29,14 @@ class RiskOptions(TypedDict, total=False):
 class RiskTarget(Settings, frozen=True, kw_only=True):
     """Exiting early with `readout` loses at most `max_drop` against full depth."""
 
-    max_drop: float = 0.01
-    confidence: float = 0.95  # the probability of that, over the draw of the calibration data
+    max_drop: Annotated[float, msgspec.Meta(ge=1e-6, lt=1)] = 0.01
+    confidence: Share = 0.95  # the probability of that, over the draw of the calibration data
     in_expectation: bool = False  # on average over calibration draws, in place of a confidence
     loss: Loss = "gap"
     readout: str = AUTO
     per_difficulty: bool = False  # at every difficulty
     unseen: bool = False  # for inputs that training did not have
     distinct: bool = False  # every input counts once
-
-    def __post_init__(self) -> None:
-        if not 1e-6 <= self.max_drop < 1:
-            raise UserError(
-                f"The largest drop lies between 0 and 1, such as 0.01 (at least 1e-6); got {self.max_drop}."
-            )
-        if not 0 < self.confidence < 1:
-            raise UserError(f"The confidence lies between 0 and 1, such as 0.95; got {self.confidence}.")
-        if self.loss not in _WORDS:
-            raise UserError(f"There is no loss '{self.loss}'; choose gap or disagreement.")
 
     @property
     def delta(self) -> float | None:

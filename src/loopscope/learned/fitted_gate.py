@@ -61,11 +61,12 @@ class FittedGate:
         inner = arrays["weight_1"].shape[1:] if "weight_1" in arrays else ()
         shapes = {"weight": width, "bias": (), "weight_1": (*width, *inner), "bias_1": width}
         fits = {*arrays} == {*_LAYERS.get(len(arrays), ())} and len(width) == 1 and len(inner) == ("weight_1" in arrays)
-        if not fits or any(array.shape != shapes[name] for name, array in arrays.items()):
-            raise UserError("A gate is weight [D] and bias [], or weight [H], bias [], weight_1 [H, D], bias_1 [H].")
+        if not fits or any(a.shape != shapes[name] or not np.isfinite(a).all() for name, a in arrays.items()):
+            raise UserError(
+                "A gate is weight [D] and bias [], or weight [H], bias [], weight_1 [H, D], bias_1 [H], all of finite "
+                "numbers."
+            )
         for name, array in arrays.items():
-            if not np.isfinite(array).all():
-                raise UserError(f"{name} of a gate must be finite numbers.")
             object.__setattr__(self, name, array)
 
     @property
@@ -138,9 +139,7 @@ def check_host(provenance: Mapping[str, Any], weights: str | None, what: str) ->
 
 def check_other_data(provenance: Mapping[str, Any], recording: CalibrationData, what: str) -> None:
     """Refuses to choose a threshold on the data to which it was fitted."""
-    if recording.split is not None and recording.split == provenance.get("split"):
-        raise UserError(
-            f"This {what} was fitted to the {recording.split} split, so its threshold must be chosen on another."
-        )
-    if recording.sha256 == provenance.get("recording"):
-        raise UserError(f"This {what} was fitted to this very recording, so its threshold must be chosen on another.")
+    same_split = recording.split is not None and recording.split == provenance.get("split")
+    if same_split or recording.sha256 == provenance.get("recording"):
+        which = f"the {recording.split} split" if same_split else "this very recording"
+        raise UserError(f"This {what} was fitted to {which}, so its threshold must be chosen on another.")

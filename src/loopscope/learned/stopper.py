@@ -71,9 +71,8 @@ class Stopper:
         for name, array in arrays.items():
             object.__setattr__(self, name, array.astype(np.int64) if array.dtype.kind == "u" else array)
         axes = [array.ndim for array in arrays.values()]
-        if axes != [*_TENSORS.values()] or any(np.isnan(each).any() for each in arrays.values()):
-            raise UserError("These are not the tensors of a stopper: each has its number of axes, and no NaN.")
-        if not self._fits_together():
+        known = not any(np.isnan(each).any() for each in arrays.values())
+        if axes != [*_TENSORS.values()] or not known or not self._fits_together():
             raise UserError("These are not the tensors of a stopper: its trees do not fit together; fit it again.")
 
     def _fits_together(self) -> bool:

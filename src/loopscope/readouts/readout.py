@@ -9,7 +9,7 @@ Shapes: N rows, V classes, D width.
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.config import digest
-from loopscope.errors import UserError, did_you_mean, reason
+from loopscope.errors import UserError, did_you_mean, reason, reject
 from loopscope.readouts.signals import (
     CONVERGENCE,
     FITTED_GATE,
@@ -65,10 +65,12 @@ class Readout:
     takes: Literal["threshold", "depth", "nothing"] = "threshold"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z_][\w.-]*", self.name) or self.name == "auto":
-            raise UserError(f"A readout is named by letters, digits, '_', '.' and '-', not 'auto', got {self.name!r}.")
-        if self.exits not in ("above", "below"):
-            raise UserError(f"The readout '{self.name}' exits 'above' or 'below' its threshold, got {self.exits!r}.")
+        named = re.fullmatch(r"[A-Za-z_][\w.-]*", self.name) and self.name != "auto"
+        if not named or self.exits not in ("above", "below"):
+            raise UserError(
+                f"A readout has a name of letters, digits, '_', '.' and '-' (not 'auto') and exits 'above' or 'below' "
+                f"its threshold; got {self.name!r} and {self.exits!r}."
+            )
 
     @cached_property
     def looks_back(self) -> bool:
@@ -104,14 +106,11 @@ class Readout:
     def advance(self, now: Array, state: State | None) -> tuple[NDArray[np.float64], State | None]:
         """One loop of rows: the signal [N], and what the next loop needs."""
         values, state = self._own_step(now, state) if self.is_own else self._step(now, state)
-        if values.shape != now.shape[:1]:
-            raise UserError(
-                f"The readout '{self.name}' gave values {list(values.shape)} for {len(now)} rows: one each."
-            )
         result = values.astype(np.float64)
-        if np.isinf(result).any():
+        if result.shape != now.shape[:1] or np.isinf(result).any():
             raise UserError(
-                f"The readout '{self.name}' gave a value that is infinite; NaN says that there is none yet."
+                f"The readout '{self.name}' gave values {list(values.shape)} for {len(now)} rows; it gives one each, "
+                "and NaN, not infinity, where there is none yet."
             )
         return result, state
 
@@ -127,20 +126,22 @@ class Readout:
         now.flags.writeable = False
         try:
             found = self.step(now, state) if self.looks_back else (self.step(now), None)
-            if not isinstance(found, tuple) or len(found) != 2 or isinstance(found[0], tuple):
-                raise TypeError(
-                    "a step with a state takes it as its second argument and returns the values and a state"
-                )
-            values, after = np.asarray(found[0]), found[1]
-            if values.dtype.kind not in "biuf":
-                raise TypeError(f"its values must be numbers, got {values.dtype}")
-            if after is None:
-                return values, None
-            if isinstance(after, tuple) and all(np.shape(each)[:1] == now.shape[:1] for each in after):
-                return values, tuple(map(np.asarray, after))
-            raise TypeError("its state must be a tuple of arrays with a row for every row")
+            reject(_step_problems(found, len(now)))
+            return np.asarray(found[0]), None if found[1] is None else tuple(map(np.asarray, found[1]))
         except Exception as error:
             raise UserError(f"The step of the readout '{self.name}' failed: {reason(error)}.") from error
+
+
+def _step_problems(found: Any, rows: int) -> Iterator[str]:
+    """What a user's step returned that would be taken for something else."""
+    if not isinstance(found, tuple) or len(found) != 2 or isinstance(found[0], tuple):
+        yield "a step takes its state as second argument and returns the values and a state"
+    if np.asarray(found[0]).dtype.kind not in "biuf":
+        yield f"its values must be numbers, got {np.asarray(found[0]).dtype}"
+    if found[1] is not None and not (
+        isinstance(found[1], tuple) and all(np.shape(each)[:1] == (rows,) for each in found[1])
+    ):
+        yield "its state must be a tuple of arrays with a row for every row"
 
 
 def itself(values: Array) -> Array:
@@ -240,10 +241,9 @@ def needs_labels(name: str) -> bool:
 def check_threshold(name: str, threshold: float) -> None:
     """Rejects one that no value of a signal can meet, so that nothing would ever exit early."""
     known = "gate" if name.startswith(FITTED_GATE) else name
-    if known in _PROBABILITIES and threshold > 1:
-        raise UserError(f"'{name}' is a probability and never reaches {threshold:g}; give a threshold from 0 to 1.")
-    if known in _NEVER_NEGATIVE and threshold < 0:
-        raise UserError(f"'{name}' is never below 0, and so never at {threshold:g}; give a threshold from 0 on.")
+    if (known in _PROBABILITIES and threshold > 1) or (known in _NEVER_NEGATIVE and threshold < 0):
+        span = "from 0 to 1" if known in _PROBABILITIES else "from 0 on"
+        raise UserError(f"'{name}' never reaches {threshold:g}: its values lie {span}; give such a threshold.")
 
 
 def readout_definition(name: str) -> str | None:

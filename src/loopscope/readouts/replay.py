@@ -18,6 +18,8 @@ _MISSING = {
     "hidden": "The recording has no hidden states, which '{name}' needs; record it again with --hidden, or give your "
     "own as Trajectory(hidden=...).",
     "correct": NO_LABELS,
+    "fitted": "The recording does not have the signal '{name}'; give the fitted gate with --gate.",
+    "recorded": "The signal '{name}' only exists recorded, and this recording does not have it.",
 }
 _REPLAYED_ALONE = 4
 """Rows that are replayed once more by themselves."""
@@ -44,15 +46,12 @@ def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Si
         recorded = as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
         _check_source(name, definition, recorded, trajectory)
         return recorded
-    if name.startswith(FITTED):
-        raise UserError(f"The recording does not have the signal '{name}'; give the fitted gate with --gate.")
     if definition is None:
         raise UserError(f"There is no signal '{name}'; choose one of {', '.join([*SIGNALS, *trajectory.signals])}.")
-    if definition.reads is None:
-        raise UserError(f"The signal '{name}' only exists recorded, and this recording does not have it.")
-    values = _source(definition, trajectory)
+    source = "fitted" if name.startswith(FITTED) else definition.reads or "recorded"
+    values = None if source in ("fitted", "recorded") else _source(definition, trajectory)
     if values is None:
-        raise UserError(_MISSING[definition.reads].format(name=name))
+        raise UserError(_MISSING[source].format(name=name))
     return replayed(definition, values)
 
 
