@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,22 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """What a test registers as a readout is not known after it."""
-    tables = (ls.READOUTS, readouts._KNOWN)
+@contextmanager
+def forgetting_readouts() -> Iterator[None]:
+    """What is registered as a readout meanwhile is not known afterwards."""
+    tables: tuple[dict[str, Any], ...] = (ls.READOUTS, readouts._KNOWN)
     before = [dict(table) for table in tables]
     yield
     for table, known in zip(tables, before, strict=True):
         table.clear()
-        table.update(known)  # type: ignore[arg-type]
+        table.update(known)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What a test registers as a readout is not known after it."""
+    with forgetting_readouts():
+        yield
 
 
 def tiny_settings(*overrides: str) -> RunSettings:
