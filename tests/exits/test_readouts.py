@@ -68,19 +68,10 @@ def test_exit_loops_are_between_1_and_t(name: str, threshold: float) -> None:
     [
         ("mood", 1.0, "no readout 'mood'"),
         ("margin", None, "needs a threshold"),
-        ("margin", float("nan"), "must be a number"),
         ("fixed", 0, "whole number"),
-        ("fixed", 1.5, "whole number"),
-        ("fixed", float("inf"), "whole number"),
         ("oracle", 1.0, "takes no threshold"),
-        ("margin", "3", "must be a number"),
     ],
 )
 def test_impossible_policies_are_refused(readout: str, threshold: float | None, words: str) -> None:
     with pytest.raises(ls.UserError, match=words):
         ls.ExitPolicy(readout, threshold)
-
-
-def test_a_depth_beyond_the_recording_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="beyond"):
-        ls.ExitPolicy("fixed", 5).exit_loops(random_trajectory())
