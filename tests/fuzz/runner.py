@@ -201,7 +201,7 @@ Attempt = Callable[[World, Case], str | None]
 class Kind:
     attempt: Attempt
     share: int  # of the inputs, against those of the other kinds
-    needs: tuple[str, ...] = ()  # good artifacts of the world, made before the time of an input counts
+    needs: str = ""  # names of good artifacts of the world, made before the time of an input counts
     quick: bool = True  # whether it is in the short run of the tests
 
 
@@ -289,8 +289,7 @@ class Fuzzer:
 
     def attempt(self, kind: str, index: int) -> str:
         """Tries one input, and says what became of it."""
-        for name in self.kinds[kind].needs:
-            getattr(self.world, name)
+        self.world.make(self.kinds[kind].needs)
         folder = self._work / f"{kind}-{index}"
         case = Case(random.Random(f"{self.seed}/{kind}/{index}"), folder)
         for place in (case.inputs, folder / "out", folder / "here"):

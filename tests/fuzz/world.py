@@ -95,6 +95,7 @@ HARDLY = (
     *("training.batch_size=4", "model.width=16"),
 )
 """Settings that train in no time."""
+SHORT = ("task.train_examples=60", "training.steps=6")
 PROMPTS = (
     '{"prompt": "1 and 2"}\n{"prompt": "3 make 4. ", "loops": 1}\n'
     '{"messages": [{"role": "user", "content": "5 and 6"}]}\n'
@@ -118,29 +119,30 @@ class World:
         self.folder = folder
         torch.set_num_threads(1)
 
+    def make(self, names: str) -> None:
+        for name in names.split():
+            getattr(self, name)
+
     @cached_property
     def run(self) -> Path:
         """A finished run of a task with a gate, and recordings of two splits."""
         folder = self.folder / "run"
-        train(tiny_settings(*GATED, "task.train_examples=60", "training.steps=6"), folder, CPU)
+        train(tiny_settings(*GATED, *SHORT), folder, CPU)
         for split in ("validation", "test"):
             record_task(folder, split, folder / "recordings" / split, Keep(hidden=True))
         return folder
 
     @cached_property
     def other_run(self) -> Path:
-        """The same with other random numbers."""
-        folder = self.folder / "other-run"
-        train(tiny_settings(*GATED, "task.train_examples=60", "training.steps=6", "training.seed=7"), folder, CPU)
-        for split in ("validation", "test"):
-            record_task(folder, split, folder / "recordings" / split, Keep(hidden=True))
-        return folder
+        """The same with other random numbers, not recorded."""
+        train(tiny_settings(*GATED, *SHORT, "training.seed=7"), self.folder / "other-run", CPU)
+        return self.folder / "other-run"
 
     @cached_property
     def unfinished(self) -> tuple[Path, Any]:
         """A run that was interrupted at its fourth step of six, and its settings."""
         folder = self.folder / "unfinished"
-        settings = tiny_settings(*GATED, "task.train_examples=60", "training.steps=6", "training.checkpoint_every=2")
+        settings = tiny_settings(*GATED, *SHORT, "training.checkpoint_every=2")
 
         def stop(done: int, *_: Any) -> None:
             if done == 5:
@@ -224,7 +226,7 @@ class World:
 
     @cached_property
     def policies(self) -> dict[str, Path]:
-        """One of every readout, with a promise where it can have one, and one of an older schema."""
+        """One of every readout, with a promise where it can have one."""
         folder = self.folder / "policies"
         folder.mkdir()
         register_readout(Readout("fuzzed", "above", "logits", own_step))
@@ -243,7 +245,6 @@ class World:
         ls.ExitPolicy("fixed", 2).save(folder / "fixed.json")
         ls.ExitPolicy("oracle").save(folder / "oracle.json")
         ls.ExitPolicy("gate:linear", 0.5, gates["linear"]).save(folder / "gate-by-hand.json")
-        shutil.copyfile(GOLDEN / "policies" / "schema2.json", folder / "schema2.json")
         return {path.name.removesuffix(".json"): path for path in sorted(folder.glob("*.json"))}
 
     @cached_property
