@@ -17,8 +17,8 @@ from .scenes import SCENES
 QUICK = ("record task", "ExitPolicy.save over others")
 WRITES = {"out", "figure", "store"}
 """Options that say where something is written."""
-READS = {"study plan", "study status"}
-"""Verbs that have such an option to find what another one wrote."""
+READS = {"study plan", "study status", "bench guarantees"}
+"""Verbs that have such an option to find what another one wrote; or that only draw what they measured."""
 
 
 def tried(*words: str) -> list[dict[str, Any]]:
