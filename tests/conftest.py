@@ -45,6 +45,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def forget_readout(name: str) -> None:
+    tables: tuple[dict[str, Any], ...] = (ls.READOUTS, readouts._KNOWN)
+    for table in tables:
+        table.pop(name, None)
+
+
 @contextmanager
 def forgetting_readouts() -> Iterator[None]:
     """What is registered as a readout meanwhile is not known afterwards."""

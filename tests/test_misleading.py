@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import GATED, GOLDEN, random_trajectory, tiny_settings
+import torch
+from conftest import GATED, GOLDEN, forget_readout, random_trajectory, tiny_settings
 from safetensors.numpy import load_file, save_file
 from tiny_language import outspoken, write_ouro
 
@@ -213,7 +214,11 @@ def test_altered_runs(name: str, alter: Callable[[Path], None], gated_run: Path,
 # ---- two recordings together
 
 VALIDATION, TEST = made(seed=1, split="validation"), made(seed=2, split="test")
+ROUNDED = made(seed=1, logits=np.asarray(VALIDATION.logits, np.float32))
+BARE = ls.Trajectory(predictions=VALIDATION.predicted, labels=VALIDATION.labels)
+PART = {"split": "validation", "provenance": OURS}
 ORDER = np.random.default_rng(0).permutation(200)
+OTHERS = made(seed=3, classes=7), made(seed=4, classes=7)
 
 
 def partly() -> ls.Trajectory:
@@ -227,45 +232,28 @@ def swept(first: ls.Trajectory, second: ls.Trajectory) -> Call:
     return lambda _: ls.sweep("fixed", first, second)
 
 
+TWICE = ("margin", "margin")
 PAIRS: Cases = {
     "thresholds from test data": ("test split", swept(TEST, VALIDATION)),
     "thresholds from extrapolation": ("extrapolation split", swept(made(seed=3, split="extrapolation"), TEST)),
     "thresholds from the evaluation data": ("same data", swept(VALIDATION, VALIDATION)),
     "thresholds from a copy": ("same data", swept(VALIDATION, made(seed=1))),
-    "thresholds from a rounded copy": (
-        "same data",
-        swept(VALIDATION, made(seed=1, logits=np.asarray(VALIDATION.logits, np.float32))),
-    ),
-    "thresholds from a bare copy": (
-        "same data",
-        swept(VALIDATION, answered(VALIDATION.predicted, labels=VALIDATION.labels)),
-    ),
-    "two parts of one split": (
-        "same data",
-        swept(*(made(seed=seed, split="validation", provenance=OURS) for seed in (1, 2))),
-    ),
+    "thresholds from a rounded copy": ("same data", swept(VALIDATION, ROUNDED)),
+    "thresholds from a bare copy": ("same data", swept(VALIDATION, BARE)),
+    "two parts of one split": ("same data", swept(*(replace(each, **PART) for each in (VALIDATION, TEST)))),
     "splits that overlap in another order": ("the splits overlap", swept(VALIDATION, VALIDATION.take(ORDER))),
     "splits that overlap in part": ("At least 20 of the .* overlap", lambda _: ls.sweep("fixed", VALIDATION, partly())),
     "another depth": ("differ in their loops", swept(VALIDATION, made(seed=3, loops=5))),
-    "other classes": ("differ in their classes", swept(VALIDATION, made(seed=3, classes=7))),
+    "other classes": ("differ in their classes", swept(VALIDATION, OTHERS[0])),
     "another model": ("differ in their weights", swept(made(seed=1, provenance=OURS), made(seed=2, provenance=THEIRS))),
     "diagnosed on test data": ("test split", lambda _: ls.diagnose(TEST, VALIDATION)),
     "diagnosed on validation data": ("same data", lambda _: ls.diagnose(VALIDATION, VALIDATION)),
-    "a reference of other classes": (
-        "different numbers of classes",
-        lambda _: ls.diagnose(*pair(0.9), reference=(made(seed=1, classes=7), made(seed=2, classes=7))),
-    ),
-    "compared on other examples": (
-        "same examples",
-        lambda _: ls.compare(VALIDATION, TEST, "margin", "margin", other=(made(seed=3), made(seed=4))),
-    ),
-    "compared with itself": ("the same as itself", lambda _: ls.compare(VALIDATION, TEST, "margin", "margin")),
+    "a reference of other classes": ("numbers of classes", lambda _: ls.diagnose(*pair(0.9), reference=OTHERS)),
+    "compared on other examples": ("same examples", lambda _: ls.compare(VALIDATION, TEST, *TWICE, other=OTHERS)),
+    "compared with itself": ("the same as itself", lambda _: ls.compare(VALIDATION, TEST, *TWICE)),
     "an accuracy in percent": ("between 0 and 1", lambda _: ls.sweep("fixed", VALIDATION, TEST).depth_at(95)),
     "a target in percent": ("target", lambda _: ls.Target(95)),
-    "what needs two loops at one": (
-        "one loop only",
-        lambda _: ls.sweep("kl", made(seed=1, loops=1), made(seed=2, loops=1)),
-    ),
+    "changes at one loop": ("one loop only", lambda _: ls.sweep("kl", *(made(seed=n, loops=1) for n in (1, 2)))),
 }
 
 
@@ -302,8 +290,7 @@ def test_no_verdict(words: str, say: Callable[[], object]) -> None:
 
 
 def registered(step: Any, name: str = "mine", reads: str = "logits", exits: str = "above") -> None:
-    ls.READOUTS.pop(name, None)  # type: ignore[attr-defined]
-    sys.modules[ls.register_readout.__module__]._KNOWN.pop(name, None)  # type: ignore[attr-defined]
+    forget_readout(name)
     ls.register_readout(ls.Readout(name, exits, reads, step))  # type: ignore[arg-type]
 
 
@@ -333,60 +320,37 @@ def as_if_recorded(**provenance: object) -> ls.Trajectory:
     return answered(np.zeros((200, 4), int), labels=np.zeros(200, int), signals=signals, provenance=provenance)
 
 
+def contradicting(name: str) -> object:
+    return ls.signal(name, made(signals={name: 0.99 * ls.signal(name, made())}))
+
+
 def recorded_before(_: Path) -> object:
     registered(lambda logits: logits.max(axis=1))
     return ls.signal("mine", as_if_recorded(signal_definitions={"mine": "c" * 64}))
 
 
-ALONE = "something else of a row alone"
+ALONE, OLD = "something else of a row alone", "another definition"
 SIGNALS: Cases = {
     "a mean over the rows": (ALONE, stepped(lambda now: now - now.mean())),
     "the best of the rows": (ALONE, stepped(lambda logits: logits.max(axis=1) - logits.max(), "logits")),
-    "the best of the rows, of many classes": (
-        ALONE,
-        stepped(lambda now: now.max(axis=1) - now.max(), "logits", 40_000),
-    ),
+    "the best of wide rows": (ALONE, stepped(lambda now: now.max(axis=1) - now.max(), "logits", 40_000)),
     "a rank among the rows": (ALONE, stepped(lambda now: now.argsort().argsort())),
     "chance": (ALONE, stepped(lambda now: np.random.default_rng().random(len(now)))),
-    "a state of all rows": (
-        ALONE,
-        stepped(lambda now, state: (now / (1 if state is None else state[0].mean()), (now,))),
-    ),
+    "a state of all rows": (ALONE, stepped(lambda now, state: (now - (state or (now,))[0].mean(), (now,)))),
     "infinite values": ("infinite", stepped(lambda now: np.where(now > 0, INF, 0))),
     "values that stop": ("at loop 2", stepped(lambda now, state: (now * (1 if state is None else NAN), (now,)))),
     "values of other rows": (r"values \[1\] for", stepped(lambda now: now[:1])),
     "complex values": ("of the type complex", stepped(lambda now: now + 0j)),
     "a state of other rows": ("tuple of arrays", stepped(lambda now, state: (now, (now[:3],)))),
     "a name that is taken": ("another readout 'margin'", lambda _: ls.register_readout(ls.Readout("margin", "above"))),
-    "a policy of the old lines, loaded": (
-        "another definition",
-        defined_again(lambda _, at: ls.ExitPolicy.load(at / "policy.json")),
-    ),
-    "a policy of the old lines, in memory": (
-        "another definition",
-        defined_again(lambda found, _: found.exit_loops(TEST)),
-    ),
-    "a policy of the old lines, for any model": (
-        "another definition",
-        defined_again(lambda found, _: found.for_any_model().exit_loops(TEST)),
-    ),
+    "a policy of the old lines": (OLD, defined_again(lambda old, _: old.exit_loops(TEST))),
+    "a file of the old lines": (OLD, defined_again(lambda _, at: ls.ExitPolicy.load(at / "policy.json"))),
+    "the old lines for any model": (OLD, defined_again(lambda old, _: old.for_any_model().exit_loops(TEST))),
     "a signal of the old lines": ("recorded with another definition", recorded_before),
-    "a signal that nobody says when it exits": (
-        "say when it exits",
-        lambda _: ls.calibrate(as_if_recorded(), 0.5, readout="mine"),
-    ),
-    "a signal that contradicts the logits": (
-        "'margin' is not what the readout 'margin' makes of the logits",
-        lambda _: ls.signal("margin", made(signals={"margin": ls.signal("margin", made()) + 0.01})),
-    ),
-    "a signal that contradicts the gate": (
-        "'gate' is not what the readout 'gate' makes",
-        lambda _: ls.signal("gate", made(signals={"gate": 0.9 * ls.signal("gate", made())})),
-    ),
-    "a signal that contradicts the states": (
-        "'hidden_change' is not what",
-        lambda _: ls.signal("hidden_change", made(signals={"hidden_change": np.full((200, 4), 0.5)})),
-    ),
+    "a signal without a direction": ("say when", lambda _: ls.calibrate(as_if_recorded(), 0.5, readout="mine")),
+    "a signal that contradicts the logits": ("'margin' is not what", lambda _: contradicting("margin")),
+    "a signal that contradicts the gate": ("'gate' is not what", lambda _: contradicting("gate")),
+    "a signal that contradicts the states": ("'hidden_change' is not what", lambda _: contradicting("hidden_change")),
 }
 
 
@@ -404,40 +368,27 @@ def fitted_to(recording: ls.Trajectory) -> Call:
     return lambda _: ls.calibrate(recording, 0.5, gates={"mine": ls.fit_stopper(recording)}, readout="stopper:mine")
 
 
+TRAIN = made(seed=1, rows=300, split="train")
+GATED_POLICY = ls.ExitPolicy("gate:a", 0.5, GATE)
 FITTED: Cases = {
     "a gate fitted to test data": ("must not be fitted on the test split", lambda _: ls.fit_gate(TEST)),
     "a stopper fitted to test data": ("must not be fitted on the test split", lambda _: ls.fit_stopper(TEST)),
-    "a gate calibrated on the split of its fit": (
-        "fitted to the train split",
-        lambda _: ls.calibrate(made(seed=1, split="train"), 0.5, gates={"mine": GATE}),
-    ),
-    "a stopper calibrated on the split of its fit": (
-        "fitted to the train split",
-        fitted_to(made(seed=1, rows=300, split="train")),
-    ),
-    "a stopper calibrated on the recording of its fit": (
-        "fitted to this very recording",
-        fitted_to(made(seed=1, rows=300)),
-    ),
+    "a gate calibrated on its split": ("fitted to the train", lambda _: ls.calibrate(TRAIN, gates={"mine": GATE})),
+    "a stopper calibrated on its split": ("fitted to the train split", fitted_to(TRAIN)),
+    "a stopper calibrated on its recording": ("fitted to this very recording", fitted_to(replace(TRAIN, split=None))),
     "a gate of another model": ("another model", lambda _: ls.attach(made(provenance=THEIRS), {"a": GATE})),
-    "a policy whose gate is of another model": (
+    "a policy with a gate of another model": (
         "another model",
-        lambda _: ls.ExitPolicy("gate:a", 0.5, GATE).exit_loops(made(provenance=THEIRS)),
+        lambda _: GATED_POLICY.exit_loops(made(provenance=THEIRS)),
     ),
-    "a gate of states of another width": (
-        "states of width 6",
-        lambda _: ls.attach(made(hidden=np.zeros((200, 4, 7))), {"a": GATE}),
-    ),
+    "a gate of wider states": ("width 6", lambda _: ls.attach(made(hidden=np.zeros((200, 4, 7))), {"a": GATE})),
     "a stopper of another depth": ("fitted to 4 loops", lambda _: stopper().values(made(loops=5))),
     "a stopper called a gate": ("takes no stopper", lambda _: ls.ExitPolicy("gate:a", 0.5, stopper())),
     "a gate called a margin": ("takes no fitted gate", lambda _: ls.ExitPolicy("margin", 0.5, GATE)),
     "a gate that is not there": ("does not have the signal", lambda _: ls.ExitPolicy("gate:a", 0.5).exit_loops(TEST)),
     "a gate that is not finite": ("finite", lambda _: ls.FittedGate(np.full(6, NAN), np.zeros(()))),
     "a stopper of fifty examples": ("100 examples or more", lambda _: ls.fit_stopper(made(seed=1, rows=50))),
-    "a stopper of two texts": (
-        "10 sequences or more",
-        lambda _: ls.fit_stopper(made(seed=1, rows=300, sequences=np.arange(300) % 2)),
-    ),
+    "a stopper of two texts": ("10 sequences", lambda _: ls.fit_stopper(replace(TRAIN, sequences=np.arange(300) % 2))),
 }
 
 
@@ -457,27 +408,17 @@ def calibrated(recording: ls.Trajectory, max_drop: float = 0.1, **options: Any) 
     return lambda _: ls.calibrate(recording, max_drop, **{"readout": "margin", **options})
 
 
+FOREIGN = settling(seed=1, provenance=THEIRS)
+RARE = np.where(np.arange(400) == 7, 9, 1)
 CALIBRATION: Cases = {
     "on test data": ("test split", calibrated(settling(split="test"))),
     "thresholds from the tested data": ("the data that is tested", calibrated(settling(), grid=settling())),
     "thresholds from test data": ("test split", calibrated(settling(), grid=settling(seed=1, split="test"))),
-    "thresholds of another model": (
-        "differ in their weights",
-        calibrated(settling(provenance=OURS), grid=settling(seed=1, provenance=THEIRS)),
-    ),
+    "thresholds of another model": ("their weights", calibrated(settling(provenance=OURS), grid=FOREIGN)),
     "too few examples": ("takes 299 tested examples, and there are 80; record 374", calibrated(settling(100), 0.01)),
-    "too few examples, on average": (
-        "99 tested examples",
-        lambda _: ls.conformal_risk_control(settling(100), 0.01, readout="margin"),
-    ),
-    "texts counted by their tokens": (
-        "sequences, and there are",
-        calibrated(settling(4000, sequences=np.arange(4000) // 200)),
-    ),
-    "a difficulty that is hardly tested": (
-        "difficulty 9",
-        calibrated(settling(difficulty=np.where(np.arange(400) == 7, 9, 1)), per_difficulty=True),
-    ),
+    "too few examples, on average": ("99 tested", lambda _: ls.conformal_risk_control(settling(100))),
+    "texts counted by their tokens": ("sequences, and there are", calibrated(settling(sequences=np.arange(400) // 20))),
+    "a difficulty that is hardly tested": ("difficulty 9", calibrated(settling(difficulty=RARE), per_difficulty=True)),
     "difficulties that nobody counted": ("no difficulties", calibrated(settling(), per_difficulty=True)),
     "new inputs that nobody counted": ("which examples training had", calibrated(settling(), unseen=True)),
     "copies that nobody can tell": ("inputs as text", calibrated(settling(), distinct=True)),
@@ -487,10 +428,7 @@ CALIBRATION: Cases = {
     "decisions about nobody knows what": ("unit is one of", calibrated(settling(provenance={"unit": "words"}))),
     "a drop in percent": ("between 0 and 1", calibrated(settling(), 1.0)),
     "a confidence in percent": ("between 0 and 1", calibrated(settling(), confidence=95)),
-    "a threshold that nobody meets": (
-        "lets an example exit early",
-        calibrated(made(seed=1, rows=900, loops=3), 0.5, readout="settling"),
-    ),
+    "a threshold that nobody meets": ("exit early", calibrated(made(seed=1, rows=900, loops=3), readout="settling")),
 }
 
 
@@ -533,14 +471,13 @@ CHOICES = [np.array([5, 6]), np.array([7]), np.array([8, 9, 10])]
 
 
 @cache
-def model(**changes: Any) -> Any:
-    return outspoken(**changes)
+def our_model() -> Any:
+    return outspoken()
 
 
 def of_kind(weights: str | None = None, sequences: object = None, **changes: Any) -> ls.Trajectory:
     """A recording of a kind that `changes` name; the numbers do not matter here."""
-    weights = model().weights_sha256 if weights is None else weights
-    provenance = {"weights_sha256": weights, "precision": "float32", **changes}
+    provenance = {"weights_sha256": weights or our_model().weights_sha256, "precision": "float32", **changes}
     given = {"loops": 3, "classes": 4, "split": "validation", "provenance": provenance, "sequences": sequences}
     return made(seed=1, rows=400, **given)
 
@@ -562,21 +499,22 @@ def policy_of(kind: str) -> ls.ExitPolicy:
     return ls.calibrate(KINDS[kind](), 0.5, 0.8, readout="margin")
 
 
-def run_rows(rule: ls.ExitPolicy) -> list[Any]:
-    return list(ls.run(model(), rule, [ls.Request(key, (row,)) for key, row in enumerate(ROWS)]))
+def run_rows(rule: ls.ExitPolicy, model: Any = None, rows: Any = ROWS, **options: Any) -> list[Any]:
+    requests = [ls.Request(key, (row,)) for key, row in enumerate(rows)]
+    return list(ls.run(model or our_model(), rule, requests, **options))
 
 
 def asked(norms: tuple[float, ...] = (), mean: bool | None = None, **options: Any) -> Callable[..., list[Any]]:
     def run(rule: ls.ExitPolicy) -> list[Any]:
         whole = mean or (mean is None and rule.scope.state == "mean_over_choices")
         questions = [ls.choices(key, row, CHOICES, norms, whole=whole, **options) for key, row in enumerate(ROWS)]
-        return list(ls.run(model(), rule, questions, mean=mean))
+        return list(ls.run(our_model(), rule, questions, mean=mean))
 
     return run
 
 
-def written(rule: ls.ExitPolicy | None, **options: Any) -> list[Any]:
-    return ls.generate(model(), [ls.Prompt(0, ROWS[0])], rule, **{"max_new_tokens": 3, **options})
+def written(rule: ls.ExitPolicy | None = None, tokens: Any = ROWS[0], forced: Any = None, **options: Any) -> list[Any]:
+    return ls.generate(our_model(), [ls.Prompt(0, tokens, forced)], rule, **{"max_new_tokens": 3, **options})
 
 
 CONSUMERS: dict[str, Callable[[ls.ExitPolicy], Any]] = {
@@ -590,7 +528,7 @@ CONSUMERS: dict[str, Callable[[ls.ExitPolicy], Any]] = {
     "replay of questions": lambda rule: rule.exit_loops(KINDS["questions"]()),
     "replay of tokens": lambda rule: rule.exit_loops(KINDS["tokens"]()),
 }
-ANSWERS, ASKED, TOKENS = "calibrated on answers", "calibrated on questions", "calibrated on next tokens"
+ANSWERS, ASKED, NEXT = "calibrated on answers", "calibrated on questions", "calibrated on next tokens"
 SUM, CHARACTER, MEAN = "calibrated on log-likelihoods of whole", "calibrated on log-likelihoods per", "averaged over"
 MODELS, PRECISION = "calibrated for another model", "calibrated on weights in bfloat16"
 TABLE: dict[str, list[str | None]] = {
@@ -598,7 +536,7 @@ TABLE: dict[str, list[str | None]] = {
     "questions": [ASKED, None, SUM, None, ASKED, ASKED, ASKED, None, ASKED],
     "questions per character": [ASKED, CHARACTER, None, CHARACTER, ASKED, ASKED, ASKED, CHARACTER, ASKED],
     "questions, mean state": [ASKED, None, SUM, MEAN, ASKED, ASKED, ASKED, MEAN, ASKED],
-    "tokens": [TOKENS, TOKENS, TOKENS, TOKENS, None, "cache 'full'", TOKENS, TOKENS, None],
+    "tokens": [NEXT, NEXT, NEXT, NEXT, None, "cache 'full'", NEXT, NEXT, None],
     "another model's answers": [MODELS, MODELS, MODELS, MODELS, ANSWERS, ANSWERS, MODELS, ANSWERS, ANSWERS],
     "answers in bfloat16": [PRECISION] * 4 + [ANSWERS, ANSWERS, PRECISION, ANSWERS, ANSWERS],
 }
@@ -639,7 +577,7 @@ def trained_further(_: Path) -> object:
     other = outspoken()
     rule = ls.ExitPolicy("margin", 0.5, model=other.weights_sha256)
     other.lm_head.weight.mul_(1.5)
-    return list(ls.run(other, rule, [ls.Request(0, (ROWS[0],))]))
+    return run_rows(rule, other)
 
 
 def looped_otherwise(at: Path) -> object:
@@ -660,13 +598,22 @@ def only_recorded(_: Path) -> object:
 def not_finite(_: Path) -> object:
     other = outspoken()
     other.lm_head.weight[7] = NAN
-    return list(ls.run(other, FIXED, [ls.Request(0, (ROWS[0],))]))
+    return run_rows(FIXED, other)
 
 
 def without_gate(_: Path) -> object:
     other = outspoken()
     other.halt = lambda pooled: None
-    return list(ls.run(other, ls.ExitPolicy("gate", 0.5), [ls.Request(0, (ROWS[0],))]))
+    return run_rows(ls.ExitPolicy("gate", 0.5), other)
+
+
+def mixed(request: ls.Request) -> object:
+    return list(ls.run(our_model(), PLAIN, [request, ls.choices(1, ROWS[1], CHOICES)]))
+
+
+def foreign_prompt() -> object:
+    other = ls.ExitPolicy("margin", 0.5, model="b" * 64)
+    return ls.generate(our_model(), [ls.Prompt(0, ROWS[0]), ls.Prompt(1, ROWS[1], policy=other)])
 
 
 def in_training(use: Callable[[Any], object]) -> Call:
@@ -678,8 +625,8 @@ FIXED = ls.ExitPolicy("fixed", 1)
 RUNNING: Cases = {
     "another depth, replayed": ("calibrated for 4 loops", lambda _: policy().exit_loops(made(loops=6))),
     "another depth, live": (
-        "calibrated for 3 loops, and here full depth is 2",
-        lambda _: list(ls.run(model(), policy_of("answers"), [ls.Request(0, (ROWS[0],))], num_loops=2)),
+        "for 3 loops, and here full depth is 2",
+        lambda _: run_rows(policy_of("answers"), num_loops=2),
     ),
     "a model trained further": (MODELS, trained_further),
     "the same weights looped otherwise": ("the same weights, computed with by another", looped_otherwise),
@@ -692,53 +639,24 @@ RUNNING: Cases = {
     "answers that are not finite": ("not finite", not_finite),
     "a gate that the model does not have": ("no gate", without_gate),
     "a gate that the policy does not carry": ("must carry that gate", lambda _: run_rows(ls.ExitPolicy("gate:a", 0.5))),
-    "dropout, live": (r"model.eval\(\)", in_training(lambda it: list(ls.run(it, FIXED, [ls.Request(0, (ROWS[0],))])))),
+    "dropout, live": (r"model.eval\(\)", in_training(lambda it: run_rows(FIXED, it))),
     "dropout, in a text": (r"model.eval\(\)", in_training(lambda it: ls.generate(it, [ls.Prompt(0, ROWS[0])]))),
     "dropout, recorded": (r"model.eval\(\)", in_training(lambda it: ls.record_model(it, ROWS))),
-    "tokens beyond the vocabulary": (
-        "vocabulary",
-        lambda _: list(ls.run(model(), FIXED, [ls.Request(0, (np.array([600]),))])),
-    ),
-    "prompts beyond the vocabulary": ("vocabulary", lambda _: ls.generate(model(), [ls.Prompt(0, np.array([-1]))])),
-    "more tokens than positions": (
-        "block size is 1024",
-        lambda _: ls.generate(model(), [ls.Prompt(0, np.ones(1025, int))]),
-    ),
-    "tokens with a fraction": ("whole number", lambda _: ls.generate(model(), [ls.Prompt(0, np.array([1.5]))])),
-    "lengths beyond the rows": ("lengths must be between", lambda _: ls.record_model(model(), ROWS, [8] * 6)),
-    "labels with a fraction": ("labels must be whole", lambda _: ls.record_model(model(), ROWS, labels=[0.5] * 6)),
-    "scores per character without characters": (
-        "need the norms",
-        lambda _: ls.choices(0, ROWS[0], CHOICES, score="per_character"),
-    ),
-    "sums of scores with norms": (
-        "the 'sum' has no norms",
-        lambda _: ls.choices(0, ROWS[0], CHOICES, (1.0, 2.0, 1.0), score="sum"),
-    ),
+    "tokens beyond the vocabulary": ("vocabulary", lambda _: run_rows(FIXED, rows=[np.array([600])])),
+    "prompts beyond the vocabulary": ("vocabulary", lambda _: written(tokens=np.array([-1]))),
+    "more tokens than positions": ("block size is 1024", lambda _: written(tokens=np.ones(1025, int))),
+    "tokens with a fraction": ("whole number", lambda _: written(tokens=np.array([1.5]))),
+    "lengths beyond the rows": ("lengths must be between", lambda _: ls.record_model(our_model(), ROWS, [8] * 6)),
+    "labels with a fraction": ("labels must be whole", lambda _: ls.record_model(our_model(), ROWS, labels=[0.5] * 6)),
+    "characters that nobody counted": ("need the norms", lambda _: asked(score="per_character")(PLAIN)),
+    "sums divided by characters": ("'sum' has no norms", lambda _: asked((1.0, 2.0, 1.0), score="sum")(PLAIN)),
     "norms of nobody knows what": ("say it with score=", lambda _: asked((1.0, 2.0, 1.0))(policy_of("questions"))),
-    "rows and questions in one batch": (
-        "cannot run together",
-        lambda _: list(ls.run(model(), PLAIN, [ls.Request(0, (ROWS[0],)), ls.choices(1, ROWS[1], CHOICES)])),
-    ),
-    "a question with one choice, live": (
-        "compares the choices",
-        lambda _: list(ls.run(model(), PLAIN, [ls.choices(0, ROWS[0], CHOICES[:1])])),
-    ),
-    "a policy of another model for one prompt": (
-        MODELS,
-        lambda _: ls.generate(
-            model(), [ls.Prompt(0, ROWS[0]), ls.Prompt(1, ROWS[1], policy=ls.ExitPolicy("margin", 0.5, model="b" * 64))]
-        ),
-    ),
-    "lossless without the keys of every loop": (
-        "the cache 'full', not 'propagate'",
-        lambda _: written(PLAIN, cache="propagate", lossless=True),
-    ),
-    "lossless of full depth": ("full depth drafts nothing", lambda _: written(None, lossless=True)),
-    "lossless of given tokens": (
-        "is no draft",
-        lambda _: ls.generate(model(), [ls.Prompt(0, ROWS[0], np.array([2, 3]))], PLAIN, lossless=True),
-    ),
+    "rows and questions in one batch": ("cannot run together", lambda _: mixed(ls.Request(0, (ROWS[0],)))),
+    "a question with one choice, live": ("compares the choices", lambda _: mixed(ls.choices(0, ROWS[0], CHOICES[:1]))),
+    "another model's policy for one prompt": (MODELS, lambda _: foreign_prompt()),
+    "lossless with fewer keys": ("not 'propagate'", lambda _: written(PLAIN, cache="propagate", lossless=True)),
+    "lossless of full depth": ("full depth drafts nothing", lambda _: written(lossless=True)),
+    "lossless of given tokens": ("is no draft", lambda _: written(PLAIN, forced=np.array([2, 3]), lossless=True)),
 }
 
 
@@ -762,13 +680,14 @@ def monitor_of(change: dict[str, object] | None = None, **other: Any) -> Call:
     return call
 
 
+def average() -> ls.ExitPolicy:
+    return ls.conformal_risk_control(settling(), 0.1, readout="margin")
+
+
 MONITOR: Cases = {
     "a policy without a guarantee": ("nothing to monitor", lambda _: ls.Monitor(PLAIN)),
     "a policy freed from its model": ("nothing to monitor", lambda _: ls.Monitor(policy().for_any_model())),
-    "the data of the calibration": (
-        "rests on this data",
-        watched(seed=5, rows=400, split="validation", provenance=OURS),
-    ),
+    "the data of the calibration": ("rests on this data", watched(seed=5, rows=400, **PART)),
     "another model": ("another model", watched(provenance=THEIRS)),
     "texts for single answers": ("single answers", watched(sequences=np.arange(300) // 10)),
     "losses without labels": ("no labels to audit", watched(labels=None)),
@@ -776,14 +695,8 @@ MONITOR: Cases = {
     "averages for single answers": ("whole loop", lambda _: ls.Monitor(policy()).update([1.5])),
     "losses in percent": ("between 0 and 1", lambda _: ls.Monitor(policy()).update([1], [50.0])),
     "losses of other exits": ("got 1 and 2", lambda _: ls.Monitor(policy()).update([1, 2], [0.0])),
-    "losses with a mask": (
-        "without a mask",
-        lambda _: ls.Monitor(policy()).update([1, 2], np.ma.array([0.0, 1.0], mask=[0, 1])),
-    ),
-    "losses of a guarantee on average": (
-        "on average over calibrations",
-        lambda _: ls.Monitor(ls.conformal_risk_control(settling(), 0.1, readout="margin")).update([1], [0.0]),
-    ),
+    "losses with a mask": ("without a mask", lambda _: ls.Monitor(policy()).update([1], np.ma.array([0.0], mask=[1]))),
+    "losses of a guarantee on average": ("on average over", lambda _: ls.Monitor(average()).update([1], [0.0])),
     "a file of another policy": ("another policy", monitor_of(threshold=0.1)),
     "a file that was altered": ("altered", monitor_of({"examples": 7})),
 }
@@ -842,27 +755,13 @@ def test_custom_objectives(custom: Train) -> None:
         custom(LOSSES, "new", "model.gate=linear")
 
 
-TRAINING: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
-    "a run goes on with other settings": (
-        r"training\.seed",
-        lambda run, _: ls.train(tiny_settings(*GATED, "training.seed=7"), run),
-    ),
-    "weights that are not finite": (
-        "no longer finite",
-        lambda _, at: ls.train(tiny_settings("training.learning_rate=1e18", "training.clip_norm=1e18"), at / "run"),
-    ),
-    "a gate that is never trained": (
-        "need model.gate",
-        lambda _, at: ls.train(tiny_settings("objective.name=learned_gate"), at / "run"),
-    ),
-}
-
-
-@pytest.mark.parametrize("what", TRAINING)
-def test_training(what: str, gated_run: Path, tmp_path: Path) -> None:
-    words, call = TRAINING[what]
-    with pytest.raises(ls.UserError, match=words):
-        call(gated_run, tmp_path)
+def test_training(gated_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ls.UserError, match=r"training\.seed"):  # a run that goes on with other settings
+        ls.train(tiny_settings(*GATED, "training.seed=7"), gated_run)
+    with pytest.raises(ls.UserError, match="no longer finite"):
+        ls.train(tiny_settings("training.learning_rate=1e18", "training.clip_norm=1e18"), tmp_path / "run")
+    with pytest.raises(ls.UserError, match="need model.gate"):  # to be trained
+        ls.train(tiny_settings("objective.name=learned_gate"), tmp_path / "other")
 
 
 # ---- the command line
@@ -889,15 +788,7 @@ def place(gated_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         crafted(True, split, sequences=np.arange(400) // 4).save(at / "texts" / split)
         crafted(True, split, provenance={}).save(at / "nameless" / split)
         random_trajectory(len(split), 300, split=split).save(at / "alien" / split)
-        random_trajectory(
-            len(split),
-            400,
-            3,
-            logits=np.random.default_rng(len(split)).normal(size=(400, 3, 5)),
-            hidden=None,
-            gate_logits=None,
-            split=split,
-        ).save(at / "guesses" / split)
+        pair(0.0)[split == "test"].save(at / "guesses" / split)
     crafted(True, "validation", examples=["x"] * 400, seen=np.arange(400) < 300).save(at / "copies")
     crafted(True, "validation", provenance={}).take(np.arange(399)).save(at / "bare")
     replace(ls.Trajectory.load(at / "bare"), split=None).save(at / "bare")
@@ -990,8 +881,6 @@ def test_notes(words: str, place: Path, gated_run: Path, tmp_path: Path, capsys:
 
 # ---- inside transformers and vLLM
 
-TOKEN_ROWS = np.arange(1, 13).reshape(2, 6)
-
 
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
@@ -1011,60 +900,46 @@ def changed(model: Any, **values: object) -> Any:
     return model
 
 
-def tokens(mask: bool = False) -> Any:
-    import torch
-
-    return torch.from_numpy(TOKEN_ROWS) if not mask else torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-
-
-HOSTED: dict[str, tuple[str, Callable[[Callable[..., Any]], object]]] = {
-    "padding after a prompt": (
-        "pad prompts on the left",
-        lambda load: load().generate(tokens(), attention_mask=tokens(mask=True), max_new_tokens=1),
-    ),
-    "a threshold that nothing asks": ("must be 1", lambda load: changed(load(), early_exit_threshold=0.5)(tokens())),
-    "a depth that nothing asks": (
-        "changed to 2 loops, and the model has 4",
-        lambda load: changed(load(), total_ut_steps=2)(tokens()),
-    ),
-    "several texts in one row": ("position_ids", lambda load: load()(tokens(), position_ids=tokens() % 3)),
-    "labels of which none counts": (
-        "No label",
-        lambda load: load()(tokens(), labels=0 * tokens() - 100, loop_losses=True),
-    ),
-    "more tokens than positions": ("more than the 64", lambda load: load().generate(tokens(), max_new_tokens=59)),
-    "penalties beside a policy": (
-        "RepetitionPenalty",
-        lambda load: load().generate(tokens(), policy=PLAIN, repetition_penalty=1.2, max_new_tokens=2),
-    ),
-    "a policy of another model": (
-        MODELS,
-        lambda load: load().generate(tokens(), policy=ls.ExitPolicy("margin", 0.5, model="b" * 64), max_new_tokens=2),
-    ),
+TOKENS = torch.arange(1, 13).view(2, 6)
+PADDED = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+OTHERS_POLICY = ls.ExitPolicy("margin", 0.5, model="b" * 64)
+CALLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "several texts in one row": ("position_ids", {"position_ids": TOKENS % 3}),
+    "labels of which none counts": ("No label", {"labels": 0 * TOKENS - 100, "loop_losses": True}),
+}
+GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "padding after a prompt": ("pad prompts on the left", {"attention_mask": PADDED}),
+    "more tokens than positions": ("more than the 64", {"max_new_tokens": 59}),
+    "penalties beside a policy": ("RepetitionPenalty", {"policy": PLAIN, "repetition_penalty": 1.2}),
+    "a policy of another model": (MODELS, {"policy": OTHERS_POLICY}),
+}
+CONFIGURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a threshold that nothing asks": ("must be 1", {"early_exit_threshold": 0.5}),
+    "a depth that nothing asks": ("changed to 2 loops, and the model has 4", {"total_ut_steps": 2}),
 }
 
 
-@pytest.mark.parametrize("what", HOSTED)
+@pytest.mark.parametrize("what", [*CALLED, *GENERATED, *CONFIGURED])
 def test_transformers(what: str, hosted: Callable[..., Any]) -> None:
-    words, call = HOSTED[what]
+    words, given = (CALLED | GENERATED | CONFIGURED)[what]
+    network = changed(hosted(), **given) if what in CONFIGURED else hosted()
     with pytest.raises(ls.UserError, match=words):
-        call(hosted)
+        if what in GENERATED:
+            network.generate(TOKENS, **{"max_new_tokens": 2, **given})
+        else:
+            network(TOKENS, **({} if what in CONFIGURED else given))
 
 
-@pytest.mark.parametrize(
-    ("changes", "cache", "words"),
-    [
-        pytest.param(
-            {"loopscope": {"policy": "P"}, "rope_theta": 77.0}, "auto", "the same weights", id="edited weights"
-        ),
-        pytest.param({"loopscope": {"policy": "P"}}, "fp8_e5m2", "holds them in fp8_e5m2", id="a quantised cache"),
-        pytest.param(
-            {"early_exit_threshold": 0.5}, "auto", "early_exit_threshold has no effect", id="Ouro's threshold"
-        ),
-        pytest.param({"loops": 1}, "auto", "belongs under loopscope", id="a depth that vLLM passes by"),
-    ],
-)
-def test_vllm(changes: dict[str, Any], cache: str, words: str, tmp_path: Path) -> None:
+DEPLOYED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "edited weights": ("the same weights", {"loopscope": {"policy": "P"}, "rope_theta": 77.0}, []),
+    "a quantised cache": ("holds them in fp8_e5m2", {"loopscope": {"policy": "P"}}, ["fp8_e5m2"]),
+    "Ouro's threshold": ("early_exit_threshold has no effect", {"early_exit_threshold": 0.5}, []),
+    "a depth that vLLM passes by": ("belongs under loopscope", {"loops": 1}, []),
+}
+
+
+@pytest.mark.parametrize(("words", "changes", "cache"), DEPLOYED.values(), ids=DEPLOYED)
+def test_vllm(words: str, changes: dict[str, Any], cache: list[str], tmp_path: Path) -> None:
     from loopscope.vllm.deployment import read_deployment
 
     folder = GOLDEN / "ouro-tiny"
@@ -1076,4 +951,4 @@ def test_vllm(changes: dict[str, Any], cache: str, words: str, tmp_path: Path) -
         changes = changes | {"loopscope": {"policy": str(tmp_path / "policy.json")}}
     values = json.loads((folder / "config.json").read_text())
     with pytest.raises(ls.UserError, match=words):
-        read_deployment({**values, **changes}, str(folder), None, "float32", *([cache] if cache != "auto" else []))
+        read_deployment({**values, **changes}, str(folder), None, "float32", *cache)

@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conftest import random_trajectory
+from conftest import forget_readout, random_trajectory
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
@@ -216,7 +216,7 @@ def test_a_file_never_imports_what_it_names(forgotten: None, tmp_path: Path, mon
     ls.register_readout(OFFERED)
     ls.ExitPolicy("offered", 0.5).save(tmp_path / "policy.json")
     assert ls.ExitPolicy.load(tmp_path / "policy.json") == ls.ExitPolicy("offered", 0.5)
-    del ls.READOUTS["offered"], readouts._KNOWN["offered"]
+    forget_readout("offered")
     with pytest.raises(ls.UserError, match=r"policy.json exits by the readout 'offered', which is not installed: imp"):
         ls.ExitPolicy.load(tmp_path / "policy.json")
     (tmp_path / "trap.py").write_text("raise SystemExit('imported')\n")
@@ -241,7 +241,8 @@ def test_the_command_line_imports_what_was_typed(
     assert ls.ExitPolicy.load("policy.json").readout == "doubt"
     assert main(["evaluate", "validation", "test", "--readout", "nowhere:doubt"]) == 2
     assert "There is no module 'nowhere'" in capsys.readouterr().err
-    del ls.READOUTS["doubt"], readouts._KNOWN["doubt"], sys.modules["typed_here"]
+    forget_readout("doubt")
+    del sys.modules["typed_here"]
     assert main(["evaluate", "test", "--policy", "policy.json"]) == 2
     assert "not installed" in capsys.readouterr().err
     assert main(["evaluate", "test", "--policy", "policy.json", "--with-readout", "typed_here:doubt"]) in (0, 1)
@@ -324,8 +325,7 @@ def test_a_policy_keeps_the_definition_that_it_was_made_with(forgotten: None, tm
         return 2 * logits.max(axis=1)
 
     def register(*definition) -> None:  # type: ignore[no-untyped-def]
-        for table in (readouts._KNOWN, readouts.READOUTS):
-            table.pop("largest", None)  # type: ignore[attr-defined]
+        forget_readout("largest")
         ls.register_readout(ls.Readout("largest", *definition))
 
     register("above", "logits", once)
