@@ -115,14 +115,7 @@ def test_a_long_quiet_stream_does_not_make_it_deaf(policy: ls.ExitPolicy) -> Non
     assert alarm.observed > alarm.expected + 0.1
 
 
-def test_exits_that_come_earlier_are_told_from_later_ones(policy: ls.ExitPolicy) -> None:
-    stream = settling(3_000, 7)
-    (alarm,) = ls.Monitor(policy).replay(replace(stream, signals={"margin": stream.signals["margin"] + 1}), 0).alarms
-    assert alarm.direction == "earlier"
-    assert alarm.observed < alarm.expected
-
-
-def test_losses_alone_give_an_alarm(policy: ls.ExitPolicy) -> None:
+def test_losses_alone_give_an_alarm_and_earlier_exits_too(policy: ls.ExitPolicy) -> None:
     result = ls.Monitor(policy).replay(settling(3_000, 8, wrong=0.1))
     (alarm,) = result.alarms
     assert (alarm.test, alarm.direction, alarm.expected) == ("risk", "higher", 0.02)
@@ -131,6 +124,11 @@ def test_losses_alone_give_an_alarm(policy: ls.ExitPolicy) -> None:
     assert "audited answers lose" in result.sentence
     assert "at most 2 % was promised" in result.sentence
     assert not ls.Monitor(policy).replay(settling(3_000, 8, wrong=0.1), audit=0).alarm
+    stream = settling(3_000, 7)
+    earlier = replace(stream, signals={"margin": stream.signals["margin"] + 1})
+    (alarm,) = ls.Monitor(policy).replay(earlier, 0).alarms
+    assert alarm.direction == "earlier"
+    assert alarm.observed < alarm.expected
 
 
 def test_batches_do_not_matter_and_neither_does_a_restart(policy: ls.ExitPolicy, tmp_path: Path) -> None:
@@ -154,20 +152,13 @@ def test_batches_do_not_matter_and_neither_does_a_restart(policy: ls.ExitPolicy,
     "altered",
     [
         {"counts": [0] * LOOPS},
-        {"counts": []},
-        {"examples": -3},
         {"examples": 7},
         {"alpha": 5.0},
-        {"seed": -1},
         {"alarms": []},  # it spoke
-        {"exits": {"steps": -300}},
         {"exits": {"shares": [0.0] * 21}},
         {"exits": {"log_e": 1e308}},
         {"exits": {"lowest": 5.0}},
-        {"exits": {"since": 10**6}},
         {"exits": {"count": 10**6}},
-        {"exits": {"total": 1e300}},
-        {"risk": {"steps": 10**6}},
         {"risk": {"highest": 100.0}},  # and no alarm
     ],
     ids=str,

@@ -120,16 +120,6 @@ def test_settling_above_0_is_never_overturned_where_steps_shrink() -> None:
     assert (trajectory.predicted[wrong, 2] != trajectory.predicted[wrong, -1]).any()
 
 
-@pytest.mark.parametrize("loops", [1, 2, 3])
-def test_too_few_loops_for_two_steps(loops: int) -> None:
-    names = available_readouts(random_trajectory(loops=loops))
-    assert ("settling" in names) == ("hidden_acceleration" in names) == (loops == 3)
-    assert "patience" in names
-    if loops < 3:
-        with pytest.raises(ls.UserError, match=f"{'one loop' if loops == 1 else '2 loops'} only"):
-            ls.sweep("settling", random_trajectory(1, loops=loops), random_trajectory(2, loops=loops))
-
-
 # ---- registering
 
 
@@ -182,10 +172,9 @@ def test_a_step_with_room_for_a_state_gets_one(step, takes_one: bool) -> None:  
     assert np.array_equal(replayed(mine, values), values)
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.integers(1, 300))
-def test_a_step_that_rounds_in_float32_is_not_refused(seed: int, rows: int, width: int) -> None:
-    rng = np.random.default_rng(seed)
+@pytest.mark.parametrize(("rows", "width"), [(1, 300), (7, 33), (300, 257)])
+def test_a_step_that_rounds_in_float32_is_not_refused(rows: int, width: int) -> None:
+    rng = np.random.default_rng(rows)
     direction = rng.normal(size=width).astype(np.float32)
     values = rng.normal(size=(rows, 3, width)).astype(np.float32)
     assert replayed(ls.Readout("along", "above", "hidden", lambda now: now @ direction), values).shape == (rows, 3)

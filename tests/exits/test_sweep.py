@@ -15,7 +15,7 @@ from hypothesis import given, settings
 import loopscope as ls
 from loopscope.exits.policy import accuracy_and_loops
 from loopscope.exits.sweep import choose, curve, swept_thresholds
-from loopscope.exits.thresholds import GATE_GRID, QUANTILES
+from loopscope.exits.thresholds import GATE_GRID
 
 VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")
 
@@ -58,15 +58,6 @@ def test_ties_duplicates_and_unordered_thresholds_are_exact(
         assert accuracy[point] == trajectory.correct[np.arange(len(exits)), exits - 1].mean()
 
 
-@pytest.mark.parametrize("name", ["entropy", "margin", "kl", "hidden_change"])
-def test_the_grid_is_the_paper_s_quantiles_of_the_pooled_calibration_signal(name: str) -> None:
-    values = ls.signal(name, VALIDATION)
-    pooled = values[:, 1:] if name in ("kl", "hidden_change") else values
-    expected = np.quantile(pooled.ravel(), np.linspace(0.005, 0.995, 51))
-    assert np.array_equal(ls.sweep(name, VALIDATION, TEST, grid="paper").thresholds, expected)
-    assert len(QUANTILES) == 51
-
-
 @pytest.mark.parametrize("name", [name for name in ls.READOUTS if name not in ("fixed", "oracle")])
 def test_the_fine_grid_goes_from_the_laxest_threshold_to_full_depth_and_misses_little(name: str) -> None:
     fine, paper = (ls.sweep(name, VALIDATION, TEST, grid=grid) for grid in ("fine", "paper"))
@@ -81,19 +72,15 @@ def test_the_fine_grid_goes_from_the_laxest_threshold_to_full_depth_and_misses_l
         assert theirs is None or (ours is not None and ours <= theirs + 0.03)
 
 
-def test_full_depth_is_a_policy_that_can_be_saved(tmp_path: Path) -> None:
+def test_full_depth_is_a_policy_that_can_be_saved_and_d_at_x_has_one(tmp_path: Path) -> None:
     frontier = ls.sweep("margin", VALIDATION, TEST)
     policy = ls.ExitPolicy("margin", float(frontier.thresholds[-1]))
     policy.save(tmp_path / "policy.json")
     assert set(ls.ExitPolicy.load(tmp_path / "policy.json").exit_loops(TEST)) == {TEST.num_loops}
     assert str(policy) == "margin at full depth"
-
-
-def test_the_threshold_of_d_at_x_gives_d_at_x() -> None:
-    frontier = ls.sweep("kl", VALIDATION, TEST)
     threshold = frontier.threshold_at(0.6)
     assert threshold is not None
-    accuracy, loops = accuracy_and_loops(ls.ExitPolicy("kl", threshold), TEST)
+    accuracy, loops = accuracy_and_loops(ls.ExitPolicy("margin", threshold), TEST)
     assert accuracy >= 0.6
     assert loops == frontier.depth_at(0.6)
     assert frontier.threshold_at(1.0) is None
@@ -116,24 +103,29 @@ def test_a_notebook_shows_frontiers_in_a_line_and_as_a_chart() -> None:
     assert vl_convert.vegalite_to_svg(chart).startswith("<svg")
 
 
+@pytest.mark.parametrize("name", ["entropy", "margin", "kl", "hidden_change"])
+def test_the_paper_s_grid_is_quantiles_of_the_pooled_calibration_signal(name: str) -> None:
+    values = ls.signal(name, VALIDATION)
+    pooled = values[:, 1:] if name in ("kl", "hidden_change") else values
+    expected = np.quantile(pooled.ravel(), np.linspace(0.005, 0.995, 51))
+    assert np.array_equal(ls.sweep(name, VALIDATION, TEST, grid="paper").thresholds, expected)
+
+
 def test_the_other_grids() -> None:
     assert np.array_equal(ls.sweep("gate", VALIDATION, TEST, grid="paper").thresholds, np.linspace(0.01, 1, 100))
-    assert len(GATE_GRID) == 100
     ls.sweep("gate", VALIDATION, TEST, grid="paper").thresholds[:] = 7  # nobody else's grid
     assert GATE_GRID.max() == 1
     assert ls.sweep("fixed", VALIDATION, TEST).thresholds.tolist() == [1, 2, 3, 4]
     assert len(ls.sweep("oracle", VALIDATION, TEST).thresholds) == 1
+    one, other = random_trajectory(seed=1, loops=1), random_trajectory(seed=2, loops=1)
+    assert set(ls.sweep("margin", one, other).average_loops.tolist()) == {1.0}
 
 
-def test_d_at_x_is_the_least_depth_that_reaches_it() -> None:
+def test_d_at_x_is_the_least_depth_that_reaches_it_and_calibration_selects() -> None:
+    """The most accurate on calibration data, and then the shallowest."""
     frontier = ls.Frontier("margin", *(np.array(values) for values in FRONTIER))
-    assert frontier.depth_at(0.9) == 2.0
-    assert frontier.depth_at(0.95) == 2.5
-    assert frontier.depth_at(0.96) is None
-
-
-def test_select_takes_the_most_accurate_and_then_the_shallowest_on_calibration() -> None:
-    point = ls.Frontier("margin", *(np.array(values) for values in FRONTIER)).select()
+    assert [frontier.depth_at(accuracy) for accuracy in (0.9, 0.95, 0.96)] == [2.0, 2.5, None]
+    point = frontier.select()
     assert point.policy == ls.ExitPolicy("margin", 0.3)
     assert (point.accuracy, point.average_loops) == (0.9, 2.0)
     assert (point.calibration_accuracy, point.calibration_average_loops) == (0.97, 2.1)
@@ -156,11 +148,6 @@ def test_inputs_that_were_drawn_twice_are_no_leak() -> None:
     ls.sweep("margin", replace(VALIDATION, examples=texts), known)  # they can be told to be
     constant = 4 * np.eye(3)[np.random.default_rng(1).integers(0, 3, (2, 90, 4))]  # copies within each
     ls.sweep("margin", *(ls.Trajectory(logits=each, labels=np.arange(90) % 3) for each in constant))
-
-
-def test_a_recording_of_one_loop_has_one_exit() -> None:
-    one, other = random_trajectory(seed=1, loops=1), random_trajectory(seed=2, loops=1)
-    assert set(ls.sweep("margin", one, other).average_loops.tolist()) == {1.0}
 
 
 @pytest.mark.parametrize(("name", "most"), [("margin", 5), ("logit_change", 5), ("gate", 12)])
