@@ -1,6 +1,14 @@
 """Fixtures that several tests share: random trajectories, one of a benchmark too, and a tiny trained run."""
 
+# ruff: noqa: E402
+
 import os
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(
+        _name, "1"
+    )  # which NumPy and PyTorch read when they are imported, here and in what tests start
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

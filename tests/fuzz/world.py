@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -96,6 +97,7 @@ HARDLY = (
     *("training.batch_size=4", "model.width=16"),
 )
 """Settings that train in no time."""
+FURTHER = "context = 8\n[training]\nsteps = 1\nbatch_size = 2\nvalidation_sample = 2\n"
 SIZES: dict[str, Any] = {"vocab_size": 290, "hidden_size": 16, "max_position_embeddings": 64, "intermediate_size": 24}
 SIZES |= {"num_attention_heads": 2}
 SHORT = ("task.train_examples=60", "training.steps=6")
@@ -292,11 +294,9 @@ class World:
             add(journal, number, line)
             raise KeyboardInterrupt
 
-        add, TextJournal.add = TextJournal.add, interrupted  # type: ignore[method-assign]
-        try:
+        add = TextJournal.add
+        with patch.object(TextJournal, "add", interrupted):
             assert main(self.text_words(out)) == 130
-        finally:
-            TextJournal.add = add  # type: ignore[method-assign]
         return out.with_name(f"{out.name}.unfinished")
 
     @cached_property
@@ -349,33 +349,12 @@ class World:
             shutil.copytree(GOLDEN / name, found[name], ignore=shutil.ignore_patterns("expected*"))
         return found
 
-    @cached_property
-    def settings(self) -> Path:
-        return self._written("settings.toml", SETTINGS)
-
-    @cached_property
-    def language_settings(self) -> Path:
-        return self._written("language.toml", TINY_OURO)
-
-    @cached_property
-    def further_settings(self) -> Path:
-        return self._written(
-            "further.toml", "context = 8\n[training]\nsteps = 1\nbatch_size = 2\nvalidation_sample = 2\n"
-        )
-
-    @cached_property
-    def study(self) -> Path:
-        return self._written("study.toml", STUDY)
-
-    @cached_property
-    def store(self) -> Path:
-        """The store of the study, finished."""
-        return self._stored("store", str(self.study))
-
-    @cached_property
-    def demo_store(self) -> Path:
-        """The store of a demo that hardly trains, finished."""
-        return self._stored("demo-store", "demo", *HARDLY)
+    settings = cached_property(lambda self: self._written("settings.toml", SETTINGS))
+    language_settings = cached_property(lambda self: self._written("language.toml", TINY_OURO))
+    further_settings = cached_property(lambda self: self._written("further.toml", FURTHER))
+    study = cached_property(lambda self: self._written("study.toml", STUDY))
+    store = cached_property(lambda self: self._stored("store", str(self.study)))  # of the study, finished
+    demo_store = cached_property(lambda self: self._stored("demo-store", "demo", *HARDLY))  # of one that hardly trains
 
     @cached_property
     def drawn(self) -> Path:
@@ -407,14 +386,9 @@ class World:
     def unfinished_recording(self) -> Path:
         """A recording of a benchmark that was interrupted at its second question of three; beside it a finished one."""
         folder = self.folder / "unfinished-recording"
-        benchmarks._EVERY, usual = -1.0, benchmarks._EVERY  # what is done is kept at once
-
-        try:
+        with patch.object(benchmarks, "_EVERY", -1.0), suppress(_InterruptedError):  # what is done is kept at once
             for name, progress in (("finished", silent), ("new", _interrupted_at(3))):
-                with suppress(_InterruptedError):
-                    self.record(folder / name, progress)
-        finally:
-            benchmarks._EVERY = usual
+                self.record(folder / name, progress)
         assert list((folder / "new.unfinished").glob("*.safetensors"))
         return folder
 
