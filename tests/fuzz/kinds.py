@@ -28,7 +28,6 @@ KINDS = {
     "exits-log": Kind(serving.exits_log, 2),
     "prompts": Kind(texts.prompts, 5, "checkpoint documents"),
     "unfinished-texts": Kind(texts.unfinished_texts, 2, "checkpoint unfinished_texts"),
-    "question": Kind(texts.question, 2, "checkpoint"),
     "examples": Kind(texts.examples, 4, "run documents"),
     "documents": Kind(texts.documents, 4, "checkpoint documents"),
     "benchmark": Kind(texts.benchmark, 1, "checkpoint benchmarks", quick=False),
