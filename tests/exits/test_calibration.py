@@ -10,8 +10,10 @@ from conftest import random_trajectory
 from hypothesis import given, settings
 
 import loopscope as ls
+from loopscope.exits import calibration
 from loopscope.exits.losses import losses, risk_groups
 from loopscope.exits.refusals import NotProven
+from loopscope.exits.risk_target import RiskTarget
 from loopscope.exits.sweep import crossings, laxest_first, totals
 from loopscope.exits.threshold_walk import never_falling
 from loopscope.exits.thresholds import gap_grid
@@ -128,6 +130,13 @@ def test_the_last_threshold_that_is_proven_is_taken_and_the_next_one_is_not() ->
     ]
     assert np.isin([policy.threshold for policy in policies], thresholds).all()
     assert policies[0].threshold < policies[1].threshold
+
+
+def test_the_order_of_the_walk_is_not_that_of_the_tested_losses() -> None:
+    grid, wanted = settling(seed=2), RiskTarget(readout="margin")
+    walks = [calibration._finalists(["margin"], grid, settling(seed=seed), wanted)[0] for seed in (1, 9)]
+    assert np.array_equal(walks[0].thresholds, walks[1].thresholds)
+    assert not np.array_equal(walks[0].loss, walks[1].loss)
 
 
 def test_of_all_that_are_proven_the_one_with_the_fewest_loops_is_taken() -> None:

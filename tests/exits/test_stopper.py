@@ -66,7 +66,7 @@ def swept_out_of_bag(validation: ls.Trajectory, test: ls.Trajectory, *others: st
 
 def test_backward_induction_finds_the_best_rule() -> None:
     """Within 0.02 loops of the optimum in closed form, which no single signal comes near."""
-    validation, test = population(1, 20_000, "validation"), population(2, 60_000, "test")
+    validation, test = population(1, 10_000, "validation"), population(2, 40_000, "test")
     frontier, *single = swept_out_of_bag(validation, test, "top1", "margin")
     for accuracy in (0.75, 0.8, 0.85, 0.9):
         best, found = optimal_depth(accuracy), frontier.depth_at(accuracy)
@@ -112,7 +112,7 @@ def test_backward_induction_learns_what_going_on_is_worth() -> None:
     helps wins 0.45 for two, and these come last. A rule that looks one loop ahead never takes the latter along, and so
     gets no further than 75 %; one that goes by confidence takes along as many that nothing helps.
     """
-    validation, test = (kinds_of_inputs(*each) for each in ((1, 20_000, "validation"), (2, 60_000, "test")))
+    validation, test = (kinds_of_inputs(*each) for each in ((1, 10_000, "validation"), (2, 40_000, "test")))
     frontier, confidence = swept_out_of_bag(validation, test, "top1")
     for accuracy in (0.7, 0.74, 0.78, 0.82):
         best = 1 + (min(accuracy, 0.75) - 0.66) / 0.45 + max(accuracy - 0.75, 0) * 2 / 0.45

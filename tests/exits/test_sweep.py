@@ -150,7 +150,7 @@ def test_inputs_that_were_drawn_twice_are_no_leak() -> None:
     ls.sweep("margin", *(ls.Trajectory(logits=each, labels=np.arange(90) % 3) for each in constant))
 
 
-@pytest.mark.parametrize(("name", "most"), [("margin", 5), ("logit_change", 5), ("gate", 12)])
+@pytest.mark.parametrize(("name", "most"), [("margin", 5), ("gate", 12)])
 def test_a_sweep_costs_little_more_than_its_signal(name: str, most: int) -> None:
     """30,000 examples x 6 loops, both measured side by side; the best of several rounds of each.
 
