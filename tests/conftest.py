@@ -1,7 +1,16 @@
 """Fixtures that several tests share: random trajectories, one of a benchmark too, and a tiny trained run."""
 
+# ruff: noqa: E402
+
 import os
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(
+        _name, "1"
+    )  # which NumPy and PyTorch read when they are imported, here and in what tests start
+
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +53,28 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """What a test registers as a readout is not known after it."""
-    tables = (ls.READOUTS, readouts._KNOWN)
+def forget_readout(name: str) -> None:
+    tables: tuple[dict[str, Any], ...] = (ls.READOUTS, readouts._KNOWN)
+    for table in tables:
+        table.pop(name, None)
+
+
+@contextmanager
+def forgetting_readouts() -> Iterator[None]:
+    """What is registered as a readout meanwhile is not known afterwards."""
+    tables: tuple[dict[str, Any], ...] = (ls.READOUTS, readouts._KNOWN)
     before = [dict(table) for table in tables]
     yield
     for table, known in zip(tables, before, strict=True):
         table.clear()
-        table.update(known)  # type: ignore[arg-type]
+        table.update(known)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What a test registers as a readout is not known after it."""
+    with forgetting_readouts():
+        yield
 
 
 def tiny_settings(*overrides: str) -> RunSettings:

@@ -1,5 +1,6 @@
 """Artifacts: plain safetensors, replaced by their own kind only, and every alteration noticed."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,23 +24,15 @@ def _make(folder: Path, text: str) -> None:
         write_manifest(scratch, "thing", 1, {"size": 1}, {"from": "a test"})
 
 
-def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("manifest", [None, '{"manifest_version": 3}', "", "{"])
+def test_a_foreign_folder_is_not_replaced(manifest: str | None, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="not a thing"):
-        _make(tmp_path / "mine", "new")
+    if manifest is not None:
+        (tmp_path / "mine" / "manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match="not a thing"), artifact_folder(tmp_path / "mine", "thing", ["data.txt"]):
+        raise AssertionError
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
-
-
-def test_a_folder_with_a_manifest_of_somebody_else_stays(tmp_path: Path) -> None:
-    theirs = tmp_path / "extension"
-    theirs.mkdir()
-    for manifest in ('{"manifest_version": 3}', "", "{"):
-        (theirs / "manifest.json").write_text(manifest)
-        (theirs / "settings.json").write_text("years of work")
-        with pytest.raises(UserError, match="not a thing"), artifact_folder(theirs, "thing", ["data.txt"]):
-            raise AssertionError
-        assert (theirs / "settings.json").read_text() == "years of work"
 
 
 def test_an_artifact_is_sealed_only_with_all_it_must_have(tmp_path: Path) -> None:
@@ -92,30 +85,26 @@ def test_a_broken_tensor_file_is_named(tmp_path: Path) -> None:
             map_tensors(file)
 
 
-def test_every_alteration_is_noticed_and_named(tmp_path: Path) -> None:
-    for change, words in [
-        (lambda folder: (folder / "data.txt").write_text("loud"), "altered"),
-        (lambda folder: (folder / "data.txt").write_text("qu"), "cut off or altered"),
-        (lambda folder: (folder / "data.txt").unlink(), "missing"),
-    ]:
-        folder = tmp_path / words.replace(" ", "-")
-        _make(folder, "quit")
-        assert read_manifest(folder, "thing", 1).contents == {"size": 1}
-        change(folder)
-        with pytest.raises(UserError, match=f"data.txt.*{words}"):
-            read_manifest(folder, "thing", 1)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "data.txt").write_text("loud"), "data.txt.*altered"),
+        (lambda folder: (folder / "data.txt").write_text("qu"), "data.txt.*cut off or altered"),
+        (lambda folder: (folder / "data.txt").unlink(), "data.txt.*missing"),
+        (lambda folder: _edit(folder / "manifest.json", '"size": 1', '"size": 2'), "manifest.json was altered"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "not a readable"),
+    ],
+)
+def test_every_alteration_is_noticed_and_named(change: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    _make(tmp_path / "thing", "quit")
+    assert read_manifest(tmp_path / "thing", "thing", 1).contents == {"size": 1}
+    change(tmp_path / "thing")
+    with pytest.raises(UserError, match=words):
+        read_manifest(tmp_path / "thing", "thing", 1)
 
 
-def test_an_altered_manifest_is_noticed(tmp_path: Path) -> None:
-    folder = tmp_path / "thing"
-    _make(folder, "x")
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"size": 1', '"size": 2'))
-    with pytest.raises(UserError, match="manifest.json was altered"):
-        read_manifest(folder, "thing", 1)
-    manifest.write_text("{")
-    with pytest.raises(UserError, match="not a readable"):
-        read_manifest(folder, "thing", 1)
+def _edit(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text().replace(old, new))
 
 
 def test_the_wrong_folder_is_explained(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from conftest import random_trajectory
 from tiny_language import write_decoder
 
 import loopscope as ls
-from loopscope.exits.scope import Scope
 from loopscope.exits.splits import check_same_model
 from loopscope.model_identity import same_model, weights_of, with_configuration
 from loopscope.models.checkpoint import stored_sha256, weights_sha256
@@ -50,11 +48,6 @@ def test_the_configuration_is_part_of_a_model(tmp_path: Path) -> None:
     other = edited(TINY, tmp_path / "theta", rope_theta=77.0)
     assert stored_sha256(other) == stored_sha256(TINY)
     assert weights_sha256(other) == ls.load_model(other).weights_sha256 != known
-    policy = ls.ExitPolicy("margin", 1.0, model=known)
-    policy.check(known, 4, Scope())
-    with pytest.raises(ls.UserError, match="the same weights, computed with by another"):
-        policy.check(weights_sha256(other), 4, Scope())
-    replace(policy, model=stored_sha256(TINY)).check(weights_sha256(other), 4, Scope())  # made before
 
 
 def test_what_computes_the_same_is_the_same(tmp_path: Path) -> None:
@@ -108,8 +101,6 @@ def test_recordings_of_another_configuration_are_of_another_model(tmp_path: Path
     gate.check(names[0])
     with pytest.raises(ls.UserError, match="another model"):
         gate.check(names[2])
-    old.save(tmp_path / "old")
-    assert holds_same(tmp_path / "old", RECORDING, RECORDING_FILES, {"weights_sha256": names[2]})
     one.save(tmp_path / "one")
     with pytest.raises(ls.UserError, match="of another model"):
         holds_same(tmp_path / "one", RECORDING, RECORDING_FILES, {"weights_sha256": names[2]})

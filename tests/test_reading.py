@@ -70,7 +70,7 @@ def depth(value: object) -> int:
     return 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(_JSON)
 def test_depth_is_that_of_the_brackets_outside_of_strings(value: object) -> None:
     data = json.dumps([value] * (DEEPEST + 1)).encode()  # with enough brackets to be looked at

@@ -39,15 +39,6 @@ def is_mapped(array: np.ndarray | None) -> bool:
     return isinstance(owner, mmap)
 
 
-def test_only_what_there_is_is_saved(tmp_path: Path) -> None:
-    ls.Trajectory(logits=np.zeros((2, 3, 4), np.float32), labels=[0, 1]).save(tmp_path / "small")
-    after = ls.Trajectory.load(tmp_path / "small")
-    assert after.hidden is None
-    assert after.gate_logits is None
-    assert after.difficulty is None
-    assert after.split is None
-
-
 def test_signals_and_predictions_in_place_of_logits(tmp_path: Path) -> None:
     full = random_trajectory()
     names = ("entropy", "top1", "margin", "kl", "logit_change")
@@ -87,131 +78,37 @@ def test_arrays_are_read_only_and_the_source_stays_free() -> None:
     logits[0] = 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"logits": None}, "needs logits"),
-        ({"logits": np.zeros((200, 4))}, "shape"),
-        ({"logits": np.zeros((200, 4, 1))}, "shape"),
-        ({"logits": np.zeros((100, 4, 5))}, r"labels has the shape \[200\], but there are 100"),
-        ({"labels": np.zeros(200)}, "whole numbers"),
-        ({"logits": np.zeros((4, 200, 5))}, r"labels has the shape \[200\].* are two axes swapped\?"),
-        ({"labels": np.full(200, 5)}, r"labels\[0\] is 5, which is not one of the classes of its example \(0 to 4\)"),
-        ({"labels": np.array([*[0] * 17, *[-100] * 183])}, r"labels\[17\] is -100, .*; leave out examples without"),
-        ({"labels": np.arange(200) % 5 + 1}, r"labels\[4\] is 5, .*; they seem to be counted from 1: count from 0"),
-        ({"logits": np.zeros((200, 4, 3)), "labels": np.arange(200) % 4}, "two axes seem to be swapped"),
-        (
-            {"logits": np.zeros((200, 5, 4)), "labels": None, "hidden": None, "gate_logits": np.zeros((200, 4))},
-            r"gate_logits has the shape \[200, 4\], but there are 200 examples and 5 loops; .* swapped\?",
-        ),
-        ({"labels": np.eye(200, 5, dtype=int)}, r"one for each example; got int64 of the shape \[200, 5\]"),
-        ({"labels": np.zeros(0, int)}, "labels has the shape"),
-        ({"logits": np.zeros((0, 4, 5)), "labels": None}, "at least one example"),
-        ({"sequences": np.zeros(200)}, "sequences must be whole numbers, one for each example; got float64"),
-        ({"sequences": np.zeros(3, int)}, "sequences has the shape"),
-        ({"difficulty": np.zeros(3)}, "difficulty has the shape"),
-        ({"hidden": np.zeros((200, 3, 6))}, "hidden has the shape"),
-        ({"hidden": np.zeros((200, 4))}, "hidden has the shape"),
-        ({"gate_logits": np.zeros((200, 3))}, "gate_logits has the shape"),
-        ({"gate_logits": np.full((200, 4), np.nan)}, "not finite"),
-        ({"logits": np.full((200, 4, 5), np.nan)}, r"logits hold NaN \(first: logits\[0, 0\]\)"),
-        ({"logits": np.full((200, 4, 5), np.inf)}, r"logits hold \+inf"),
-        ({"logits": np.full((200, 4, 5), -np.inf)}, "-inf for every class"),
-        (
-            {"logits": np.where(np.arange(4000).reshape(200, 4, 5) == 347, -np.inf, 0)},
-            r"missing \(-inf\) at one loop of an example but not at another \(first: logits\[17, 1, 2\]\)",
-        ),
-        ({"signals": {"entropy": np.zeros((200, 3))}}, "signal entropy has the shape"),
-        ({"examples": ["one"]}, "1 example texts"),
-        ({"hidden": np.full((200, 4, 6), np.nan)}, "hidden holds a value"),
-        ({"signals": {"entropy": np.full((200, 4), np.inf)}}, "signal entropy holds a value"),
-        ({"signals": {"kl": np.full((200, 4), np.inf)}}, "signal kl holds a value"),
-        ({"signals": {"kl": np.tile([np.nan, 1, np.nan, 1], (200, 1))}}, "NaN is for its first loops only"),
-        ({"logits": np.full((200, 4, 5), 1j)}, "made of numbers"),
-        ({"gate_logits": np.where(np.arange(800).reshape(200, 4) == 70, np.inf, 0)}, r"first: gate_logits\[17, 2\]"),
-        ({"logits": np.where(np.arange(4000).reshape(200, 4, 5) < 347, 0, np.nan)}, r"first: logits\[17, 1\]"),
-        ({"split": 3}, "split must be a name"),
-        ({"split": "tset"}, r"no split 'tset' \(did you mean 'test'\?\); choose one of train, validation, test"),
-        ({"split": "val"}, r"no split 'val' \(did you mean 'validation'\?\)"),
-        ({"split": "test-20"}, "no split 'test-20'"),
-        ({"split": "dev"}, "no split 'dev'; choose"),
-    ],
-)
-def test_what_cannot_be_a_trajectory_is_refused(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ls.UserError, match=words):
-        random_trajectory(**changes)
-
-
-def test_missing_classes_are_missing_at_every_loop_and_are_no_label() -> None:
-    logits = np.zeros((2, 3, 4))
-    logits[0, 1, 3] = -np.inf
-    with pytest.raises(ls.UserError, match="at one loop"):
-        ls.Trajectory(logits=logits, labels=[0, 0])
-    logits[0, :, 3] = -np.inf
-    ls.Trajectory(logits=logits, labels=[0, 3])
-    with pytest.raises(ls.UserError, match=r"labels\[0\] is 3, .* \(0 to 3, without those that are -inf\)"):
-        ls.Trajectory(logits=logits, labels=[3, 0])
-    logits[0, :, 1:] = -np.inf
-    with pytest.raises(ls.UserError, match="fewer than two"):
-        ls.Trajectory(logits=logits, labels=[0, 0])
-
-
-def test_probabilities_in_the_place_of_logits_are_warned_of() -> None:
-    draws = np.random.default_rng(0)
-    for dtype in (np.float64, np.float32, np.float16):
-        shares = draws.dirichlet(np.ones(5), (200, 4)).astype(dtype)
-        with pytest.warns(UserWarning, match="as probabilities do; of probabilities p give log"):
-            ls.Trajectory(logits=shares, labels=[0] * 200)
-    ls.Trajectory(logits=draws.random((200, 4, 5)), labels=[0] * 200)  # positive, and no shares
-
-
-def test_a_gate_s_probabilities_in_the_place_of_its_logits_are_noticed(tmp_path: Path) -> None:
-    logits = np.random.default_rng(0).normal(size=(200, 4))
-    with pytest.warns(UserWarning, match="halt logits, whose sigmoid is the probability of halting") as warned:
-        made = random_trajectory(gate_logits=1 / (1 + np.exp(-logits)))
-    assert [Path(each.filename).name for each in warned] == ["conftest.py"]  # where it is made
-    made.save(tmp_path / "recording")
-    with pytest.warns(UserWarning, match="halt logits"):  # whoever loads it need not be who made it
-        ls.Trajectory.load(tmp_path / "recording")
-    for honest in (logits, np.abs(logits), np.full((200, 4), 0.5), 0.1 * logits.clip(0, 1)):
-        random_trajectory(gate_logits=honest)
-    random_trajectory(rows=20, gate_logits=np.linspace(0, 1, 80).reshape(20, 4))  # too few to tell
-
-
-def test_the_logits_of_one_loop_in_the_place_of_all_are_warned_of() -> None:
-    logits = np.repeat(np.random.default_rng(0).normal(size=(200, 1, 5)), 4, axis=1)
-    with pytest.warns(UserWarning, match="All loops have the same logits"):
-        ls.Trajectory(logits=logits, labels=[0] * 200)
-    logits[7, 3] += 1
-    ls.Trajectory(logits=logits, labels=[0] * 200)
-
-
-def test_predictions_that_contradict_the_logits_are_refused() -> None:
-    logits = np.random.default_rng(0).normal(size=(20, 4, 5))
-    said = logits.argmax(axis=-1)
-    ls.Trajectory(logits=logits.astype(np.float16), predictions=said)
-    wrong = said.copy()
-    wrong[3, 2] = (wrong[3, 2] + 1) % 5
-    with pytest.raises(ls.UserError, match=r"contradict each other \(first: predictions\[3, 2\]"):
-        ls.Trajectory(logits=logits, predictions=wrong)
-    wrong[3, 2] = 9
-    with pytest.raises(ls.UserError, match="beyond the 5 of the logits"):
-        ls.Trajectory(logits=logits, predictions=wrong)
-
-
-def test_a_gate_s_logits_are_the_probability_of_halting_here_and_the_last_loop_halts() -> None:
-    made = random_trajectory()
-    halts = 1 / (1 + np.exp(-made.gate_logits))
-    halts[:, -1] = 1
-    np.testing.assert_allclose(ls.signal("gate", made), 1 - np.cumprod(1 - halts, axis=1), atol=1e-12)
-
-
 def test_a_recording_on_disk_of_an_unknown_split_is_refused_in_a_sentence(tmp_path: Path) -> None:
     made = random_trajectory(split="test")
     object.__setattr__(made, "split", "tset")  # as an earlier version allowed
     made.save(tmp_path / "recording")
     with pytest.raises(ls.UserError, match=r"/recording: There is no split 'tset' \(did you mean 'test'\?\)"):
         ls.Trajectory.load(tmp_path / "recording")
+
+
+def test_what_only_looks_odd_is_not_warned_of() -> None:
+    """Warnings are errors here. Positive numbers are no shares, and a gate may be undecided."""
+    draws = np.random.default_rng(0)
+    ls.Trajectory(logits=draws.random((200, 4, 5)), labels=[0] * 200)
+    logits = np.repeat(draws.normal(size=(200, 1, 5)), 4, axis=1)
+    logits[7, 3] += 1
+    ls.Trajectory(logits=logits, labels=[0] * 200)
+    gate = draws.normal(size=(200, 4))
+    for honest in (gate, np.abs(gate), np.full((200, 4), 0.5), 0.1 * gate.clip(0, 1)):
+        random_trajectory(gate_logits=honest)
+    random_trajectory(rows=20, gate_logits=np.linspace(0, 1, 80).reshape(20, 4))  # too few to tell
+    ls.Trajectory(logits=logits.astype(np.float16), predictions=logits.argmax(axis=-1))  # rounded
+
+
+def test_what_can_be_converted_exactly_is() -> None:
+    seen = np.arange(200) % 3 == 0
+    expected = random_trajectory(seen=seen)
+    for given in (seen.astype(int), seen.astype(float), seen.tolist()):
+        assert np.array_equal(random_trajectory(seen=given).unseen().logits, expected.unseen().logits)
+        assert random_trajectory(seen=given).sha256 == expected.sha256
+    assert random_trajectory(difficulty=seen).difficulty.dtype == np.int64
+    assert random_trajectory(labels=np.zeros(200, np.uint8)).labels.dtype == np.int64
+    assert expected.take(seen).num_examples == expected.take(np.flatnonzero(seen)).num_examples == seen.sum()
 
 
 def test_tensors_of_a_model_are_taken_as_they_come() -> None:
@@ -223,19 +120,6 @@ def test_tensors_of_a_model_are_taken_as_they_come() -> None:
     assert made.gate_logits is not None
     assert made.gate_logits.dtype == np.float64
     np.testing.assert_array_equal(made.gate_logits, gate.detach().numpy())
-
-
-@pytest.mark.parametrize("file", ["trajectory.safetensors", "hidden.safetensors", "examples.json"])
-def test_a_cut_or_altered_file_is_named(tmp_path: Path, file: str) -> None:
-    folder = tmp_path / "recording"
-    random_trajectory(examples=["x"] * 200).save(folder)
-    content = (folder / file).read_bytes()
-    for broken in (content[:-5], content[:-1] + bytes([content[-1] ^ 1]), b""):
-        (folder / file).write_bytes(broken)
-        with pytest.raises(ls.UserError, match=file):
-            ls.Trajectory.load(folder)
-    (folder / file).write_bytes(content)
-    ls.Trajectory.load(folder)
 
 
 def test_labels_may_be_missing_and_sequences_be_there(tmp_path: Path) -> None:
@@ -283,8 +167,6 @@ def test_parts_that_are_joined_are_the_whole() -> None:
     ):
         with pytest.raises(ls.UserError, match=f"differ in their {sha}"):
             concatenate([parts[0], replace(parts[1], **changes)])
-    with pytest.raises(ls.UserError, match="norms has the shape"):
-        random_trajectory(norms=norms[:, :3])
 
 
 def test_norms_belong_to_the_choices(tmp_path: Path) -> None:
@@ -296,9 +178,6 @@ def test_norms_belong_to_the_choices(tmp_path: Path) -> None:
     assert after.take(np.array([7, 3])).norms.tolist() == norms[[7, 3]].tolist()
     assert "norms" in repr(after)
     assert after.sha256 == trajectory.sha256 != random_trajectory().sha256
-    for wrong in (norms[:, :4], norms[:-1], norms[..., None], norms[:, 0]):
-        with pytest.raises(ls.UserError, match="norms has the shape"):
-            random_trajectory(norms=wrong)
 
 
 def test_the_same_split_of_another_benchmark_is_other_data() -> None:
@@ -326,7 +205,7 @@ def test_who_reads_while_it_is_replaced_gets_one_or_the_other(tmp_path: Path) ->
     ]
     ours[0].save(tmp_path / "recording")
     with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(lambda: [ours[number % 2].save(tmp_path / "recording") for number in range(60)])
+        writing = pool.submit(lambda: [ours[number % 2].save(tmp_path / "recording") for number in range(20)])
         while not writing.done():
             found = ls.Trajectory.load(tmp_path / "recording")
             assert found.logits is not None
@@ -335,4 +214,4 @@ def test_who_reads_while_it_is_replaced_gets_one_or_the_other(tmp_path: Path) ->
             value = int(found.labels[0])
             assert (found.logits[:, :, 0] == value).all()
             assert found.examples[0] == str(value)
-        assert len(writing.result()) == 60
+        assert len(writing.result()) == 20

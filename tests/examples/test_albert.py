@@ -73,7 +73,7 @@ def test_other_alberts_are_refused(albert: ModuleType) -> None:
 
 
 def test_the_example_runs_and_replay_and_live_agree(albert: ModuleType) -> None:
-    agreement = albert.main(steps=20, examples=600)
-    assert agreement.examples == 600
+    agreement = albert.main(steps=20, examples=300)
+    assert agreement.examples == 300
     assert agreement.differing == agreement.close_differing == 0
     assert agreement.average_loops < 6

@@ -45,7 +45,7 @@ def test_the_losses() -> None:
     assert losses("disagreement", trajectory).tolist() == [[0, 1, 0], [0, 1, 0], [1, 1, 0], [0, 0, 0]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(["margin", "entropy", "fixed"]),
     st.lists(st.lists(st.integers(0, 4), min_size=4, max_size=4), min_size=1, max_size=12),
@@ -114,6 +114,7 @@ def test_the_same_recording_and_seed_give_the_same_policy(tmp_path: Path) -> Non
 
 
 def test_the_last_threshold_that_is_proven_is_taken_and_the_next_one_is_not() -> None:
+    """And what is tested changes which one it is, not the grid."""
     recording, grid = settling(seed=1), settling(seed=2)
     policy = ls.calibrate(recording, readout="margin", grid=grid)
     thresholds = gap_grid("margin", grid)
@@ -122,15 +123,12 @@ def test_the_last_threshold_that_is_proven_is_taken_and_the_next_one_is_not() ->
     assert policy.guarantee.thresholds < policy.guarantee.grid_size
     laxer = [lost_by(ls.ExitPolicy("margin", float(each)), recording).sum() for each in thresholds[:place]]
     assert min(laxer) >= 20
-
-
-def test_a_change_of_the_tested_losses_does_not_change_the_grid() -> None:
-    recording, grid = settling(seed=1), settling(seed=2)
-    worse = replace(
-        recording, predictions=np.where(np.arange(3_000)[:, None] % 5, recording.predictions, [[1, 1, 1, 0]])
-    )
-    policies = [ls.calibrate(each, 0.3, readout="margin", grid=grid) for each in (recording, worse)]
-    assert np.isin([policy.threshold for policy in policies], gap_grid("margin", grid)).all()
+    some_worse = np.where(np.arange(3_000)[:, None] % 5, recording.predictions, [[1, 1, 1, 0]])
+    policies = [
+        ls.calibrate(replace(recording, predictions=each), 0.3, readout="margin", grid=grid)
+        for each in (recording.predictions, some_worse)
+    ]
+    assert np.isin([policy.threshold for policy in policies], thresholds).all()
     assert policies[0].threshold < policies[1].threshold
 
 
@@ -152,71 +150,21 @@ def test_of_all_that_are_proven_the_one_with_the_fewest_loops_is_taken() -> None
     assert policy.threshold == 1
 
 
-def test_in_expectation_what_a_stricter_threshold_lost_stays_lost() -> None:
-    right = np.ones((1_000, 3), bool)
+def test_in_expectation_what_a_stricter_threshold_lost_stays_lost_and_every_difficulty_counts() -> None:
+    right, nothing = np.ones((1_000, 3), bool), np.zeros((1_000, 3))
     right[:8, 1] = False
     right[8:16, 0] = False
-    grid = made(np.ones((300, 3), bool), np.zeros((300, 3)))
-    depth_2 = ls.conformal_risk_control(made(right, np.zeros((1_000, 3))), readout="fixed", grid=grid)
+    grid = made(np.ones((300, 3), bool), nothing[:300], difficulty=np.arange(300) % 2)
+    depth_2 = ls.conformal_risk_control(made(right, nothing), readout="fixed", grid=grid)
     assert depth_2.threshold == 2  # at loop 1 only 8 are lost, but 16 of 1,000 are by then
-
-
-def test_in_expectation_every_difficulty_gets_its_promise_too() -> None:
-    right, difficulty = np.ones((1_000, 3), bool), np.arange(1_000) % 2
+    right[:] = True
     right[1:41:2, 0] = False  # 20 of the 500 of difficulty 1
-    grid = made(np.ones((300, 3), bool), np.zeros((300, 3)), difficulty=np.arange(300) % 2)
-    recording = made(right, np.zeros((1_000, 3)), difficulty=difficulty)
+    recording = made(right, nothing, difficulty=np.arange(1_000) % 2)
     depths = [
         ls.conformal_risk_control(recording, 0.03, readout="fixed", grid=grid, per_difficulty=each).threshold
         for each in (False, True)
     ]
     assert depths == [1, 2]
-
-
-def test_a_difficulty_that_is_not_tested_at_all_is_not_promised() -> None:
-    difficulty = np.ones(3_000)
-    place = next(
-        row
-        for row in range(3_000)
-        if row in np.random.default_rng(0).permutation(3_000)[:600]  # those that propose
-    )
-    difficulty[place] = 9
-    with pytest.raises(NotProven, match="of difficulty 9, and there are 0"):
-        ls.calibrate(settling(difficulty=difficulty), readout="margin", per_difficulty=True)
-
-
-@pytest.mark.parametrize("per_difficulty", [False, True])
-def test_one_example_proves_nothing(per_difficulty: bool) -> None:
-    with pytest.raises(NotProven, match="and there are 0; record"):
-        ls.calibrate(settling(1, difficulty=np.ones(1)), readout="margin", per_difficulty=per_difficulty)
-
-
-@pytest.mark.parametrize("kind", ["one readout", "auto", "sequences", "few"])
-def test_who_records_the_number_that_is_needed_gets_the_promise(kind: str) -> None:
-    if kind == "few":
-        for size in range(2, 374):
-            with pytest.raises(NotProven) as few:
-                ls.calibrate(settling(size), readout="margin")
-            assert few.value.needed == 374
-        return
-    right = np.ones((60_000, 2), bool)
-    right[::143, 0] = False
-    numbers = {"sequences": np.arange(60_000) // 2} if kind == "sequences" else {}
-    recording = made(right, np.zeros((60_000, 2)), **numbers)
-    grid = made(np.ones((300, 2), bool), np.zeros((300, 2)), **{name: each[:300] for name, each in numbers.items()})
-    rows, wanted = (2 if numbers else 1), {"readout": "auto" if kind == "auto" else "fixed", "grid": grid}
-    with pytest.raises(NotProven) as refused:
-        ls.calibrate(recording.take(np.arange(1_000 * rows)), **wanted)
-    assert refused.value.needed > 1_000
-    assert ls.calibrate(recording.take(np.arange(refused.value.needed * rows)), **wanted).guarantee
-
-
-@pytest.mark.parametrize("length", [3, 7, 11])
-def test_of_sequences_that_nowhere_exit_nothing_is_promised(length: int) -> None:
-    numbers, right = np.repeat(np.arange(900), length), np.ones((900 * length, 7), bool)
-    grid = made(right[: 300 * length], np.full((300 * length, 7), 5.0), sequences=numbers[: 300 * length])
-    with pytest.raises(NotProven, match="lets an example exit early"):
-        ls.calibrate(made(right, np.zeros(right.shape), sequences=numbers), readout="margin", grid=grid)
 
 
 def test_where_the_risk_falls_again_the_walk_goes_past_the_bump() -> None:
@@ -254,8 +202,6 @@ def test_labels_are_not_needed_for_disagreement() -> None:
     assert policy.threshold == ls.calibrate(labelled, loss="disagreement").threshold
     assert policy.guarantee.full_depth_accuracy is None
     assert "changes at most 1 % of the answers" in policy.guarantee.sentence
-    with pytest.raises(ls.UserError, match="no labels"):
-        ls.calibrate(bare)
 
 
 def test_sequences_are_counted_not_their_decisions() -> None:
@@ -278,8 +224,6 @@ def test_sequences_are_counted_not_their_decisions() -> None:
     assert counted.evidence[0].units == 9_600
     assert guarantee.average_loops > counted.average_loops
     assert guarantee.average_loops == pytest.approx(alone.average_loops, abs=0.2)
-    with pytest.raises(NotProven, match="sequences, and there are"):
-        ls.calibrate(tokens.take(sequences < 200), readout="margin")
 
 
 def test_the_loss_of_a_sequence_is_the_share_of_its_decisions() -> None:
@@ -305,77 +249,52 @@ def test_every_difficulty_gets_its_promise() -> None:
     with pytest.raises(NotProven, match="difficulty 0") as few:
         ls.calibrate(recording.take((difficulty > 0) | (np.arange(rows) < 800)), per_difficulty=True)
     assert few.value.needed > 6_200
-    with pytest.raises(ls.UserError, match="no difficulties"):
-        ls.calibrate(base, per_difficulty=True)
 
 
-def test_too_few_examples_are_refused_with_the_number_needed() -> None:
-    with pytest.raises(NotProven, match="takes 299 tested examples, and there are 80; record 374 in all") as few:
-        ls.calibrate(settling(100))
+@pytest.mark.parametrize("size", [1, 2, 373])
+def test_too_few_examples_are_refused_with_the_number_needed(size: int) -> None:
+    with pytest.raises(NotProven, match="takes 299 tested examples, .*; record 374 in all") as few:
+        ls.calibrate(settling(size), readout="margin")
     assert few.value.needed == 374
-    assert ls.calibrate(settling(374), readout="margin").guarantee.tested.examples == 299
-    with pytest.raises(NotProven, match="99 tested examples"):
-        ls.conformal_risk_control(settling(100))
-    with pytest.raises(NotProven, match="takes 299 tested examples, and there are 0"):
-        ls.calibrate(settling(1))
     assert few.value.args[0].count(".") == 1  # one sentence
+    assert ls.calibrate(settling(374), readout="margin").guarantee.tested.examples == 299
 
 
-def test_a_rate_too_close_to_the_limit_is_refused_with_the_number_needed() -> None:
-    """At the only earlier exit 0.7 % are lost: too many for 1,000 examples, few enough for 4,000."""
-    right = np.ones((5_000, 2), bool)
+@pytest.mark.parametrize("kind", ["fixed", "auto", "sequences"])
+def test_a_rate_too_close_to_the_limit_is_refused_with_the_number_needed(kind: str) -> None:
+    """At the only earlier exit 0.7 % are lost: too many for 1,000, few enough for the number that is named."""
+    right = np.ones((30_000, 2), bool)
     right[::143, 0] = False
-    recording, grid = made(right, np.zeros((5_000, 2))), made(np.ones((300, 2), bool), np.zeros((300, 2)))
-    with pytest.raises(
-        NotProven, match="loses 0.70 % of the 1,000 tested examples; at that rate .* others, .* on other examples"
-    ) as near:
-        ls.calibrate(recording.take(np.arange(1_000)), readout="fixed", grid=grid)
-    assert 2_000 < near.value.needed < 4_500
-    assert ls.calibrate(recording.take(np.arange(near.value.needed)), readout="fixed", grid=grid).threshold == 1
+    numbers = {"sequences": np.arange(30_000) // 2} if kind == "sequences" else {}
+    recording = made(right, np.zeros(right.shape), **numbers)
+    grid = made(np.ones((300, 2), bool), np.zeros((300, 2)), **{name: each[:300] for name, each in numbers.items()})
+    rows, wanted = (2 if numbers else 1), {"readout": "auto" if kind == "auto" else "fixed", "grid": grid}
+    with pytest.raises(NotProven, match="0.70 % of the .* other (examples|sequences)") as near:
+        ls.calibrate(recording.take(np.arange(1_000 * rows)), **wanted)
+    assert 1_000 < near.value.needed < 15_000
+    assert ls.calibrate(recording.take(np.arange(near.value.needed * rows)), **wanted).threshold == 1
     with pytest.raises(NotProven, match="no number of them") as never:
-        ls.calibrate(
-            made(~right, np.zeros((5_000, 2))), loss="disagreement", readout="fixed", max_drop=0.001, grid=grid
-        )
+        ls.calibrate(recording.take(np.arange(12_000)), 0.001, **{**wanted, "readout": "fixed"})
     assert never.value.needed is None
 
 
-def test_all_wrong_and_all_right_recordings_exit_at_once() -> None:
-    margin = settling().signals["margin"]
-    for right in (np.zeros((3_000, 4), bool), np.ones((3_000, 4), bool)):
-        policy = ls.calibrate(made(right, margin))
-        assert policy.guarantee.average_loops == pytest.approx(1.0, abs=0.01)
-        assert policy.guarantee.full_depth_accuracy == right.mean()
+def test_for_any_model_a_policy_keeps_its_exits_and_no_promise() -> None:
+    ours, theirs = (settling(seed=1, provenance={"weights_sha256": name}) for name in ("ours", "theirs"))
+    policy = ls.calibrate(ours)
+    policy.exit_loops(settling(seed=2))  # who knows
+    freed = policy.for_any_model()
+    assert freed.guarantee is None
+    assert freed.exit_loops(theirs).tolist() == policy.exit_loops(ours).tolist()
+    gate = ls.FittedGate(np.ones(6), np.zeros(()), provenance={"weights_sha256": "ours"})
+    fitted = ls.ExitPolicy("gate:mine", 0.5, gate).for_any_model()
+    fitted.exit_loops(random_trajectory(provenance={"weights_sha256": "theirs"}))
 
 
-def test_what_cannot_be_calibrated_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="test split"):
-        ls.calibrate(settling(split="test"))
-    with pytest.raises(ls.UserError, match="one loop only"):
-        ls.calibrate(made(np.ones((900, 1), bool), np.ones((900, 1))))
-    with pytest.raises(ls.UserError, match="at least one example"):
-        made(np.ones((0, 4), bool), np.ones((0, 4)))
-    with pytest.raises(ls.UserError, match="the data that is tested"):
-        ls.calibrate(settling(), grid=settling())
-    with pytest.raises(ls.UserError, match="test split"):
-        ls.calibrate(settling(), grid=settling(seed=1, split="test"))
-    with pytest.raises(ls.UserError, match="differ in their weights"):
-        models = (settling(seed=seed, provenance={"weights_sha256": str(seed)}) for seed in (0, 1))
-        ls.calibrate(next(models), grid=next(models))
-    for wrong in (
-        {"max_drop": 1e-300},
-        {"max_drop": 0.0},
-        {"max_drop": 1.0},
-        {"max_drop": float("nan")},
-        {"confidence": 1.0},
-    ):
-        with pytest.raises(ls.UserError, match="between 0 and 1|must be a number"):
-            ls.calibrate(settling(), **wrong)
-    with pytest.raises(ls.UserError, match="no loss 'regret'"):
-        ls.calibrate(settling(), loss="regret")
-    with pytest.raises(ls.UserError, match="no readout 'guess'"):
-        ls.calibrate(settling(), readout="guess")
-    with pytest.raises(ls.UserError, match="oracle needs the labels"):
-        ls.calibrate(settling(), readout="oracle")
+@pytest.mark.parametrize("right", [False, True])
+def test_all_wrong_and_all_right_recordings_exit_at_once(right: bool) -> None:
+    policy = ls.calibrate(made(np.full((1_000, 4), right), settling(1_000).signals["margin"]))
+    assert policy.guarantee.average_loops == pytest.approx(1.0, abs=0.01)
+    assert policy.guarantee.full_depth_accuracy == right
 
 
 def test_new_inputs_are_counted_once_and_without_those_of_training() -> None:
@@ -391,30 +310,6 @@ def test_new_inputs_are_counted_once_and_without_those_of_training() -> None:
         NotProven, match="there are 800; record 3,744 in all that training did not have, each input once"
     ):
         ls.calibrate(recording, 0.001, unseen=True, distinct=True)
-    with pytest.raises(ls.UserError, match="which examples training had"):
-        ls.calibrate(base, unseen=True)
-    with pytest.raises(ls.UserError, match="inputs as text"):
-        ls.calibrate(base, distinct=True)
-
-
-def test_a_policy_stays_with_its_model() -> None:
-    ours, theirs = (settling(seed=1, provenance={"weights_sha256": name}) for name in ("ours", "theirs"))
-    policy = ls.calibrate(ours)
-    policy.exit_loops(ours)
-    policy.exit_loops(settling(seed=2))  # who knows
-    with pytest.raises(ls.UserError, match="another model"):
-        policy.exit_loops(theirs)
-    freed = policy.for_any_model()
-    assert freed.guarantee is None
-    assert freed.exit_loops(theirs).tolist() == policy.exit_loops(ours).tolist()
-    deeper = made(np.ones((9, 6), bool), np.ones((9, 6)))
-    with pytest.raises(ls.UserError, match="calibrated for 4 loops"):
-        policy.exit_loops(deeper)
-    gate = ls.FittedGate(np.ones(6), np.zeros(()), provenance={"weights_sha256": "ours"})
-    fitted = ls.ExitPolicy("gate:mine", 0.5, gate)
-    with pytest.raises(ls.UserError, match="another model"):
-        fitted.exit_loops(random_trajectory(provenance={"weights_sha256": "theirs"}))
-    fitted.for_any_model().exit_loops(random_trajectory(provenance={"weights_sha256": "theirs"}))
 
 
 def test_a_fitted_gate_is_calibrated_and_carried(tmp_path: Path) -> None:
@@ -432,5 +327,3 @@ def test_a_fitted_gate_is_calibrated_and_carried(tmp_path: Path) -> None:
     policy.save(tmp_path / "policy-0.01.v2.json")  # its gate has a name of its own
     assert ls.ExitPolicy.load(tmp_path / "policy.json").guarantee == policy.guarantee
     assert len(list(tmp_path.glob("policy-0.01.v2.gate-*.safetensors"))) == 1
-    with pytest.raises(ls.UserError, match="fitted to the train split"):
-        ls.calibrate(replace(recording, split="train"), gates={"mine": gate})

@@ -9,7 +9,7 @@ from loopscope.exits import SIGNALS
 from loopscope.exits.exit_state import ExitState
 from loopscope.exits.readouts import readout_kind
 
-READOUTS = [*SIGNALS, "fixed", "stopper:induction", "stopper:classifier"]
+READOUTS = [*SIGNALS, "fixed", "stopper:induction", "stopper:classifier", "gate:linear", "gate:mlp"]
 
 
 def threshold(readout: str, trajectory: ls.Trajectory) -> float:
@@ -22,12 +22,16 @@ def threshold(readout: str, trajectory: ls.Trajectory) -> float:
 @pytest.mark.parametrize("readout", READOUTS)
 def test_follows_the_replay(readout: str) -> None:
     """Requests come in at random times and leave when they are told to."""
-    trajectory, stopper = random_trajectory(rows=120, loops=5), None
-    if readout.startswith("stopper:"):
-        kind = readout.removeprefix("stopper:")
-        stopper = ls.fit_stopper(random_trajectory(1, rows=400, loops=5), kind=kind)  # type: ignore[arg-type]
-        trajectory = ls.attach(trajectory, {kind: stopper})
-    policy = ls.ExitPolicy(readout, threshold(readout, trajectory), stopper)
+    trajectory, kind, fitted = random_trajectory(rows=120, loops=5), readout.partition(":")[2], None
+    if kind in ("induction", "classifier"):
+        fitted = ls.fit_stopper(random_trajectory(1, rows=150, loops=5), kind=kind)  # type: ignore[arg-type]
+    elif kind:
+        weights = np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32)
+        layer = (weights[2:], weights[1]) if kind == "mlp" else ()
+        fitted = ls.FittedGate(weights[0], np.float32(-0.2), *layer)
+    if fitted is not None:
+        trajectory = ls.attach(trajectory, {kind: fitted})
+    policy = ls.ExitPolicy(readout, threshold(readout, trajectory), fitted)
     expected = policy.exit_loops(trajectory)
     assert len(set(expected)) > 1 or readout == "fixed"
     exit_state = ExitState(policy, trajectory.num_loops)
@@ -53,10 +57,3 @@ def test_follows_the_replay(readout: str) -> None:
         gate_logits=np.asarray(trajectory.gate_logits, dtype=np.float32),
     )
     assert [exits[row] for row in range(120)] == policy.exit_loops(single).tolist()
-
-
-def test_what_cannot_be_run_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="needs the labels"):
-        ExitState(ls.ExitPolicy("oracle"), 4)
-    with pytest.raises(ls.UserError, match="beyond the model's 4 loops"):
-        ExitState(ls.ExitPolicy("fixed", 5), 4)

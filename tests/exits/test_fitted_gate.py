@@ -9,7 +9,6 @@ from conftest import random_trajectory
 
 import loopscope as ls
 from loopscope.exits import FittedGate, attach
-from loopscope.exits.exit_state import ExitState
 from loopscope.exits.sweep import choose
 from loopscope.exits.thresholds import available_readouts
 from loopscope.models.gates import Gate
@@ -54,72 +53,18 @@ def test_it_enters_the_sweep_under_its_name() -> None:
     assert choose("gate:a", calibration).readout == "gate:a"
 
 
-@pytest.mark.parametrize("gate", [linear(), mlp()], ids=["linear", "mlp"])
-def test_live_decisions_are_the_replay(gate: FittedGate) -> None:
-    trajectory = random_trajectory(rows=80, loops=5)
-    policy = ls.ExitPolicy("gate:mine", 0.7, gate)
-    expected = policy.exit_loops(trajectory)
-    assert len(set(expected)) > 2
-    exit_state = ExitState(policy, 5)
-    assert exit_state.sources() == ("hidden",)
-    assert trajectory.hidden is not None
-    exit_state.admit(80)
-    active, exits = np.arange(80), np.zeros(80, dtype=int)
-    for loop in range(1, 6):
-        stops = exit_state.stops(np.full(len(active), loop), {"hidden": trajectory.hidden[active, loop - 1]})
-        exits[active[stops]] = loop
-        exit_state.keep(~stops)
-        active = active[~stops]
-    assert exits.tolist() == expected.tolist()
-
-
-def test_its_policy_has_a_file(tmp_path: Path) -> None:
+def test_it_has_files(tmp_path: Path) -> None:
     trajectory = random_trajectory()
     policy = ls.ExitPolicy("gate:mine", 0.6, mlp())
     policy.save(tmp_path / "policy.json")
     again = ls.ExitPolicy.load(tmp_path / "policy.json")
     assert (again.readout, again.threshold) == ("gate:mine", 0.6)
     assert again.exit_loops(trajectory).tolist() == policy.exit_loops(trajectory).tolist()
-    next(tmp_path.glob("policy.gate-*.safetensors")).write_bytes(b"no")
-    with pytest.raises(ls.UserError, match="missing or was altered"):
-        ls.ExitPolicy.load(tmp_path / "policy.json")
     ls.ExitPolicy("margin", 2.0).save(tmp_path / "plain.json")
     assert ls.ExitPolicy.load(tmp_path / "plain.json") == ls.ExitPolicy("margin", 2.0)
-    (tmp_path / "plain.json").write_text('{"schema_version": 1, "readout": "margin", "treshold": 2}')
-    with pytest.raises(ls.UserError, match="unknown key.*treshold"):
-        ls.ExitPolicy.load(tmp_path / "plain.json")
-
-
-def test_its_folder_is_checked(tmp_path: Path) -> None:
-    gate = mlp()
-    gate.save(tmp_path / "gate")
-    again = FittedGate.load(tmp_path / "gate")
-    assert again.kind == "mlp"
-    assert np.array_equal(again.weight_1, gate.weight_1)  # type: ignore[arg-type]
-    data = bytearray((tmp_path / "gate" / "gate.safetensors").read_bytes())
-    data[-1] ^= 1
-    (tmp_path / "gate" / "gate.safetensors").write_bytes(data)
-    with pytest.raises(ls.UserError, match="altered"):
-        FittedGate.load(tmp_path / "gate")
-
-
-def test_what_does_not_fit_is_refused() -> None:
+    mlp().save(tmp_path / "gate")
+    alone = FittedGate.load(tmp_path / "gate")
+    assert alone.kind == "mlp"
+    assert np.array_equal(alone.weight_1, mlp().weight_1)  # type: ignore[arg-type]
     with pytest.raises(ls.UserError, match="record it with --hidden"):
-        attach(random_trajectory(hidden=None), {"a": linear()})
-    with pytest.raises(ls.UserError, match="states of width 7"):
-        attach(random_trajectory(), {"a": linear(7)})
-    with pytest.raises(ls.UserError, match="another model"):
-        attach(random_trajectory(provenance={"weights_sha256": "b"}), {"a": linear(weights_sha256="a")})
-    with pytest.raises(ls.UserError, match="does not have the signal 'gate:a'"):
-        ls.ExitPolicy("gate:a", 0.5).exit_loops(random_trajectory())
-    with pytest.raises(ls.UserError, match="must carry that gate"):
-        ExitState(ls.ExitPolicy("gate:a", 0.5), 4)
-    with pytest.raises(ls.UserError, match="takes no fitted gate"):
-        ls.ExitPolicy("margin", 0.5, linear())
-
-
-def test_it_prints_in_a_line() -> None:
-    weights = {"weight": np.zeros(64), "bias": np.zeros(())}
-    fitted = FittedGate(**weights, provenance={"split": "train"})
-    assert repr(fitted) == "FittedGate(linear, width 64, fitted to the train split)"
-    assert repr(FittedGate(**weights)) == "FittedGate(linear, width 64)"
+        attach(random_trajectory(hidden=None), {"a": alone})

@@ -92,5 +92,3 @@ def test_too_little_is_refused() -> None:
     assert 100 < few_bets[0] < few_mean[0]
     with pytest.raises(ls.UserError, match="test split"):
         certify_live(made([0.0], [3.0], split="test"), TARGET)
-    with pytest.raises(ls.UserError, match="must be a live run"):
-        certify_live("somewhere", TARGET)  # type: ignore[arg-type]

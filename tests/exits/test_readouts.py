@@ -15,25 +15,18 @@ def with_signal(name: str, values: list[list[float]]) -> ls.Trajectory:
     )
 
 
-@pytest.mark.parametrize("name", ["top1", "margin", "gate"])
-def test_exits_at_the_first_loop_at_or_above(name: str) -> None:
-    trajectory = with_signal(name, [[0.1, 0.5, 0.9], [0.6, 0.2, 0.1], [0.1, 0.2, 0.3], [0.1, 0.7, 0.2]])
-    assert ls.ExitPolicy(readout=name, threshold=0.5).exit_loops(trajectory).tolist() == [2, 1, 3, 2]
+RISING = [[0.1, 0.5, 0.9], [0.6, 0.2, 0.1], [0.1, 0.2, 0.3], [0.1, 0.7, 0.2]]
 
 
-@pytest.mark.parametrize("name", ["entropy", *CONVERGENCE])
-def test_exits_at_the_first_loop_at_or_below(name: str) -> None:
-    """A convergence signal that was recorded with a value at loop 1 does not decide there either."""
-    trajectory = with_signal(name, [[0.9, 0.5, 0.1], [0.4, 0.8, 0.9], [0.9, 0.8, 0.7], [0.9, 0.3, 0.8]])
+@pytest.mark.parametrize("name", ["top1", "margin", "gate", "entropy", *CONVERGENCE])
+def test_exits_at_the_first_loop_at_or_beyond_the_threshold(name: str) -> None:
+    """A convergence signal never decides at loop 1, also if it was recorded there, however lax the threshold."""
+    above = ls.READOUTS[name] == "above"
+    trajectory = with_signal(name, RISING if above else (1 - np.array(RISING)).tolist())
     expected = [2, 3, 3, 2] if name in CONVERGENCE else [2, 1, 3, 2]
     assert ls.ExitPolicy(readout=name, threshold=0.5).exit_loops(trajectory).tolist() == expected
-
-
-@pytest.mark.parametrize("name", CONVERGENCE)
-def test_convergence_decides_from_loop_2_on(name: str) -> None:
-    """However lax the threshold, there is nothing to compare loop 1 with."""
-    loops = ls.ExitPolicy(name, np.inf).exit_loops(random_trajectory())
-    assert (loops == 2).all()
+    laxest = ls.ExitPolicy(name, -np.inf if above else np.inf).exit_loops(random_trajectory())
+    assert set(laxest) == ({2} if name in CONVERGENCE else {1})
 
 
 def test_fixed_depth_and_the_oracle() -> None:
@@ -53,34 +46,15 @@ def test_a_gate_threshold_of_1_means_the_last_loop() -> None:
     assert ls.ExitPolicy("gate", 1.0).exit_loops(recorded).tolist() == [3]
 
 
-@pytest.mark.parametrize("name", [name for name in ls.READOUTS if name not in ("fixed", "oracle")])
-@pytest.mark.parametrize("threshold", [-np.inf, np.inf, 0.3])
-def test_exit_loops_are_between_1_and_t(name: str, threshold: float) -> None:
-    loops = ls.ExitPolicy(name, threshold).exit_loops(random_trajectory())
-    assert loops.shape == (200,)
-    assert np.issubdtype(loops.dtype, np.integer)
-    assert loops.min() >= 1
-    assert loops.max() <= 4
-
-
 @pytest.mark.parametrize(
     ("readout", "threshold", "words"),
     [
         ("mood", 1.0, "no readout 'mood'"),
         ("margin", None, "needs a threshold"),
-        ("margin", float("nan"), "must be a number"),
         ("fixed", 0, "whole number"),
-        ("fixed", 1.5, "whole number"),
-        ("fixed", float("inf"), "whole number"),
         ("oracle", 1.0, "takes no threshold"),
-        ("margin", "3", "must be a number"),
     ],
 )
 def test_impossible_policies_are_refused(readout: str, threshold: float | None, words: str) -> None:
     with pytest.raises(ls.UserError, match=words):
         ls.ExitPolicy(readout, threshold)
-
-
-def test_a_depth_beyond_the_recording_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="beyond"):
-        ls.ExitPolicy("fixed", 5).exit_loops(random_trajectory())

@@ -13,7 +13,7 @@ import loopscope as ls
 from loopscope.analysis.stoppers import with_stoppers
 from loopscope.exits.fitted import load_fitted
 from loopscope.exits.stopper import KINDS, Stopper, StopperKind, price_index
-from loopscope.exits.stopper_fitting import PRICES, fit_out_of_bag
+from loopscope.exits.stopper_fitting import fit_out_of_bag
 from loopscope.exits.sweep import sweep
 
 LAST = 0.95
@@ -56,27 +56,18 @@ def optimal_depth(accuracy: float) -> float:
     return optimum(brentq(lambda price: optimum(price)[0] - accuracy, 0, 0.6))[1]
 
 
-def test_the_rule_by_hand_is_right() -> None:
-    """Against a simulation of it."""
-    for price in (0.02, 0.1, 0.3):
-        rng = np.random.default_rng(5)
-        u, v, w, draw = rng.random((4, 1_000_000))
-        until = 2 * (LAST - price) - 1
-        worth = np.where(w < until, LAST - price, 0.5 + w / 2).mean()
-        on, further = (u + v) / 2 < worth - price, w < until
-        chance = np.where(on, np.where(further, LAST, 0.5 + w / 2), (u + v) / 2)
-        accuracy, loops = (draw < chance).mean(), (1 + on * (1 + further)).mean()
-        assert optimum(price) == pytest.approx((accuracy, loops), abs=2e-3)
+def swept_out_of_bag(validation: ls.Trajectory, test: ls.Trajectory, *others: str) -> list[ls.Frontier]:
+    """The frontier of a stopper that was fitted to validation and cross-fitted there, and those of single signals."""
+    stopper, out_of_bag = fit_out_of_bag(validation, signals=["top1", "margin"])
+    validation = replace(validation, signals={**validation.signals, "stopper:a": out_of_bag})
+    test = ls.attach(test, {"a": stopper})
+    return [sweep(name, validation, test) for name in ("stopper:a", *others)]
 
 
 def test_backward_induction_finds_the_best_rule() -> None:
     """Within 0.02 loops of the optimum in closed form, which no single signal comes near."""
-    validation, test = population(1, 20_000, "validation"), population(2, 100_000, "test")
-    stopper, out_of_bag = fit_out_of_bag(validation, signals=["top1", "margin"])
-    validation = replace(validation, signals={**validation.signals, "stopper:a": out_of_bag})
-    test = ls.attach(test, {"a": stopper})
-    frontier = sweep("stopper:a", validation, test)
-    single = [sweep(name, validation, test) for name in ("top1", "margin")]
+    validation, test = population(1, 10_000, "validation"), population(2, 40_000, "test")
+    frontier, *single = swept_out_of_bag(validation, test, "top1", "margin")
     for accuracy in (0.75, 0.8, 0.85, 0.9):
         best, found = optimal_depth(accuracy), frontier.depth_at(accuracy)
         assert found is not None
@@ -121,11 +112,8 @@ def test_backward_induction_learns_what_going_on_is_worth() -> None:
     helps wins 0.45 for two, and these come last. A rule that looks one loop ahead never takes the latter along, and so
     gets no further than 75 %; one that goes by confidence takes along as many that nothing helps.
     """
-    validation, test = (kinds_of_inputs(*each) for each in ((1, 20_000, "validation"), (2, 100_000, "test")))
-    stopper, out_of_bag = fit_out_of_bag(validation, signals=["top1", "margin"])
-    validation = replace(validation, signals={**validation.signals, "stopper:a": out_of_bag})
-    test = ls.attach(test, {"a": stopper})
-    frontier, confidence = (sweep(name, validation, test) for name in ("stopper:a", "top1"))
+    validation, test = (kinds_of_inputs(*each) for each in ((1, 10_000, "validation"), (2, 40_000, "test")))
+    frontier, confidence = swept_out_of_bag(validation, test, "top1")
     for accuracy in (0.7, 0.74, 0.78, 0.82):
         best = 1 + (min(accuracy, 0.75) - 0.66) / 0.45 + max(accuracy - 0.75, 0) * 2 / 0.45
         found, by_confidence = frontier.depth_at(accuracy), confidence.depth_at(accuracy)
@@ -136,8 +124,8 @@ def test_backward_induction_learns_what_going_on_is_worth() -> None:
 
 def test_what_it_says_of_its_own_recording_is_no_better_than_of_another() -> None:
     """Cross-fitted, also by whole sequences; what it was fitted to, asked again, would look far better."""
-    noise = random_trajectory(3, rows=600, loops=4)  # labels by chance: there is nothing to learn
-    for recording in (noise, replace(noise, sequences=np.repeat(np.arange(60), 10))):
+    noise = random_trajectory(3, rows=400, loops=4)  # labels by chance: there is nothing to learn
+    for recording in (noise, replace(noise, sequences=np.repeat(np.arange(40), 10))):
         stopper, out_of_bag = fit_out_of_bag(recording, leaf=1, kind="classifier")
         lost = ~recording.correct[:, 0] & recording.correct[:, -1]
         assert abs(np.corrcoef(out_of_bag[:, 0], lost)[0, 1]) < 0.15
@@ -163,6 +151,8 @@ def test_files(kind: StopperKind, tmp_path: Path) -> None:
     assert again.kind == kind
     assert again.signals == stopper.signals
     assert all(np.array_equal(value, again.tensors[name]) for name, value in stopper.tensors.items())
+    same = ls.fit_stopper(recording, kind=kind)  # with the same seed
+    assert all(np.array_equal(value, same.tensors[name]) for name, value in stopper.tensors.items())
     other = random_trajectory(2, rows=200, loops=4)
     policy = ls.ExitPolicy("stopper:mine", 0.1, stopper)
     policy.save(tmp_path / "policy.json")
@@ -170,11 +160,6 @@ def test_files(kind: StopperKind, tmp_path: Path) -> None:
     assert policy.exit_loops(other).tolist() == (
         ls.ExitPolicy("stopper:mine", 0.1).exit_loops(ls.attach(other, {"mine": stopper})).tolist()
     )
-
-
-def test_same_seed_same_stopper() -> None:
-    first, second = (ls.fit_stopper(random_trajectory(1, rows=300, loops=4)) for _ in range(2))
-    assert all(np.array_equal(value, second.tensors[name]) for name, value in first.tensors.items())
 
 
 def test_it_can_be_certified() -> None:
@@ -186,11 +171,6 @@ def test_it_can_be_certified() -> None:
     best_single = ls.calibrate(tested, 0.15, readout="auto")
     assert best_single.guarantee is not None
     assert policy.guarantee.average_loops < best_single.guarantee.average_loops - 0.05
-    with pytest.raises(ls.UserError, match="fitted to the train split, so its threshold must be chosen on another"):
-        ls.calibrate(fitted, 0.15, gates={"mine": stopper}, readout="stopper:mine")
-    unnamed = replace(fitted, split=None)
-    with pytest.raises(ls.UserError, match="fitted to this very recording"):
-        ls.calibrate(unnamed, 0.15, gates={"mine": ls.fit_stopper(unnamed)}, readout="stopper:mine")
 
 
 def test_agreement_needs_no_labels() -> None:
@@ -201,53 +181,19 @@ def test_agreement_needs_no_labels() -> None:
     assert ls.fit_stopper(unlabelled, gain="agreement").num_loops == 4
 
 
-def test_what_is_refused() -> None:
-    recording = random_trajectory(1, rows=300, loops=4)
-    stopper = ls.fit_stopper(recording)
-    with pytest.raises(ls.UserError, match="fitted to 4 loops, and here full depth is 5"):
-        stopper.values(random_trajectory(2, loops=5))
-    with pytest.raises(ls.UserError, match="must not be fitted on the test split"):
-        ls.fit_stopper(replace(recording, split="test"))
-    with pytest.raises(ls.UserError, match="100 examples or more; there are 50"):
-        ls.fit_stopper(recording.take(np.arange(50)))
-    few = replace(recording, sequences=np.arange(300) % 2)
-    with pytest.raises(ls.UserError, match="10 sequences or more; there are 2"):
-        ls.fit_stopper(few)
-    with pytest.raises(ls.UserError, match="one loop"):
-        ls.fit_stopper(random_trajectory(1, rows=300, loops=1))
-    with pytest.raises(
-        ls.UserError, match="reads built-in signals of one loop, such as entropy or margin; got 'fixed'"
-    ):
-        ls.fit_stopper(recording, signals=["fixed"])
-    with pytest.raises(ls.UserError, match="trees"):
-        ls.fit_stopper(recording, trees=3)
-    with pytest.raises(ls.UserError, match="takes no stopper; its name would begin with 'stopper:'"):
-        ls.ExitPolicy("gate:mine", 0.5, stopper)
-    bare = ls.Trajectory(logits=recording.logits, labels=recording.labels, split="validation")
-    with pytest.raises(ls.UserError, match="no gate"):
-        ls.ExitPolicy("stopper:mine", 0.5, stopper).exit_loops(bare)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"below": lambda each: np.zeros_like(each)},  # in circles
-        {"above": lambda each: each + 10**6},
-        {"feature": lambda each: each + 100},
-        {"roots": lambda each: each - 1},
-        {"value": lambda each: np.full_like(each, np.inf)},
-        {"value": lambda each: each[:, :1]},
-        {"edges": lambda each: each[:1]},
-        {"prices": lambda each: each[::-1]},
-        {"below": lambda each: each[:0]},
-        {"roots": lambda each: each[:, :0]},
-    ],
-)
-def test_a_forest_that_does_not_fit_together_is_refused(change: dict) -> None:  # type: ignore[type-arg]
-    stopper = ls.fit_stopper(random_trajectory(1, rows=300, loops=4))
-    ((name, spoil),) = change.items()
-    with pytest.raises(ls.UserError, match="do not fit together"):
-        replace(stopper, **{name: spoil(stopper.tensors[name])})
+def test_a_forest_that_does_not_fit_together_is_refused() -> None:
+    stopper = ls.fit_stopper(random_trajectory(1, rows=150, loops=3))
+    for name, spoilt in {
+        "below": np.zeros_like(stopper.below),  # in circles
+        "feature": stopper.feature + 100,
+        "value": np.full_like(stopper.value, np.inf),
+        "edges": stopper.edges[:1],
+        "prices": stopper.prices[::-1],
+        "roots": stopper.roots[:, :0],
+        "above": stopper.above[:0],
+    }.items():
+        with pytest.raises(ls.UserError, match="do not fit together"):
+            replace(stopper, **{name: spoilt})
 
 
 def test_a_diagnosis_of_few_sequences_does_without() -> None:
@@ -256,16 +202,3 @@ def test_a_diagnosis_of_few_sequences_does_without() -> None:
         for seed, split in ((1, "validation"), (2, "test"))
     )
     assert with_stoppers(validation, test) == (validation, test)
-
-
-def test_whole_numbers_of_any_type() -> None:
-    recording = random_trajectory(1, rows=300, loops=4)
-    stopper = ls.fit_stopper(recording)
-    other = replace(stopper, below=stopper.below.astype(np.uint64), roots=stopper.roots.astype(np.int16))
-    assert np.array_equal(other.values(recording), stopper.values(recording))
-
-
-def test_prices_rise_from_nothing() -> None:
-    assert PRICES[0] == 0
-    assert (np.diff(PRICES) > 0).all()
-    assert PRICES[-1] == 1

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 import loopscope as ls
 from loopscope.exits.policy import accuracy_and_loops
 from loopscope.exits.sweep import choose, curve, swept_thresholds
-from loopscope.exits.thresholds import GATE_GRID, QUANTILES
-from loopscope.trajectory import concatenate
+from loopscope.exits.thresholds import GATE_GRID
 
 VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")
 
@@ -36,7 +35,7 @@ def test_every_point_is_the_policy_replayed(name: str) -> None:
             assert loops[point] == exits.mean()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["margin", "kl"]),
     st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=12),
@@ -59,15 +58,6 @@ def test_ties_duplicates_and_unordered_thresholds_are_exact(
         assert accuracy[point] == trajectory.correct[np.arange(len(exits)), exits - 1].mean()
 
 
-@pytest.mark.parametrize("name", ["entropy", "margin", "kl", "hidden_change"])
-def test_the_grid_is_the_paper_s_quantiles_of_the_pooled_calibration_signal(name: str) -> None:
-    values = ls.signal(name, VALIDATION)
-    pooled = values[:, 1:] if name in ("kl", "hidden_change") else values
-    expected = np.quantile(pooled.ravel(), np.linspace(0.005, 0.995, 51))
-    assert np.array_equal(ls.sweep(name, VALIDATION, TEST, grid="paper").thresholds, expected)
-    assert len(QUANTILES) == 51
-
-
 @pytest.mark.parametrize("name", [name for name in ls.READOUTS if name not in ("fixed", "oracle")])
 def test_the_fine_grid_goes_from_the_laxest_threshold_to_full_depth_and_misses_little(name: str) -> None:
     fine, paper = (ls.sweep(name, VALIDATION, TEST, grid=grid) for grid in ("fine", "paper"))
@@ -80,23 +70,17 @@ def test_the_fine_grid_goes_from_the_laxest_threshold_to_full_depth_and_misses_l
     for accuracy in np.linspace(0.3, 0.8, 21):
         ours, theirs = fine.depth_at(accuracy), paper.depth_at(accuracy)
         assert theirs is None or (ours is not None and ours <= theirs + 0.03)
-    with pytest.raises(ls.UserError, match="no grid 'rough'"):
-        ls.sweep(name, VALIDATION, TEST, grid="rough")  # type: ignore[arg-type]
 
 
-def test_full_depth_is_a_policy_that_can_be_saved(tmp_path: Path) -> None:
+def test_full_depth_is_a_policy_that_can_be_saved_and_d_at_x_has_one(tmp_path: Path) -> None:
     frontier = ls.sweep("margin", VALIDATION, TEST)
     policy = ls.ExitPolicy("margin", float(frontier.thresholds[-1]))
     policy.save(tmp_path / "policy.json")
     assert set(ls.ExitPolicy.load(tmp_path / "policy.json").exit_loops(TEST)) == {TEST.num_loops}
     assert str(policy) == "margin at full depth"
-
-
-def test_the_threshold_of_d_at_x_gives_d_at_x() -> None:
-    frontier = ls.sweep("kl", VALIDATION, TEST)
     threshold = frontier.threshold_at(0.6)
     assert threshold is not None
-    accuracy, loops = accuracy_and_loops(ls.ExitPolicy("kl", threshold), TEST)
+    accuracy, loops = accuracy_and_loops(ls.ExitPolicy("margin", threshold), TEST)
     assert accuracy >= 0.6
     assert loops == frontier.depth_at(0.6)
     assert frontier.threshold_at(1.0) is None
@@ -119,31 +103,29 @@ def test_a_notebook_shows_frontiers_in_a_line_and_as_a_chart() -> None:
     assert vl_convert.vegalite_to_svg(chart).startswith("<svg")
 
 
-def test_duplicates_in_the_grid_are_kept() -> None:
-    logits = np.tile([2.0, 0.0, 0.0, 0.0, 0.0], (200, 4, 1))
-    logits[0, 3, 0] = 3.0  # the others are alike at all loops
-    flat = random_trajectory(logits=logits)
-    assert len(ls.sweep("margin", flat, TEST, grid="paper").thresholds) == 51
+@pytest.mark.parametrize("name", ["entropy", "margin", "kl", "hidden_change"])
+def test_the_paper_s_grid_is_quantiles_of_the_pooled_calibration_signal(name: str) -> None:
+    values = ls.signal(name, VALIDATION)
+    pooled = values[:, 1:] if name in ("kl", "hidden_change") else values
+    expected = np.quantile(pooled.ravel(), np.linspace(0.005, 0.995, 51))
+    assert np.array_equal(ls.sweep(name, VALIDATION, TEST, grid="paper").thresholds, expected)
 
 
 def test_the_other_grids() -> None:
     assert np.array_equal(ls.sweep("gate", VALIDATION, TEST, grid="paper").thresholds, np.linspace(0.01, 1, 100))
-    assert len(GATE_GRID) == 100
     ls.sweep("gate", VALIDATION, TEST, grid="paper").thresholds[:] = 7  # nobody else's grid
     assert GATE_GRID.max() == 1
     assert ls.sweep("fixed", VALIDATION, TEST).thresholds.tolist() == [1, 2, 3, 4]
     assert len(ls.sweep("oracle", VALIDATION, TEST).thresholds) == 1
+    one, other = random_trajectory(seed=1, loops=1), random_trajectory(seed=2, loops=1)
+    assert set(ls.sweep("margin", one, other).average_loops.tolist()) == {1.0}
 
 
-def test_d_at_x_is_the_least_depth_that_reaches_it() -> None:
+def test_d_at_x_is_the_least_depth_that_reaches_it_and_calibration_selects() -> None:
+    """The most accurate on calibration data, and then the shallowest."""
     frontier = ls.Frontier("margin", *(np.array(values) for values in FRONTIER))
-    assert frontier.depth_at(0.9) == 2.0
-    assert frontier.depth_at(0.95) == 2.5
-    assert frontier.depth_at(0.96) is None
-
-
-def test_select_takes_the_most_accurate_and_then_the_shallowest_on_calibration() -> None:
-    point = ls.Frontier("margin", *(np.array(values) for values in FRONTIER)).select()
+    assert [frontier.depth_at(accuracy) for accuracy in (0.9, 0.95, 0.96)] == [2.0, 2.5, None]
+    point = frontier.select()
     assert point.policy == ls.ExitPolicy("margin", 0.3)
     assert (point.accuracy, point.average_loops) == (0.9, 2.0)
     assert (point.calibration_accuracy, point.calibration_average_loops) == (0.97, 2.1)
@@ -158,72 +140,25 @@ FRONTIER = (
 )
 
 
-def test_calibrating_on_test_data_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="test split"):
-        ls.sweep("margin", calibration=TEST, evaluation=VALIDATION)
-    with pytest.raises(ls.UserError, match="extrapolation split"):
-        ls.sweep("margin", calibration=random_trajectory(seed=3, split="extrapolation"), evaluation=TEST)
-
-
-def test_evaluating_on_the_calibration_data_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="same data"):
-        ls.sweep("margin", VALIDATION, VALIDATION)
-    copy = random_trajectory(seed=1)
-    rounded = random_trajectory(seed=1, logits=VALIDATION.logits.astype(np.float32))
-    bare = ls.Trajectory(labels=VALIDATION.labels, predictions=VALIDATION.predicted)
-    for same in (copy, rounded, bare):
-        with pytest.raises(ls.UserError, match="same data"):
-            ls.sweep("fixed", VALIDATION, same)
-    weights = {"weights_sha256": "abc"}
-    half, other = (random_trajectory(seed=seed, split="validation", provenance=weights) for seed in (1, 2))
-    with pytest.raises(ls.UserError, match="same data"):  # a part of a split is the split's data too
-        ls.sweep("fixed", half, other)
-
-
-def test_splits_that_overlap_are_refused() -> None:
-    order = np.random.default_rng(0).permutation(VALIDATION.num_examples)
-    permuted = VALIDATION.take(order)
-    few, other = VALIDATION.num_examples // 10, random_trajectory(seed=9, split=VALIDATION.split)
-    partly = concatenate([VALIDATION.take(order[:few]), other.take(np.arange(few, other.num_examples))])
-    for leaked, count in ((permuted, VALIDATION.num_examples), (partly, few)):
-        with pytest.raises(ls.UserError, match=f"At least {count} of the .* examples .* the splits overlap"):
-            ls.sweep("margin", VALIDATION, leaked)
+def test_inputs_that_were_drawn_twice_are_no_leak() -> None:
     inputs = random_trajectory(seed=11, rows=3000)
-    draws = [inputs.take(np.random.default_rng(seed).integers(0, 3000, 400)) for seed in (0, 1)]
-    ls.sweep("margin", *draws)  # of the same inputs, by chance
-    texts = [str(row) for row in range(VALIDATION.num_examples)]
-    known = [replace(VALIDATION, examples=texts), replace(permuted, examples=[texts[row] for row in order])]
-    ls.sweep("margin", *known)  # inputs that were drawn twice: they can be told to be
+    ls.sweep("margin", *(inputs.take(np.random.default_rng(seed).integers(0, 3000, 400)) for seed in (0, 1)))
+    order, texts = np.random.default_rng(0).permutation(200), [str(row) for row in range(200)]
+    known = replace(VALIDATION.take(order), examples=[texts[row] for row in order])
+    ls.sweep("margin", replace(VALIDATION, examples=texts), known)  # they can be told to be
     constant = 4 * np.eye(3)[np.random.default_rng(1).integers(0, 3, (2, 90, 4))]  # copies within each
     ls.sweep("margin", *(ls.Trajectory(logits=each, labels=np.arange(90) % 3) for each in constant))
 
 
-def test_recordings_of_different_models_do_not_mix() -> None:
-    with pytest.raises(ls.UserError, match="differ in their loops"):
-        ls.sweep("margin", VALIDATION, random_trajectory(seed=3, loops=5))
-    with pytest.raises(ls.UserError, match="differ in their classes"):
-        ls.sweep("margin", VALIDATION, random_trajectory(seed=3, classes=7))
-    models = (random_trajectory(seed=seed, provenance={"weights_sha256": str(seed)}) for seed in (3, 4))
-    with pytest.raises(ls.UserError, match="differ in their weights"):
-        ls.sweep("margin", *models)
-
-
-def test_a_recording_of_one_loop_has_nothing_to_converge() -> None:
-    one, other = random_trajectory(seed=1, loops=1), random_trajectory(seed=2, loops=1)
-    assert set(ls.sweep("margin", one, other).average_loops.tolist()) == {1.0}
-    with pytest.raises(ls.UserError, match="one loop only"):
-        ls.sweep("kl", one, other)
-
-
-@pytest.mark.parametrize(("name", "most"), [("margin", 5), ("entropy", 5), ("logit_change", 5), ("gate", 12)])
+@pytest.mark.parametrize(("name", "most"), [("margin", 5), ("gate", 12)])
 def test_a_sweep_costs_little_more_than_its_signal(name: str, most: int) -> None:
-    """50,000 examples x 6 loops, both measured side by side; the best of several rounds of each.
+    """30,000 examples x 6 loops, both measured side by side; the best of several rounds of each.
 
     On a quiet machine it is once or twice the signal; the gate's signal costs less than sorting it.
     """
-    val, test = (random_trajectory(seed=seed, rows=50_000, loops=6, classes=23, hidden=None) for seed in (1, 2))
+    val, test = (random_trajectory(seed=seed, rows=30_000, loops=6, classes=23, hidden=None) for seed in (1, 2))
     signals, sweeps = [], []
-    for _ in range(5):
+    for _ in range(3):
         for trajectory in (val, test):
             trajectory.computed.clear()
         began = time.perf_counter()

@@ -1,7 +1,6 @@
 """Every option of every verb, found in the parser itself: a verb that joins it needs only some good words here."""
 
 import argparse
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,131 +10,85 @@ from .mutations import NUMBERS, STRINGS
 from .runner import Case, MisledError
 from .world import HARDLY, World
 
-Words = Callable[[World, Case], list[object]]
-
-_TINY = tuple(word for each in HARDLY for word in ("--set", each))
-
-
-GOOD: dict[str, Words] = {
-    "train": lambda w, c: ["train", "demo", "--out", c.out, *_TINY],
-    "pretrain": lambda w, c: [
-        *("pretrain", w.language_settings, "--out", c.out, "--set", "training.steps=1"),
-        *("--text", w.texts[0], "--validation", w.texts[1]),
-    ],
-    "pretrain --start": lambda w, c: [
-        *("pretrain", w.further_settings, "--start", w.checkpoint, "--out", c.out),
-        *("--text", w.texts[0], "--validation", w.texts[1]),
-    ],
-    "loop": lambda w, c: ["loop", w.llama, "--prelude", "1", "--core", "1", "--loops", "3", "--out", c.out],
-    "record task": lambda w, c: ["record", "task", w.run, "--split", "test", "--examples", "20", "--out", c.out],
-    "record text": lambda w, c: ["record", "text", w.checkpoint, w.documents["documents.txt"], "--out", c.out],
-    "record live": lambda w, c: [
-        *("record", "live", w.checkpoint, w.documents["documents.txt"], "--recording", w.live_runs["recording"]),
-        *("--max-drop", "0.6", "--confidence", "0.5", "--readout", "margin", "--candidates", "2", "--out", c.out),
-    ],
-    "record live --policy": lambda w, c: [
-        *("record", "live", w.checkpoint, w.documents["documents.txt"], "--recording", w.live_runs["recording"]),
-        *("--policy", w.policies["by-hand"], "--out", c.out),
-    ],
-    "record benchmark": lambda w, c: [
-        *("record", "benchmark", w.checkpoint, "openbookqa", "--split", "test", "--data", w.benchmarks),
-        *("--limit", "2", "--out", c.out),
-    ],
-    "evaluate": lambda w, c: ["evaluate", w.recordings["plain"], w.recordings["test"], "--readout", "margin"],
-    "evaluate --policy": lambda w, c: [
-        *("evaluate", w.recordings["test"], "--monitor"),
-        *c.rng.choice((["--policy", w.policies["average"]], ["--policy", w.policies["margin"], "--audit", "0.5"])),
-    ],
-    "diagnose": lambda w, c: ["diagnose", w.run],
-    "compare": lambda w, c: ["compare", w.run, "gate", "margin"],
-    "report": lambda w, c: ["report", w.run, "--out", c.out, "--product", "headline"],
-    "calibrate": lambda w, c: [
-        *("calibrate", w.recordings["plain"], "--max-drop", "0.6", "--confidence", "0.5", "--out", c.out),
-        *("--readout", "margin"),
-    ],
-    "calibrate --cache": lambda w, c: [
-        *("calibrate", w.live_runs["propagate"], "--max-drop", "0.95", "--confidence", "0.5", "--out", c.out),
-        *("--loss", "disagreement", "--cache", "propagate"),
-    ],
-    "run": lambda w, c: ["run", w.run, w.documents["examples.txt"], "--threshold", "0.5"],
-    "generate": lambda w, c: ["generate", w.checkpoint, "1 and 2", "--max-new-tokens", "2"],
-    "generate --lossless": lambda w, c: [
-        *("generate", w.checkpoint, "1 and 2", "--max-new-tokens", "3", "--readout", "margin", "--threshold", "0.1"),
-        "--lossless",
-    ],
-    "bench exits": lambda w, c: ["bench", "exits", w.run, "--rounds", "1", "--readout", "margin"],
-    "bench scoring": lambda w, c: [
-        *("bench", "scoring", w.checkpoint, "--benchmark", "openbookqa", "--data", w.benchmarks, "--limit", "2"),
-        *("--rounds", "1"),
-    ],
-    "bench generation": lambda w, c: [
-        *("bench", "generation", w.checkpoint, "--text", w.documents["documents.txt"], "--readout", "margin"),
-        *("--threshold", "0.5", "--prompts", "1", "--prompt-tokens", "2", "--new-tokens", "2", "--rounds", "1"),
-        *("--cache", "full", *c.rng.choice(((), ("--lossless",), ("--plain",)))),
-    ],
-    "bench train": lambda w, c: ["bench", "train", "demo", *_TINY, "--rounds", "1", "--steps", "1"],
-    "bench record": lambda w, c: ["bench", "record", w.run, "--rounds", "1", "--examples", "20"],
-    "bench sweep": lambda w, c: ["bench", "sweep", "--examples", "20", "--rounds", "1"],
-    "bench guarantees": lambda w, c: ["bench", "guarantees", "--calibrations", "1", "--examples", "20"],
-    "bench drift": lambda w, c: ["bench", "drift", "--streams", "1", "--examples", "2000", "--length", "1100"],
-    "harness": lambda w, c: [
-        *("harness", w.checkpoint, "--tasks", "openbookqa", "--data", w.benchmarks, "--limit", "2")
-    ],
-    "selfcheck": lambda w, c: ["selfcheck", w.checkpoint, "--only", "replay", "--rounds", "1"],
-    "gate fit": lambda w, c: ["gate", "fit", w.recordings["plain"], "--out", c.out, "--steps", "2"],
-    "gate fit --kind": lambda w, c: ["gate", "fit", w.recordings["many"], "--kind", "induction", "--out", c.out],
-    "gate write": lambda w, c: ["gate", "write", w.own_gate, w.run, "--out", c.out],
-    "study plan": lambda w, c: ["study", "plan", w.study, "--out", c.out, "--json"],
-    "study status": lambda w, c: ["study", "status", w.study, "--out", c.out],
-    "study report": lambda w, c: [
-        *("study", "report", w.study, "--out", c.out, "--store", w.store, "--product", "headline")
-    ],
-    "study run": lambda w, c: ["study", "run", w.study, "--out", c.out],
-    "demo": lambda w, c: ["demo", "--out", c.out, *_TINY],
+_TINY = " ".join(f"--set {each}" for each in HARDLY)
+_TRAINED_ON = "--text {w.texts[0]} --validation {w.texts[1]} --out {c.out}"
+_LIVE = "{w.checkpoint} {w.documents[documents.txt]} --recording {w.live_runs[recording]} --out {c.out}"
+GOOD = {
+    "train": f"demo --out {{c.out}} {_TINY}",
+    "pretrain": f"{{w.language_settings}} --set training.steps=1 {_TRAINED_ON}",
+    "pretrain --start": f"{{w.further_settings}} --start {{w.checkpoint}} {_TRAINED_ON}",
+    "loop": "{w.llama} --prelude 1 --core 1 --loops 3 --out {c.out}",
+    "record task": "{w.run} --split test --examples 20 --out {c.out}",
+    "record text": "{w.checkpoint} {w.documents[documents.txt]} --out {c.out}",
+    "record live": f"{_LIVE} --max-drop 0.6 --confidence 0.5 --readout margin --candidates 2",
+    "record live --policy": f"{_LIVE} --policy {{w.policies[by-hand]}}",
+    "record benchmark": "{w.checkpoint} openbookqa --split test --data {w.benchmarks} --limit 2 --out {c.out}",
+    "evaluate": "{w.recordings[plain]} {w.recordings[test]} --readout margin",
+    "evaluate --policy": "{w.recordings[test]} --monitor --policy {w.policies[margin]} --audit 0.5",
+    "evaluate --policy on average": "{w.recordings[test]} --monitor --policy {w.policies[average]}",
+    "diagnose": "{w.run}",
+    "compare": "{w.run} gate margin",
+    "report": "{w.run} --out {c.out} --product headline",
+    "calibrate": "{w.recordings[plain]} --max-drop 0.6 --confidence 0.5 --out {c.out} --readout margin",
+    "calibrate --cache": (
+        "{w.live_runs[propagate]} --max-drop 0.95 --confidence 0.5 --out {c.out} --loss disagreement --cache propagate"
+    ),
+    "run": "{w.run} {w.documents[examples.txt]} --threshold 0.5",
+    "generate": "{w.checkpoint} 1and2 --max-new-tokens 2",
+    "generate --lossless": "{w.checkpoint} 1and2 --max-new-tokens 3 --readout margin --threshold 0.1 --lossless",
+    "bench exits": "{w.run} --rounds 1 --readout margin",
+    "bench generation": (
+        "{w.checkpoint} --text {w.documents[documents.txt]} --readout margin --threshold 0.5 --prompts 1 --cache full "
+        "--prompt-tokens 2 --new-tokens 2 --rounds 1"
+    ),
+    "harness": "{w.checkpoint} --tasks openbookqa --data {w.benchmarks} --limit 2",
+    "selfcheck": "{w.checkpoint} --only replay --rounds 1",
+    "gate fit": "{w.recordings[plain]} --out {c.out} --steps 2",
+    "gate fit --kind": "{w.recordings[many]} --kind induction --out {c.out}",
+    "gate write": "{w.own_gate} {w.run} --out {c.out}",
+    "study plan": "{w.study} --out {c.out} --json",
+    "study status": "{w.study} --out {c.out}",
+    "study report": "{w.study} --out {c.out} --store {w.store} --product headline",
+    "study run": "{w.study} --out {c.out}",
+    "demo": f"--out {{c.out}} {_TINY}",
 }
 """Words of every verb that are right, and take no time."""
-LAST: dict[str, Words] = {
-    "study run": lambda w, c: ["--store", c.copy(w.store, "store"), "--engine", "local", "--workers", "1"],
-    "demo": lambda w, c: ["--store", c.copy(w.demo_store, "store"), "--engine", "local", "--workers", "1"],
-}
-"""What nothing else on the line may overrule: whatever is planned, little is trained."""
+
+
+def good_words(name: str, world: World, case: Case) -> list[object]:
+    return [*_path(name), *(word.format(w=world, c=case) for word in GOOD[name].split())]
+
+
+def _path(name: str) -> list[str]:
+    """The verb of good words: of those before an option's name."""
+    return name.partition(" --")[0].split()
+
+
+def last_words(name: str, world: World, case: Case) -> list[object]:
+    """What nothing else on the line may overrule: whatever is planned, little is trained."""
+    if name not in ("study run", "demo"):
+        return []
+    store = world.store if name == "study run" else world.demo_store
+    return ["--store", case.copy(store, "store"), "--engine", "local", "--workers", "1"]
+
+
 SLOW = {
-    **dict.fromkeys(("report", "study report", "bench guarantees", "selfcheck", "bench exits", "bench drift"), 2),
-    **dict.fromkeys(("record benchmark", "bench scoring", "harness", "study run"), 2),
-    **dict.fromkeys(("record live", "record live --policy"), 2),
+    **dict.fromkeys(("report", "study report", "selfcheck", "bench exits", "record benchmark", "harness"), 2),
+    **dict.fromkeys(("study run", "record live", "record live --policy"), 2),
     "demo": 1,
 }
 """Verbs that take long, or need what takes long to be imported; and how often they are drawn among each other."""
 _LEFT_OUT = ("--open", "--help", "--version", "--force")
 _SIZES = (
-    "examples",
-    "max_new_tokens",
-    "width",
-    "classes",
-    "loops",
-    "prompts",
-    "limit",
-    "batch_size",
-    "length",
-    "batch_tokens",
-    "workers",
+    *("examples", "max_new_tokens", "width", "classes", "loops", "prompts", "limit", "batch_size", "length"),
+    *("batch_tokens", "workers"),
 )
 """A large one is long work, which is right; one beyond all bounds is refused."""
-_TIMES = ("steps", "calibrations", "streams", "rounds", "threads")
+_TIMES = ("steps", "rounds", "threads")
 """So often, however often it is."""
 _READOUTS = (
-    "margin",
-    "gate",
-    "entropy",
-    "oracle",
-    "fixed",
-    "auto",
-    "gate:linear",
-    "stopper:induction",
-    "none",
-    "os:path",
-    "no.such:x",
-    ":",
+    *("margin", "gate", "entropy", "oracle", "fixed", "auto", "gate:linear", "stopper:induction", "none", "os:path"),
+    *("no.such:x", ":"),
 )
 
 
@@ -159,16 +112,8 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
 def _places(world: World) -> list[object]:
     """Paths of every kind of artifact, and of none."""
     return [
-        *(
-            world.run,
-            world.checkpoint,
-            world.golden["huginn-tiny"],
-            world.llama,
-            world.looped,
-            *world.recordings.values(),
-            *world.gates.values(),
-            *world.live_runs.values(),
-        ),
+        *(world.run, world.checkpoint, world.golden["huginn-tiny"], world.llama, world.looped),
+        *(*world.recordings.values(), *world.gates.values(), *world.live_runs.values()),
         *(world.policies["margin"], world.policies["gate-linear"], world.policies["by-hand"], world.settings),
         *(world.study, *world.documents.values(), world.folder / "none", "/dev/null", ".", "..", "/proc/self/mem"),
         *("/nonexistent/x", "-", "a" * 300, "/" + "a/" * 2_000),
@@ -207,8 +152,7 @@ def slow_arguments(world: World, case: Case) -> str:
 
 def _try(world: World, case: Case, name: str) -> str:
     rng, case.verb = case.rng, name
-    words = GOOD[name](world, case)
-    path = [word for word in name.split() if not word.startswith("--")]
+    words, path = good_words(name, world, case), _path(name)
     actions = [each for each in verbs()[" ".join(path)]._actions if not set(each.option_strings) & set(_LEFT_OUT)]
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3) if name in SLOW else (0, 1, 1, 2, 3))):
         action = rng.choice(actions)
@@ -227,7 +171,7 @@ def _try(world: World, case: Case, name: str) -> str:
         words.insert(rng.randrange(len(words)), rng.choice(STRINGS))
     if "=" not in "".join(map(str, words[-1:])) and rng.random() < 0.5 and "device" in {each.dest for each in actions}:
         words += ["--device", "cpu"]
-    words += LAST.get(name, lambda w, c: [])(world, case)
+    words += last_words(name, world, case)
     given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
     printed = case.command(*given, verdicts=(0, 1) if path[0] in ("evaluate", "selfcheck") else (0,))
     if not printed and "--out" not in given and name not in ("generate", "generate --lossless", "run", "gate write"):

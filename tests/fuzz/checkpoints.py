@@ -119,26 +119,16 @@ def _check_stored(model: Any, folder: Path) -> None:
 
 
 TEMPLATES = (
-    "{{ 1 / 0 }}",
-    "{{ raise_exception('\x1b[31mno\nway') }}",
-    "{{ messages[0].content.x.y }}",
-    "{% for i in range(10**8) %}x{% endfor %}",
-    "{{ 'a' * 10**10 }}",
-    "{{ range(10**9) | list }}",
-    "{{ messages.__class__.__mro__ }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% for m in messages %}",
-    "{{ undefined_function() }}",
-    "{% include 'x' %}",
-    "",
-    "{{ '\ud800' }}",
-    "{{ [1] + 1 }}",
-    "{{ messages | tojson(indent=10**9) }}",
-    "{{ 2 ** 10**8 }}",
-    "{{ '%s' * 5 % 1 }}",
-    "{{ messages[7] }}",
-    "{{ {}['x'] }}",
-    "{% set x = namespace(a=1) %}{{ x.b.c }}",
+    *("{{ 1 / 0 }}", "{{ raise_exception('\x1b[31mno\nway') }}", "{{ messages[0].content.x.y }}", "{{ 2 ** 10**8 }}"),
+    *(
+        "{% for i in range(10**8) %}x{% endfor %}",
+        "{{ 'a' * 10**10 }}",
+        "{{ range(10**9) | list }}",
+        "{% include 'x' %}",
+    ),
+    *("{{ messages.__class__.__mro__ }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% for m in messages %}"),
+    *("{{ undefined_function() }}", "", "{{ '\ud800' }}", "{{ [1] + 1 }}", "{{ messages | tojson(indent=10**9) }}"),
+    *("{{ '%s' * 5 % 1 }}", "{{ messages[7] }}", "{{ {}['x'] }}", "{% set x = namespace(a=1) %}{{ x.b.c }}"),
 )
 
 

@@ -27,6 +27,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -69,9 +70,13 @@ class TooLongError(BaseException):
     """An input takes longer than any should; no handler of ours or of a library may swallow it."""
 
 
-class _Terminal(io.StringIO):
+class _Stream(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
     def isatty(self) -> bool:
-        return True
+        return self._terminal
 
 
 @dataclass
@@ -112,20 +117,17 @@ class Case:
         """What a command prints, if it goes well; `RefusedError` if it ends in one sentence."""
         given = [str(word) for word in words]
         on_terminal = self.rng.random() < ON_TERMINAL
-        where = "on a terminal: " if on_terminal else ""
-        self.notes.append(f"{where}loopscope " + " ".join(map(repr, given))[:2_000])
-        out, err = (_Terminal(), _Terminal()) if on_terminal else (io.StringIO(), io.StringIO())
-        before = sys.stdin
-        sys.stdin = io.StringIO("")
+        self.notes.append(f"{'on a terminal: ' * on_terminal}loopscope " + " ".join(map(repr, given))[:2_000])
         os.environ |= {"NO_COLOR": "1", "TERM": "xterm"} if on_terminal else {}
-        try:
-            with redirect_stdout(out), redirect_stderr(err):
-                try:
-                    code = main(given)
-                except SystemExit as end:  # of --help
-                    code = int(end.code or 0)
-        finally:
-            sys.stdin = before
+        with (
+            redirect_stdout(_Stream(on_terminal)) as out,
+            redirect_stderr(_Stream(on_terminal)) as err,
+            patch("sys.stdin", io.StringIO("")),
+        ):
+            try:
+                code = main(given)
+            except SystemExit as end:  # of --help
+                code = int(end.code or 0)
         printed, said = out.getvalue(), err.getvalue()
         if on_terminal:
             printed, said = _CODES.sub("", printed), _CODES.sub("", said)
@@ -156,12 +158,13 @@ def check_message(said: str) -> None:
 
 def check_error(error: UserError) -> None:
     message = str(error)
-    try:
-        if len(message.splitlines()) != 1 or len(message) > LONGEST:
-            raise UnfitError(f"a message is too long: {len(message):,} characters or several lines, {message[:300]!r}")
-        check_text(message)
-    except UnfitError as unfit:
-        raise unfit from error
+    if len(message.splitlines()) != 1 or len(message) > LONGEST:
+        raise UnfitError(f"a message is too long, or has several lines: {message[:300]!r}") from error
+    check_text(message)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def check_json(printed: str) -> None:
@@ -181,10 +184,6 @@ def json_values(text: str, constant: Callable[[str], Any] = float) -> Iterator[A
         text = text[end:].lstrip()
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
 def check_text(text: str, keep: str = "\n") -> None:
     """Nothing that a terminal would obey."""
     for character in set(text) - set(keep):
@@ -201,7 +200,7 @@ Attempt = Callable[[World, Case], str | None]
 class Kind:
     attempt: Attempt
     share: int  # of the inputs, against those of the other kinds
-    needs: tuple[str, ...] = ()  # good artifacts of the world, made before the time of an input counts
+    needs: str = ""  # names of good artifacts of the world, made before the time of an input counts
     quick: bool = True  # whether it is in the short run of the tests
 
 
@@ -220,43 +219,27 @@ class Report:
     seed: int
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
-    slowest: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
     verbs: dict[str, Counter[str]] = field(default_factory=dict)
     """Outcomes by the verb whose options were tried."""
 
-    @property
-    def distinct(self) -> dict[tuple[str, str], list[Failure]]:
-        found: dict[tuple[str, str], list[Failure]] = {}
-        for failure in self.failures:
-            found.setdefault((failure.kind, failure.place), []).append(failure)
-        return found
-
     def __str__(self) -> str:
         names = ("refused", "same", "other", "FAILED")
-        rows = [["kind", "inputs", *names, "s", "slowest"]]
-        for kind, counts in sorted(self.outcomes.items()):
-            times = [f"{self.seconds[kind]:.1f}", f"{self.slowest[kind]:.2f}"]
-            rows.append([kind, str(counts.total()), *(str(counts[name]) for name in names), *times])
+        lines = [f"{'kind':<22}" + "".join(f"{name:>9}" for name in ("inputs", *names, "s", "slowest"))]
         whole = sum(self.outcomes.values(), Counter[str]())
-        total = sum(self.seconds.values())
-        rows.append(["all", str(whole.total()), *(str(whole[name]) for name in names), f"{total:.1f}", ""])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(zipped))
-            for zipped in ([*zip(row, widths, strict=True)] for row in rows)
-        ]
-        if self.verbs:
-            accepted = ", ".join(
-                f"{verb} {counts.total() - counts['refused'] - counts['FAILED']} of {counts.total()}"
-                for verb, counts in sorted(self.verbs.items())
-            )
-            lines += ["", f"Options accepted: {accepted}"]
-        for (kind, place), alike in sorted(self.distinct.items()):
-            first = alike[0]
-            again = f"python -m tests.fuzz --seed {self.seed} --only {kind} --index {first.index}"
-            lines += ["", f"FAILED {kind}, {len(alike)} times, {place}: {first.what}", f"  again: {again}"]
-            lines += [f"  {note}" for note in first.notes]
+        times = [each for some in self.seconds.values() for each in some]
+        for kind, counts in [*sorted(self.outcomes.items()), ("all", whole)]:
+            seconds = self.seconds.get(kind, times) or [0.0]
+            numbers = [counts.total(), *(counts[name] for name in names), sum(seconds), max(seconds)]
+            lines.append(f"{kind:<22}" + "".join(f"{number:>9.4g}" for number in numbers))
+        accepted = [f"{verb} {counts['other']} of {counts.total()}" for verb, counts in sorted(self.verbs.items())]
+        lines += ["", f"Options accepted: {', '.join(accepted)}"] if accepted else []
+        alike = Counter((failure.kind, failure.place) for failure in self.failures)
+        first = {(failure.kind, failure.place): failure for failure in reversed(self.failures)}
+        for (kind, place), failure in sorted(first.items(), key=lambda each: each[0]):
+            again = f"python -m tests.fuzz --seed {self.seed} --only {kind} --index {failure.index}"
+            lines += ["", f"FAILED {kind}, {alike[kind, place]} times, {place}: {failure.what}", f"  again: {again}"]
+            lines += [f"  {note}" for note in failure.notes]
         return "\n".join(lines)
 
 
@@ -289,8 +272,7 @@ class Fuzzer:
 
     def attempt(self, kind: str, index: int) -> str:
         """Tries one input, and says what became of it."""
-        for name in self.kinds[kind].needs:
-            getattr(self.world, name)
+        self.world.make(self.kinds[kind].needs)
         folder = self._work / f"{kind}-{index}"
         case = Case(random.Random(f"{self.seed}/{kind}/{index}"), folder)
         for place in (case.inputs, folder / "out", folder / "here"):
@@ -315,12 +297,10 @@ class Fuzzer:
                 text = "\n".join([failure.what, *failure.notes, failure.trace])
                 (self.keep / folder.name / "failure.txt").write_text(text, errors="backslashreplace")
         shutil.rmtree(folder, ignore_errors=True)
-        seconds = time.monotonic() - start
         self.report.outcomes.setdefault(kind, Counter())[outcome] += 1
         if case.verb:
             self.report.verbs.setdefault(case.verb, Counter())[outcome] += 1
-        self.report.seconds[kind] = self.report.seconds.get(kind, 0.0) + seconds
-        self.report.slowest[kind] = max(self.report.slowest.get(kind, 0.0), seconds)
+        self.report.seconds.setdefault(kind, []).append(time.monotonic() - start)
         return outcome
 
     def _outcome(self, kind: str, case: Case) -> str:
@@ -400,8 +380,7 @@ def _stop_timers() -> None:
 
 def _failure(kind: str, index: int, error: BaseException, case: Case) -> Failure:
     """An error and where it came from: the innermost line of ours, without the fuzzer's."""
-    source = error.__cause__ if isinstance(error, UnfitError) and error.__cause__ else error
-    frames = traceback.extract_tb(source.__traceback__)
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     ours = [frame for frame in frames if f"{os.sep}loopscope{os.sep}" in frame.filename]
     place = f" in {ours[-1].filename.rpartition('loopscope' + os.sep)[2]}:{ours[-1].name}" if ours else ""
     name = type(error).__name__

@@ -63,21 +63,24 @@ def load_recording(path: Path) -> Any:
     return arrays, signals, found.split, plain(dict(found.provenance)), found.examples and list(found.examples)
 
 
-def recording(world: World, case: Case) -> str:
-    name = case.rng.choice(list(world.recordings))
-    folder = case.copy(world.recordings[name])
+def _spoilt(case: Case, sources: dict[str, Path], load: Callable[[Path], Any]) -> tuple[Path, Any]:
+    """A copy of one of these folders with a file that is spoilt, and what the folder holds as it was."""
+    name = case.rng.choice(list(sources))
+    folder, original = case.copy(sources[name]), _original(load, sources[name])
     file = case.rng.choice(files_of(folder))
-    original = _original(load_recording, world.recordings[name])
-    case.spoil(file, [other / file.name for other in world.recordings.values() if (other / file.name).is_file()])
-    if case.rng.random() < 0.9:
-        return same(load_recording(folder), original, "a recording")
-    verb = case.rng.choice(("evaluate", "calibrate", "fit"))
-    if verb == "evaluate":
-        case.command("evaluate", folder, world.recordings["test"], "--readout", "margin")
-    elif verb == "calibrate":
-        case.command("calibrate", folder, "--max-drop", 0.6, "--confidence", 0.5, "--out", case.out)
-    else:
-        case.command("gate", "fit", folder, "--out", case.out, "--steps", 2)
+    case.spoil(file, [other / file.name for other in sources.values() if (other / file.name).is_file()])
+    return folder, original
+
+
+def recording(world: World, case: Case) -> str:
+    folder, original = _spoilt(case, world.recordings, load_recording)
+    if case.rng.random() < 0.1:
+        words = (
+            ("evaluate", folder, world.recordings["test"], "--readout", "margin"),
+            ("calibrate", folder, "--max-drop", 0.6, "--confidence", 0.5, "--out", case.out),
+            ("gate", "fit", folder, "--out", case.out, "--steps", 2),
+        )
+        case.command(*case.rng.choice(words))
     return same(load_recording(folder), original, "a recording")
 
 
@@ -88,11 +91,8 @@ def load_live_run(path: Path) -> Any:
 
 
 def live_run(world: World, case: Case) -> str:
-    name = case.rng.choice(("propagate", "gate", "policy"))
-    folder = case.copy(world.live_runs[name])
-    file = case.rng.choice(files_of(folder))
-    original = _original(load_live_run, world.live_runs[name])
-    case.spoil(file, [other / file.name for other in world.live_runs.values() if (other / file.name).is_file()])
+    runs = {name: world.live_runs[name] for name in ("propagate", "gate", "policy")}
+    folder, original = _spoilt(case, runs, load_live_run)
     if case.rng.random() < 0.2:
         words = ("--loss", "disagreement", "--max-drop", 0.6, "--confidence", 0.5, "--out", case.out)
         case.command("calibrate", folder, *words)
@@ -105,11 +105,8 @@ def load_gate(path: Path) -> Any:
 
 
 def gate(world: World, case: Case) -> str:
-    name = case.rng.choice(list(world.gates))
-    folder = case.copy(world.gates[name])
-    file = case.rng.choice(files_of(folder))
-    case.spoil(file, [other / file.name for other in world.gates.values()])
-    return same(load_gate(folder), _original(load_gate, world.gates[name]), "a gate")
+    folder, original = _spoilt(case, world.gates, load_gate)
+    return same(load_gate(folder), original, "a gate")
 
 
 def load_policy(path: Path) -> Any:
@@ -126,15 +123,10 @@ def policy(world: World, case: Case) -> str:
     path = case.copy(world.policies[name])
     copied = [case.copy(weights) for weights in world.policies[name].parent.glob(f"{name}.gate-*.safetensors")]
     original = _original(load_policy, world.policies[name])
-    others = [each for each in world.policies.values() if each.name != path.name]
-    if copied and case.rng.random() < 0.4:
-        case.spoil(copied[0])
-    else:
-        case.spoil(path)
+    case.spoil(copied[0] if copied and case.rng.random() < 0.4 else path)
     loaded = load_policy(path)
     if case.rng.random() < 0.05:
         case.command("evaluate", world.recordings["test"], "--policy", path, verdicts=(0, 1))
-    assert others
     if loaded == original:
         return "same"
     if loaded[-1] is not None:
@@ -166,7 +158,7 @@ def _says(loaded: Any, path: Path) -> str:
     """A policy without a promise is the user's to change: then it is what its file says."""
     values = json.loads(path.read_bytes())
     readout, threshold, model, scope, definition, weights, *_ = loaded
-    if values.get("guarantee", values.get("promise")) is not None:
+    if values.get("guarantee") is not None:
         raise MisledError("a policy lost its promise, and is accepted")
     said = values.get("threshold")
     if readout != values["readout"] or model != values.get("model") or definition != values.get("definition_sha256"):
@@ -175,9 +167,10 @@ def _says(loaded: Any, path: Path) -> str:
         raise MisledError("a policy has another threshold than its file")
     if threshold is not None and not math.isfinite(threshold):
         raise MisledError("a policy has a threshold that is no number")
-    if {key: value for key, value in scope.items() if value is not None} != {
-        key: value for key, value in (values.get("scope") or {}).items() if value is not None
-    }:
+    ours, theirs = (
+        {key: each for key, each in of.items() if each is not None} for of in (scope, values.get("scope") or {})
+    )
+    if ours != theirs:
         raise MisledError("a policy has another scope than its file")
     if (weights is None) != (values.get("gate") is None):
         raise MisledError("a policy lost its gate")
@@ -196,9 +189,8 @@ def finished_run(world: World, case: Case) -> str:
     mine = [path for path in files_of(folder) if "recordings" not in path.parts]
     weighty = [path for path in mine if path.name in ("config.json", "model.safetensors")]
     file = case.rng.choice(weighty if case.rng.random() < 0.7 else mine)
-    case.spoil(
-        file, [world.other_run / file.name] if source is world.run and (world.other_run / file.name).is_file() else ()
-    )
+    other = world.other_run / file.name
+    case.spoil(file, [other] if source is world.run and other.is_file() else ())
     original, loaded = _original(load_run, source), load_run(folder)
     with torch.inference_mode():
         load_model(folder).loops(torch.zeros((1, 3), dtype=torch.int64))

@@ -6,42 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import forgetting_readouts
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+import loopscope as ls
 import loopscope.artifacts
-import loopscope.trajectory_checks
 from loopscope.errors import UserError
-from loopscope.exits import readouts
 from loopscope.exits.policy import PolicyFile
 from loopscope.writing import BESIDE
 
-from .arguments import GOOD, LAST, SLOW, verbs
+from .arguments import GOOD, SLOW, good_words, last_words, verbs
 from .kinds import KINDS
-from .runner import Case, Fuzzer, Kind, MisledError, Report, schedule, working_folder
-from .settings import check_holds
+from .runner import Case, Fuzzer, Kind, Report, schedule, working_folder
 from .world import World
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_readouts() -> Iterator[None]:
-    """What is registered here is not known to other tests."""
-    tables: tuple[dict[str, Any], ...] = (readouts.READOUTS, readouts._KNOWN)
-    before = [dict(table) for table in tables]
-    yield
-    for table, known in zip(tables, before, strict=True):
-        table.clear()
-        table.update(known)
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """With what the tests below need that spoil LoopScope itself: it was made before."""
-    with working_folder() as folder:
+    with working_folder() as folder, forgetting_readouts():
         made = World(folder)
-        for name in ("recording", "gate", "policy", "python"):
-            for need in KINDS[name].needs:
-                getattr(made, need)
+        for name in ("recording", "gate", "policy", "arguments", "saving"):
+            made.make(KINDS[name].needs)
         yield made
 
 
@@ -50,33 +37,24 @@ def fuzz(world: World, inputs: int, *names: str, seed: int = 0) -> Report:
 
 
 def test_every_verb_has_good_words() -> None:
-    assert {name.partition(" --")[0] for name in GOOD} == verbs().keys()
+    measured = {f"bench {name}" for name in ("guarantees", "drift", "train", "record", "sweep", "scoring")}
+    assert {name.partition(" --")[0] for name in GOOD} == verbs().keys() - measured
 
 
-def good_words(world: World, names: list[str]) -> Report:
-    """What becomes of words that are not spoilt."""
+@pytest.mark.parametrize("kind", ["arguments", pytest.param("slow-arguments", marks=pytest.mark.long)])
+def test_good_words_are_right(kind: str, world: World) -> None:
+    """Those that are not spoilt."""
 
     def attempt(name: str) -> Any:
         def run(world: World, case: Case) -> str:
-            case.command(*GOOD[name](world, case), *LAST.get(name, lambda w, c: [])(world, case))
+            case.command(*good_words(name, world, case), *last_words(name, world, case))
             return "same"
 
         return run
 
-    kinds = {name: Kind(attempt(name), 1) for name in names}
-    return Fuzzer(world, kinds).run(len(kinds))
-
-
-def test_good_words_are_right(world: World) -> None:
-    report = good_words(world, [name for name in GOOD if name not in SLOW])
-    assert all(counts == {"same": 1} for counts in report.outcomes.values()), str(report)
-
-
-@pytest.mark.long
-def test_slow_good_words_are_right(world: World) -> None:
-    for need in KINDS["slow-arguments"].needs:
-        getattr(world, need)
-    report = good_words(world, list(SLOW))
+    world.make(KINDS[kind].needs)
+    kinds = {name: Kind(attempt(name), 1) for name in GOOD if (name in SLOW) == (kind == "slow-arguments")}
+    report = Fuzzer(world, kinds).run(len(kinds))
     assert all(counts == {"same": 1} for counts in report.outcomes.values()), str(report)
 
 
@@ -113,34 +91,24 @@ def found_within(world: World, inputs: int, kind: str, what: str) -> bool:
     )
 
 
-def test_it_finds_that_hashes_are_not_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopscope.artifacts, "_check", lambda *_: None)
-    assert found_within(world, 100, "recording", "a recording was altered, and is accepted")
+@pytest.mark.parametrize(
+    ("owner", "check", "kind", "what"),
+    [
+        (loopscope.artifacts, "_check", "recording", "a recording was altered, and is accepted"),
+        (loopscope.artifacts.Manifest, "seal", "gate", "a gate was altered, and is accepted"),
+        (PolicyFile, "seal", "policy", "a promised policy was altered, and is accepted"),
+    ],
+)
+def test_it_finds_that_a_check_is_missing(
+    owner: Any, check: str, kind: str, what: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, check, lambda first, *_: getattr(first, "digest", None))
+    assert found_within(world, 100, kind, what)
 
 
-def test_it_finds_that_a_manifest_is_not_sealed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopscope.artifacts.Manifest, "seal", lambda manifest: manifest.digest)
-    assert found_within(world, 100, "gate", "a gate was altered, and is accepted")
-
-
-def test_it_finds_that_a_promise_is_not_sealed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PolicyFile, "seal", lambda policy: policy.digest)
-    assert found_within(world, 100, "policy", "a promised policy was altered, and is accepted")
-
-
-def test_it_finds_an_exception_that_is_no_sentence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(logits: Any, labels: Any) -> None:
-        assert len(logits) == 40
-
-    monkeypatch.setattr(loopscope.trajectory_checks, "_check_logits", check)
-    assert found_within(world, 300, "python", "AssertionError")
-
-
-def test_a_whole_number_may_become_the_nearest_float() -> None:
-    check_holds({"rate": float(2**63)}, {"rate": 2**63 - 1})
-    for built, value in ((float(2**62), 2**63 - 1), (2**63, 2**63 - 1), (0.5, 0.25)):
-        with pytest.raises(MisledError, match="rate is not what the file says"):
-            check_holds({"rate": built}, {"rate": value})
+def test_it_finds_that_what_is_wrong_is_accepted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ls.Trajectory, "unseen", lambda trajectory: trajectory)
+    assert found_within(world, 30, "arrays", "seen examples are counted as unseen")
 
 
 def attempted(tmp_path: Path, attempt: Any) -> str:
@@ -154,50 +122,41 @@ def attempted(tmp_path: Path, attempt: Any) -> str:
     return fuzzer.report.failures[0].what
 
 
-def test_a_hang_is_ended_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(_: World, case: Case) -> None:
-        while True:
-            pass
+def _raised(message: str) -> UserError:
+    error = UserError("")  # which would have cleaned it
+    error.args = (message,)
+    return error
+
+
+def _hang() -> None:
+    while True:
+        pass
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        (lambda world, case: _hang(), "TooLongError"),
+        (lambda world, case: (world.folder / "good").write_text("other"), "good was changed or lost"),
+        (lambda world, case: _raise(_raised("\x1b[2J")), "a raw character is printed"),
+        (lambda world, case: _raise(_raised("x" * 501)), "a message is too long"),
+        (lambda world, case: (case.folder / "none").read_text(), "FileNotFoundError"),
+        *(
+            (lambda world, case, left=f"{prefix}x": (case.folder / "out" / left).write_text(""), "was left behind")
+            for prefix in BESIDE
+        ),
+    ],
+)
+def test_what_an_input_does_is_judged(act: Any, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(world: World, case: Case) -> None:
+        act(world, case)
 
     monkeypatch.setattr("fuzz.runner.SECONDS", 0.05)
-    assert "TooLongError" in attempted(tmp_path, hang)
-
-
-@pytest.mark.parametrize("prefix", BESIDE)
-def test_what_is_left_behind_or_changed_is_told(tmp_path: Path, prefix: str) -> None:
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
-
-    def leave(_: World, case: Case) -> None:
-        (case.folder / "out" / f"{prefix}x").write_text("")
-
-    def change(world: World, case: Case) -> None:
-        (world.folder / "good").write_text("other")
-
-    assert f"{prefix}x was left behind" in attempted(tmp_path / "first", leave)
-    assert "good was changed or lost" in attempted(tmp_path / "second", change)
-
-
-def test_an_escape_sequence_and_a_long_message_are_told(tmp_path: Path) -> None:
-    def raises(message: str) -> Any:
-        def attempt(_: World, case: Case) -> None:
-            error = UserError("")  # which would have cleaned it
-            error.args = (message,)
-            raise error
-
-        return attempt
-
-    for name, message in (("first", "\x1b[2J"), ("second", "x" * 501)):
-        (tmp_path / name).mkdir()
-        what = attempted(tmp_path / name, raises(message))
-        assert ("a raw character is printed" if name == "first" else "a message is too long") in what
-
-
-def test_an_error_of_the_system_is_no_sentence_from_python(tmp_path: Path) -> None:
-    def attempt(_: World, case: Case) -> None:
-        (case.folder / "none").read_text()
-
-    assert "FileNotFoundError" in attempted(tmp_path, attempt)
+    assert what in attempted(tmp_path, attempt)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from loopscope.models import load_model
 from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 from loopscope.recording import record_benchmark, record_text
 
-from .mutations import spoil_json
-from .runner import Case, MisledError, RefusedError, json_values
+from .runner import Case, MisledError, json_values
 from .world import World
 
 _READY: dict[Path, tuple[Any, Any]] = {}
@@ -105,17 +104,4 @@ def benchmark(world: World, case: Case) -> str:
     recording = record_benchmark(world.checkpoint, "openbookqa", "test", case.out, data=data, limit=2)
     if recording.num_examples > 2:
         raise MisledError("more questions than were asked for")
-    return "other"
-
-
-def question(world: World, case: Case) -> str:
-    """One prompt on the command line."""
-    text = spoil_json(case.rng, b'{"prompt": "1 and 2"}').decode("utf-8", "surrogateescape")
-    words = [word for word in ("--chat", "--show-loops") if case.rng.random() < 0.3]
-    try:
-        case.command("generate", world.checkpoint, f" {text}", "--max-new-tokens", 1, "--device", "cpu", *words)
-    except RefusedError:
-        if text.isascii() and 5 < len(text) < 20 and not words:
-            raise MisledError("a short prompt is refused") from None
-        raise
     return "other"

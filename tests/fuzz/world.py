@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -95,6 +97,10 @@ HARDLY = (
     *("training.batch_size=4", "model.width=16"),
 )
 """Settings that train in no time."""
+FURTHER = "context = 8\n[training]\nsteps = 1\nbatch_size = 2\nvalidation_sample = 2\n"
+SIZES: dict[str, Any] = {"vocab_size": 290, "hidden_size": 16, "max_position_embeddings": 64, "intermediate_size": 24}
+SIZES |= {"num_attention_heads": 2}
+SHORT = ("task.train_examples=60", "training.steps=6")
 PROMPTS = (
     '{"prompt": "1 and 2"}\n{"prompt": "3 make 4. ", "loops": 1}\n'
     '{"messages": [{"role": "user", "content": "5 and 6"}]}\n'
@@ -105,6 +111,14 @@ CPU = torch.device("cpu")
 
 class _InterruptedError(Exception):
     """Ends a run in its middle."""
+
+
+def _interrupted_at(step: int) -> ProgressCallback:
+    def stop(done: int, *_: Any) -> None:
+        if done == step:
+            raise _InterruptedError
+
+    return stop
 
 
 def own_step(now: Any) -> Any:
@@ -118,39 +132,35 @@ class World:
         self.folder = folder
         torch.set_num_threads(1)
 
+    def make(self, names: str) -> None:
+        for name in names.split():
+            getattr(self, name)
+
     @cached_property
     def run(self) -> Path:
         """A finished run of a task with a gate, and recordings of two splits."""
         folder = self.folder / "run"
-        train(tiny_settings(*GATED, "task.train_examples=60", "training.steps=6"), folder, CPU)
+        train(tiny_settings(*GATED, *SHORT), folder, CPU)
         for split in ("validation", "test"):
             record_task(folder, split, folder / "recordings" / split, Keep(hidden=True))
         return folder
 
     @cached_property
     def other_run(self) -> Path:
-        """The same with other random numbers."""
-        folder = self.folder / "other-run"
-        train(tiny_settings(*GATED, "task.train_examples=60", "training.steps=6", "training.seed=7"), folder, CPU)
-        for split in ("validation", "test"):
-            record_task(folder, split, folder / "recordings" / split, Keep(hidden=True))
-        return folder
+        """The same with other random numbers, not recorded."""
+        train(tiny_settings(*GATED, *SHORT, "training.seed=7"), self.folder / "other-run", CPU)
+        return self.folder / "other-run"
 
     @cached_property
     def unfinished(self) -> tuple[Path, Any]:
         """A run that was interrupted at its fourth step of six, and its settings."""
         folder = self.folder / "unfinished"
-        settings = tiny_settings(*GATED, "task.train_examples=60", "training.steps=6", "training.checkpoint_every=2")
+        settings = tiny_settings(*GATED, *SHORT, "training.checkpoint_every=2")
 
-        def stop(done: int, *_: Any) -> None:
-            if done == 5:
-                raise _InterruptedError
-
-        try:
-            train(settings, folder, CPU, stop)
-        except _InterruptedError:
-            return folder, settings
-        raise AssertionError("the run was not interrupted")
+        with suppress(_InterruptedError):
+            train(settings, folder, CPU, _interrupted_at(5))
+        assert not (folder / "model.safetensors").exists()
+        return folder, settings
 
     @cached_property
     def finished_weights(self) -> bytes:
@@ -178,9 +188,7 @@ class World:
             signals={name: ls.signal(name, whole) for name in ("margin", "kl", "hidden_change")},
             split="validation",
         )
-        for name, trajectory in made.items():
-            trajectory.save(self.folder / "recordings" / name)
-        return {name: self.folder / "recordings" / name for name in made}
+        return self._saved("recordings", made)
 
     @cached_property
     def live_runs(self) -> dict[str, Path]:
@@ -207,9 +215,7 @@ class World:
         }
         learned = random_trajectory(6, rows=300, split="train", provenance={"weights_sha256": "a" * 64})
         stoppers = {kind: ls.fit_stopper(learned, kind=kind, trees=32) for kind in ("induction", "classifier")}
-        for name, gate in (made | stoppers).items():
-            gate.save(self.folder / "gates" / name)
-        return {name: self.folder / "gates" / name for name in made | stoppers}
+        return self._saved("gates", made | stoppers)
 
     @cached_property
     def own_gate(self) -> Path:
@@ -224,26 +230,21 @@ class World:
 
     @cached_property
     def policies(self) -> dict[str, Path]:
-        """One of every readout, with a promise where it can have one, and one of an older schema."""
+        """One of every readout, with a promise where it can have one."""
         folder = self.folder / "policies"
         folder.mkdir()
         register_readout(Readout("fuzzed", "above", "logits", own_step))
         big = random_trajectory(5, rows=300, split="validation", provenance={"weights_sha256": "a" * 64})
         gates = {name: load_fitted(path) for name, path in self.gates.items()}
-        for name, kind in ls.READOUTS.items():
-            if kind in ("above", "below"):
-                policy = ls.calibrate(big, 0.5, 0.6, readout=name)
-                policy.save(folder / f"{name}.json")
-        for name in ("linear", "mlp"):
-            ls.calibrate(big, 0.5, 0.6, readout=f"gate:{name}", gates=gates).save(folder / f"gate-{name}.json")
-        for name in ("induction", "classifier"):
-            ls.calibrate(big, 0.5, 0.6, readout=f"stopper:{name}", gates=gates).save(folder / f"stopper-{name}.json")
+        own = [name for name, kind in ls.READOUTS.items() if kind in ("above", "below")]
+        for name in (*own, "gate:linear", "gate:mlp", "stopper:induction", "stopper:classifier"):
+            found = ls.calibrate(big, 0.5, 0.6, readout=name, gates=gates)
+            found.save(folder / f"{name.replace(':', '-')}.json")
         ls.conformal_risk_control(big, 0.5, readout="margin").save(folder / "average.json")
         ls.ExitPolicy("margin", 0.5).save(folder / "by-hand.json")
         ls.ExitPolicy("fixed", 2).save(folder / "fixed.json")
         ls.ExitPolicy("oracle").save(folder / "oracle.json")
         ls.ExitPolicy("gate:linear", 0.5, gates["linear"]).save(folder / "gate-by-hand.json")
-        shutil.copyfile(GOLDEN / "policies" / "schema2.json", folder / "schema2.json")
         return {path.name.removesuffix(".json"): path for path in sorted(folder.glob("*.json"))}
 
     @cached_property
@@ -293,11 +294,9 @@ class World:
             add(journal, number, line)
             raise KeyboardInterrupt
 
-        add, TextJournal.add = TextJournal.add, interrupted  # type: ignore[method-assign]
-        try:
+        add = TextJournal.add
+        with patch.object(TextJournal, "add", interrupted):
             assert main(self.text_words(out)) == 130
-        finally:
-            TextJournal.add = add  # type: ignore[method-assign]
         return out.with_name(f"{out.name}.unfinished")
 
     @cached_property
@@ -315,8 +314,7 @@ class World:
         folder.mkdir()
         documents = [f"{a} and {b} make {a + b}. " for a in range(10) for b in range(10)]
         train_tokenizer(documents, 290, 64, folder)
-        changes: dict[str, Any] = {"vocab_size": 290, "hidden_size": 16, "max_position_embeddings": 64}
-        changes |= {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "total_ut_steps": 3}
+        changes = SIZES | {"num_key_value_heads": 2, "total_ut_steps": 3}
         (folder / "config.json").write_text(json.dumps(ouro_config(**changes)))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "max_new_tokens": 5}))
         save_model(tiny_ouro(**changes).state_dict(), folder, 20_000)
@@ -328,8 +326,7 @@ class World:
         """A small Llama that is not looped, with a tokenizer."""
         folder = self.folder / "llama"
         shutil.copytree(self.checkpoint, folder, ignore=shutil.ignore_patterns("model*"))
-        changes: dict[str, Any] = {"vocab_size": 290, "hidden_size": 16, "max_position_embeddings": 64}
-        changes |= {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+        changes = SIZES | {"num_key_value_heads": 1}
         plain = {"prelude": 0, "core": 3, "injection": False, "gate": "none"}
         values = looped_llama_config(**changes) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         del values["looping"]
@@ -352,33 +349,12 @@ class World:
             shutil.copytree(GOLDEN / name, found[name], ignore=shutil.ignore_patterns("expected*"))
         return found
 
-    @cached_property
-    def settings(self) -> Path:
-        return self._written("settings.toml", SETTINGS)
-
-    @cached_property
-    def language_settings(self) -> Path:
-        return self._written("language.toml", TINY_OURO)
-
-    @cached_property
-    def further_settings(self) -> Path:
-        return self._written(
-            "further.toml", "context = 8\n[training]\nsteps = 1\nbatch_size = 2\nvalidation_sample = 2\n"
-        )
-
-    @cached_property
-    def study(self) -> Path:
-        return self._written("study.toml", STUDY)
-
-    @cached_property
-    def store(self) -> Path:
-        """The store of the study, finished."""
-        return self._stored("store", str(self.study))
-
-    @cached_property
-    def demo_store(self) -> Path:
-        """The store of a demo that hardly trains, finished."""
-        return self._stored("demo-store", "demo", *HARDLY)
+    settings = cached_property(lambda self: self._written("settings.toml", SETTINGS))
+    language_settings = cached_property(lambda self: self._written("language.toml", TINY_OURO))
+    further_settings = cached_property(lambda self: self._written("further.toml", FURTHER))
+    study = cached_property(lambda self: self._written("study.toml", STUDY))
+    store = cached_property(lambda self: self._stored("store", str(self.study)))  # of the study, finished
+    demo_store = cached_property(lambda self: self._stored("demo-store", "demo", *HARDLY))  # of one that hardly trains
 
     @cached_property
     def drawn(self) -> Path:
@@ -410,18 +386,9 @@ class World:
     def unfinished_recording(self) -> Path:
         """A recording of a benchmark that was interrupted at its second question of three; beside it a finished one."""
         folder = self.folder / "unfinished-recording"
-        benchmarks._EVERY, usual = -1.0, benchmarks._EVERY  # what is done is kept at once
-
-        def stop(done: int, *_: Any) -> None:
-            if done == 3:
-                raise _InterruptedError
-
-        try:
-            for name, progress in (("finished", silent), ("new", stop)):
-                with suppress(_InterruptedError):
-                    self.record(folder / name, progress)
-        finally:
-            benchmarks._EVERY = usual
+        with patch.object(benchmarks, "_EVERY", -1.0), suppress(_InterruptedError):  # what is done is kept at once
+            for name, progress in (("finished", silent), ("new", _interrupted_at(3))):
+                self.record(folder / name, progress)
         assert list((folder / "new.unfinished").glob("*.safetensors"))
         return folder
 
@@ -429,6 +396,11 @@ class World:
         """The recording that `unfinished_recording` is of; batches of one question each."""
         what = {"data": self.benchmarks, "limit": 3, "batch_tokens": 1, "progress": progress}
         return ls.record_benchmark(self.checkpoint, "openbookqa", "test", out, **what)
+
+    def _saved(self, folder: str, made: Mapping[str, Any]) -> dict[str, Path]:
+        for name, each in made.items():
+            each.save(self.folder / folder / name)
+        return {name: self.folder / folder / name for name in made}
 
     def _written(self, name: str, text: str) -> Path:
         path = self.folder / name

@@ -42,16 +42,8 @@ def _take_private_mounts() -> None:
     """Begins again with mounts of its own, where the system lets users have them."""
     if _PRIVATE in os.environ or shutil.which("unshare") is None:
         return
-    begin = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "sh",
-        "-c",
-        'mount -t tmpfs tmpfs /dev/shm && exec "$@"',
-        "sh",
-    ]
+    shell = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+    begin = [*["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"], shell, "sh"]
     if subprocess.run([*begin, "true"], capture_output=True).returncode == 0:
         os.environ[_PRIVATE] = "1"
         os.execvp(begin[0], [*begin, sys.executable, "-m", "tests.kills", *sys.argv[1:]])
@@ -97,21 +89,10 @@ def _test(options: argparse.Namespace, folder: Path) -> int:
         print("Full disks were left out: this system lets users mount nothing.", file=sys.stderr)
     if options.json:
         print(as_json(counts))
-    else:
-        _print(counts)
+    for kind in dict.fromkeys(count.what for count in counts) if not options.json else ():
+        some = [count for count in counts if count.what == kind]
+        print(f"{kind}: {sum(each.tries for each in some)} tries, {sum(len(each.faults) for each in some)} faults")
     return 1 if any(count.faults for count in counts) else 0
-
-
-def _print(counts: "list[Count]") -> None:
-    """Tries and faults, by scene and by what was done to it."""
-    kinds = list(dict.fromkeys(count.what for count in counts))
-    cells = {(count.scene, count.what): f"{count.tries} / {len(count.faults)}" for count in counts}
-    print(f"{'tries / faults':<40}" + "".join(f"{kind:>14}" for kind in kinds))
-    for scene in dict.fromkeys(count.scene for count in counts):
-        print(f"{scene:<40}" + "".join(f"{cells.get((scene, kind), ''):>14}" for kind in kinds))
-    sums = [[count for count in counts if count.what == kind] for kind in kinds]
-    totals = [f"{sum(each.tries for each in some)} / {sum(len(each.faults) for each in some)}" for some in sums]
-    print(f"{'in all':<40}" + "".join(f"{total:>14}" for total in totals))
 
 
 if __name__ == "__main__":

@@ -45,90 +45,69 @@ class Inputs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def _made(self, name: str, make: Callable[[Path], object]) -> Path:
+    def __getitem__(self, name: str) -> Path:
         path = self._folder / name
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
-            ended = run(lambda: _done(make(path)), self._folder, self._folder / f"{name}.log")
+            work = self._work(name, path)
+            ended = run(work, self._folder, self._folder / f"{name}.log")
             assert ended.code == 0, f"{name} cannot be made: {ended}\n{ended.stderr}"
         return path
 
-    @property
-    def run(self) -> Path:
-        """A finished run with a gate, recorded."""
+    def _work(self, name: str, path: Path) -> Work:
+        if name in _WORDS:
+            commands = [self.words(line, str(path)) for line in _WORDS[name].splitlines()]
+            return lambda: max(main(words) for words in commands)
+        return lambda: _done(_MADE[name](path))
 
-        def make(folder: Path) -> None:
-            _loopscope("train", "demo", "--out", folder, "--force", *_settings(*GATED))
-            for split, more in (("train", ["--hidden"]), ("validation", ["--hidden"]), ("test", ["--hidden"])):
-                _loopscope("record", "task", folder, "--split", split, *more)
-
-        return self._made("run", make)
-
-    @property
-    def gate(self) -> Path:
-        """A gate that was fitted to it."""
-        recording = self.run / "recordings" / "train"
-        return self._made("gate", lambda out: _loopscope("gate", "fit", recording, "--steps", 20, "--out", out))
-
-    @property
-    def examples(self) -> Path:
-        return self._made("examples.txt", lambda out: out.write_text("+ 1 2\n* 2 + 0 1\n1\n- 2 2\n" * 50))
-
-    @property
-    def checkpoint(self) -> Path:
-        """A small Ouro with a tokenizer."""
-        return self._made("ouro", lambda out: write_ouro(out, byte_pairs()))
-
-    @property
-    def decoder(self) -> Path:
-        """A small Llama with a tokenizer, not looped."""
-        return self._made("llama", lambda out: write_decoder(out, tokenizer=byte_pairs()))
-
-    @property
-    def texts(self) -> Path:
-        """`train.txt`, `validation.txt`, and the settings of a small Ouro and of its further training."""
-
-        def make(folder: Path) -> None:
-            folder.mkdir()
-            tiny_text(folder)
-            (folder / "ouro.toml").write_text(TINY_OURO)
-            (folder / "further.toml").write_text(FURTHER)
-
-        return self._made("texts", make)
-
-    @property
-    def recorded(self) -> Path:
-        """Some of the texts at full depth."""
-        words = ("record", "text", self.checkpoint, self.texts / "validation.txt", "--limit", 600, *_ONE)
-        return self._made("recorded", lambda out: _loopscope(*words, "--out", out))
-
-    @property
-    def language(self) -> Path:
-        """A small Ouro that was trained on them."""
-        words = ("--text", self.texts / "train.txt", "--validation", self.texts / "validation.txt", "--force", *_ONE)
-        return self._made(
-            "language", lambda out: _loopscope("pretrain", self.texts / "ouro.toml", *words, "--out", out)
-        )
-
-    @property
-    def prompts(self) -> Path:
-        words = ("The sun", "A student wants to", "Water", "What is", "Birds", "An apple")
-        lines = "\n".join(f"{first} {second}" for first in words for second in words[:3])
-        return self._made("prompts.txt", lambda out: out.write_text(lines))
-
-    @property
-    def study(self) -> Path:
-        return self._made("tiny.toml", lambda out: out.write_text(_STUDY))
-
-    @property
-    def store(self) -> Path:
-        """What the study makes."""
-        words = ("study", "run", self.study, "--workers", 1, "--out", self._folder / "studied")
-        return self._made("store", lambda out: _loopscope(*words, "--store", out))
+    def words(self, line: str, out: str) -> list[str]:
+        """The words of a command; [NAME] is an input, [NAME/PLACE] lies in it, OUT is the target."""
+        found = []
+        for word in line.format(one=_ONE, settings=_SETTINGS, gated=_GATED).split():
+            if word.startswith("["):
+                name, _, place = word.strip("[]").partition("/")
+                found.append(str(self[name] / place))
+            else:
+                found.append(word.replace("OUT", out))
+        return found
 
 
-Command = Callable[[Inputs, str], list[object]]
-"""The words of a command whose target is the second argument, relative to the working directory."""
+def _done(_: object) -> int:
+    return 0
+
+
+def _write_texts(folder: Path) -> None:
+    folder.mkdir()
+    tiny_text(folder)
+    (folder / "ouro.toml").write_text(TINY_OURO)
+    (folder / "further.toml").write_text(FURTHER)
+
+
+_ONE = "--device cpu --threads 1"
+_SETTINGS = " ".join(f"--set {each}" for each in (*TINY, "training.checkpoint_every=2", "training.log_every=1"))
+_GATED = " ".join(f"--set {each}" for each in GATED)
+_TEXTS = "--text [texts/train.txt] --validation [texts/validation.txt]"
+_PROMPTS = ("The sun", "A student wants to", "Water", "What is", "Birds", "An apple")
+_MADE: dict[str, Callable[[Path], object]] = {
+    "examples.txt": lambda out: out.write_text("+ 1 2\n* 2 + 0 1\n1\n- 2 2\n" * 50),
+    "ouro": lambda out: write_ouro(out, byte_pairs()),
+    "llama": lambda out: write_decoder(out, tokenizer=byte_pairs()),
+    "texts": _write_texts,
+    "prompts.txt": lambda out: out.write_text("\n".join(f"{a} {b}" for a in _PROMPTS for b in _PROMPTS[:3])),
+    "tiny.toml": lambda out: out.write_text(_STUDY),
+}
+_WORDS = {
+    "run": "\n".join(
+        [
+            "train demo --out OUT --force {settings} {gated}",
+            *(f"record task OUT --split {split} --hidden" for split in ("train", "validation", "test")),
+        ]
+    ),
+    "gate": "gate fit [run/recordings/train] --steps 20 --out OUT",
+    "recorded": "record text [ouro] [texts/validation.txt] --limit 600 {one} --out OUT",
+    "language": f"pretrain [texts/ouro.toml] {_TEXTS} --force {{one}} --out OUT",
+    "store": "study run [tiny.toml] --workers 1 --out studied --store OUT",
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +115,8 @@ class Scene:
     """A verb that writes, on its inputs."""
 
     name: str
-    command: Command | None = None
+    command: str = ""
+    """Its words, as `Inputs.words` reads them; the target is relative to the working directory."""
     target: str = "out"
     act: Callable[[Inputs, str], Work] | None = None
     """In place of a command: what is called from Python."""
@@ -150,8 +130,6 @@ class Scene:
     """Files of which those of one older artifact may stay, for its readers, until the next call: two at most."""
     refuses: bool = False
     """Whether a target that is finished is refused, not used again."""
-    by_hand: bool = False
-    """Whether what a killed one left is of use, and is to be removed by hand."""
     neighbours: bool = False
     """Whether a target whose name begins alike is tried beside it."""
     share: float = 1.0
@@ -162,29 +140,12 @@ class Scene:
         target = target or self.target
         if self.act is not None:
             return self.act(inputs, target)
-        assert self.command is not None
-        words = [str(word) for word in self.command(inputs, target)]
+        words = inputs.words(self.command, target)
         return lambda: main(words)
 
     @property
     def available(self) -> bool:
         return find_spec(self.requires) is not None
-
-
-def _loopscope(*words: object) -> None:
-    assert main([str(word) for word in words]) == 0, words
-
-
-def _done(_: object) -> int:
-    return 0
-
-
-def _settings(*overrides: str) -> list[str]:
-    every = (*TINY, "training.checkpoint_every=2", "training.log_every=1", *overrides)
-    return [word for override in every for word in ("--set", override)]
-
-
-_ONE = ("--device", "cpu", "--threads", 1)
 
 
 def _saving(make: Callable[[int], Any], *seeds: int) -> Callable[[Inputs, str], Work]:
@@ -250,7 +211,7 @@ def _read_lines(path: Path) -> list[Any]:
 
 def _cut_off(inputs: Inputs, target: str) -> Work:
     """The same recording, damaged since."""
-    recording = _recording(inputs, "test")
+    recording = inputs["run"] / "recordings" / "test"
 
     def work() -> int:
         shutil.copytree(recording, target)
@@ -282,95 +243,49 @@ prior = [0.3]
 """.replace("SETTINGS", ", ".join(f'"{each}"' for each in TINY))
 
 
-def _study(workers: int) -> Command:
-    return lambda inputs, out: ["study", "run", inputs.study, "--out", out, "--store", "store", "--workers", workers]
-
-
-def _recording(inputs: Inputs, split: str) -> Path:
-    return inputs.run / "recordings" / split
-
-
-def _promise(inputs: Inputs, out: str) -> list[object]:
-    words = ("--max-drop", 0.1, "--confidence", 0.8, "--grid", _recording(inputs, "train"), "--out", out)
-    return ["calibrate", _recording(inputs, "validation"), *words]
-
-
+_FITTED = "gate fit [run/recordings/train] --out OUT"
+_PROMISED = (
+    "calibrate [run/recordings/validation] --max-drop 0.1 --confidence 0.8 --grid [run/recordings/train] --out OUT"
+)
+_RECORDED = "record task [run] --split test --hidden --out OUT {one}"
+_PRETRAINED = f"{_TEXTS} --out OUT --force {{one}} --set training.checkpoint_every=2"
+_STUDIED = "study run [tiny.toml] --out OUT --store store --workers"
 SCENES = (
-    Scene(
-        "train",
-        lambda inputs, out: ["train", "demo", "--out", out, "--force", *_ONE, *_settings()],
-        read=load_model,
-        growing=_unfinished(),
-        neighbours=True,
+    *(
+        Scene(name, words, read=load_model, growing=_unfinished(), neighbours=True)
+        for name, words in {
+            "train": "train demo --out OUT --force {one} {settings}",
+            "pretrain further": f"pretrain [texts/further.toml] --start [language] {_PRETRAINED}",
+            "pretrain": f"pretrain [texts/ouro.toml] {_PRETRAINED}",
+        }.items()
     ),
-    Scene(
-        "pretrain further",
-        lambda inputs, out: [
-            *("pretrain", inputs.texts / "further.toml", "--start", inputs.language, "--out", out, "--force", *_ONE),
-            *("--text", inputs.texts / "train.txt", "--validation", inputs.texts / "validation.txt"),
-            *("--set", "training.checkpoint_every=2"),
-        ],
-        read=load_model,
-        growing=_unfinished(),
-        neighbours=True,
+    *(
+        Scene(name, words, read=read, refuses=True, neighbours=True)
+        for name, words, read in (
+            ("loop", "loop [llama] --prelude 1 --core 1 --loops 3 --gate linear --out OUT", load_model),
+            ("gate fit, a stopper", f"{_FITTED} --kind induction", ls.Stopper.load),
+            ("gate fit", f"{_FITTED} --steps 20", ls.FittedGate.load),
+            ("gate write", "gate write [gate] [run] --out OUT", load_model),
+        )
     ),
-    Scene(
-        "pretrain",
-        lambda inputs, out: [
-            *("pretrain", inputs.texts / "ouro.toml", "--text", inputs.texts / "train.txt"),
-            *("--validation", inputs.texts / "validation.txt", "--out", out, "--force", *_ONE),
-            *("--set", "training.checkpoint_every=2"),
-        ],
-        read=load_model,
-        growing=_unfinished(),
-        neighbours=True,
-    ),
-    Scene(
-        "loop",
-        lambda inputs, out: [
-            *("loop", inputs.decoder, "--prelude", 1, "--core", 1, "--loops", 3, "--gate", "linear", "--out", out)
-        ],
-        read=load_model,
-        refuses=True,
-        neighbours=True,
-    ),
-    Scene(
-        "record task",
-        lambda inputs, out: ["record", "task", inputs.run, "--split", "test", "--hidden", "--out", out, *_ONE],
-        read=ls.Trajectory.load,
-        neighbours=True,
-    ),
-    Scene(
-        "record task over one that was cut off",
-        lambda inputs, out: ["record", "task", inputs.run, "--split", "test", "--hidden", "--out", out, *_ONE],
-        before=_cut_off,
-        read=ls.Trajectory.load,
-    ),
+    Scene("record task", _RECORDED, read=ls.Trajectory.load, neighbours=True),
+    Scene("record task over one that was cut off", _RECORDED, before=_cut_off, read=ls.Trajectory.load),
     Scene(
         "record text",
-        lambda inputs, out: [
-            *("record", "text", inputs.checkpoint, inputs.texts / "validation.txt", "--limit", 1500),
-            *("--hidden", "--out", out, *_ONE),
-        ],
+        "record text [ouro] [texts/validation.txt] --limit 1500 --hidden --out OUT {one}",
         read=ls.Trajectory.load,
         neighbours=True,
     ),
     Scene(
         "record live",
-        lambda inputs, out: [
-            *("record", "live", inputs.checkpoint, inputs.texts / "validation.txt", "--recording", inputs.recorded),
-            *("--max-drop", 0.6, "--confidence", 0.5, "--readout", "margin", "--candidates", 2),
-            *("--batch-size", 2, "--out", out, *_ONE),
-        ],
+        "record live [ouro] [texts/validation.txt] --recording [recorded] --max-drop 0.6 --confidence 0.5 "
+        "--readout margin --candidates 2 --batch-size 2 --out OUT {one}",
         read=LiveRuns.load,
         neighbours=True,
     ),
     Scene(
         "record benchmark",
-        lambda inputs, out: [
-            *("record", "benchmark", inputs.checkpoint, "openbookqa", "--data", DATA, "--limit", 16, "--hidden"),
-            *("--batch-tokens", 512, "--out", out, *_ONE),
-        ],
+        f"record benchmark [ouro] openbookqa --data {DATA} --limit 16 --hidden --batch-tokens 512 --out OUT {{one}}",
         read=ls.Trajectory.load,
         neighbours=True,
         requires="lm_eval",
@@ -389,80 +304,27 @@ SCENES = (
     _over_another(
         "Monitor.save over another", _monitor, lambda path: ls.Monitor.load(path, _promised()), target="monitor.json"
     ),
-    Scene(
-        "calibrate",
-        lambda inputs, out: [*_promise(inputs, out), "--readout", "margin"],
-        "policy.json",
-        read=ls.ExitPolicy.load,
-        refuses=True,
-    ),
+    Scene("calibrate", f"{_PROMISED} --readout margin", "policy.json", read=ls.ExitPolicy.load, refuses=True),
     Scene(
         "calibrate a gate",
-        lambda inputs, out: [*_promise(inputs, out), "--readout", "gate:gate", "--gate", inputs.gate],
+        f"{_PROMISED} --readout gate:gate --gate [gate]",
         "policy.json",
         read=ls.ExitPolicy.load,
         refuses=True,
     ),
-    Scene(
-        "gate fit, a stopper",
-        lambda inputs, out: ["gate", "fit", _recording(inputs, "train"), "--kind", "induction", "--out", out],
-        read=ls.Stopper.load,
-        refuses=True,
-        neighbours=True,
-    ),
-    Scene(
-        "gate fit",
-        lambda inputs, out: ["gate", "fit", _recording(inputs, "train"), "--steps", 20, "--out", out],
-        read=ls.FittedGate.load,
-        refuses=True,
-        neighbours=True,
-    ),
-    Scene(
-        "gate write",
-        lambda inputs, out: ["gate", "write", inputs.gate, inputs.run, "--out", out],
-        read=load_model,
-        refuses=True,
-        neighbours=True,
-    ),
-    Scene("report", lambda inputs, out: ["report", inputs.run, "--out", out], share=0.6),
-    Scene(
-        "report --product",
-        lambda inputs, out: ["report", inputs.run, "--product", "frontiers", "--out", out],
-        share=0.4,
-    ),
-    Scene(
-        "run",
-        lambda inputs, out: ["run", inputs.run, inputs.examples, "--out", out, *_ONE],
-        "answers.jsonl",
-        read=_read_lines,
-        refuses=True,
-    ),
+    Scene("report", "report [run] --out OUT", share=0.6),
+    Scene("report --product", "report [run] --product frontiers --out OUT", share=0.4),
+    Scene("run", "run [run] [examples.txt] --out OUT {one}", "answers.jsonl", read=_read_lines, refuses=True),
     Scene(
         "generate",
-        lambda inputs, out: [
-            *("generate", inputs.checkpoint, "--prompts", inputs.prompts, "--max-new-tokens", 8, "--batch-size", 2),
-            *("--temperature", 0.8, "--loops", 1, "--lossless", "--out", out, *_ONE),
-        ],
+        "generate [ouro] --prompts [prompts.txt] --max-new-tokens 8 --batch-size 2 --temperature 0.8 --loops 1 "
+        "--lossless --out OUT {one}",
         "texts.jsonl",
         read=_read_lines,
         refuses=True,
     ),
-    Scene(
-        "bench guarantees",
-        lambda inputs, out: ["bench", "guarantees", "--calibrations", 2, "--examples", 50, "--figure", f"{out}.png"],
-        share=0.4,
-    ),
-    Scene("study run on one worker", _study(1), growing=_unfinished(), share=0.2),
-    Scene("study run on two workers", _study(2), growing=_unfinished(), share=0.4),
-    Scene(
-        "study report",
-        lambda inputs, out: ["study", "report", inputs.study, "--out", out, "--store", inputs.store],
-        share=0.3,
-    ),
-    Scene(
-        "demo",
-        lambda inputs, out: ["demo", "--out", out, "--workers", 2, *_settings()],
-        growing=_unfinished(),
-        share=0.1,
-    ),
+    Scene("study run on one worker", f"{_STUDIED} 1", growing=_unfinished(), share=0.2),
+    Scene("study run on two workers", f"{_STUDIED} 2", growing=_unfinished(), share=0.4),
+    Scene("study report", "study report [tiny.toml] --out OUT --store [store]", share=0.3),
+    Scene("demo", "demo --out OUT --workers 2 {settings}", growing=_unfinished(), share=0.1),
 )

@@ -17,8 +17,8 @@ from .scenes import SCENES
 QUICK = ("record task", "ExitPolicy.save over others")
 WRITES = {"out", "figure", "store"}
 """Options that say where something is written."""
-READS = {"study plan", "study status"}
-"""Verbs that have such an option to find what another one wrote."""
+READS = {"study plan", "study status", "bench guarantees"}
+"""Verbs that have such an option to find what another one wrote; or that only draw what they measured."""
 
 
 def tried(*words: str) -> list[dict[str, Any]]:
@@ -43,20 +43,17 @@ def quick() -> list[dict[str, Any]]:
     )
 
 
-def test_killed_it_ends_with_the_same_bytes(quick: list[dict[str, Any]]) -> None:
-    check(quick, "kill")
-    assert sum(count["tries"] for count in quick if count["what"] == "kill") == 8
-
-
-def test_two_writers_leave_one_whole_artifact(quick: list[dict[str, Any]]) -> None:
-    check(quick, "two writers", "neighbours")
-
-
-def test_a_full_disk_is_one_sentence(quick: list[dict[str, Any]]) -> None:
-    if not any(count["what"] == "full disk" for count in quick):
+@pytest.mark.parametrize("kinds", [("kill",), ("two writers", "neighbours"), ("full disk",)], ids=", ".join)
+def test_nothing_is_lost(kinds: tuple[str, ...], quick: list[dict[str, Any]]) -> None:
+    """Killed, it ends with the same bytes; in company one artifact is whole; a full disk is one sentence."""
+    some = [count for count in quick if count["what"] in kinds]
+    if not some and kinds == ("full disk",):
         pytest.skip("this system lets users mount nothing, so there is no small disk")
-    check(quick, "full disk")
-    assert all(count["outcomes"].get("refused") for count in quick if count["what"] == "full disk")
+    check(quick, *kinds)
+    if kinds == ("kill",):
+        assert sum(count["tries"] for count in some) == 8
+    if kinds == ("full disk",):
+        assert all(count["outcomes"].get("refused") for count in some)
 
 
 @pytest.mark.long

@@ -262,11 +262,7 @@ class Tester:
     def _again(self, scene: Scene, reference: Reference) -> str | None:
         """What is wrong after the next call of the same command."""
         was_whole = not differences(visible(tree_of(self._work)), reference.tree)
-        process = Process(scene.work(self.inputs), self._work, self._log)
-        ended = process.end()
-        if ended.refused and scene.by_hand and (self._work / scene.target).exists():
-            (self._work / scene.target).unlink()
-            ended = run(scene.work(self.inputs), self._work, self._log)
+        ended = run(scene.work(self.inputs), self._work, self._log)
         if ended.code != 0 and not (ended.refused and scene.refuses and was_whole):
             return f"again, it ended with {ended}"
         return self._whole(scene, reference)
