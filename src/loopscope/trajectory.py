@@ -316,6 +316,46 @@ class Trajectory:
             raise UserError(f"{path}: {error}") from None
 
 
+def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
+    """The parts of one recording, one after the other; of their provenance what all of them say."""
+    first = parts[0]
+    kept = [name for name in (*_ARRAYS, "hidden") if getattr(first, name) is not None]
+    models = [part.provenance.get("weights_sha256") for part in parts]
+    for other, model in zip(parts[1:], models[1:], strict=True):
+        for what, ours, theirs in (
+            ("weights", True, same_model(models[0], model)),
+            ("split", first.split, other.split),
+            ("loops", first.num_loops, other.num_loops),
+            ("classes", first.num_classes, other.num_classes),
+            ("arrays", kept, [name for name in (*_ARRAYS, "hidden") if getattr(other, name) is not None]),
+            ("signals", set(first.signals), set(other.signals)),
+            (
+                "definitions of signals",
+                first.provenance.get("signal_definitions"),
+                other.provenance.get("signal_definitions"),
+            ),
+            ("texts", first.examples is None, other.examples is None),
+        ):
+            if ours != theirs:
+                raise UserError(f"Recordings that differ in their {what} are not parts of one; record them alike.")
+    provenance = {
+        key: value for key, value in first.provenance.items() if all(p.provenance.get(key) == value for p in parts)
+    }
+    if None not in models:
+        provenance["weights_sha256"] = min(
+            (str(model) for model in models), key=len
+        )  # that without a configuration, which is what all say
+    if "examples" in first.provenance:
+        provenance["examples"] = sum(part.num_examples for part in parts)
+    return Trajectory(
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in kept},
+        split=first.split,
+        signals={name: np.concatenate([part.signals[name] for part in parts]) for name in first.signals},
+        examples=None if first.examples is None else [text for part in parts for text in part.examples or ()],
+        provenance=provenance,
+    )
+
+
 def seal(
     folder: Path, split: str | None, examples: int, loops: int, provenance: Mapping[str, Any], needed: Collection[str]
 ) -> None:
