@@ -9,7 +9,7 @@ from pathlib import Path
 
 import loopscope as ls
 
-SOURCES = sorted(Path(ls.__file__).parent.rglob("*.py"))
+SOURCES = {path: ast.parse(path.read_text()) for path in sorted(Path(ls.__file__).parent.rglob("*.py"))}
 PER_VERB = {"define", "execute"}
 """What every module of a verb has."""
 OUR_OWN_ENGLISH = {"said", "told", "asked", "wanted", "heard", "telling", "beginnings", "slot"}
@@ -34,8 +34,8 @@ def identifiers(tree: ast.Module) -> Iterator[str]:
 
 def test_a_public_name_is_defined_once() -> None:
     homes = defaultdict(list)
-    for path in SOURCES:
-        for name in definitions(ast.parse(path.read_text())):
+    for path, tree in SOURCES.items():
+        for name in definitions(tree):
             homes[name].append(str(path))
     twice = {name: paths for name, paths in homes.items() if len(paths) > 1 and name not in PER_VERB}
     assert not twice
@@ -44,8 +44,8 @@ def test_a_public_name_is_defined_once() -> None:
 def test_identifiers_are_words_of_the_field() -> None:
     found = {
         (path.name, name)
-        for path in SOURCES
-        for name in identifiers(ast.parse(path.read_text()))
+        for path, tree in SOURCES.items()
+        for name in identifiers(tree)
         if not OUR_OWN_ENGLISH.isdisjoint(name.lower().strip("_").split("_"))
     }
     assert not found

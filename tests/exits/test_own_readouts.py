@@ -17,7 +17,7 @@ from loopscope.exits import readouts
 from loopscope.exits.exit_state import RowStates
 from loopscope.exits.recorded_signals import replayed
 from loopscope.exits.sweep import choose
-from loopscope.exits.thresholds import available_readouts, fine_grid, gap_grid, grid
+from loopscope.exits.thresholds import fine_grid, gap_grid, grid
 
 STEPPED = [name for name, kind in ls.READOUTS.items() if kind in ("above", "below")]
 
@@ -121,20 +121,6 @@ def test_settling_above_0_is_never_overturned_where_steps_shrink() -> None:
 
 
 # ---- registering
-
-
-def test_a_readout_is_known_everywhere_from_then_on(forgotten: None) -> None:
-    @ls.readout("steady", exits="above", reads="predictions")
-    def steady(answers, state):  # type: ignore[no-untyped-def]
-        count = np.zeros(len(answers)) if state is None else np.where(answers == state[0], state[1] + 1, 0)
-        return count, (answers, count)
-
-    assert isinstance(steady, ls.Readout)
-    validation, test = (random_trajectory(seed, split=split) for seed, split in ((1, "validation"), (2, "test")))
-    assert "steady" in available_readouts(validation, test)
-    ours, built_in = (ls.sweep(name, validation, test) for name in ("steady", "patience"))
-    assert np.array_equal(ours.average_loops, built_in.average_loops)
-    assert np.array_equal(ours.accuracy, built_in.accuracy)
 
 
 def test_the_same_lines_may_run_again_and_another_definition_may_not(forgotten: None) -> None:

@@ -1,4 +1,4 @@
-"""Which inputs are there? Every kind of file that is read, every argument, and arrays and places from Python."""
+"""Which inputs are there? Every kind of file that is read, every argument, and arrays from Python."""
 
 from . import arguments, checkpoints, python_api, sealed, serving, settings, texts
 from .runner import Kind
@@ -34,6 +34,5 @@ KINDS = {
     "arguments": Kind(arguments.arguments, 12, f"{_ARGUMENTS} own_gate live_runs"),
     "slow-arguments": Kind(arguments.slow_arguments, 3, _SLOW, quick=False),
     "arrays": Kind(python_api.arrays, 5, "recordings"),
-    "saving": Kind(python_api.saving, 5, "recordings gates policies documents"),
 }
 """By name, each with its share of the inputs, and what of the world it needs."""

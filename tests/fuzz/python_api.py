@@ -1,10 +1,8 @@
-"""From Python: other arrays must be rejected, or mean what they say; and saving must not cost what is there already.
+"""From Python: other arrays must be rejected, or mean what they say.
 
 Which error a wrong type raises is not looked at, only whether something wrong is accepted.
 """
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,59 +74,3 @@ def _check_trajectory(made: ls.Trajectory, given: dict[str, Any]) -> None:
     made.save(Path("saved"))
     if ls.Trajectory.load(Path("saved")).sha256 != made.sha256:
         raise MisledError("a trajectory is another one when it is saved and loaded")
-
-
-def saving(world: World, case: Case) -> str:
-    """To a place where something of another kind stands, or nothing can; whatever stands there is somebody's."""
-    promised = ls.ExitPolicy.load(world.policies["gate-linear"])
-    made: Any = case.rng.choice(
-        (
-            ls.Trajectory.load(world.recordings["test"]),
-            ls.FittedGate.load(world.gates["linear"]),
-            ls.Stopper.load(world.gates["induction"]),
-            promised,
-            ls.Monitor(promised),
-        )
-    )
-    target = _target(world, case.rng)
-    case.notes.append(f"{type(made).__name__}.save({target!r:.100})")
-    made.save(target)
-    again = ls.Monitor.load(target, promised) if isinstance(made, ls.Monitor) else type(made).load(target)
-    if _kept(made) != _kept(again):
-        raise MisledError(f"{type(made).__name__} is another one when it is saved and loaded")
-    if Path("file").exists() and Path("file").is_dir():
-        raise MisledError("a folder took the place of a file")
-    return "other"
-
-
-def _kept(made: Any) -> Any:
-    if isinstance(made, ls.Trajectory):
-        return made.sha256
-    if isinstance(made, ls.Monitor):
-        return made.result
-    if isinstance(made, ls.ExitPolicy):
-        return str(made), made.threshold, made.guarantee, made.gate and _kept(made.gate)
-    return {name: np.asarray(value).tolist() for name, value in made.tensors.items()}, dict(made.provenance)
-
-
-def _target(world: World, rng: Rng) -> str:
-    """A name, and what stands there already. Nothing lies outside the working folder."""
-    places: dict[str, Callable[[Path], object]] = {
-        "file": lambda path: path.write_text("mine"),
-        "empty": lambda path: path.mkdir(),
-        "full": lambda path: shutil.copytree(world.documents["prompts.txt"].parent, path),
-        "gate": lambda path: shutil.copytree(world.gates["other"], path),
-        "policy": lambda path: shutil.copyfile(world.policies["entropy"], path),
-        "linked": lambda path: (shutil.copytree(world.recordings["other"], "there"), path.symlink_to("there")),
-        "loop": lambda path: path.symlink_to("loop"),
-        "pipe": lambda path: os.mkfifo(path),
-    }
-    kind = rng.choice(list(places))
-    names = (kind, f"{kind}/", f"./{kind}", f"no/such/{kind}", f"file/{kind}")
-    odd = ("", ".", "..", "/", "/dev/null", "/proc/x", "a\0b", "\ud800", "two\nlines", "\x1b[31mred", "x" * 300)
-    target = rng.choice((*names, *names, *odd))
-    if target in names:
-        places[kind](Path(kind))
-        if target.startswith("file/") and kind != "file":
-            places["file"](Path("file"))
-    return target

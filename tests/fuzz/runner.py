@@ -243,16 +243,10 @@ class Report:
         return "\n".join(lines)
 
 
-def schedule(kinds: Mapping[str, Kind], inputs: int) -> Iterator[tuple[str, int]]:
-    """The kind of every input and its number among them: spread evenly, whatever how many there are."""
-    whole = sum(kind.share for kind in kinds.values())
-    due = dict.fromkeys(kinds, 0.0)
+def schedule(kinds: Mapping[str, Kind], inputs: int, seed: int) -> Iterator[tuple[str, int]]:
+    """The kind of every input, drawn by its share, and its number among those of the kind."""
     numbers = Counter[str]()
-    for _ in range(inputs):
-        for name, kind in kinds.items():
-            due[name] += kind.share / whole
-        name = max(due, key=lambda each: due[each])
-        due[name] -= 1
+    for name in random.Random(seed).choices(list(kinds), [kind.share for kind in kinds.values()], k=inputs):
         yield name, numbers[name]
         numbers[name] += 1
 
@@ -265,7 +259,7 @@ class Fuzzer:
 
     def run(self, inputs: int, progress: Callable[[int], None] = lambda done: None) -> Report:
         """Tries so many inputs, of every kind its share."""
-        for done, (kind, index) in enumerate(schedule(self.kinds, inputs), start=1):
+        for done, (kind, index) in enumerate(schedule(self.kinds, inputs, self.seed), start=1):
             self.attempt(kind, index)
             progress(done)
         return self.report
