@@ -1,17 +1,16 @@
 """Is a file that may hold anything read within bounds, or refused in one sentence?"""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from loopscope.config import read_json, read_toml
 from loopscope.documents import read_documents
 from loopscope.errors import UserError, brief, visible
-from loopscope.reading import DEEPEST, is_plain_name, json_depth, read_bytes, read_text
+from loopscope.reading import is_plain_name, read_bytes, read_text
 
 DIGITS = "1" * 5000
 
@@ -20,14 +19,12 @@ DIGITS = "1" * 5000
     ("read", "name", "data", "words"),
     [
         (read_toml, "a.toml", b"a = " + b"[" * 60_000, "nested"),
-        (read_toml, "a.toml", b"a = " + b"[" * 200 + b"]" * 200, "nested"),
         (read_toml, "a.toml", b"[" + b".".join([b"a"] * 5000) + b"]", "nested"),
-        (read_toml, "a.toml", f"a = {DIGITS}".encode(), "thousands of digits"),
-        (read_toml, "a.toml", b"a = [{b = 9223372036854775808}]", "beyond 64 bits"),
+        (read_toml, "a.toml", f"a = {DIGITS}".encode(), "beyond 64 bits"),
+        (read_toml, "a.toml", b"a = [{b = 18446744073709551616}]", "beyond 64 bits"),
         (read_toml, "a.toml", b"a = '\xff'", "not UTF-8 text .byte 5.; convert it"),
         (read_toml, "a.toml", b"#" * (1 << 22) + b"\n", "too large for a TOML file"),
         (lambda path: read_json(dict[str, Any], path, "policy"), "a.json", b'{"a":' * 60_000, "nested"),
-        (lambda path: read_json(Any, path, "policy"), "a.json", b"[" * 300 + b"]" * 300, "nested"),  # type: ignore[arg-type]
         (lambda path: read_json(int, path, "policy"), "a.json", DIGITS.encode(), "a.json"),
         (lambda path: read_json(dict[str, Any], path, "policy"), "a.json", b'{"a": "\xff"}', "not a readable policy"),
         (lambda path: read_documents([path]), "a.txt", b"\xff", "not UTF-8 text"),
@@ -57,29 +54,6 @@ def test_nobody_waits_for_what_is_no_file(tmp_path: Path, read: Any) -> None:
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa = 1")
     assert read_text(tmp_path / "a", "text file") == "a = 1"
-
-
-_JSON = st.recursive(
-    st.text('[]{}"\\a') | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text('[{"\\'), inner)
-)
-
-
-def depth(value: object) -> int:
-    if isinstance(value, dict | list):
-        return 1 + max(map(depth, value.values() if isinstance(value, dict) else value), default=0)
-    return 0
-
-
-@settings(max_examples=20, deadline=None)
-@given(_JSON)
-def test_depth_is_that_of_the_brackets_outside_of_strings(value: object) -> None:
-    data = json.dumps([value] * (DEEPEST + 1)).encode()  # with enough brackets to be looked at
-    assert json_depth(data + b"[]" * DEEPEST) == 1 + depth(value)
-
-
-@given(st.binary())
-def test_depth_of_anything(data: bytes) -> None:
-    assert json_depth(b"[" * 100 + data) >= 100 - data.count(b"]") - data.count(b"}")
 
 
 @pytest.mark.parametrize(

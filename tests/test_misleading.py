@@ -185,7 +185,7 @@ def test_altered_files(file: str, alter: Callable[[Path], None], tmp_path: Path)
         {"guarantee": {"max_drop": 0.05}},
         {"guarantee": {"confidence": 0.99}},
         {"scope": {"unit": "tokens"}},
-        {"calibration_exits": {"counts": [1, 1, 1, 1]}},
+        {"certificate": {"exits": {"counts": [1, 1, 1, 1]}}},
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ RISING = [[0.1, 0.5, 0.9], [0.6, 0.2, 0.1], [0.1, 0.2, 0.3], [0.1, 0.7, 0.2]]
 @pytest.mark.parametrize("name", ["top1", "margin", "gate", "entropy", *CONVERGENCE])
 def test_exits_at_the_first_loop_at_or_beyond_the_threshold(name: str) -> None:
     """A convergence signal never decides at loop 1, also if it was recorded there, however lax the threshold."""
-    above = ls.READOUTS[name] == "above"
+    above = ls.READOUTS[name].exits == "above"
     trajectory = with_signal(name, RISING if above else (1 - np.array(RISING)).tolist())
     expected = [2, 3, 3, 2] if name in CONVERGENCE else [2, 1, 3, 2]
     assert ls.ExitPolicy(readout=name, threshold=0.5).exit_loops(trajectory).tolist() == expected

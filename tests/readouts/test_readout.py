@@ -180,7 +180,7 @@ def test_an_installed_package_is_asked_for_an_unknown_name(forgotten: None, monk
         ls.ExitPolicy("mood", 1.0)
     assert ls.ExitPolicy("offered", 1.0).exit_loops(random_trajectory()).max() <= 4
     assert set(asked) == {("loopscope.readouts", "mood"), ("loopscope.readouts", "offered")}
-    with pytest.raises(ls.UserError, match="calls itself 'offered'"):
+    with pytest.raises(ls.UserError, match="no readout 'mislabelled'"):
         ls.ExitPolicy("mislabelled", 1.0)
 
 
@@ -315,4 +315,4 @@ def test_a_policy_keeps_the_definition_that_it_was_made_with(forgotten: None, tm
             policy.save(tmp_path / f"{number}.json")  # what it was made with, not what the name means by now
     register("above", "logits", once)
     assert [ls.ExitPolicy.load(tmp_path / f"{number}.json") for number in range(3)] == made
-    assert ls.calibrate(validation, 0.5, 0.8, readout="margin").definition_sha256 is None
+    assert ls.calibrate(validation, 0.5, 0.8, readout="margin").scope.definition is None
