@@ -19,7 +19,7 @@ from torch import Tensor
 
 from loopscope.arguments import as_count, as_number
 from loopscope.config import NonNegative, Settings
-from loopscope.engine.logit_stats import NO_ANSWER, check_answers, likeliest_classes
+from loopscope.engine.exit_decision import NO_ANSWER, check_answers, likeliest_classes
 from loopscope.errors import UserError
 from loopscope.models.device import accumulator, upload
 

@@ -14,33 +14,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.arguments import as_count, as_path, check_kind
 from loopscope.artifacts import sha256
 from loopscope.config import digest, plain
 from loopscope.documents import read_documents, tokenize_documents
-from loopscope.engine.decoder import CACHE_MODES, CacheMode
+from loopscope.engine.exit_decision import likeliest_classes
 from loopscope.engine.generation import MOST_ROWS, Prompt, stream
-from loopscope.engine.logit_stats import likeliest_classes
 from loopscope.errors import UserError
+from loopscope.exits.exit_state import ExitState
 from loopscope.exits.fitted import Fitted
 from loopscope.exits.live_calibration import CANDIDATES, Candidates, candidate_p_values, propose_candidates
 from loopscope.exits.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.risk_target import RiskTarget
-from loopscope.exits.scope import Scope
+from loopscope.exits.scope import CacheMode, Scope
 from loopscope.exits.threshold_walk import Proof
 from loopscope.model_identity import same_model, weights_of
-from loopscope.models import LoopedModel, load_model
+from loopscope.models.checkpoint import load_model
+from loopscope.models.contract import LoopedModel
 from loopscope.models.device import check_device
 from loopscope.models.hub import find_checkpoint
 from loopscope.progress import ProgressCallback, silent
-from loopscope.recording.tasks import holds_same
-from loopscope.recording.text import TextWindows, cut_documents
-from loopscope.recording.unfinished import Arrays, keep_part, kept_parts, unfinished_folder
-from loopscope.trajectory import Trajectory, check_trajectory
-from loopscope.writing import discard, only_writer, remove_leftovers
+from loopscope.recording.recording_folder import Arrays, existing_artifact, keep_part, kept_parts, resume_or_make
+from loopscope.recording.text_recording import TextWindows, cut_documents
+from loopscope.trajectory import Trajectory
 
-_GROUP = 8
+_BATCHES_TOGETHER = 8
 """Batches of windows that run, and are kept, together."""
 
 Integers = NDArray[np.int64]
@@ -63,15 +61,10 @@ def record_live(
 ) -> LiveRuns:
     """Runs the texts of a recording live; an identical live run is used again, one that was interrupted goes on.
 
-    For a promise that is asked for: candidates that a fifth of the documents proposes, on the others, from the most
+    For a guarantee that is asked for: candidates that a fifth of the documents proposes, on the others, from the most
     cautious one up to the first that is not proven. Or one policy, on all documents.
     """
-    check_trajectory(recording, "The recording")
-    check_kind(what, (RiskTarget, ExitPolicy), "What is run", "a RiskTarget or an ExitPolicy")
-    out, batch_size = as_path(out, "out"), min(as_count(batch_size, "batch_size"), MOST_ROWS)
-    proof = Proof("betting", as_count(seed, "seed", 0))
-    if cache not in CACHE_MODES:
-        raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
+    batch_size = min(batch_size, MOST_ROWS)
     folder, device = find_checkpoint(checkpoint), check_device(device)
     windows = _windows(texts, recording, folder)
     planned = (
@@ -97,26 +90,18 @@ def record_live(
         "seed": seed,
         "batch_size": batch_size,
     }
-    unfinished = unfinished_folder(out)
-    remove_leftovers(unfinished)
     expected = {**plain(contents), **provenance}
-    same = holds_same(out, LIVE, LIVE_FILES, expected)
-    if same and not unfinished.exists() and (whole := _whole(out)) is not None:
-        return whole
-    with only_writer(unfinished):
-        if same and (whole := _whole(out)) is not None:
-            discard(unfinished)  # left by a process that was killed after all was written
-            return whole
+
+    def make(unfinished: Path) -> None:
         model = load_model(folder, device, found.get("dtype"))
         _check_model(model, recording)
-        kept = kept_parts(unfinished, expected)
-        run = _Run(model, windows, planned, cache, batch_size, unfinished, kept, progress)
+        run = _Run(model, windows, planned, cache, batch_size, unfinished, kept_parts(unfinished, expected), progress)
         loops, predictions = [], []
         for place in range(len(planned.thresholds)):
             one_run = run.candidate(place)
             loops.append(one_run[0])
             predictions.append(one_run[1])
-            made = LiveRuns(
+            runs = LiveRuns(
                 rule=planned.rule,
                 thresholds=planned.thresholds[: place + 1],
                 loops=np.stack(loops),
@@ -127,37 +112,31 @@ def record_live(
                 contents=contents,
                 provenance=provenance,
             )
-            if isinstance(what, RiskTarget) and not _proven(made, what, proof):
-                break
-        made.save(out)
-        discard(unfinished)
-    return LiveRuns.load(out)
+            if isinstance(what, RiskTarget) and not _proven(runs, what, seed):
+                break  # none behind it can be
+        runs.save(out)
+
+    return resume_or_make(out, lambda: existing_artifact(out, LIVE, LIVE_FILES, expected, LiveRuns.load), make)
 
 
-def _proven(runs: LiveRuns, target: RiskTarget, proof: Proof) -> bool:
-    """Whether the last candidate is; where it is not, none behind it can be."""
+def _proven(runs: LiveRuns, target: RiskTarget, seed: int) -> bool:
+    """Whether the last candidate is."""
     assert target.delta is not None
-    return bool(candidate_p_values(runs, target, proof)[-1] <= target.delta)
-
-
-def _whole(out: Path) -> LiveRuns | None:
-    try:
-        return LiveRuns.load(out)
-    except UserError:  # cut or altered since: made again
-        return None
+    return bool(candidate_p_values(runs, target, Proof("betting", seed))[-1] <= target.delta)
 
 
 def _windows(texts: Sequence[Path], recording: Trajectory, folder: Path) -> TextWindows:
     """Those of the recording, whose texts these must be."""
     found = recording.provenance
-    documents = read_documents(texts)
-    if "text_sha256" not in found or recording.sequences is None:
-        raise UserError("Live runs are for text: give a recording that `loopscope record text` made.")
-    if found["text_sha256"] != [sha256(path) for path in texts]:
-        raise UserError("The recording is of another text than these files; give those that it was made of, in order.")
-    windows = cut_documents(tokenize_documents(documents, folder), found["context"], recording.num_examples)
+    if found.get("text_sha256") != [sha256(path) for path in texts]:
+        raise UserError(
+            "The recording is of another text than these files; give a recording that `loopscope record text` made, "
+            "and the files that it was made of, in order."
+        )
+    documents = tokenize_documents(read_documents(texts), folder)
+    windows = cut_documents(documents, found["context"], recording.num_examples)
     _, labels, sequences = windows.targets(np.arange(len(windows.lengths)))
-    if not np.array_equal(labels, recording.required_labels) or not np.array_equal(sequences, recording.sequences):
+    if not np.array_equal(labels, recording.required_labels) or not np.array_equal(sequences, _sequences(recording)):
         raise UserError("The tokens of this text are not those of the recording; record it again with this model.")
     return windows
 
@@ -179,8 +158,8 @@ def _given(policy: ExitPolicy, recording: Trajectory, cache: CacheMode) -> Candi
     found = recording.provenance
     here = Scope(unit="tokens", cache=cache, precision=found.get("precision"))
     policy.check(found.get("weights_sha256"), recording.num_loops, here)
-    if policy.threshold is None:
-        raise UserError("The oracle needs the labels, so it can be replayed but not run.")
+    ExitState(policy, recording.num_loops)  # rejects what can only be replayed
+    assert policy.threshold is not None
     return Candidates(policy, np.array([float(policy.threshold)]), [policy.readout], None, recording)
 
 
@@ -189,9 +168,9 @@ def _identity(rule: ExitPolicy) -> str:
     return digest([rule.readout, weights, rule.definition_sha256])
 
 
-def _sequences(tested: Trajectory) -> Integers:
-    assert tested.sequences is not None
-    return tested.sequences
+def _sequences(recording: Trajectory) -> Integers:
+    assert recording.sequences is not None
+    return recording.sequences
 
 
 class _Run:
@@ -213,7 +192,7 @@ class _Run:
         self._parts = {(int(part["place"][0]), int(part["group"][0])): part for part in kept}
         chosen = np.flatnonzero(np.isin(windows.documents, _sequences(planned.tested)))
         by_length = chosen[np.argsort(-windows.lengths[chosen], kind="stable")]
-        size = _GROUP * batch_size
+        size = _BATCHES_TOGETHER * batch_size
         self._groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
         predicted = windows.lengths[chosen] - 1
         starts = np.zeros(len(windows.lengths), dtype=np.int64)
