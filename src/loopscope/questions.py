@@ -54,22 +54,18 @@ _TOKENIZED_TOGETHER = 256
 Metric = Literal["acc", "acc_norm"]
 Split = Literal["train", "validation", "test"]
 
-# fmt: off
-MMLU_SUBJECTS = (
-    "abstract_algebra", "anatomy", "astronomy", "business_ethics", "clinical_knowledge", "college_biology",
-    "college_chemistry", "college_computer_science", "college_mathematics", "college_medicine", "college_physics",
-    "computer_security", "conceptual_physics", "econometrics", "electrical_engineering", "elementary_mathematics",
-    "formal_logic", "global_facts", "high_school_biology", "high_school_chemistry", "high_school_computer_science",
-    "high_school_european_history", "high_school_geography", "high_school_government_and_politics",
-    "high_school_macroeconomics", "high_school_mathematics", "high_school_microeconomics", "high_school_physics",
-    "high_school_psychology", "high_school_statistics", "high_school_us_history", "high_school_world_history",
-    "human_aging", "human_sexuality", "international_law", "jurisprudence", "logical_fallacies", "machine_learning",
-    "management", "marketing", "medical_genetics", "miscellaneous", "moral_disputes", "moral_scenarios", "nutrition",
-    "philosophy", "prehistory", "professional_accounting", "professional_law", "professional_medicine",
-    "professional_psychology", "public_relations", "security_studies", "sociology", "us_foreign_policy", "virology",
-    "world_religions",
-)
-# fmt: on
+_MMLU_SUBJECTS = """
+abstract_algebra anatomy astronomy business_ethics clinical_knowledge college_biology college_chemistry
+college_computer_science college_mathematics college_medicine college_physics computer_security
+conceptual_physics econometrics electrical_engineering elementary_mathematics formal_logic global_facts
+high_school_biology high_school_chemistry high_school_computer_science high_school_european_history
+high_school_geography high_school_government_and_politics high_school_macroeconomics high_school_mathematics
+high_school_microeconomics high_school_physics high_school_psychology high_school_statistics
+high_school_us_history high_school_world_history human_aging human_sexuality international_law jurisprudence
+logical_fallacies machine_learning management marketing medical_genetics miscellaneous moral_disputes
+moral_scenarios nutrition philosophy prehistory professional_accounting professional_law professional_medicine
+professional_psychology public_relations security_studies sociology us_foreign_policy virology world_religions
+"""
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ class Benchmark:
 BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
-        Benchmark("mmlu", "MMLU", 5, "acc", "mmlu/default", subjects=MMLU_SUBJECTS, pool="dev"),
+        Benchmark("mmlu", "MMLU", 5, "acc", "mmlu/default", subjects=tuple(_MMLU_SUBJECTS.split()), pool="dev"),
         Benchmark("arc_easy", "ARC-Easy", 8, "acc_norm", "arc", most_choices=5),
         Benchmark("arc_challenge", "ARC-Challenge", 25, "acc_norm", "arc", most_choices=5),
         Benchmark("openbookqa", "OpenBookQA", 0, "acc_norm", "openbookqa"),
@@ -161,10 +157,11 @@ def subjects_of(benchmark: Benchmark, data: Path | None) -> Sequence[str | None]
         return benchmark.subjects
     folder = data / benchmark.name
     present = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    if not present:
-        raise UserError(f"There is no {benchmark.title} in {data}: put its subjects into {folder}/<subject>/.")
-    if unknown := sorted({*present} - {*benchmark.subjects}):
-        raise UserError(f"{folder / unknown[0]} is not a subject of {benchmark.title}; rename or remove it.")
+    if not present or not {*present} <= {*benchmark.subjects}:
+        raise UserError(
+            f"There is no {benchmark.title} in {data}: put its subjects into {folder}/<subject>/, and nothing else "
+            f"(found: {', '.join(present) or 'nothing'})."
+        )
     return present
 
 

@@ -65,7 +65,6 @@ class Decoder:
         self._cached: Integers = np.zeros((rows, self._depth + 1), dtype=np.int64)  # tokens through each loop
         self._head_cached: Integers = np.zeros_like(self._cached)  # tokens that the head has read at each loop
         self._read: Integers = np.zeros(rows, dtype=np.int64)  # tokens before the first that full depth must read
-        self._prefilling: NDArray[np.bool_] = np.zeros(rows, dtype=bool)  # no token after the prompt yet
         self._groups: list[ExitDecision] = []  # one a policy
         self._group_of: NDArray[np.object_] = np.full(rows, None, dtype=object)
         self._to_full_depth: Integers = _NONE  # rows whose token goes through all loops, whatever the policy says
@@ -85,8 +84,7 @@ class Decoder:
         self._grow(len(prompt), row + 1)
         self._tokens[row, : len(prompt)] = prompt
         self._lengths[row] = self._prompts[row] = len(prompt)
-        self._loops[row], self._prefilling[row] = 0, True
-        self._read[row] = len(prompt) - 1
+        self._loops[row], self._read[row] = 0, len(prompt) - 1
         self._cached[row] = self._head_cached[row] = 0
         self._group_of[row] = self._group(policy, row)
         self._begin(np.array([row]), np.array([self._depth if ask else 0]))
@@ -100,7 +98,6 @@ class Decoder:
         self._tokens[index, self._lengths[index]] = tokens
         self._lengths[index] += 1
         self._loops[index] = 0
-        self._prefilling[index] = False
         self._begin(index, np.full_like(index, self._depth) if ask_until is None else np.asarray(ask_until))
 
     def exit_decision(self, row: int) -> ExitDecision:
@@ -108,9 +105,9 @@ class Decoder:
         decision: ExitDecision = self._group_of[row]
         return decision
 
-    def deepen(self, rows: Sequence[int]) -> None:
-        """The tokens of rows that have just exited go on to full depth instead."""
-        self._to_full_depth = np.concatenate((self._to_full_depth, np.asarray(rows, dtype=np.int64)))
+    def deepen(self, row: int) -> None:
+        """The token of a row that has just exited goes on to full depth instead."""
+        self._to_full_depth = np.append(self._to_full_depth, row)
 
     def take_back(self, row: int, length: int) -> None:
         """Of a row whose token has exited, only so many tokens were ever there."""
@@ -165,8 +162,6 @@ class Decoder:
 
     def _ask(self, group: ExitDecision, logits: Tensor | None) -> NDArray[np.bool_]:
         """[n] who of a group exits now."""
-        if not len(group.rows):
-            return np.empty(0, dtype=bool)
         return group.exits(self._loops[group.rows], logits, lambda: self._pooled(group.rows))
 
     def _counts_to_read(self, rows: Integers) -> Integers:
@@ -296,9 +291,10 @@ class Decoder:
             if self._drafting:  # a draft is read with whatever the head knows by now of those before it
                 self._head_cached[rows, :-1] = self._lengths[rows, None]
             return
-        self._finish_prefill(rows[self._prefilling[rows]])
+        prefilling = self._lengths[rows] == self._prompts[rows]
+        self._finish_prefill(rows[prefilling])
         if self._cache == "propagate":
-            decoded = rows[~self._prefilling[rows]]
+            decoded = rows[~prefilling]
             for loop in set(self._loops[decoded].tolist()):
                 exited = decoded[self._loops[decoded] == loop]
                 last = self._cache_indices(exited, self._lengths[exited] - 1, np.ones_like(exited))

@@ -19,6 +19,7 @@ from torch import Tensor
 from loopscope.errors import UserError
 from loopscope.exits.exit_state import ExitState
 from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.scope import Scope
 from loopscope.exits.signals import CONVERGENCE, SIGNALS
 from loopscope.exits.steps import LARGEST_RATIO
 from loopscope.models.contract import LoopedModel
@@ -77,6 +78,8 @@ class ExitDecision:
 
         `logits` [n, V] are given if the decision reads them; `pooled()` are the rows' states [n, D].
         """
+        if not len(self.rows):
+            return np.empty(0, dtype=bool)
         computed = {}
         if self._streamed is not None:
             assert isinstance(logits, Tensor)
@@ -99,6 +102,13 @@ class ExitDecision:
         if halt_logits is None:
             raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
         return check_finite(to_host(halt_logits), "halt logits")
+
+
+def check_policy(model: LoopedModel, policy: ExitPolicy, num_loops: int, here: Scope) -> None:
+    """Rejects a policy of another model or kind of decisions, and one that can only be replayed."""
+    tied = policy.model is not None or policy.gate is not None  # else nobody needs the hash, which takes a while
+    policy.check(model.weights_sha256 if tied else None, num_loops, here)
+    ExitState(policy, num_loops)
 
 
 def _said(source: str, logits: Tensor | Array) -> Array:
@@ -171,8 +181,7 @@ def likeliest_classes(logits: Tensor) -> Tensor:
 
 def check_answers(classes: Array) -> Array:
     """The same, if none of them is `NO_ANSWER`."""
-    if (classes == NO_ANSWER).any():
-        raise not_finite("logits")
+    check_finite(np.where(classes == NO_ANSWER, np.nan, 0.0), "logits")
     return classes
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from loopscope.arguments import as_token_row
 from loopscope.engine.decoder import CACHE_MODES, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
-from loopscope.engine.exit_decision import Integers
-from loopscope.engine.requests import require_vocabulary
+from loopscope.engine.exit_decision import Integers, check_policy
+from loopscope.engine.requests import check_tokens, require_vocabulary
 from loopscope.engine.sampling import Draft, Sampling, draw_drafts, greedy_tokens, verify, verify_greedy
 from loopscope.errors import UserError
-from loopscope.exits.exit_state import ExitState, check_drafts
+from loopscope.exits.exit_state import check_drafts
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.scope import CacheMode, Scope
 from loopscope.models.contract import LoopedModel
@@ -181,26 +181,20 @@ class _Policies:
 
     def __init__(self, model: LoopedModel, usual: ExitPolicy, cache: CacheMode, lossless: bool) -> None:
         self._model, self._usual, self._lossless = model, usual, lossless
-        # what lossless text is does not depend on the policy, so that it is whatever cache that was calibrated for
+        # Lossless text does not depend on the policy, so that the cache that it was calibrated for does not matter.
         self._here = Scope(unit="tokens", cache=None if lossless else cache, precision=model.precision)
         self._checked: dict[int, ExitPolicy] = {}  # by identity: to compare two is dear
-        self._check(usual)
 
     def of(self, prompt: Prompt) -> ExitPolicy:
-        policy = prompt.policy or self._usual
+        policy, num_loops = prompt.policy or self._usual, self._model.num_loops
         if self._lossless and prompt.forced is not None:
             raise UserError("What is forced after a prompt is no draft; leave out `forced`, or do without lossless.")
-        if self._lossless:
-            check_drafts(policy, self._model.num_loops)
         if id(policy) not in self._checked:
-            self._check(policy)
+            check_policy(self._model, policy, num_loops, self._here)
+            if self._lossless:
+                check_drafts(policy, num_loops)
+            self._checked[id(policy)] = policy
         return policy
-
-    def _check(self, policy: ExitPolicy) -> None:
-        tied = policy.model is not None or policy.gate is not None
-        policy.check(self._model.weights_sha256 if tied else None, self._model.num_loops, self._here)
-        ExitState(policy, self._model.num_loops)  # rejects what can only be replayed
-        self._checked[id(policy)] = policy
 
 
 class _Text:
@@ -327,7 +321,7 @@ class _RunningTexts:
         for row, draft in zip(rows, drafts, strict=True):
             text = self.rows[row]
             if draft.token in self._stop and draft.shares is None:
-                self.decoder.deepen([row])
+                self.decoder.deepen(row)
                 text.checked_until = 0  # it did exit
                 continue
             text.drafts.append(draft)
@@ -341,8 +335,7 @@ def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
     tokens = as_token_row(prompt.tokens, "A prompt")
     if prompt.forced is not None:
         tokens = np.concatenate((tokens, as_token_row(prompt.forced, "What is forced after a prompt")))
-    if tokens.min() < 0 or tokens.max() >= model.vocab_size:
-        raise UserError(f"A prompt has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
+    check_tokens(model, tokens, "A prompt")
     model.check_length(len(tokens) + (prompt.forced is None))
     return min(most, model.block_size - len(tokens)) if prompt.forced is None else len(prompt.forced)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.arguments import as_array, as_token_row
-from loopscope.engine.exit_decision import not_finite
+from loopscope.engine.exit_decision import Array, Integers, check_finite
 from loopscope.errors import UserError
 from loopscope.exits.scope import Score
 from loopscope.models.contract import LoopedModel, LoopState
@@ -27,8 +27,6 @@ from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
 from loopscope.models.layout import Layout
 from loopscope.tasks.task import Examples
 
-Array = NDArray[Any]
-Tokens = NDArray[np.int64]
 _MAX_LOGITS = 1 << 26
 """Logits that are held at a time."""
 
@@ -36,10 +34,10 @@ _MAX_LOGITS = 1 << 26
 class ScoredTokens(NamedTuple):
     """The tokens of a question that are scored, in the order of its choices."""
 
-    places: Tokens  # where in the question's row each is predicted
-    ends: Tokens  # where it stands, if choices are whole
-    tokens: Tokens
-    choices: Tokens  # whose they are
+    places: Integers  # where in the question's row each is predicted
+    ends: Integers  # where it stands, if choices are whole
+    tokens: Integers
+    choices: Integers  # whose they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ class Request:
     """
 
     key: Any  # comes back with the answer
-    rows: Sequence[Tokens]
+    rows: Sequence[Integers]
     scored: Sequence[int] = ()
     norms: Sequence[float] = ()
     shared: int = 0
@@ -72,10 +70,8 @@ class Request:
         object.__setattr__(self, "rows", [as_token_row(row, "A row of a request") for row in self.rows])
         object.__setattr__(self, "scored", tuple(self.scored))
         object.__setattr__(self, "trunk", len(self.rows[0]))
-        if self.scored:
+        if self.scored or len(self.rows) > 1:
             self._check_question()
-        elif len(self.rows) != 1:
-            raise UserError("A request of several rows must say how many tokens of each row are its choice.")
         if not 0 <= self.shared < self.trunk:
             raise UserError("What a request shares with others is less than what it reads before it is answered.")
 
@@ -89,14 +85,15 @@ class Request:
                 f"The score '{self.score}' does not fit the norms: the 'sum' has no norms, and other scores need the "
                 "norms of the choices."
             )
-        if any(not 0 < count < len(row) for row, count in zip(self.rows, self.scored, strict=True)):
-            raise UserError("A choice needs at least one token, and a token before it.")
-        trunk = min(len(row) - count for row, count in zip(self.rows, self.scored, strict=True))
+        trunk = max(0, min(len(row) - count for row, count in zip(self.rows, self.scored, strict=True)))
         for row in self.rows[1:]:
             differing = np.flatnonzero(self.rows[0][:trunk] != row[:trunk])
             trunk = int(differing[0]) if len(differing) else trunk
-        if trunk == 0:
-            raise UserError("The choices of a question continue one context, and these rows begin with nothing alike.")
+        if trunk == 0 or min(self.scored) < 1:
+            raise UserError(
+                "Every choice of a question has at least one token and continues one context; these have an empty "
+                "choice, or begin with nothing alike."
+            )
         object.__setattr__(self, "score", "sum" if self.score is None and plain else self.score)
         object.__setattr__(self, "norms", tuple(norms.tolist()))
         object.__setattr__(self, "trunk", trunk)
@@ -117,7 +114,7 @@ class Request:
         return [end - self.trunk for end in self.ran] if self.scored else []
 
     @cached_property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> Integers:
         """The trunk after what is shared, and all branches, one after the other."""
         if not self.scored:
             return self.rows[0][self.shared :]
@@ -144,8 +141,8 @@ Requests = Sequence[Request] | NDArray[np.object_]
 
 def choices(
     key: Any,
-    context: Tokens,
-    continuations: Sequence[Tokens],
+    context: Integers,
+    continuations: Sequence[Integers],
     norms: Sequence[float] = (),
     shared: int = 0,
     whole: bool = False,
@@ -171,7 +168,7 @@ class PrefixCache:
         self._model, self._device = model, device
         self._prefixes: dict[bytes, _Prefix] = {}
 
-    def shared_prefix(self, requests: Requests, loops: NDArray[np.int64]) -> SharedPrefix | None:
+    def shared_prefix(self, requests: Requests, loops: Integers) -> SharedPrefix | None:
         """What stands before these requests, which are about to go through these loops."""
         if not any(request.shared for request in requests):
             return None
@@ -193,7 +190,7 @@ class PrefixCache:
 class _Prefix:
     """One prefix, which has been through some loops."""
 
-    def __init__(self, model: LoopedModel, tokens: Tokens, device: torch.device) -> None:
+    def __init__(self, model: LoopedModel, tokens: Integers, device: torch.device) -> None:
         self._model, self._loop = model, 0
         self._kv_cache = KVCache(1, len(tokens), most_loops=model.num_loops)
         layout = Layout.from_host(np.array([len(tokens)]), device, cache=self._appending())
@@ -269,8 +266,7 @@ def choice_scores(
     if likeliest is not None:
         values.append((likeliest == targets).to(values[0]))
     log_probs, *likely = torch.stack(values).cpu().numpy()
-    if np.isnan(log_probs).any():
-        raise not_finite("logits")
+    check_finite(log_probs[np.isnan(log_probs)], "logits")
     norms = np.full((len(requests), max(len(request.rows) for request in requests)), np.nan)
     for row, request in zip(norms, requests, strict=True):
         row[: len(request.rows)] = request.norms if divided else 1.0
@@ -284,6 +280,12 @@ def choice_scores(
     return scores, same
 
 
+def check_tokens(model: LoopedModel, tokens: Integers, what: str) -> None:
+    """Rejects tokens that the model does not have."""
+    if tokens.min() < 0 or tokens.max() >= model.vocab_size:
+        raise UserError(f"{what} has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
+
+
 def require_vocabulary(model: LoopedModel, logits: Tensor) -> None:
     """Rejects answers that are no tokens where tokens are needed."""
     if logits.shape[-1] != model.vocab_size:
@@ -294,7 +296,7 @@ def require_vocabulary(model: LoopedModel, logits: Tensor) -> None:
 
 
 def log_likelihoods(
-    model: LoopedModel, read: Tensor, which: NDArray[np.int64], targets: Tensor, likeliest: Tensor | None = None
+    model: LoopedModel, read: Tensor, which: Integers, targets: Tensor, likeliest: Tensor | None = None
 ) -> Tensor:
     """[P] the log-probabilities of tokens, each read off the state `which` [P] of `read` [U, D] says, in float64.
 

@@ -11,7 +11,7 @@ Shapes: N active requests, T loops, D width, V vocabulary, C choices.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +20,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.engine.exit_decision import Array, ExitDecision, Integers, not_finite, to_host
-from loopscope.engine.requests import PrefixCache, Request, choice_scores, decision_states, embed_requests, trunk_ends
+from loopscope.engine.exit_decision import Array, ExitDecision, Integers, check_policy, not_finite, to_host
+from loopscope.engine.requests import (
+    PrefixCache,
+    Request,
+    check_tokens,
+    choice_scores,
+    decision_states,
+    embed_requests,
+    trunk_ends,
+)
 from loopscope.errors import UserError
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.scope import Scope, StateRead
@@ -34,19 +42,16 @@ _CLOSE = 1e-5
 """How near (relative) a signal comes to the threshold where rounding may decide."""
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(frozen=True, eq=False)
 class Answer:
     key: Any
     loop: int  # the loop at which the request stopped
-    logits: NDArray[np.float32]  # [V], or [C] for a question with choices
+    logits: NDArray[np.float32] = field(repr=False)  # [V], or [C] for a question with choices
     greedy: NDArray[np.bool_] | None = None  # [C] where it was asked for: the choice is what greedy decoding would say
 
     @property
     def prediction(self) -> int:
         return int(self.logits.argmax())
-
-    def __repr__(self) -> str:
-        return f"Answer(key={self.key!r}, loop={self.loop}, prediction={self.prediction})"
 
 
 def run(
@@ -69,10 +74,8 @@ def run(
     assert batch_size > 0
     model.require_evaluation()
     num_loops = model.num_loops if num_loops is None else num_loops
-    tied = policy.model is not None or policy.gate is not None
     state_read: StateRead | None = None if mean is None else "mean_over_choices" if mean else "last_token"
-    here = Scope(state=state_read, precision=model.precision)
-    policy.check(model.weights_sha256 if tied else None, num_loops, here)
+    check_policy(model, policy, num_loops, Scope(state=state_read, precision=model.precision))
     mean = policy.scope.state == "mean_over_choices" if mean is None else mean
     batch = _RunningBatch(model, ExitDecision(model, policy, num_loops, on_device=False), mean, greedy)
     waiting = iter(requests)
@@ -97,9 +100,9 @@ def run(
             break
         yield from batch.advance(new)
         if batch.failure is not None:
-            raise batch.failure
-    if invalid is not None:
-        raise invalid
+            break
+    if (failure := batch.failure or invalid) is not None:
+        raise failure
 
 
 def in_order(answers: Iterable[Answer]) -> Iterator[Answer]:
@@ -142,17 +145,15 @@ class _RunningBatch:
             return None
         if self._questions is None:
             self._questions = bool(new[0].scored)
-        tokens = np.concatenate([row for request in new for row in request.rows])
-        known = self._known(tokens)
         for place, request in enumerate(new):
             try:
-                self._check(request, known)
+                self._check(request)
             except UserError as error:
                 del new[place:]
                 return error
         return None
 
-    def _check(self, request: Request, known: bool) -> None:
+    def _check(self, request: Request) -> None:
         scope, model = self._decision.policy.scope, self._model
         if bool(request.scored) != self._questions:
             raise UserError("Requests with choices and requests without cannot run together.")
@@ -173,11 +174,8 @@ class _RunningBatch:
             model.require("kv_cache", "Requests that share what they begin with")
         scope.check(Scope(unit="questions" if self._questions else "answers", score=request.score))
         model.check_length(max(request.ran))
-        if not known and not all(map(self._known, request.rows)):
-            raise UserError(f"A request has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
-
-    def _known(self, tokens: Integers) -> bool:
-        return bool(tokens.min() >= 0 and tokens.max() < self._model.vocab_size)
+        for row in request.rows:
+            check_tokens(model, row, "A request")
 
     @torch.inference_mode()
     def advance(self, new: list[Request]) -> list[Answer]:

@@ -215,7 +215,8 @@ def kept_parts(folder: Path, description: dict[str, Any]) -> list[Arrays]:
     described = folder / _DESCRIPTION
     if not described.is_file() or read_json(str, described, "unfinished recording") != expected:
         raise UserError(f"{folder} holds another unfinished recording; choose another --out, or remove it.")
-    return [part for file in sorted(folder.glob(_PART.format("*"))) if (part := _kept(file)) is not None]
+    files = [file for file in sorted(folder.glob(_PART.format("*"))) if file.is_file()]
+    return [part for file in files if (part := _kept(file)) is not None]
 
 
 def keep_part(part: Arrays, folder: Path) -> None:
@@ -227,8 +228,6 @@ def keep_part(part: Arrays, folder: Path) -> None:
 
 
 def _kept(file: Path) -> Arrays | None:
-    if not file.is_file():
-        raise UserError(f"{file} is no file; remove {file.parent}, and what it was for is done again.")
     if file.name != _PART.format(sha256(file)):
         file.unlink()
         return None

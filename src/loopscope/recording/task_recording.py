@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from loopscope.arguments import as_integers
 from loopscope.config import plain
 from loopscope.engine.exit_decision import check_logits
+from loopscope.engine.requests import check_tokens
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readouts_reading
 from loopscope.exits.recorded_signals import replayed
@@ -146,9 +147,7 @@ def _examples(
     examples = Examples(rows, **by_row)
     if examples.lengths.min() < 1 or examples.lengths.max() > longest:
         raise UserError(f"lengths must be between 1 and the {longest} tokens of a row.")
-    inside = rows[np.arange(longest) < examples.lengths[:, None]]
-    if inside.min() < 0 or inside.max() >= model.vocab_size:
-        raise UserError(f"There is a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
+    check_tokens(model, rows[np.arange(longest) < examples.lengths[:, None]], "An example")
     return examples
 
 
@@ -156,9 +155,6 @@ def split_examples(settings: RunSettings, split: str, size: int | None, levels: 
     """The examples of a split; those of extrapolation are harder than training's, as far as the block size goes."""
     if split == "extrapolation" and levels is None:
         levels = extrapolation_levels(settings)
-    longest = settings.task.length((levels or settings.task.levels)[-1])
-    if longest > settings.block_size:
-        raise UserError(f"Examples of {longest} tokens do not fit the model's block size {settings.block_size}.")
     return drawn(settings.task, split, size, levels)
 
 

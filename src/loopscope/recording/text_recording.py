@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loopscope.arguments import check_split_name
 from loopscope.artifacts import sha256
 from loopscope.documents import check_context, read_documents, tokenize_documents
 from loopscope.engine.exit_decision import LOGIT_SIGNALS, check_finite, logit_signals
@@ -40,7 +41,6 @@ from loopscope.recording.recording_folder import (
 from loopscope.training.run_place import trained_with
 from loopscope.trajectory import SIGNAL_PREFIX, Trajectory
 
-TEXT_SPLITS = ("train", "validation", "test")
 CONTEXT = 512
 """Tokens of a window, if the model takes as many."""
 TEXT_BATCH_TOKENS = 4096
@@ -66,8 +66,7 @@ def record_text(
     progress: ProgressCallback = silent,
 ) -> Trajectory:
     """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again."""
-    if split not in TEXT_SPLITS:
-        raise UserError(f"A text has no split '{split}'; say what it is to the model: {', '.join(TEXT_SPLITS)}.")
+    check_split_name(split)
     documents, device = read_documents(texts), check_device(device)
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)

@@ -14,8 +14,8 @@ from loopscope.exits import readouts
 from loopscope.exits.calibration import certify
 from loopscope.exits.risk_target import RiskTarget
 from loopscope.exits.signals import SIGNALS
-from loopscope.recording import record_text, text
-from loopscope.recording.text import cut_documents
+from loopscope.recording import text_recording
+from loopscope.recording.text_recording import cut_documents, record_text
 from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_settings, write_back
 from loopscope.training.language_run import LanguageRun
 from loopscope.training.tokenizer import train_tokenizer
@@ -73,7 +73,7 @@ def test_a_label_is_the_token_after_its_position(recording: Trajectory, tiny_our
 def test_what_runs_together_does_not_matter(
     recording: Trajectory, tiny_ouro: LanguageRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text, "_NUMBERS", 7 * 3 * 300)
+    monkeypatch.setattr(text_recording, "_MAX_LOGITS", 7 * 3 * 300)
     options = {"context": CONTEXT, "hidden": True, "limit": 300, "tokens": 1}
     alone = record_text(tiny_ouro.folder, tiny_ouro.validation, "validation", tmp_path / "alone", **options)
     together = recording.take(np.arange(300))
