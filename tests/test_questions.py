@@ -123,7 +123,7 @@ def test_data_that_do_not_fit_are_named(tmp_path: Path) -> None:
     spoilt = json.loads(odd)
     spoilt["choices"]["text"][3] = None
     (tmp_path / "openbookqa" / "test.jsonl").write_text(f"{good}\n{json.dumps(spoilt)}\n", encoding="utf-8")
-    with pytest.raises(UserError, match="openbookqa/1 has a choice that is no text"):
+    with pytest.raises(UserError, match="openbookqa/1 has .* a choice that is no text"):
         load_questions(BENCHMARKS["openbookqa"], "test", tmp_path)
 
 
@@ -214,13 +214,13 @@ def test_what_is_too_long_is_cut_from_the_left_as_the_longest_choice_needs_it() 
         np.testing.assert_array_equal(short.context, row[:-longest])
         assert short.cut == len(full.context) - len(short.context)
         assert [c.tolist() for c in short.choices] == [c.tolist() for c in full.choices]
-    with pytest.raises(UserError, match="A choice of .* has .* tokens; the model runs 2 at most"):
+    with pytest.raises(UserError, match="and for every choice, and the model runs 2 at most"):
         encode_questions(questions, byte_pairs(), 2)
 
 
 def test_a_question_without_tokens_is_refused() -> None:
-    with pytest.raises(UserError, match="leaves made/0 without a token"):
+    with pytest.raises(UserError, match="made/0 needs a token"):
         encode_questions([asking("context", "", " b")], byte_pairs())
-    with pytest.raises(UserError, match="leaves made/0 without a token"):
+    with pytest.raises(UserError, match="made/0 needs a token"):
         encode_questions([asking("  ", " a")], byte_pairs())
     assert encode_questions([], byte_pairs()) == []

@@ -45,7 +45,9 @@ def _lines(path: Path) -> Iterator[str]:
             if line.strip():
                 yield decoder.decode(line).text
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            wrong = "has no `text`" if isinstance(error, msgspec.ValidationError) else "is not JSON"
+            wrong = "is not JSON"
+            if isinstance(error, msgspec.ValidationError):
+                wrong = "does not say what its `text` is"
             raise UserError(f'Line {number} of {path} {wrong}; a line must be {{"text": "..."}}.') from None
 
 

@@ -247,11 +247,11 @@ def _questions(benchmark: Benchmark, subject: str | None, task: Any) -> Iterator
         requests = list(group)
         key, texts = f"{place}/{document}", task.doc_to_choice(requests[0].doc)
         gold = task.doc_to_target(requests[0].doc)
-        if not all(isinstance(text, str) for text in texts):
-            raise UserError(f"{key} has a choice that is no text; correct the data of {benchmark.title}.")
         label = gold if isinstance(gold, int) else texts.index(gold) if gold in texts else -1
-        if not 0 <= label < len(texts):
-            raise UserError(f"{key} has no right answer ({gold!r}); {benchmark.title} needs labelled data.")
+        if not 0 <= label < len(texts) or not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                f"{key} has no right answer ({gold!r}), or a choice that is no text; {benchmark.title} needs both."
+            )
         choices, norms = tuple(request.args[1] for request in requests), tuple(map(len, texts))
         yield Question(key, requests[0].args[0], choices, label, norms, subject)
 
@@ -332,15 +332,18 @@ def encode_questions(
     contexts, cuts = [], []
     contexts_of_subject: dict[str | None, list[list[int]]] = {}
     for question, (context, endings) in zip(questions, pairs, strict=True):
-        if not context or not all(endings):
-            raise UserError(f"The tokenizer leaves {question.key} without a token for its context or for a choice.")
-        longest, most = max(map(len, endings)), np.inf if max_length is None else max_length
-        if longest > most:
-            raise UserError(f"A choice of {question.key} has {longest} tokens; the model runs {most} at most.")
-        cuts.append(int(max(0, len(context) + longest - 1 - most)))
+        needed = len(context) + max(map(len, endings)) - 1
+        cuts.append(0 if max_length is None else max(0, needed - max_length))
         contexts.append(context[cuts[-1] :])
+        if not contexts[-1] or not all(endings):
+            raise UserError(
+                f"{question.key} needs a token for its context and for every choice, and the model runs {max_length} "
+                "at most; the tokenizer leaves it without one."
+            )
         contexts_of_subject.setdefault(question.subject, []).append(contexts[-1])
-    prefixes = {subject: _shared(alike) for subject, alike in contexts_of_subject.items() if subject is not None}
+    prefixes: dict[str | None, int] = {
+        subject: _shared(alike) for subject, alike in contexts_of_subject.items() if subject is not None
+    }
     return [
         EncodedQuestion(np.array(context), tuple(map(np.array, endings)), prefixes.get(question.subject, 0), cut)
         for question, (_, endings), context, cut in zip(questions, pairs, contexts, cuts, strict=True)

@@ -108,21 +108,21 @@ def said(model: LoopedModel, prompt: Prompt, tokens: Sequence[int]) -> ls.Trajec
 def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(name: str, policy: ls.ExitPolicy | None) -> None:
     model = MODELS[name]()
     replayed = policy or ls.ExitPolicy("fixed", model.num_loops)
-    for prompt, text in zip(prompts(2), generate(model, prompts(2), policy, max_new_tokens=65), strict=True):
+    for prompt, text in zip(prompts(2), generate(model, prompts(2), policy, max_new_tokens=40), strict=True):
         recorded = said(model, prompt, text.tokens)
         loops = replayed.exit_loops(recorded)
         assert loops.tolist() == text.loops
-        assert recorded.predicted[np.arange(65), loops - 1].tolist() == text.tokens
+        assert recorded.predicted[np.arange(40), loops - 1].tolist() == text.tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopper_writes_as_it_is_replayed(kind: StopperKind, model: LoopedModel) -> None:
     """Its signals over the vocabulary come from the device, the others from states, answers and the gate."""
-    full = generate(model, prompts(3), max_new_tokens=40)
+    full = generate(model, prompts(3), max_new_tokens=34)
     recording = concatenate([said(model, prompt, text.tokens) for prompt, text in zip(prompts(3), full, strict=True)])
     policy = ls.ExitPolicy("stopper:mine", 0.3, ls.fit_stopper(recording, kind=kind, gain="agreement"))
     exits = []
-    for prompt, text in zip(prompts(3), generate(model, prompts(3), policy, max_new_tokens=40), strict=True):
+    for prompt, text in zip(prompts(3), generate(model, prompts(3), policy, max_new_tokens=34), strict=True):
         assert policy.exit_loops(said(model, prompt, text.tokens)).tolist() == text.loops
         exits += text.loops
     assert len(set(exits)) > 1

@@ -56,10 +56,10 @@ def test_it_is_full_depths_text_token_for_token(name: str) -> None:
 def test_huginn_too_whose_head_attends() -> None:
     model = ls.load_model(GOLDEN / "huginn-tiny")
     asked = [Prompt(number, np.arange(1, 6 + number)) for number in range(3)]
-    whole, stats = generate(model, asked, max_new_tokens=14), GenerationStats()
+    whole, stats = generate(model, asked, max_new_tokens=9), GenerationStats()
     for loops, batch_size in ((2, 1), (4, 3)):
         policy = ls.ExitPolicy("fixed", loops)
-        texts = generate(model, asked, policy, max_new_tokens=14, lossless=True, batch_size=batch_size, stats=stats)
+        texts = generate(model, asked, policy, max_new_tokens=9, lossless=True, batch_size=batch_size, stats=stats)
         assert same_tokens(texts, whole)
     assert 0 < stats.accepted < stats.drafted
 
@@ -106,7 +106,7 @@ def test_where_all_drafts_stand_only_the_loops_of_full_depth_run() -> None:
 @torch.inference_mode()
 def test_drawn_text_has_the_probabilities_of_full_depth(sampling: Sampling, stop: list[int]) -> None:
     """Of the second and third token after one prompt, which are a draft and what comes after it."""
-    model, draws, row = tiny_ouro(sure=3.0, vocab_size=12), 2000, np.array([7])
+    model, draws, row = tiny_ouro(sure=3.0, vocab_size=12), 1200, np.array([7])
     stats = GenerationStats()
     texts = generate(
         model,

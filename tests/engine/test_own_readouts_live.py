@@ -128,11 +128,11 @@ def test_texts_exit_where_the_replay_says(
     readout: str, threshold: float, cache: str, own: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule, rng, ouro = ls.ExitPolicy(readout, threshold), np.random.default_rng(0), MODELS["ouro"]()
-    prompts = [Prompt(key, rng.integers(0, VOCABULARY, rng.integers(1, 9))) for key in range(5)]
-    texts = generate(ouro, prompts, rule, max_new_tokens=6, cache=cache, batch_size=3)
+    prompts = [Prompt(key, rng.integers(0, VOCABULARY, rng.integers(1, 9))) for key in range(3)]
+    texts = generate(ouro, prompts, rule, max_new_tokens=5, cache=cache, batch_size=2)
     assert len({loop for text in texts for loop in text.loops}) > 1
     for prompt, text in zip(prompts, texts, strict=True):
-        tokens, loops, _ = PlainDecoder(ouro, rule, cache, monkeypatch).generate(prompt.tokens.tolist(), 6)
+        tokens, loops, _ = PlainDecoder(ouro, rule, cache, monkeypatch).generate(prompt.tokens.tolist(), 5)
         assert (tokens, loops) == (text.tokens, text.loops)
 
 

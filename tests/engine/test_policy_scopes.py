@@ -169,7 +169,7 @@ def test_norms_must_be_said() -> None:
     assert ls.choices(0, ROWS[0], CHOICES, (1.0, 1.0, 1.0)).score == "sum"
     assert ls.choices(0, ROWS[0], CHOICES, (1.0, 2.0, 1.0)).score is None
     for norms, score in (((), "per_character"), ((1.0, 2.0, 1.0), "sum")):
-        with pytest.raises(ls.UserError, match="does not fit the norms"):
+        with pytest.raises(ls.UserError, match="the score 'sum' has no norms"):
             ls.choices(0, ROWS[0], CHOICES, norms, score=score)
     with pytest.raises(ls.UserError, match="say it with score="):
         questions((1.0, 2.0, 1.0))(policy(KINDS["questions"]))

@@ -29,7 +29,7 @@ from loopscope.recording.question_recording import question_batches, question_re
 
 def count(benchmark: Benchmark, every: bool) -> int | None:
     """Questions of a subject; long prompts take their time."""
-    return None if every else 3 if benchmark.shots < 10 else 2
+    return None if every else 2 if benchmark.shots < 10 else 1
 
 
 class AtDepth(nn.Module):

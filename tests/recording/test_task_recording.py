@@ -119,7 +119,7 @@ def test_a_model_in_memory_needs_no_labels_and_wrong_rows_are_explained(gated_ru
         "outside the model's vocabulary": ([[0, 99]],),
         "lengths must be between": ([[0, 1]], [3]),
         "labels must be whole numbers": ([[0, 1]], [2], [0.5]),
-        "labels must be whole numbers, one for each": ([[0, 1]], [2], [1, 1]),
+        "one number an example": ([[0, 1]], [2], [1, 1]),
         "must have the shape": ([0, 1],),
         "block size is 11": ([[0] * 12],),
     }.items():

@@ -77,13 +77,13 @@ class Request:
 
     def _check_question(self) -> None:
         norms = as_array(self.norms, "norms") if len(self.norms) else np.ones(len(self.rows))
-        if norms.shape != (len(self.rows),) or not (np.isfinite(norms) & (norms > 0)).all():
-            raise UserError("The norm of a choice is a number above 0, and every choice has one.")
+        numbers = norms.shape == (len(self.rows),) and (np.isfinite(norms) & (norms > 0)).all()
         plain = bool((norms == 1).all())
-        if (self.score == "sum" and not plain) or (self.score not in (None, "sum") and not len(self.norms)):
+        fits = self.score is None or (plain if self.score == "sum" else len(self.norms) > 0)
+        if not numbers or not fits:
             raise UserError(
-                f"The score '{self.score}' does not fit the norms: the 'sum' has no norms, and other scores need the "
-                "norms of the choices."
+                "The norm of a choice is a number above 0, and every choice has one; the score 'sum' has no norms, "
+                "and other scores need the norms of the choices."
             )
         trunk = max(0, min(len(row) - count for row, count in zip(self.rows, self.scored, strict=True)))
         for row in self.rows[1:]:

@@ -163,8 +163,8 @@ class _RunningBatch:
                     "The choices of a request have norms, and nothing says of which kind; say it with score= "
                     "('per_character' or 'per_byte'), because this policy was calibrated on a kind of scores."
                 )
-            model.require("causal", "Questions with choices")
             model.require("branches", "Questions with choices")
+            model.require("causal", "Questions with choices")
             if self._decision.reads_logits and len(request.rows) < 2:
                 raise UserError(
                     f"The readout '{self._decision.policy.readout}' compares the choices of a question, and this "

@@ -95,20 +95,32 @@ def record_live(
     def make(unfinished: Path) -> None:
         model = load_model(folder, device, found.get("dtype"))
         _check_model(model, recording)
-        run = _Run(model, windows, planned, cache, batch_size, unfinished, kept_parts(unfinished, expected), progress)
-        loops, predictions = [], []
-        for place in range(len(planned.thresholds)):
-            one_run = run.candidate(place)
-            loops.append(one_run[0])
-            predictions.append(one_run[1])
+        rule, tested = planned.rule, planned.tested
+        groups, starts = _groups(windows, _sequences(tested), _BATCHES_TOGETHER * batch_size)
+        assert starts[-1] == tested.num_examples
+        parts = {(int(part["place"][0]), int(part["group"][0])): part for part in kept_parts(unfinished, expected)}
+        loops = np.zeros((len(planned.thresholds), tested.num_examples), dtype=np.int64)
+        predictions = np.zeros_like(loops)
+        for place, threshold in enumerate(planned.thresholds.tolist()):
+            policy = ExitPolicy(rule.readout, threshold, rule.gate, scope=rule.scope)
+            for number, group in enumerate(groups):
+                if (place, number) not in parts:
+                    part = _run_windows(model, policy, windows, group, starts, cache, batch_size)
+                    part |= {"place": np.array([place]), "group": np.array([number])}
+                    keep_part(part, unfinished)
+                    parts[place, number] = part
+                part = parts[place, number]
+                loops[place, part["rows"]], predictions[place, part["rows"]] = part["loops"], part["predictions"]
+                note = f"candidate {place + 1} of {len(loops)}"
+                progress(place * len(groups) + number + 1, len(groups) * len(loops), note)
             runs = LiveRuns(
-                rule=planned.rule,
+                rule=rule,
                 thresholds=planned.thresholds[: place + 1],
-                loops=np.stack(loops),
-                predictions=np.stack(predictions),
-                full_depth=np.ascontiguousarray(planned.tested.predicted[:, -1]),
-                labels=planned.tested.required_labels,
-                sequences=_sequences(planned.tested),
+                loops=loops[: place + 1],
+                predictions=predictions[: place + 1],
+                full_depth=np.ascontiguousarray(tested.predicted[:, -1]),
+                labels=tested.required_labels,
+                sequences=_sequences(tested),
                 contents=contents,
                 provenance=provenance,
             )
@@ -173,64 +185,36 @@ def _sequences(recording: Trajectory) -> Integers:
     return recording.sequences
 
 
-class _Run:
-    """Documents that go through the model once for every candidate."""
+def _groups(windows: TextWindows, documents: Integers, size: int) -> tuple[list[Integers], Integers]:
+    """The windows of these documents that run together, and [W + 1] where the decisions of each window begin."""
+    chosen = np.isin(windows.documents, documents)
+    numbers = np.flatnonzero(chosen)
+    by_length = numbers[np.argsort(-windows.lengths[numbers], kind="stable")]
+    starts = np.append(0, np.where(chosen, windows.lengths - 1, 0).cumsum())
+    return [by_length[first : first + size] for first in range(0, len(by_length), size)], starts
 
-    def __init__(
-        self,
-        model: LoopedModel,
-        windows: TextWindows,
-        planned: Candidates,
-        cache: CacheMode,
-        batch_size: int,
-        folder: Path,
-        kept: list[Arrays],
-        progress: ProgressCallback,
-    ) -> None:
-        self._model, self._windows, self._planned, self._rows = model, windows, planned, batch_size
-        self._cache, self._folder, self._progress = cache, folder, progress
-        self._parts = {(int(part["place"][0]), int(part["group"][0])): part for part in kept}
-        chosen = np.flatnonzero(np.isin(windows.documents, _sequences(planned.tested)))
-        by_length = chosen[np.argsort(-windows.lengths[chosen], kind="stable")]
-        size = _BATCHES_TOGETHER * batch_size
-        self._groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
-        predicted = windows.lengths[chosen] - 1
-        starts = np.zeros(len(windows.lengths), dtype=np.int64)
-        starts[chosen] = predicted.cumsum() - predicted  # where a window's decisions begin among those that are run
-        self._starts = starts
-        assert predicted.sum() == planned.tested.num_examples
 
-    def candidate(self, place: int) -> tuple[Integers, Integers]:
-        """[N] the loops that every token took, and what it predicted."""
-        loops = np.zeros(self._planned.tested.num_examples, dtype=np.int64)
-        predictions = np.zeros_like(loops)
-        for number, group in enumerate(self._groups):
-            if (place, number) not in self._parts:
-                part = self._run(place, group)
-                part |= {"place": np.array([place]), "group": np.array([number])}
-                keep_part(part, self._folder)
-                self._parts[place, number] = part
-            part = self._parts[place, number]
-            loops[part["rows"]], predictions[part["rows"]] = part["loops"], part["predictions"]
-            done = place * len(self._groups) + number + 1
-            note = f"candidate {place + 1} of {len(self._planned.thresholds)}"
-            self._progress(done, len(self._groups) * len(self._planned.thresholds), note)
-        return loops, predictions
-
-    def _run(self, place: int, group: Integers) -> Arrays:
-        windows, rule = self._windows, self._planned.rule
-        policy = ExitPolicy(rule.readout, float(self._planned.thresholds[place]), rule.gate, scope=rule.scope)
-        prompts = []
-        for window in group.tolist():
-            tokens = windows.tokens[windows.starts[window] : windows.starts[window] + windows.lengths[window]]
-            prompts.append(Prompt(window, tokens[:1], tokens[1:]))
-        rows, loops, predicted = [], [], []
-        written = dict.fromkeys(group.tolist(), 0)
-        for token in stream(self._model, prompts, policy, cache=self._cache, batch_size=self._rows, with_logits=True):
-            assert token.logits is not None
-            rows.append(int(self._starts[token.key]) + written[token.key])
-            loops.append(token.loops)
-            predicted.append(likeliest_classes(token.logits))
-            written[token.key] += 1
-        predictions = torch.stack(predicted).cpu().numpy()
-        return {"rows": np.array(rows), "loops": np.array(loops), "predictions": predictions.astype(np.int64)}
+def _run_windows(
+    model: LoopedModel,
+    policy: ExitPolicy,
+    windows: TextWindows,
+    group: Integers,
+    starts: Integers,
+    cache: CacheMode,
+    batch_size: int,
+) -> Arrays:
+    """The loops that every token of some windows took, and what it predicted."""
+    prompts = []
+    for window in group.tolist():
+        tokens = windows.tokens[windows.starts[window] : windows.starts[window] + windows.lengths[window]]
+        prompts.append(Prompt(window, tokens[:1], tokens[1:]))
+    rows, loops, predicted = [], [], []
+    written = dict.fromkeys(group.tolist(), 0)
+    for token in stream(model, prompts, policy, cache=cache, batch_size=batch_size, with_logits=True):
+        assert token.logits is not None
+        rows.append(int(starts[token.key]) + written[token.key])
+        loops.append(token.loops)
+        predicted.append(likeliest_classes(token.logits))
+        written[token.key] += 1
+    predictions = torch.stack(predicted).cpu().numpy()
+    return {"rows": np.array(rows), "loops": np.array(loops), "predictions": predictions.astype(np.int64)}

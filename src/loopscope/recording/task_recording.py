@@ -133,17 +133,15 @@ def _examples(
 ) -> Examples:
     """What was given, as examples of the model; zeros for what was not."""
     rows = as_integers(tokens, "tokens")
-    if rows.ndim != 2 or not rows.size:
-        raise UserError(f"tokens must have the shape [examples, tokens], got {list(rows.shape)}.")
-    count, longest = rows.shape
+    count, longest = rows.shape if rows.ndim == 2 else (0, 0)
     given = {"lengths": lengths, "labels": labels, "difficulty": difficulty}
     by_row = {
         name: np.full(count, longest if name == "lengths" else 0) if values is None else as_integers(values, name)
         for name, values in given.items()
     }
-    for name, numbers in by_row.items():
-        if numbers.shape != (count,):
-            raise UserError(f"{name} must be whole numbers, one for each of the {count} examples.")
+    if not count * longest or any(numbers.shape != (count,) for numbers in by_row.values()):
+        shapes = {"tokens": rows.shape} | {name: numbers.shape for name, numbers in by_row.items()}
+        raise UserError(f"tokens must have the shape [examples, tokens], the others one number an example: {shapes}.")
     examples = Examples(rows, **by_row)
     if examples.lengths.min() < 1 or examples.lengths.max() > longest:
         raise UserError(f"lengths must be between 1 and the {longest} tokens of a row.")
