@@ -51,7 +51,7 @@ def test_a_recording_is_what_the_model_says_of_every_next_token(recording: Traje
             assert np.array_equal(recording.predictions[rows][clear], logits.argmax(-1).numpy()[clear])
             row += len(window) - 1
     assert recording.num_examples == sum(len(tokens) - 1 for tokens in documents)
-    assert max(map(len, documents[:40])) > 2 * CONTEXT  # some are cut
+    assert max(map(len, documents[:40])) >= 2 * CONTEXT  # some are cut
     assert recording.logits is None
     assert recording.split == "validation"
 

@@ -40,7 +40,7 @@ class ScoredTokens(NamedTuple):
     choices: Integers  # whose they are
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """Rows that stop together. One row is answered with the class logits at its last token.
 
@@ -67,9 +67,9 @@ class Request:
     trunk: int = field(init=False)  # how many tokens all rows begin with, before what is scored
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", [as_token_row(row, "A row of a request") for row in self.rows])
-        object.__setattr__(self, "scored", tuple(self.scored))
-        object.__setattr__(self, "trunk", len(self.rows[0]))
+        self.rows = [as_token_row(row, "A row of a request") for row in self.rows]
+        self.scored = tuple(self.scored)
+        self.trunk = len(self.rows[0])
         if self.scored or len(self.rows) > 1:
             self._check_question()
         if not 0 <= self.shared < self.trunk:
@@ -94,9 +94,9 @@ class Request:
                 "Every choice of a question has at least one token and continues one context; these have an empty "
                 "choice, or begin with nothing alike."
             )
-        object.__setattr__(self, "score", "sum" if self.score is None and plain else self.score)
-        object.__setattr__(self, "norms", tuple(norms.tolist()))
-        object.__setattr__(self, "trunk", trunk)
+        self.score = "sum" if self.score is None and plain else self.score
+        self.norms = tuple(norms.tolist())
+        self.trunk = trunk
 
     @cached_property
     def prefix(self) -> bytes:

@@ -326,10 +326,10 @@ def close_calls(policy: ExitPolicy, trajectory: Trajectory, loops: Integers, tol
 
 def _near(policy: ExitPolicy, trajectory: Trajectory, tolerance: float) -> NDArray[np.bool_]:
     """[N, T] where rounding may decide. Whole numbers are not rounded: one that meets the threshold is not close."""
-    fixed = policy.fixed_depth is not None or policy.threshold is None
-    if fixed or is_whole(values := policy.values(trajectory)):
+    threshold = None if policy.fixed_depth is not None else policy.threshold
+    if threshold is None or is_whole(values := policy.values(trajectory)):
         return np.zeros((trajectory.num_examples, trajectory.num_loops), dtype=bool)
-    return np.abs(values - policy.threshold) <= tolerance * abs(policy.threshold)
+    return np.abs(values - threshold) <= tolerance * abs(threshold)
 
 
 def _before_exit(near: NDArray[np.bool_], loops: Integers) -> NDArray[np.bool_]:

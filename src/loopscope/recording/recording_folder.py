@@ -120,8 +120,8 @@ def write_recording(
         if examples is not None:
             write_json(scratch / EXAMPLES, examples)
             needed.append(EXAMPLES)
-        examples_and_loops = arrays["logits" if "logits" in arrays else "predictions"].shape[:2]
-        seal(scratch, split, *examples_and_loops, provenance, needed)
+        count, loops = arrays["logits" if "logits" in arrays else "predictions"].shape[:2]
+        seal(scratch, split, count, loops, provenance, needed)
         return Trajectory.load(scratch)  # only what can be read takes its place
 
 
