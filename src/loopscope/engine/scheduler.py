@@ -71,9 +71,9 @@ def run(
     says which it is. With `greedy`, the answers to questions say which choices are what the model itself would say. A
     request that the model cannot take is an error, raised when all before it are answered.
     """
-    assert batch_size > 0
     model.require_evaluation()
     num_loops = model.num_loops if num_loops is None else num_loops
+    assert min(batch_size, num_loops) >= 1
     state_read: StateRead | None = None if mean is None else "mean_over_choices" if mean else "last_token"
     check_policy(model, policy, num_loops, Scope(state=state_read, precision=model.precision))
     mean = policy.scope.state == "mean_over_choices" if mean is None else mean
