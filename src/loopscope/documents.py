@@ -3,7 +3,7 @@
 A text file holds documents with `<|endoftext|>` between them; a `.jsonl` file one `{"text": ...}` a line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,37 +31,28 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
     """The documents of these files, in order, without empty ones."""
     found: list[str] = []
     for path in paths:
-        if path.suffix != ".jsonl":
-            found += read_text(path, "text file", None).split(END)
-            continue
-        data = read_bytes(path, "text file", None)
-        try:
-            found += [line.text for line in msgspec.json.Decoder(_Line).decode_lines(data)]
-        except (msgspec.DecodeError, ValueError, RecursionError):
-            raise UserError(f'{_wrong_line(data, path)}; a line must be {{"text": "..."}}.') from None
-    kept = [document for document in found if document.strip()]
-    if not kept:
+        found += _lines(path) if path.suffix == ".jsonl" else read_text(path, "text file", None).split(END)
+    documents = [document for document in found if document.strip()]
+    if not documents:
         raise UserError(f"There is no text in {', '.join(map(str, paths))}.")
-    return kept
+    return documents
 
 
-def _wrong_line(data: bytes, path: Path) -> str:
-    """What is wrong with which line, where one is."""
-    for number, line in enumerate(data.split(b"\n"), start=1):
+def _lines(path: Path) -> Iterator[str]:
+    decoder = msgspec.json.Decoder(_Line)
+    for number, line in enumerate(read_bytes(path, "text file", None).split(b"\n"), start=1):
         try:
             if line.strip():
-                msgspec.json.decode(line, type=_Line)
-        except msgspec.ValidationError as error:
-            wrong = "has no `text`" if "missing required field" in str(error) else "does not say what its `text` is"
-            return f"Line {number} of {path} {wrong}"
-        except (msgspec.DecodeError, ValueError, RecursionError):
-            return f"Line {number} of {path} is not JSON"
-    return f"{path} has a line that is not JSON"
+                yield decoder.decode(line).text
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            wrong = "is not JSON"
+            if isinstance(error, msgspec.ValidationError):
+                wrong = "does not say what its `text` is"
+            raise UserError(f'Line {number} of {path} {wrong}; a line must be {{"text": "..."}}.') from None
 
 
 def tokenize_documents(documents: Sequence[str], checkpoint: Path) -> list[NDArray[np.int64]]:
     """The tokens of every document, and nothing before or after them."""
     tokenizer = load_tokenizer(checkpoint).backend_tokenizer
-    return [
-        np.array(each.ids, dtype=np.int64) for each in tokenizer.encode_batch_fast(documents, add_special_tokens=False)
-    ]
+    encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+    return [np.array(tokens.ids, dtype=np.int64) for tokens in encoded]

@@ -5,15 +5,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, random_trajectory
+from conftest import GOLDEN
 from plain_decoding import PlainDecoder
 from safetensors.torch import load_file
 from scipy.stats import chisquare
-from tiny_language import MODELS, VOCABULARY, write_ouro
+from tiny_language import MODELS, VOCABULARY
 
 import loopscope as ls
-from loopscope.engine import Completion, GenerationStats, Prompt, Sampling, generate, stream
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
+from loopscope.engine.generation import Completion, GenerationStats, Prompt, generate, stream
+from loopscope.engine.sampling import Sampling
 from loopscope.exits.stopper import KINDS, StopperKind
 from loopscope.models import LoopedModel
 from loopscope.trajectory import concatenate
@@ -25,6 +26,13 @@ POLICIES = [
     ls.ExitPolicy("kl", 0.07),
     ls.ExitPolicy("fixed", 2),
 ]
+
+EVERY_CACHE = [
+    (name, policy, CACHE_MODES[(place + turn) % 3])
+    for turn, name in enumerate(("ouro", "coda", "looped llama"))
+    for place, policy in enumerate(POLICIES)
+]
+"""Every policy with every cache, each with another model."""
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +65,20 @@ def test_golden_greedy_continuation(cache: CacheMode) -> None:
         assert all(text.loops == [4] * 12 and text.finish_reason == "length" for text in texts)
 
 
-@pytest.mark.parametrize("cache", CACHE_MODES)
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("name", ["ouro", "coda", "looped llama"])
+@pytest.mark.parametrize(("name", "policy", "cache"), EVERY_CACHE, ids=str)
 def test_every_cache_is_what_it_is_meant_to_be(
     name: str, policy: ls.ExitPolicy, cache: CacheMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a batch with others, and by itself; against a decoder that keeps everything in dictionaries."""
     model = MODELS[name]()
-    together = generate(model, prompts(), policy, max_new_tokens=7, cache=cache, batch_size=3)
-    assert same(together, generate(model, prompts(), policy, max_new_tokens=7, cache=cache, batch_size=1))
+    together = generate(model, prompts(), policy, max_new_tokens=5, cache=cache, batch_size=3)
+    assert same(together, generate(model, prompts(), policy, max_new_tokens=5, cache=cache, batch_size=1))
     if policy.readout != "fixed":
         assert len({loop for text in together for loop in text.loops}) > 1
-    streamed = list(stream(model, prompts(2), policy, max_new_tokens=7, cache=cache, with_logits=True))
+    streamed = list(stream(model, prompts(2), policy, max_new_tokens=5, cache=cache, with_logits=True))
     for prompt, text in zip(prompts(2), together, strict=False):
         decoder = PlainDecoder(model, policy, cache, monkeypatch)
-        tokens, loops, logits = decoder.generate(prompt.tokens.tolist(), 7)
+        tokens, loops, logits = decoder.generate(prompt.tokens.tolist(), 5)
         assert (tokens, loops) == (text.tokens, text.loops)
         for token, expected in zip((token for token in streamed if token.key == prompt.key), logits, strict=True):
             assert token.logits is not None
@@ -80,49 +86,44 @@ def test_every_cache_is_what_it_is_meant_to_be(
 
 
 @torch.inference_mode()
+def said(model: LoopedModel, prompt: Prompt, tokens: Sequence[int]) -> ls.Trajectory:
+    """What every loop of a plain pass says at these tokens after a prompt."""
+    out = model.loops(torch.from_numpy(np.concatenate((prompt.tokens, tokens)))[None])
+    there = slice(len(prompt.tokens) - 1, -1)
+    assert out.gate_logits is not None
+    return ls.Trajectory(
+        logits=out.logits[:, 0, there].transpose(0, 1).numpy(),
+        gate_logits=out.gate_logits[:, 0, there].T.numpy(),
+        hidden=out.hidden[:, 0, there].transpose(0, 1).numpy(),
+        labels=np.asarray(tokens),
+    )
+
+
 @pytest.mark.filterwarnings("ignore:All gate_logits lie between 0 and 1")  # those of random weights may
-@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[1], POLICIES[3], None], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    list(zip(MODELS, [*POLICIES[:2], POLICIES[3], *POLICIES[:2], POLICIES[3], None], strict=True)),
+    ids=str,
+)
 def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(name: str, policy: ls.ExitPolicy | None) -> None:
     model = MODELS[name]()
     replayed = policy or ls.ExitPolicy("fixed", model.num_loops)
-    for prompt, text in zip(prompts(3), generate(model, prompts(3), policy, max_new_tokens=65), strict=True):
-        out = model.loops(torch.from_numpy(np.concatenate((prompt.tokens, text.tokens)))[None])
-        there = slice(len(prompt.tokens) - 1, -1)
-        assert out.gate_logits is not None
-        recorded = ls.Trajectory(
-            logits=out.logits[:, 0, there].transpose(0, 1).numpy(),
-            gate_logits=out.gate_logits[:, 0, there].T.numpy(),
-            hidden=out.hidden[:, 0, there].transpose(0, 1).numpy(),
-        )
+    for prompt, text in zip(prompts(2), generate(model, prompts(2), policy, max_new_tokens=40), strict=True):
+        recorded = said(model, prompt, text.tokens)
         loops = replayed.exit_loops(recorded)
         assert loops.tolist() == text.loops
-        assert recorded.predicted[np.arange(65), loops - 1].tolist() == text.tokens
+        assert recorded.predicted[np.arange(40), loops - 1].tolist() == text.tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopper_writes_as_it_is_replayed(kind: StopperKind) -> None:
+def test_a_stopper_writes_as_it_is_replayed(kind: StopperKind, model: LoopedModel) -> None:
     """Its signals over the vocabulary come from the device, the others from states, answers and the gate."""
-    model = MODELS["ouro"]()
-
-    def said(prompt: Prompt, tokens: Sequence[int]) -> ls.Trajectory:
-        out = model.loops(torch.from_numpy(np.concatenate((prompt.tokens, tokens)))[None])
-        there = slice(len(prompt.tokens) - 1, -1)
-        assert out.gate_logits is not None
-        return ls.Trajectory(
-            logits=out.logits[:, 0, there].transpose(0, 1).numpy(),
-            gate_logits=out.gate_logits[:, 0, there].T.numpy(),
-            hidden=out.hidden[:, 0, there].transpose(0, 1).numpy(),
-            labels=np.asarray(tokens),
-        )
-
-    full = generate(model, prompts(3), max_new_tokens=65)
-    recording = concatenate([said(*each) for each in zip(prompts(3), (text.tokens for text in full), strict=True)])
-    stopper = ls.fit_stopper(recording, kind=kind, gain="agreement")
-    policy = ls.ExitPolicy("stopper:mine", 0.3, stopper)
+    full = generate(model, prompts(3), max_new_tokens=34)
+    recording = concatenate([said(model, prompt, text.tokens) for prompt, text in zip(prompts(3), full, strict=True)])
+    policy = ls.ExitPolicy("stopper:mine", 0.3, ls.fit_stopper(recording, kind=kind, gain="agreement"))
     exits = []
-    for prompt, text in zip(prompts(3), generate(model, prompts(3), policy, max_new_tokens=65), strict=True):
-        assert policy.exit_loops(said(prompt, text.tokens)).tolist() == text.loops
+    for prompt, text in zip(prompts(3), generate(model, prompts(3), policy, max_new_tokens=34), strict=True):
+        assert policy.exit_loops(said(model, prompt, text.tokens)).tolist() == text.loops
         exits += text.loops
     assert len(set(exits)) > 1
 
@@ -223,17 +224,11 @@ def test_what_is_drawn_depends_on_the_prompt_alone(model: LoopedModel) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize(
     "sampling",
-    [
-        Sampling(temperature=1.0),
-        Sampling(temperature=0.5),
-        Sampling(temperature=1.3, top_k=6),
-        Sampling(temperature=0.8, top_p=0.6),
-        Sampling(temperature=1.0, top_k=8, top_p=0.5),
-    ],
+    [Sampling(temperature=0.5), Sampling(temperature=1.3, top_k=6), Sampling(temperature=1.0, top_k=8, top_p=0.5)],
     ids=repr,
 )
 def test_tokens_are_drawn_as_often_as_they_are_likely(model: LoopedModel, sampling: Sampling) -> None:
-    draws, row = 2000, np.array([7])
+    draws, row = 1000, np.array([7])
     tokens = generate(
         model,
         [Prompt(0, row)] * draws,
@@ -276,16 +271,12 @@ def test_tokens_come_before_all_is_done(model: LoopedModel) -> None:
     ("prompt", "options", "words"),
     [
         (Prompt(0, np.empty(0, dtype=np.int64)), {}, "at least one token"),
-        (Prompt(0, np.ones((1, 2), dtype=np.int64)), {}, "row of at least one token"),
         (Prompt(0, np.array([1.5])), {}, "whole number"),
         (Prompt(0, np.array([1, VOCABULARY])), {}, r"outside the model's vocabulary \(0..49\)"),
         (Prompt(0, np.array([-1])), {}, "outside the model's vocabulary"),
         (Prompt(0, np.ones(300, dtype=np.int64)), {}, "block size is 256"),
         (Prompt(0, np.array([1]), np.array([99])), {}, "outside the model's vocabulary"),
-        (Prompt(0, np.array([1]), np.empty(0, dtype=np.int64)), {}, "at least one token"),
         (Prompt(0, np.array([1]), np.ones(256, dtype=np.int64)), {}, "block size is 256"),
-        (Prompt(0, np.array([1])), {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        (Prompt(0, np.array([1])), {"batch_size": 0}, "batch_size must be at least 1, got 0"),
         (Prompt(0, np.array([1])), {"cache": "some"}, "no cache 'some'; choose one of full, propagate, latest"),
         (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("fixed", 9)}, "beyond the model's 4 loops"),
         (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("oracle")}, "cannot be run|replayed but not run"),
@@ -304,18 +295,3 @@ def test_what_cannot_be_is_refused(model: LoopedModel, prompt: Prompt, options: 
 def test_impossible_sampling(settings: dict[str, float]) -> None:
     with pytest.raises(ls.UserError):
         Sampling(**settings)  # type: ignore[arg-type]
-
-
-def test_a_policy_of_another_model_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = ls.load_model(write_ouro(tmp_path_factory.mktemp("ouro")))
-    data = random_trajectory(split="validation", provenance={"weights_sha256": "0" * 64, "unit": "tokens"})
-    foreign = ls.calibrate(data, 0.3, readout="margin")
-    with pytest.raises(ls.UserError, match="calibrated for another model"):
-        generate(model, prompts(), foreign)
-    assert len(generate(model, prompts(), foreign.for_any_model(), max_new_tokens=2)) == 5
-
-
-def test_no_gate_no_gate_readout(model: LoopedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "halt", lambda pooled: None)
-    with pytest.raises(ls.UserError, match="no gate"):
-        generate(model, prompts(), POLICIES[0])

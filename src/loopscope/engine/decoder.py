@@ -18,24 +18,23 @@ Shapes: R rows of the cache, B of a step, T loops, D width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.engine.exit_group import ExitGroup
+from loopscope.engine.exit_decision import ExitDecision, Integers
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
-from loopscope.models import LoopedModel, LoopState
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.scope import CacheMode
+from loopscope.models.contract import LoopedModel, LoopState
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, KVCache
 from loopscope.models.layout import Layout, count_up
 
-CacheMode = Literal["full", "propagate", "latest"]
 CACHE_MODES: tuple[CacheMode, ...] = ("full", "propagate", "latest")
-Integers = NDArray[np.int64]
 _CHUNK = 1024
 """Tokens that go through a loop together at most, unless there are more rows: long prompts take no more memory."""
 _NONE: Integers = np.empty(0, dtype=np.int64)
@@ -66,9 +65,8 @@ class Decoder:
         self._cached: Integers = np.zeros((rows, self._depth + 1), dtype=np.int64)  # tokens through each loop
         self._head_cached: Integers = np.zeros_like(self._cached)  # tokens that the head has read at each loop
         self._read: Integers = np.zeros(rows, dtype=np.int64)  # tokens before the first that full depth must read
-        self._prefilling: NDArray[np.bool_] = np.zeros(rows, dtype=bool)  # no token after the prompt yet
-        self._groups: list[ExitGroup] = []
-        self._group_of: Integers = np.zeros(rows, dtype=np.int64)
+        self._groups: list[ExitDecision] = []  # one a policy
+        self._group_of: NDArray[np.object_] = np.full(rows, None, dtype=object)
         self._to_full_depth: Integers = _NONE  # rows whose token goes through all loops, whatever the policy says
         self._ask_until: Integers = np.zeros(rows, dtype=np.int64)  # the last loop after which their policy is asked
         self._kind: type[LoopState] = LoopState
@@ -86,8 +84,7 @@ class Decoder:
         self._grow(len(prompt), row + 1)
         self._tokens[row, : len(prompt)] = prompt
         self._lengths[row] = self._prompts[row] = len(prompt)
-        self._loops[row], self._prefilling[row] = 0, True
-        self._read[row] = len(prompt) - 1
+        self._loops[row], self._read[row] = 0, len(prompt) - 1
         self._cached[row] = self._head_cached[row] = 0
         self._group_of[row] = self._group(policy, row)
         self._begin(np.array([row]), np.array([self._depth if ask else 0]))
@@ -101,16 +98,16 @@ class Decoder:
         self._tokens[index, self._lengths[index]] = tokens
         self._lengths[index] += 1
         self._loops[index] = 0
-        self._prefilling[index] = False
         self._begin(index, np.full_like(index, self._depth) if ask_until is None else np.asarray(ask_until))
 
-    def exit_group(self, row: int) -> ExitGroup:
-        """What is known of the policy of a row."""
-        return self._groups[self._group_of[row]]
+    def exit_decision(self, row: int) -> ExitDecision:
+        """What decides about a row."""
+        decision: ExitDecision = self._group_of[row]
+        return decision
 
-    def deepen(self, rows: Sequence[int]) -> None:
-        """The tokens of rows that have just exited go on to full depth instead."""
-        self._to_full_depth = np.concatenate((self._to_full_depth, np.asarray(rows, dtype=np.int64)))
+    def deepen(self, row: int) -> None:
+        """The token of a row that has just exited goes on to full depth instead."""
+        self._to_full_depth = np.append(self._to_full_depth, row)
 
     def take_back(self, row: int, length: int) -> None:
         """Of a row whose token has exited, only so many tokens were ever there."""
@@ -163,10 +160,8 @@ class Decoder:
         exits = [self._depth, *(group.first_exit for group in self._groups if len(group.rows))]
         return max(1, min(exits) - int(loops[0]))
 
-    def _ask(self, group: ExitGroup, logits: Tensor | None) -> NDArray[np.bool_]:
+    def _ask(self, group: ExitDecision, logits: Tensor | None) -> NDArray[np.bool_]:
         """[n] who of a group exits now."""
-        if not len(group.rows):
-            return np.empty(0, dtype=bool)
         return group.exits(self._loops[group.rows], logits, lambda: self._pooled(group.rows))
 
     def _counts_to_read(self, rows: Integers) -> Integers:
@@ -175,25 +170,24 @@ class Decoder:
             return np.ones_like(rows)
         return np.where(self._loops[rows] == self._depth, self._lengths[rows] - self._read[rows], 1)
 
-    def _group(self, policy: ExitPolicy, row: int) -> int:
-        """The group of a policy, for this row; in the place of one that no other row uses, if there is no such yet."""
-        for number, group in enumerate(self._groups):
+    def _group(self, policy: ExitPolicy, row: int) -> ExitDecision:
+        """What decides about this row, with others under its policy."""
+        for group in self._groups:
             if group.policy is policy:
-                return number
-        new, in_use = ExitGroup(self._model, policy), set(np.delete(self._group_of, row).tolist())
-        for number in range(len(self._groups)):
-            if number not in in_use:  # what it keeps of logits is large
-                self._groups[number] = new
-                return number
-        self._groups.append(new)
-        return len(self._groups) - 1
+                return group
+        self._group_of[row] = None
+        in_use = self._group_of.tolist()
+        self._groups = [group for group in self._groups if group in in_use]  # what the others keep of logits is large
+        self._groups.append(ExitDecision(self._model, policy))
+        return self._groups[-1]
 
     def _begin(self, rows: Integers, ask_until: Integers) -> None:
         """The last tokens of rows are active."""
-        self._ask_until[rows], may_exit = ask_until, ask_until > 0
-        self._to_full_depth = np.concatenate((self._to_full_depth, rows[~may_exit]))
-        for number in set(self._group_of[rows[may_exit]].tolist()):
-            self._groups[number].admit(rows[may_exit & (self._group_of[rows] == number)])
+        self._ask_until[rows] = ask_until
+        self._to_full_depth = np.concatenate((self._to_full_depth, rows[ask_until == 0]))
+        may_exit = rows[ask_until > 0]
+        for group in self._groups:
+            group.admit(may_exit[self._group_of[may_exit] == group])
 
     def _run_loop(self, rows: Integers, loops: Integers, ahead: int = 1) -> None:
         """Takes rows to these loops, or through so many from them on, with all their tokens that lack them."""
@@ -297,9 +291,10 @@ class Decoder:
             if self._drafting:  # a draft is read with whatever the head knows by now of those before it
                 self._head_cached[rows, :-1] = self._lengths[rows, None]
             return
-        self._finish_prefill(rows[self._prefilling[rows]])
+        prefilling = self._lengths[rows] == self._prompts[rows]
+        self._finish_prefill(rows[prefilling])
         if self._cache == "propagate":
-            decoded = rows[~self._prefilling[rows]]
+            decoded = rows[~prefilling]
             for loop in set(self._loops[decoded].tolist()):
                 exited = decoded[self._loops[decoded] == loop]
                 last = self._cache_indices(exited, self._lengths[exited] - 1, np.ones_like(exited))

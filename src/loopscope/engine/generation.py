@@ -1,8 +1,8 @@
 """How is text generated at adaptive depth? Prompts in, tokens out as they are ready, with the loops that each took.
 
-`lossless` text is full depth's: what a policy lets exit early is a draft, from which the text goes on, and which full
-depth looks at later, several tokens at once. The drafts' own states are where that begins, so that none of their work
-is done twice; the first that full depth would not have said takes back what follows it.
+`lossless` text is full depth's: a token that a policy lets exit early is a draft, from which the text goes on, and
+which full depth looks at later, several tokens at once. The drafts' own states are where that begins, so that none of
+their work is done twice; the first that full depth would not have said takes back what follows it.
 
 Shapes: V vocabulary.
 """
@@ -12,23 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arguments import as_count, as_token_row, check_kind, check_list
-from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder, Exits
+from loopscope.arguments import as_token_row
+from loopscope.engine.decoder import CACHE_MODES, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
-from loopscope.engine.request_batch import require_vocabulary
-from loopscope.engine.sampling import Draft, Sampling, draw_drafts, greedy_tokens, next_tokens, verify, verify_greedy
+from loopscope.engine.exit_decision import Integers, check_policy
+from loopscope.engine.requests import check_tokens, require_vocabulary
+from loopscope.engine.sampling import Draft, Sampling, draw_drafts, greedy_tokens, verify, verify_greedy
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
-from loopscope.exits.exit_state import ExitState, check_drafts
-from loopscope.exits.scope import Scope
-from loopscope.models import LoopedModel
+from loopscope.exits.exit_state import check_drafts
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.scope import CacheMode, Scope
+from loopscope.models.contract import LoopedModel
 from loopscope.models.device import upload
 from loopscope.models.layout import count_up
+from loopscope.models.tokenizer import Detokenizer, decode
 
-Integers = NDArray[np.int64]
+FinishReason = Literal["stop", "length"]
 MOST_ROWS = 1 << 16
 """Texts that are written at a time, where it is not known how many there are."""
 
@@ -49,7 +50,7 @@ class Token:
     key: Any
     token: int
     loops: int  # that it took until it was said
-    finish_reason: Literal["stop", "length"] | None  # why this is the last one
+    finish_reason: FinishReason | None  # why this is the last one
     logits: Tensor | None  # [V], where they were asked for
     accepted: bool = False  # of lossless text: a draft, said after `loops` of them, that full depth confirmed
     taken_back: int = 0  # drafts that this token stands in the place of, or that came after it
@@ -68,6 +69,14 @@ class GenerationStats:
     drafting_cost: float = 0.0  # of lossless text: what it took by estimate, in tokens at full depth
     cache_bytes: int = 0
 
+    def count(self, token: Token, decoder: Decoder) -> None:
+        self.tokens += 1
+        self.loops += token.loops
+        self.accepted += token.accepted
+        self.drafted += token.accepted + token.taken_back
+        self.token_loops, self.prompt_loops = decoder.token_loops, decoder.prompt_loops
+        self.cache_bytes = decoder.cache_bytes
+
 
 @dataclass(eq=False)
 class Completion:
@@ -77,6 +86,23 @@ class Completion:
     finish_reason: str = ""
     drafted: int = 0  # of lossless text: tokens that were said early
     accepted: int = 0  # those that full depth says, too
+
+
+def generate(
+    model: LoopedModel, prompts: Iterable[Prompt], policy: ExitPolicy | None = None, **options: Any
+) -> list[Completion]:
+    """All continuations, in the order of the prompts; the options are those of `stream`."""
+    given = list(prompts)
+    numbered = [replace(prompt, key=number) for number, prompt in enumerate(given)]
+    texts = [Completion(prompt.key) for prompt in given]
+    for token in stream(model, numbered, policy, **options):
+        text = texts[token.key]
+        text.tokens.append(token.token)
+        text.loops.append(token.loops)
+        text.finish_reason = token.finish_reason or ""
+        text.drafted += token.accepted + token.taken_back
+        text.accepted += token.accepted
+    return texts
 
 
 def stream(
@@ -105,15 +131,8 @@ def stream(
     tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
     other may be said.
     """
-    check_kind(model, LoopedModel, "The model", "a LoopedModel, as load_model gives them")
-    check_kind(policy, (ExitPolicy, type(None)), "The policy", "an ExitPolicy")
-    check_kind(sampling, (Sampling, type(None)), "sampling", "a Sampling")
-    check_kind(lossless, bool, "lossless", "True or False")
-    check_list(prompts, "prompts", "a list of prompts")
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        as_count(value, name)
-    batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
-    stop = {as_count(token, "A token that ends a text", 0) for token in check_list(stop, "stop", "a list of tokens")}
+    assert max_new_tokens > 0
+    assert batch_size > 0
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     if lossless and cache != "full":
@@ -122,125 +141,68 @@ def stream(
     model.require("causal", "Writing text")
     model.require("kv_cache", "Writing text")
     policies = _Policies(model, policy or ExitPolicy("fixed", model.num_loops), cache, lossless)
-    sampling, stats = sampling or Sampling(), stats or GenerationStats()
     if isinstance(prompts, Sequence):
         for prompt in prompts:  # before the first token, not when its turn comes
             policies.of(prompt)
-    decoder = Decoder(model, batch_size, cache, lossless)
+    batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
+    stats = stats or GenerationStats()
+    texts = _RunningTexts(model, Decoder(model, batch_size, cache, lossless), stop, sampling or Sampling(), lossless)
     waiting = enumerate(prompts)
-    rows: dict[int, _Row] = {}
     while True:
-        for row in sorted(set(range(batch_size)) - set(rows)):
+        for row in sorted(set(range(batch_size)) - set(texts.rows)):
             if (following := next(waiting, None)) is None:
                 break
             number, prompt = following
-            own = policies.of(prompt)
-            number = number if prompt.number is None else _draws_number(prompt.number)
-            rows[row] = _Row(prompt, token_budget(model, prompt, max_new_tokens), sampling, number)
-            decoder.prefill(row, rows[row].tokens, own, ask=not lossless)
-            if lossless:
-                group = decoder.exit_group(row)
-                rows[row].draft_length = DraftLength(model, group.reads_logits, group.first_exit)
-        if not rows:
+            texts.begin(row, prompt, policies.of(prompt), max_new_tokens, number)
+        if not texts.rows:
             return
-        exits = decoder.step()
-        if not len(exits.rows):
-            continue
-        require_vocabulary(model, exits.logits)
-        exits = exits._replace(logits=exits.logits.float())
-        confirmed = (
-            _confirmed(model, decoder, rows, exits, stop, sampling)
-            if lossless
-            else _exited_tokens(rows, exits, sampling)
-        )
-        unfinished = []
-        for row, tokens, loops, first, drafted, cost in confirmed:
-            stats.drafting_cost += cost
-            for place, token in enumerate(tokens):
-                finish_reason = rows[row].add(token, stop)
-                if stopping_criterion is not None and stopping_criterion(rows[row].prompt.key, token):
+        for said in texts.step():
+            stats.drafting_cost += said.cost
+            text = texts.rows[said.row]
+            for place, token in enumerate(said.tokens):
+                finish_reason = text.add(token, stop)
+                if stopping_criterion is not None and stopping_criterion(text.prompt.key, token):
                     finish_reason = "stop"
-                last = finish_reason is not None or place + 1 == len(tokens)
-                taken_back = drafted - min(place + 1, len(tokens) - 1) if last else 0
-                stats.tokens, stats.loops = stats.tokens + 1, stats.loops + loops[place]
-                stats.accepted += (stood := place + 1 < len(tokens))
-                stats.drafted += stood + taken_back
-                stats.token_loops, stats.prompt_loops = decoder.token_loops, decoder.prompt_loops
-                stats.cache_bytes = decoder.cache_bytes
-                logits = exits.logits[first + place] if with_logits else None
-                yield Token(rows[row].prompt.key, token, loops[place], finish_reason, logits, stood, taken_back)
+                accepted = place + 1 < len(said.tokens)
+                last = finish_reason is not None or not accepted
+                taken_back = said.drafted - min(place + 1, len(said.tokens) - 1) if last else 0
+                logits = said.logits[place] if with_logits else None
+                made = Token(text.prompt.key, token, said.loops[place], finish_reason, logits, accepted, taken_back)
+                stats.count(made, texts.decoder)
+                yield made
                 if finish_reason is not None:
-                    del rows[row]
+                    del texts.rows[said.row]
                     break
-            else:
-                unfinished.append((row, tokens[-1]))
-        if unfinished:
-            ask_until = [rows[row].next_ask_until() for row, _ in unfinished] if lossless else None
-            decoder.append([row for row, _ in unfinished], [token for _, token in unfinished], ask_until)
-
-
-def generate(
-    model: LoopedModel, prompts: Iterable[Prompt], policy: ExitPolicy | None = None, **options: Any
-) -> list[Completion]:
-    """All continuations, in the order of the prompts; the options are those of `stream`."""
-    given = list(check_list(prompts, "prompts", "a list of prompts"))
-    for prompt in given:
-        check_kind(prompt, Prompt, "What is continued", "a Prompt")
-    numbered = [replace(prompt, key=number) for number, prompt in enumerate(given)]
-    texts = [Completion(prompt.key) for prompt in given]
-    for token in stream(model, numbered, policy, **options):
-        text = texts[token.key]
-        text.tokens.append(token.token)
-        text.loops.append(token.loops)
-        text.finish_reason = token.finish_reason or ""
-        text.drafted += token.accepted + token.taken_back
-        text.accepted += token.accepted
-    return texts
-
-
-def _draws_number(number: int) -> int:
-    """Which random numbers are a prompt's."""
-    if as_count(number, "The number of a prompt", 0) >= 2**63:
-        raise UserError("The number of a prompt must be below 2**63.")
-    return int(number)
+        texts.go_on()
 
 
 class _Policies:
-    """Those that texts are written with here; each is checked before it decides anything."""
+    """The policies that texts are written with; each is checked before it decides anything."""
 
     def __init__(self, model: LoopedModel, usual: ExitPolicy, cache: CacheMode, lossless: bool) -> None:
         self._model, self._usual, self._lossless = model, usual, lossless
-        # what lossless text is does not depend on the policy, so that it is whatever cache that was calibrated for
+        # Lossless text does not depend on the policy, so that the cache that it was calibrated for does not matter.
         self._here = Scope(unit="tokens", cache=None if lossless else cache, precision=model.precision)
         self._checked: dict[int, ExitPolicy] = {}  # by identity: to compare two is dear
-        self._check(usual)
 
     def of(self, prompt: Prompt) -> ExitPolicy:
-        check_kind(prompt, Prompt, "What is continued", "a Prompt")
-        check_kind(prompt.policy, (ExitPolicy, type(None)), "The policy of a prompt", "an ExitPolicy")
-        policy = prompt.policy or self._usual
+        policy, num_loops = prompt.policy or self._usual, self._model.num_loops
         if self._lossless and prompt.forced is not None:
             raise UserError("What is forced after a prompt is no draft; leave out `forced`, or do without lossless.")
-        if self._lossless:
-            check_drafts(policy, self._model.num_loops)
         if id(policy) not in self._checked:
-            self._check(policy)
+            check_policy(self._model, policy, num_loops, self._here)
+            if self._lossless:
+                check_drafts(policy, num_loops)
+            self._checked[id(policy)] = policy
         return policy
 
-    def _check(self, policy: ExitPolicy) -> None:
-        tied = policy.model is not None or policy.gate is not None
-        policy.check(self._model.weights_sha256 if tied else None, self._model.num_loops, self._here)
-        ExitState(policy, self._model.num_loops)  # refuses what can only be replayed
-        self._checked[id(policy)] = policy
 
-
-class _Row:
+class _Text:
     """A prompt that is being continued."""
 
-    def __init__(self, prompt: Prompt, token_budget: int, sampling: Sampling, number: int) -> None:
-        self.prompt, self.token_budget, self.generated = prompt, token_budget, 0
-        self.tokens = np.asarray(prompt.tokens, dtype=np.int64)
-        self.draws = np.random.Generator(np.random.Philox(key=[sampling.seed, number]))
+    def __init__(self, prompt: Prompt, token_budget: int, draws: np.random.Generator) -> None:
+        self.prompt, self.token_budget, self.draws = prompt, token_budget, draws
+        self.generated = 0
         self.drafts: list[Draft] = []  # after what full depth has confirmed
         self.draft_length: DraftLength | None = None
         self.checked_until = 0  # the last loop after which the token that is running may exit
@@ -253,117 +215,172 @@ class _Row:
         self.checked_until = self.draft_length.ask_until if may_exit else 0
         return self.checked_until
 
-    def add(self, token: int, stop: Collection[int]) -> Literal["stop", "length"] | None:
+    def add(self, token: int, stop: Collection[int]) -> FinishReason | None:
         self.generated += 1
         if token in stop and self.prompt.forced is None:
             return "stop"
         return "length" if self.generated == self.token_budget else None
 
 
-class _Confirmed(NamedTuple):
+class _Said(NamedTuple):
     """What a row has to say at once: drafts that stand, and one token after them."""
 
     row: int
     tokens: list[int]
     loops: list[int]
-    first: int  # of its logits
-    drafted: int = 0  # since it last said something
-    cost: float = 0.0  # of drafting, in tokens at full depth
+    logits: Tensor  # [at least as many, V]
+    drafted: int  # since it last said something
+    cost: float  # of drafting, in tokens at full depth
 
 
-def _exited_tokens(rows: dict[int, _Row], exits: Exits, sampling: Sampling) -> list[_Confirmed]:
-    """One token of every row that exits."""
-    chosen = next_tokens(exits.logits, [rows[row].draws for row in exits.rows.tolist()], sampling)
-    found = []
-    for place, (row, loops, token) in enumerate(zip(exits.rows.tolist(), exits.loops.tolist(), chosen, strict=True)):
-        forced = rows[row].prompt.forced
-        found.append(_Confirmed(row, [token if forced is None else int(forced[rows[row].generated])], [loops], place))
-    return found
+class _RunningTexts:
+    """The texts that are being written, by the row of the decoder that they have."""
 
+    def __init__(
+        self, model: LoopedModel, decoder: Decoder, stop: Collection[int], sampling: Sampling, lossless: bool
+    ) -> None:
+        self._model, self.decoder, self._stop, self._sampling, self._lossless = model, decoder, stop, sampling, lossless
+        self.rows: dict[int, _Text] = {}
+        self._said: list[_Said] = []
 
-def _confirmed(
-    model: LoopedModel, decoder: Decoder, rows: dict[int, _Row], exits: Exits, stop: Collection[int], sampling: Sampling
-) -> list[_Confirmed]:
-    """Rows that exit early go on from their draft; what full depth confirms of the others."""
-    starts = exits.counts.cumsum() - exits.counts
-    deep = exits.loops == model.num_loops
-    chosen = greedy_tokens(exits.logits) if sampling.temperature == 0 else None  # fetched once, for drafts and verdicts
-    _draft(decoder, rows, exits, chosen, np.flatnonzero(~deep), starts, stop, sampling)
-    if not deep.any():
-        return []
-    done = [rows[row] for row in exits.rows[deep].tolist()]
-    there, drafts = count_up(starts[deep], exits.counts[deep]), [row.drafts for row in done]
-    if chosen is not None:
-        outcomes = verify_greedy([chosen[place] for place in there.tolist()], drafts)
-    else:
-        logits = exits.logits.index_select(0, upload(there, exits.logits.device))
-        outcomes = verify(logits, drafts, [row.draws for row in done], sampling)
-    found = []
-    for own, row, first, (stood, token) in zip(
-        done, exits.rows[deep].tolist(), starts[deep].tolist(), outcomes, strict=True
-    ):
-        kept, drafted = own.drafts[:stood], len(own.drafts)
-        assert own.draft_length is not None
-        cost = own.draft_length.update(own.drafts, stood, own.checked_until)
-        if stood < drafted:
-            decoder.take_back(row, len(own.tokens) + own.generated + stood)
-        found.append(
-            _Confirmed(
-                row,
-                [*(each.token for each in kept), token],
-                [*(each.loops for each in kept), model.num_loops],
-                first,
-                drafted,
-                cost,
-            )
-        )
-        own.drafts = []
-    return found
+    def begin(self, row: int, prompt: Prompt, policy: ExitPolicy, max_new_tokens: int, number: int) -> None:
+        """A prompt takes a row; `number` is that of its random numbers, unless it has its own."""
+        budget = token_budget(self._model, prompt, max_new_tokens)
+        number = number if prompt.number is None else prompt.number
+        text = _Text(prompt, budget, np.random.Generator(np.random.Philox(key=[self._sampling.seed, number])))
+        self.rows[row] = text
+        self.decoder.prefill(row, as_token_row(prompt.tokens, "A prompt"), policy, ask=not self._lossless)
+        if self._lossless:
+            decision = self.decoder.exit_decision(row)
+            text.draft_length = DraftLength(self._model, decision.reads_logits, decision.first_exit)
 
+    def step(self) -> list[_Said]:
+        """One loop of every row; what rows say whose token exits (in lossless text: at full depth)."""
+        self._said = []
+        exits = self.decoder.step()
+        if not len(exits.rows):
+            return []
+        require_vocabulary(self._model, exits.logits)
+        exits = exits._replace(logits=exits.logits.float())
+        starts = exits.counts.cumsum() - exits.counts
+        chosen = greedy_tokens(exits.logits) if self._sampling.temperature == 0 else None  # fetched once for all
+        final = exits.loops == self._model.num_loops if self._lossless else np.ones(len(exits.rows), dtype=bool)
+        if not final.all():
+            self._draft(exits, chosen, starts, np.flatnonzero(~final))
+        if final.any():
+            self._confirm(exits, chosen, starts, np.flatnonzero(final))
+        return self._said
 
-def _draft(
-    decoder: Decoder,
-    rows: dict[int, _Row],
-    exits: Exits,
-    chosen: list[int] | None,
-    early: Integers,
-    starts: Integers,
-    stop: Collection[int],
-    sampling: Sampling,
-) -> None:
-    """Rows that exit early go on from what they say; where that would end the text, full depth is asked at once.
+    def go_on(self) -> None:
+        """The rows that have just said something, and are not finished, go on with their last token."""
+        going_on = [said for said in self._said if said.row in self.rows]
+        if not going_on:
+            return
+        rows = [said.row for said in going_on]
+        ask_until = [self.rows[row].next_ask_until() for row in rows] if self._lossless else None
+        self.decoder.append(rows, [said.tokens[-1] for said in going_on], ask_until)
 
-    Not of what was drawn: rejection sampling has the right probabilities only if every draft is put to it.
-    """
-    if not len(early):
-        return
-    index, loops = exits.rows[early].tolist(), exits.loops[early].tolist()
-    if chosen is not None:
-        drafts = [Draft(chosen[place], loop, None) for place, loop in zip(starts[early].tolist(), loops, strict=True)]
-    else:
-        logits = exits.logits.index_select(0, upload(starts[early], exits.logits.device))
-        drafts = draw_drafts(logits, loops, [rows[row].draws for row in index], sampling)
-    going_on = []
-    for row, each in zip(index, drafts, strict=True):
-        if each.token in stop and each.shares is None:
-            decoder.deepen([row])
-            rows[row].checked_until = 0  # it did exit
-            continue
-        rows[row].drafts.append(each)
-        going_on.append((row, each.token, rows[row].next_ask_until()))
-    if going_on:
-        decoder.append(*zip(*going_on, strict=True))
+    def _confirm(self, exits: Exits, chosen: list[int] | None, starts: Integers, final: Integers) -> None:
+        """What these rows say: the drafts that full depth confirms, and the token after them."""
+        rows, loops = exits.rows[final].tolist(), exits.loops[final].tolist()
+        texts = [self.rows[row] for row in rows]
+        drafts = [text.drafts for text in texts]
+        places = count_up(starts[final], exits.counts[final])
+        if chosen is not None:
+            verdicts = verify_greedy([chosen[place] for place in places.tolist()], drafts)
+        else:
+            logits = exits.logits.index_select(0, upload(places, exits.logits.device))
+            verdicts = verify(logits, drafts, [text.draws for text in texts], self._sampling)
+        for row, loop, text, start, (stood, token) in zip(
+            rows, loops, texts, starts[final].tolist(), verdicts, strict=True
+        ):
+            kept, drafted, cost = text.drafts[:stood], len(text.drafts), 0.0
+            if text.draft_length is not None:
+                cost = text.draft_length.update(text.drafts, stood, text.checked_until)
+            if stood < drafted:
+                self.decoder.take_back(row, len(text.prompt.tokens) + text.generated + stood)
+            if text.prompt.forced is not None:
+                token = int(text.prompt.forced[text.generated])
+            tokens, all_loops = [draft.token for draft in kept], [draft.loops for draft in kept]
+            self._said.append(_Said(row, [*tokens, token], [*all_loops, loop], exits.logits[start:], drafted, cost))
+            text.drafts = []
+
+    def _draft(self, exits: Exits, chosen: list[int] | None, starts: Integers, early: Integers) -> None:
+        """Rows that exit early go on from what they say; where that would end the text, full depth is asked at once.
+
+        Not of what was drawn: rejection sampling has the right probabilities only if every draft is put to it.
+        """
+        rows, loops = exits.rows[early].tolist(), exits.loops[early].tolist()
+        if chosen is not None:
+            tokens = [chosen[place] for place in starts[early].tolist()]
+            drafts = [Draft(token, loop, None) for token, loop in zip(tokens, loops, strict=True)]
+        else:
+            logits = exits.logits.index_select(0, upload(starts[early], exits.logits.device))
+            drafts = draw_drafts(logits, loops, [self.rows[row].draws for row in rows], self._sampling)
+        going_on = []
+        for row, draft in zip(rows, drafts, strict=True):
+            text = self.rows[row]
+            if draft.token in self._stop and draft.shares is None:
+                self.decoder.deepen(row)
+                text.checked_until = 0  # it did exit
+                continue
+            text.drafts.append(draft)
+            going_on.append((row, draft.token, text.next_ask_until()))
+        if going_on:
+            self.decoder.append(*zip(*going_on, strict=True))
 
 
 def token_budget(model: LoopedModel, prompt: Prompt, most: int) -> int:
-    """How many tokens may follow a prompt; one that the model cannot take is refused."""
-    given = [as_token_row(prompt.tokens, "A prompt")]
+    """How many tokens may follow a prompt; rejects a prompt that the model cannot take."""
+    tokens = as_token_row(prompt.tokens, "A prompt")
     if prompt.forced is not None:
-        given.append(as_token_row(prompt.forced, "What is forced after a prompt"))
-    if any(part.min() < 0 or part.max() >= model.vocab_size for part in given):
-        raise UserError(f"A prompt has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
-    if prompt.forced is not None:
-        model.check_length(sum(map(len, given)))
-        return len(prompt.forced)
-    model.check_length(len(given[0]) + 1)
-    return min(most, model.block_size - len(given[0]))
+        tokens = np.concatenate((tokens, as_token_row(prompt.forced, "What is forced after a prompt")))
+    check_tokens(model, tokens, "A prompt")
+    model.check_length(len(tokens) + (prompt.forced is None))
+    return min(most, model.block_size - len(tokens)) if prompt.forced is None else len(prompt.forced)
+
+
+class StopStrings:
+    """Keeps the texts, and sees the strings that end them; what comes before `think_end` is no part of a text."""
+
+    def __init__(self, tokenizer: Any, until: Sequence[str], think_end: str | None = None) -> None:
+        self._tokenizer, self._until, self._think_end = tokenizer, list(until), think_end
+        self._longest = max(map(len, self._until), default=0)
+        self._texts: dict[int, Detokenizer] = {}
+
+    def __call__(self, key: int, token: int) -> bool:
+        """Whether the text ends with this token of it."""
+        stream = self._texts.setdefault(key, Detokenizer(self._tokenizer))
+        new = stream.add(token)
+        if not new or not self._ended(stream.text[-len(new) - self._longest :]):
+            return False
+        text = stream.text
+        return (self._think_end is None or self._think_end in text) and self._ended(self._answer(text))
+
+    def text(self, key: int, ends: Collection[int]) -> str:
+        """Up to the first string, or the token, that ended it."""
+        tokens = self._texts[key].tokens
+        return self._cut(self._answer(decode(self._tokenizer, tokens[:-1] if tokens[-1] in ends else tokens)))
+
+    def sure(self, key: int) -> str:
+        """The text so far, without what may be the beginning of a string that ends it."""
+        text = self._cut(self._answer(self._texts[key].text))
+        for count in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(string.startswith(text[-count:]) for string in self._until):
+                return text[:-count]
+        return text
+
+    def forget(self, key: int) -> None:
+        """A text that is not asked for again."""
+        self._texts.pop(key, None)
+
+    def _cut(self, text: str) -> str:
+        """Before the first of the strings in it, whichever was named first."""
+        ends = [place for string in self._until if (place := text.find(string)) >= 0]
+        return text[: min(ends, default=len(text))]
+
+    def _answer(self, text: str) -> str:
+        return text if self._think_end is None else text.rsplit(self._think_end, 1)[-1].lstrip()
+
+    def _ended(self, text: str) -> bool:
+        return any(string in text for string in self._until)

@@ -1,31 +1,46 @@
-"""What is asked of the engine? A request: one row of tokens, or a question whose choices all continue one context."""
+"""What is asked of the engine, and how do requests go through a model together?
+
+A request is one row of tokens, or a question whose choices all continue one context. Requests run as the rows of one
+packed state, each with its choices as branches. A prefix that several requests share runs once for all of them, and no
+further than the deepest of them.
+
+Shapes: N requests, S states, C choices, D width, V vocabulary.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from loopscope.arguments import as_array, as_count, as_token_row, check_flag, check_list
+from loopscope.arguments import as_array, as_token_row
+from loopscope.engine.exit_decision import Array, Integers, check_finite
 from loopscope.errors import UserError
 from loopscope.exits.scope import Score
-from loopscope.tasks import Examples
+from loopscope.models.contract import LoopedModel, LoopState
+from loopscope.models.device import accumulator, upload
+from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
+from loopscope.models.layout import Layout
+from loopscope.tasks.task import Examples
 
-Tokens = NDArray[np.int64]
+_MAX_LOGITS = 1 << 26
+"""Logits that are held at a time."""
 
 
 class ScoredTokens(NamedTuple):
     """The tokens of a question that are scored, in the order of its choices."""
 
-    places: Tokens  # where in the question's row each is predicted
-    ends: Tokens  # where it stands, if choices are whole
-    tokens: Tokens
-    choices: Tokens  # whose they are
+    places: Integers  # where in the question's row each is predicted
+    ends: Integers  # where it stands, if choices are whole
+    tokens: Integers
+    choices: Integers  # whose they are
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """Rows that stop together. One row is answered with the class logits at its last token.
 
@@ -43,7 +58,7 @@ class Request:
     """
 
     key: Any  # comes back with the answer
-    rows: Sequence[Tokens]
+    rows: Sequence[Integers]
     scored: Sequence[int] = ()
     norms: Sequence[float] = ()
     shared: int = 0
@@ -52,51 +67,36 @@ class Request:
     trunk: int = field(init=False)  # how many tokens all rows begin with, before what is scored
 
     def __post_init__(self) -> None:
-        rows = [as_token_row(row, "A row of a request") for row in check_list(self.rows, "The rows of a request")]
-        if not rows:
-            raise UserError("A request needs at least one row, and a row at least one token.")
-        object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "trunk", len(rows[0]))
-        scored = tuple(as_count(count, "scored") for count in check_list(self.scored, "scored"))
-        object.__setattr__(self, "scored", scored)
-        object.__setattr__(self, "shared", as_count(self.shared, "shared", 0))
-        check_flag(self.whole, "whole")
-        if self.score is not None and self.score not in get_args(Score):
-            raise UserError(f"A score is one of {', '.join(get_args(Score))}.")
-        if len(self.scored):
+        self.rows = [as_token_row(row, "A row of a request") for row in self.rows]
+        self.scored = tuple(self.scored)
+        self.trunk = len(self.rows[0])
+        if self.scored or len(self.rows) > 1:
             self._check_question()
-        elif len(self.rows) != 1:
-            raise UserError("A request of several rows must say how many tokens of each row are its choice.")
         if not 0 <= self.shared < self.trunk:
             raise UserError("What a request shares with others is less than what it reads before it is answered.")
 
     def _check_question(self) -> None:
-        given = as_array(self.norms, "norms")
-        given = given if given.size else np.ones(len(self.rows))
-        if given.ndim != 1 or not np.isfinite(given).all():
-            raise UserError("The norm of a choice is a number above 0.")
-        norms = tuple(given.tolist())
-        if not len(self.rows) == len(self.scored) == len(norms):
-            raise UserError("Every choice of a question needs its number of tokens and its norm.")
-        if any(not 0 < count < len(row) for row, count in zip(self.rows, self.scored, strict=True)):
-            raise UserError("A choice needs at least one token, and a token before it.")
-        if not all(norm > 0 for norm in norms):
-            raise UserError("The norm of a choice is a number above 0.")
-        if self.score == "sum" and any(norm != 1 for norm in norms):
-            raise UserError("A score that is the 'sum' has no norms; leave them out, or name what they are.")
-        if not len(self.norms) and self.score not in (None, "sum"):
-            raise UserError(f"Scores that are '{self.score}' need the norms of the choices.")
-        if self.score is None and all(norm == 1 for norm in norms):
-            object.__setattr__(self, "score", "sum")
-        object.__setattr__(self, "norms", norms)
-        trunk = min(len(row) - count for row, count in zip(self.rows, self.scored, strict=True))
-        first = self.rows[0][:trunk]
+        norms = as_array(self.norms, "norms") if len(self.norms) else np.ones(len(self.rows))
+        numbers = norms.shape == (len(self.rows),) and (np.isfinite(norms) & (norms > 0)).all()
+        plain = bool((norms == 1).all())
+        fits = self.score is None or (plain if self.score == "sum" else len(self.norms) > 0)
+        if not numbers or not fits:
+            raise UserError(
+                "The norm of a choice is a number above 0, and every choice has one; the score 'sum' has no norms, "
+                "and other scores need the norms of the choices."
+            )
+        trunk = max(0, min(len(row) - count for row, count in zip(self.rows, self.scored, strict=True)))
         for row in self.rows[1:]:
-            differing = np.flatnonzero(first[:trunk] != row[:trunk])
+            differing = np.flatnonzero(self.rows[0][:trunk] != row[:trunk])
             trunk = int(differing[0]) if len(differing) else trunk
-        if trunk == 0:
-            raise UserError("The choices of a question continue one context, and these rows begin with nothing alike.")
-        object.__setattr__(self, "trunk", trunk)
+        if trunk == 0 or min(self.scored) < 1:
+            raise UserError(
+                "Every choice of a question has at least one token and continues one context; these have an empty "
+                "choice, or begin with nothing alike."
+            )
+        self.score = "sum" if self.score is None and plain else self.score
+        self.norms = tuple(norms.tolist())
+        self.trunk = trunk
 
     @cached_property
     def prefix(self) -> bytes:
@@ -111,12 +111,12 @@ class Request:
     @cached_property
     def branches(self) -> list[int]:
         """The tokens of every choice that run after the trunk."""
-        return [end - self.trunk for end in self.ran] if len(self.scored) else []
+        return [end - self.trunk for end in self.ran] if self.scored else []
 
     @cached_property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> Integers:
         """The trunk after what is shared, and all branches, one after the other."""
-        if not len(self.scored):
+        if not self.scored:
             return self.rows[0][self.shared :]
         tails = (row[self.trunk : end] for row, end in zip(self.rows, self.ran, strict=True))
         return np.concatenate((self.rows[0][self.shared : self.trunk], *tails))
@@ -141,8 +141,8 @@ Requests = Sequence[Request] | NDArray[np.object_]
 
 def choices(
     key: Any,
-    context: Tokens,
-    continuations: Sequence[Tokens],
+    context: Integers,
+    continuations: Sequence[Integers],
     norms: Sequence[float] = (),
     shared: int = 0,
     whole: bool = False,
@@ -150,12 +150,169 @@ def choices(
 ) -> Request:
     """A question: which of these continues the context?"""
     before = as_token_row(context, "The context of a question")
-    after = [as_token_row(each, "A choice of a question") for each in check_list(continuations, "continuations")]
-    rows = [np.concatenate((before, each)) for each in after]
-    return Request(key, rows, [len(each) for each in after], norms, shared, whole, score)
+    after = [as_token_row(row, "A choice of a question") for row in continuations]
+    rows = [np.concatenate((before, row)) for row in after]
+    return Request(key, rows, [len(row) for row in after], norms, shared, whole, score)
 
 
 def task_requests(examples: Examples) -> Iterator[Request]:
     """One request an example; its number is the key."""
     for key, (tokens, length) in enumerate(zip(examples.tokens, examples.lengths.tolist(), strict=True)):
         yield Request(key, (tokens[:length],))
+
+
+class PrefixCache:
+    """The keys and values of the prefixes that requests share, of every loop that was needed."""
+
+    def __init__(self, model: LoopedModel, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._prefixes: dict[bytes, _Prefix] = {}
+
+    def shared_prefix(self, requests: Requests, loops: Integers) -> SharedPrefix | None:
+        """What stands before these requests, which are about to go through these loops."""
+        if not any(request.shared for request in requests):
+            return None
+        kv_caches: NDArray[np.object_] = np.full(len(requests), None, dtype=object)
+        for place, (request, loop) in enumerate(zip(requests, loops.tolist(), strict=True)):
+            if request.shared:
+                if request.prefix not in self._prefixes:
+                    tokens = request.rows[0][: request.shared]
+                    self._prefixes[request.prefix] = _Prefix(self._model, tokens, self._device)
+                kv_caches[place] = self._prefixes[request.prefix].run_to(loop)
+        return SharedPrefix(kv_caches, np.array([request.shared for request in requests]), loops)
+
+    def evict_unused(self, requests: Requests) -> None:
+        """Forgets the prefixes that none of these requests begins with."""
+        needed = {request.prefix for request in requests}
+        self._prefixes = {name: prefix for name, prefix in self._prefixes.items() if name in needed}
+
+
+class _Prefix:
+    """One prefix, which has been through some loops."""
+
+    def __init__(self, model: LoopedModel, tokens: Integers, device: torch.device) -> None:
+        self._model, self._loop = model, 0
+        self._kv_cache = KVCache(1, len(tokens), most_loops=model.num_loops)
+        layout = Layout.from_host(np.array([len(tokens)]), device, cache=self._appending())
+        self._state = model.begin_packed(upload(tokens, device), layout)
+
+    def run_to(self, loop: int) -> KVCache:
+        """Goes on to this loop, if it is not there yet."""
+        while self._loop < loop:
+            self._loop += 1
+            self._state = self._model.step(self._state.with_cache(self._appending()))
+            if self._model.head_attends:
+                self._model.head_input(self._state)
+        return self._kv_cache
+
+    def _appending(self) -> AppendingRows:
+        nothing = np.zeros(1, dtype=np.int64)
+        return AppendingRows(self._kv_cache, nothing, nothing, np.array([self._loop]))
+
+
+def embed_requests(
+    model: LoopedModel, requests: Requests, device: torch.device, prefix_cache: PrefixCache
+) -> LoopState:
+    """The requests before their first loop."""
+    lengths = np.array([len(request.tokens) for request in requests])
+    branches = None
+    if requests[0].scored:
+        branches = np.zeros((len(requests), max(len(request.rows) for request in requests)), dtype=np.int64)
+        for counts, request in zip(branches, requests, strict=True):
+            counts[: len(request.rows)] = request.branches
+    cache = prefix_cache.shared_prefix(requests, np.zeros(len(requests), dtype=np.int64))
+    tokens = upload(np.concatenate([request.tokens for request in requests]), device)
+    return model.begin_packed(tokens, Layout.from_host(lengths, device, branches, cache))
+
+
+def trunk_ends(state: LoopState) -> Tensor:
+    """[N] where every row is read: at the end of its trunk."""
+    return state.layout.trunks - 1
+
+
+def decision_states(model: LoopedModel, state: LoopState, requests: Requests, mean: bool = False) -> Tensor:
+    """[N, D] the pooled states that decide: at the ends of the trunks, or averaged over the scored tokens."""
+    if not mean:
+        return model.pooled(state, trunk_ends(state))
+    if not all(request.whole for request in requests):
+        raise UserError("A mean over the choices' tokens needs all of them; ask with whole=True.")
+    device, scored = state.hidden.device, [request.prediction for request in requests]
+    places = np.concatenate([start + part.ends for start, part in zip(state.layout.host_starts, scored, strict=True)])
+    counts = np.array([len(part.tokens) for part in scored])
+    owners = upload(np.repeat(np.arange(len(scored)), counts), device)
+    pooled = model.pooled(state).index_select(0, upload(places, device))
+    sums = pooled.new_zeros((len(scored), pooled.shape[1]), dtype=torch.float32)
+    sums.index_add_(0, owners, pooled.float())
+    return (sums / upload(counts, device)[:, None]).to(pooled.dtype)
+
+
+def choice_scores(
+    model: LoopedModel, state: LoopState, requests: Requests, divided: bool = True, greedy: bool = False
+) -> tuple[Array, NDArray[np.bool_] | None]:
+    """[N, C] the log-probability of every choice (by its norm), -inf where a question has fewer choices.
+
+    With `greedy`, also [N, C] whether every token of a choice is the likeliest there. `requests` are those of the rows
+    of `state`, in that order.
+    """
+    device, scored = state.hidden.device, [request.prediction for request in requests]
+    places = np.concatenate([start + part.places for start, part in zip(state.layout.host_starts, scored, strict=True)])
+    owners = np.repeat(np.arange(len(requests)), [len(part.tokens) for part in scored])
+    choice = np.concatenate([part.choices for part in scored])
+    targets = upload(np.concatenate([part.tokens for part in scored]), device)
+    where, which = np.unique(places, return_inverse=True)  # all choices begin at one place
+    read = model.head_input(state).index_select(0, upload(where, device))
+    likeliest = torch.empty_like(targets) if greedy else None
+    values = [log_likelihoods(model, read, which, targets, likeliest)]
+    if likeliest is not None:
+        values.append((likeliest == targets).to(values[0]))
+    log_probs, *likely = torch.stack(values).cpu().numpy()
+    check_finite(log_probs[np.isnan(log_probs)], "logits")
+    norms = np.full((len(requests), max(len(request.rows) for request in requests)), np.nan)
+    for row, request in zip(norms, requests, strict=True):
+        row[: len(request.rows)] = request.norms if divided else 1.0
+    sums = np.zeros(norms.shape)
+    np.add.at(sums, (owners, choice), log_probs)
+    scores = np.where(np.isnan(norms), -np.inf, sums / norms)
+    if not greedy:
+        return scores, None
+    same = np.ones(norms.shape, dtype=bool)
+    np.logical_and.at(same, (owners, choice), likely[0] > 0)
+    return scores, same
+
+
+def check_tokens(model: LoopedModel, tokens: Integers, what: str) -> None:
+    """Rejects tokens that the model does not have."""
+    if tokens.min() < 0 or tokens.max() >= model.vocab_size:
+        raise UserError(f"{what} has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
+
+
+def require_vocabulary(model: LoopedModel, logits: Tensor) -> None:
+    """Rejects answers that are no tokens where tokens are needed."""
+    if logits.shape[-1] != model.vocab_size:
+        raise UserError(
+            f"The model answers with {logits.shape[-1]} classes and has {model.vocab_size} tokens, so that it can "
+            "neither write text nor score choices; run its rows."
+        )
+
+
+def log_likelihoods(
+    model: LoopedModel, read: Tensor, which: Integers, targets: Tensor, likeliest: Tensor | None = None
+) -> Tensor:
+    """[P] the log-probabilities of tokens, each read off the state `which` [P] of `read` [U, D] says, in float64.
+
+    `likeliest` [P], if it is given, is filled with the tokens that have the highest one. NaN where logits are not
+    finite: an infinite one leaves the others a probability of 0, which would look like an answer.
+    """
+    chunk = max(1, _MAX_LOGITS // model.vocab_size)
+    normaliser, chosen = [], read.new_empty(len(which), dtype=accumulator(read.device))
+    for first in range(0, len(read), chunk):
+        logits = model.predict(read[first : first + chunk]).float()
+        require_vocabulary(model, logits)
+        sums = logits.logsumexp(-1).to(chosen.dtype)
+        normaliser.append(sums.masked_fill(~sums.isfinite(), torch.nan))
+        there = np.flatnonzero((which >= first) & (which < first + chunk))
+        here, rows = upload(np.stack((there, which[there] - first)), read.device)
+        chosen[here] = logits[rows, targets[here]].to(chosen.dtype)
+        if likeliest is not None:
+            likeliest[here] = logits.argmax(-1)[rows]
+    return chosen - torch.cat(normaliser)[upload(which, read.device)]

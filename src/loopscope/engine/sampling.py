@@ -9,21 +9,18 @@ Shapes: n rows, V vocabulary.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arguments import as_count, as_number
 from loopscope.config import NonNegative, Settings
-from loopscope.engine.logit_stats import NO_ANSWER, check_answers, likeliest_classes
+from loopscope.engine.exit_decision import NO_ANSWER, check_answers, likeliest_classes
 from loopscope.errors import UserError
 from loopscope.models.device import accumulator, upload
 
-Integers = NDArray[np.int64]
 _MOST = 2**63
 Whole = Annotated[int, msgspec.Meta(ge=0, le=_MOST - 1)]
 
@@ -37,21 +34,9 @@ class Sampling(Settings, frozen=True, kw_only=True):
     seed: Whole = 0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
-            as_number(getattr(self, name), name)
-        for name in ("top_k", "seed"):
-            as_count(getattr(self, name), name, 0)
-        if not (0 <= self.temperature < math.inf and 0 <= self.top_k < _MOST and 0 <= self.seed < _MOST):
-            raise UserError("temperature, top_k and seed are numbers from 0 on, and below 2**63.")
-        if not 0 < self.top_p <= 1:
-            raise UserError("top_p is a number above 0 and up to 1.")
-
-
-def next_tokens(logits: Tensor, draws: Sequence[np.random.Generator], sampling: Sampling) -> list[int]:
-    """The next token of every row, from its logits [n, V] and its own random numbers."""
-    if sampling.temperature == 0:
-        return greedy_tokens(logits)
-    return _drawn_tokens(_shares(logits, sampling), draws)
+        numbers = 0 <= self.temperature < math.inf and 0 <= self.top_k < _MOST and 0 <= self.seed < _MOST
+        if not numbers or not 0 < self.top_p <= 1:
+            raise UserError("temperature, top_k and seed lie between 0 and 2**63, and top_p above 0 and up to 1.")
 
 
 def greedy_tokens(logits: Tensor) -> list[int]:
@@ -59,12 +44,12 @@ def greedy_tokens(logits: Tensor) -> list[int]:
     return _fetched(likeliest_classes(logits))
 
 
-class Draft:
+class Draft(NamedTuple):
     """A token that was said at an early loop; where it was drawn, with the shares that it was drawn from."""
 
-    def __init__(self, token: int, loops: int, shares: Tensor | None) -> None:
-        self.token, self.loops = token, loops
-        self.shares = shares  # [V], by token
+    token: int
+    loops: int
+    shares: Tensor | None  # [V], by token
 
 
 def draw_drafts(
@@ -73,7 +58,7 @@ def draw_drafts(
     """What every row says at this loop of its own, where it is drawn."""
     shares = _shares(logits, sampling)
     tokens = _drawn_tokens(shares, draws)
-    return [Draft(*each) for each in zip(tokens, loops, shares, strict=True)]
+    return [Draft(*draft) for draft in zip(tokens, loops, shares, strict=True)]
 
 
 def verify_greedy(chosen: Sequence[int], drafts: Sequence[Sequence[Draft]]) -> list[tuple[int, int]]:

@@ -14,13 +14,16 @@ import pytest
 import loopscope as ls
 from loopscope.analysis import hold_out
 from loopscope.cli import main
-from loopscope.engine.agreement import close_calls
 from loopscope.engine.generation import stream
+from loopscope.engine.scheduler import close_calls
 from loopscope.exits.calibration import certify
-from loopscope.exits.live_calibration import certify_live
+from loopscope.exits.live_calibration import candidate_p_values, certify_live
 from loopscope.exits.live_runs import LiveRuns
 from loopscope.exits.risk_target import RiskTarget
-from loopscope.recording import live_text, record_live, record_text
+from loopscope.exits.threshold_walk import Proof
+from loopscope.recording import live_text_recording
+from loopscope.recording.live_text_recording import record_live
+from loopscope.recording.text_recording import record_text
 from loopscope.training.language_run import LanguageRun
 from loopscope.trajectory import Trajectory
 
@@ -78,7 +81,7 @@ def test_with_propagate_it_is_what_the_model_says_of_each_document_alone(
     found, model = runs["propagate"], ls.load_model(recorded.model)
     tokens = {}  # of documents that are no longer than a window
     recording = recorded.recordings["validation"]
-    windows = live_text._windows(recorded.texts["validation"], recording, recorded.model)
+    windows = live_text_recording._windows(recorded.texts["validation"], recording, recorded.model)
     for start, length, document in zip(windows.starts, windows.lengths, windows.documents, strict=True):
         if (windows.documents == document).sum() == 1:
             tokens[int(document)] = windows.tokens[start : start + length]
@@ -197,7 +200,7 @@ def test_the_first_candidate_that_is_not_proven_is_the_last_that_is_run(recorded
     strict = RiskTarget(max_drop=0.2, confidence=0.9, loss="disagreement", readout="margin")
     found = recorded.live(tmp_path / "out", "propagate", strict, candidates=4)
     assert len(found.thresholds) <= found.contents.planned
-    p = live_text.candidate_p_values(found, strict, live_text.Proof("betting", 0))
+    p = candidate_p_values(found, strict, Proof("betting", 0))
     assert (p[:-1] <= 0.1).all()
     assert len(found.thresholds) == found.contents.planned or p[-1] > 0.1
     assert (np.diff(found.loops.mean(axis=1)) < 0).all()  # from cautious to bold
@@ -206,7 +209,7 @@ def test_the_first_candidate_that_is_not_proven_is_the_last_that_is_run(recorded
 def test_an_interrupted_run_goes_on_and_an_identical_one_is_used_again(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_text, "_GROUP", 1)
+    monkeypatch.setattr(live_text_recording, "_BATCHES_TOGETHER", 1)
     options = {"candidates": 2, "batch_size": 16}
     recorded.live(tmp_path / "whole", "propagate", LAX, **options)
 
@@ -223,11 +226,11 @@ def test_an_interrupted_run_goes_on_and_an_identical_one_is_used_again(
     assert not (tmp_path / "out.unfinished").exists()
     for name in ("runs.safetensors", "rule.json", "manifest.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    monkeypatch.setattr(live_text, "load_model", None)  # nothing is run again
+    monkeypatch.setattr(live_text_recording, "load_model", None)  # nothing is run again
     recorded.live(tmp_path / "out", "propagate", LAX, **options)
     for changed, words in (
-        (("latest", LAX), "with another cache"),
-        (("propagate", msgspec.structs.replace(LAX, max_drop=0.55)), "for another promise or policy"),
+        (("latest", LAX), "of another cache"),
+        (("propagate", msgspec.structs.replace(LAX, max_drop=0.55)), "of another risk target"),
     ):
         with pytest.raises(ls.UserError, match=rf"holds another live run \({words}\); choose another --out"):
             recorded.live(tmp_path / "out", *changed, **options)
@@ -247,10 +250,8 @@ def test_what_is_not_the_text_or_the_model_of_the_recording_is_refused(recorded:
     with pytest.raises(ls.UserError, match="fitted to the validation split"):
         recorded.live(out, "propagate", LAX, gates={"own": stopper})
     bare = replace(recording, provenance={})
-    with pytest.raises(ls.UserError, match="Live runs are for text"):
+    with pytest.raises(ls.UserError, match="give a recording that `loopscope record text` made"):
         record_live(recorded.model, recorded.texts["validation"], bare, out, "propagate", LAX)
-    with pytest.raises(ls.UserError, match="There is no cache 'all'"):
-        recorded.live(out, "all", LAX)
     for name in ("in_expectation", "per_difficulty", "unseen", "distinct"):
         with pytest.raises(ls.UserError, match=f"not made with --{name.replace('_', '-')}"):
             recorded.live(out, "propagate", RiskTarget(max_drop=0.5, **{name: True}))

@@ -1,4 +1,4 @@
-"""Are the questions lm_eval's own, to the character, and split as the docs say?"""
+"""Are the questions lm_eval's own, to the character and to the token, and split as the docs say?"""
 
 import json
 import shutil
@@ -9,12 +9,11 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from benchmark_slices import DATA, asked
+from benchmark_slices import DATA, asked, byte_pairs
 from conftest import GOLDEN
 
 from loopscope.errors import UserError
-from loopscope.questions import BENCHMARKS, benchmark_named, load_questions
-from loopscope.questions.lm_eval_tasks import _definitions
+from loopscope.questions import BENCHMARKS, Question, _definitions, benchmark_named, encode_questions, load_questions
 from loopscope.reproduction.published import BenchmarkTitle as Title
 
 
@@ -101,21 +100,13 @@ def test_a_limit_keeps_the_first_questions_of_every_subject() -> None:
     assert load_questions(BENCHMARKS["arc_easy"], "test", DATA, limit=5) == asked("arc_easy")[:5]
 
 
-def test_questions_have_three_four_or_five_choices_and_keys_of_their_own() -> None:
-    questions = [question for name in BENCHMARKS for question in asked(name)]
-    assert {len(question.choices) for question in questions} == {3, 4, 5}
-    assert len({question.key for question in questions}) == len(questions)
-    for question in questions:
-        assert question.norms == tuple(len(choice) - 1 for choice in question.choices)  # all but the leading space
-
-
 def test_data_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file .*arc_easy/train.jsonl, which ARC-Easy needs"):
         load_questions(BENCHMARKS["arc_easy"], "test", tmp_path)
     with pytest.raises(UserError, match="no MMLU in"):
         load_questions(BENCHMARKS["mmlu"], "test", tmp_path)
     (tmp_path / "mmlu" / "anatomie").mkdir(parents=True)
-    with pytest.raises(UserError, match="anatomie is not a subject of MMLU"):
+    with pytest.raises(UserError, match="nothing else .found: anatomie"):
         load_questions(BENCHMARKS["mmlu"], "test", tmp_path)
     shutil.copytree(DATA / "arc_easy", tmp_path / "arc_easy")
     (tmp_path / "arc_easy" / "test.jsonl").write_text("not JSON\n", encoding="utf-8")
@@ -132,7 +123,7 @@ def test_data_that_do_not_fit_are_named(tmp_path: Path) -> None:
     spoilt = json.loads(odd)
     spoilt["choices"]["text"][3] = None
     (tmp_path / "openbookqa" / "test.jsonl").write_text(f"{good}\n{json.dumps(spoilt)}\n", encoding="utf-8")
-    with pytest.raises(UserError, match="openbookqa/1 has a choice that is no text"):
+    with pytest.raises(UserError, match="openbookqa/1 has .* a choice that is no text"):
         load_questions(BENCHMARKS["openbookqa"], "test", tmp_path)
 
 
@@ -152,3 +143,84 @@ def test_a_training_question_is_not_among_its_own_examples(name: str) -> None:
     for question in asked(name, "train"):
         own = question.context.split("\n\n")[-1]
         assert question.context.count(own) == 1, question.key
+
+
+def lm_eval_pairs(questions: list[Question], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Context and continuation of every request, by lm_eval's own code."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    class TokensOnly(HFLM):
+        def __init__(self) -> None:
+            self.tokenizer, self.backend = tokenizer, "causal"
+            self.add_bos_token = self.custom_prefix_token_id = self.enable_thinking = None
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
+            return [(context, continuation) for _, context, continuation in requests]
+
+    requests = [Instance("loglikelihood", {}, (q.context, choice), 0) for q in questions for choice in q.choices]
+    return TokensOnly().loglikelihood(requests, disable_tqdm=True)
+
+
+def asking(context: str, *choices: str) -> Question:
+    return Question(key="made/0", context=context, choices=choices, label=0, norms=tuple(map(len, choices)))
+
+
+ODD = [
+    asking("ends in spaces  \n ", " a", " longer one"),
+    asking("", " nothing before", "<|endoftext|> the first token"),
+    asking("<|endoftext|>begins with the first token", " a", " b"),
+    asking("Where do cats sle", "ep", "ep in the sun", "pt"),  # words that go on
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"words": False}, {"first": True}], ids=["plain", "merging", "bos"])
+def test_tokens_are_those_of_lm_eval(settings: dict[str, bool]) -> None:
+    tokenizer = byte_pairs(**settings)
+    questions = [question for name in BENCHMARKS for question in asked(name)[:6]] + ODD
+    ours = encode_questions(questions, tokenizer)
+    pairs = [(encoded.context.tolist(), choice.tolist()) for encoded in ours for choice in encoded.choices]
+    assert pairs == lm_eval_pairs(questions, tokenizer)
+    assert all(encoded.cut == 0 for encoded in ours)
+    merged = [
+        tokenizer(q.context + q.choices[0])["input_ids"][: len(encoded.context)] != encoded.context.tolist()
+        for q, encoded in zip(questions, ours, strict=True)
+    ]
+    assert any(merged[:-4]) == ("words" in settings)  # the odd case is among the real questions
+
+
+def test_a_subjects_questions_share_their_first_tokens() -> None:
+    questions = asked("mmlu") + asked("arc_easy")[:5]
+    encoded = encode_questions(questions, byte_pairs())
+    for subject in {question.subject for question in questions} - {None}:
+        group = [e for q, e in zip(questions, encoded, strict=True) if q.subject == subject]
+        (prefix,) = {e.prefix for e in group}
+        assert len({tuple(e.context[:prefix]) for e in group}) == 1
+        assert len({tuple(e.context[: prefix + 1]) for e in group}) > 1
+        text = byte_pairs().decode(group[0].context[:prefix])
+        assert text.count("\nAnswer:") == 5
+    assert [e.prefix for e in encoded[-5:]] == [0] * 5
+    assert encode_questions(questions[:1], byte_pairs())[0].prefix == 0
+    assert encode_questions(questions[:1] * 2, byte_pairs())[0].prefix == len(encoded[0].context) - 1
+
+
+def test_what_is_too_long_is_cut_from_the_left_as_the_longest_choice_needs_it() -> None:
+    questions = asked("arc_challenge")[:20]
+    whole = encode_questions(questions, byte_pairs())
+    limit = int(np.median([len(e.context) for e in whole]))
+    for full, short in zip(whole, encode_questions(questions, byte_pairs(), limit), strict=True):
+        longest = max(map(len, full.choices))
+        row = np.concatenate([full.context, max(full.choices, key=len)])[-(limit + 1) :]  # as lm_eval cuts it
+        np.testing.assert_array_equal(short.context, row[:-longest])
+        assert short.cut == len(full.context) - len(short.context)
+        assert [c.tolist() for c in short.choices] == [c.tolist() for c in full.choices]
+    with pytest.raises(UserError, match="and for every choice, and the model runs 2 at most"):
+        encode_questions(questions, byte_pairs(), 2)
+
+
+def test_a_question_without_tokens_is_refused() -> None:
+    with pytest.raises(UserError, match="made/0 needs a token"):
+        encode_questions([asking("context", "", " b")], byte_pairs())
+    with pytest.raises(UserError, match="made/0 needs a token"):
+        encode_questions([asking("  ", " a")], byte_pairs())
+    assert encode_questions([], byte_pairs()) == []

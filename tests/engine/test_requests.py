@@ -1,15 +1,16 @@
-"""What requests begin with alike: does it run once, only as deep as needed, and change no answer?"""
+"""Requests: are shared prefixes run once and without a trace, and choices scored as a plain pass scores them?"""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from tiny_language import MODELS, VOCABULARY
+from tiny_language import MODELS, VOCABULARY, outspoken
 
 import loopscope as ls
-from loopscope.engine import Answer, Request, choices, run
-from loopscope.models import LoopedModel, LoopState
+from loopscope.engine.requests import PrefixCache, Request, choices, decision_states, embed_requests
+from loopscope.engine.scheduler import Answer, run
+from loopscope.models.contract import LoopedModel, LoopState
 from loopscope.models.kv_cache import AppendingRows
 
 POLICIES = {"gate": 0.55, "margin": 0.5, "hidden_cosine": 0.3, "fixed": 2}
@@ -42,8 +43,9 @@ def by_key(answers: list[Answer]) -> list[Answer]:
     return sorted(answers, key=lambda answer: answer.key)
 
 
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("name", ["ouro", "learned positions", "coda", "looped llama"])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("ouro", False), ("learned positions", True), ("coda", False), ("looped llama", True)]
+)
 def test_the_answers_are_those_without_sharing(name: str, rows: bool) -> None:
     model, asked = MODELS[name](), questions(rows, together=False)
     exits = set()
@@ -73,8 +75,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> tuple[LoopedModel, list[tuple[bool
     return model, taken
 
 
-@pytest.mark.parametrize("batch_size", [2, 3, 100])
-@pytest.mark.parametrize(("readout", "threshold"), [("fixed", 1), ("fixed", 3), ("gate", 0.85)])
+@pytest.mark.parametrize(
+    ("readout", "threshold", "batch_size"), [("fixed", 1, 2), ("fixed", 3, 3), ("gate", 0.85, 3), ("gate", 0.85, 100)]
+)
 def test_a_beginning_runs_once_and_as_deep_as_the_deepest(
     readout: str, threshold: float, batch_size: int, steps: tuple[LoopedModel, list[tuple[bool, int]]]
 ) -> None:
@@ -89,8 +92,8 @@ def test_a_beginning_runs_once_and_as_deep_as_the_deepest(
 
 def test_what_is_shared_is_less_than_what_is_read() -> None:
     asked = questions()[0]
-    for shared, words in ((-1, "shared must be at least 0"), (asked.trunk, "shares with others is less")):
-        with pytest.raises(ls.UserError, match=words):
+    for shared in (-1, asked.trunk):
+        with pytest.raises(ls.UserError, match="shares with others is less"):
             replace(asked, shared=shared)
     replace(asked, shared=asked.trunk - 1)
 
@@ -104,12 +107,10 @@ def test_choices_may_differ_in_their_contexts() -> None:
     asked = Request(0, rows, np.array([3, 3]))
     assert asked.trunk == 7
     (answer,) = run(model, ls.ExitPolicy("fixed", 2), [asked])
-    for row, score_all_loops in zip(rows, answer.logits, strict=True):
+    for row, score in zip(rows, answer.logits, strict=True):
         with torch.inference_mode():
             log_p = model.loops(torch.from_numpy(row)[None]).logits[1, 0].double().log_softmax(-1)
-        assert score_all_loops == pytest.approx(
-            sum(log_p[place - 1, row[place]].item() for place in range(-3, 0)), abs=1e-4
-        )
+        assert score == pytest.approx(sum(log_p[place - 1, row[place]].item() for place in range(-3, 0)), abs=1e-4)
     with pytest.raises(ls.UserError, match="begin with nothing alike"):
         Request(0, [rows[0], rows[1][1:]], [3, 3])
 
@@ -121,3 +122,58 @@ def test_many_choices_fit_where_each_fits() -> None:
     assert len(answer.logits) == 3
     with pytest.raises(ls.UserError, match="block size is 256"):
         list(run(model, ls.ExitPolicy("fixed", 1), [choices(0, parts[0], parts[1:])]))
+
+
+@torch.no_grad()
+def plainly(model: LoopedModel, context: np.ndarray, choice: np.ndarray) -> tuple[float, bool]:
+    """One forward pass over the row without its last token, as lm_eval does it."""
+    row = torch.from_numpy(np.concatenate((context, choice)))
+    logits = model.loops(row[None, :-1]).logits[-1, 0, len(context) - 1 :]
+    targets = row[len(context) :]
+    likely = logits.double().log_softmax(-1).gather(1, targets[:, None]).sum()
+    return float(likely), bool((logits.argmax(-1) == targets).all())
+
+
+def full(model: LoopedModel) -> ls.ExitPolicy:
+    return ls.ExitPolicy("fixed", model.num_loops)
+
+
+@pytest.mark.parametrize("shared", [0, 5])
+def test_choices_of_one_token_and_rows_that_fill_the_block(shared: int) -> None:
+    """Choices take more room together than there is; a row may be a token longer than what the model runs."""
+    model, rng = outspoken(max_position_embeddings=20), np.random.default_rng(0)
+    beginning = rng.integers(0, 600, shared)
+    contexts = [np.concatenate((beginning, rng.integers(0, 600, 16 - shared))) for _ in range(3)]
+    lengths = [(1, 1, 1), (1, 5, 4), (5, 5, 5, 5)]
+    parts = [[rng.integers(0, 600, length) for length in each] for each in lengths]
+    for context, each in zip(contexts, parts, strict=True):
+        row = torch.from_numpy(context)[None]
+        each[0][0] = int(model.loops(row).logits[-1, 0, -1].argmax())  # what the model would say itself
+    asked = [choices(key, contexts[key], parts[key], shared=shared) for key in range(3)]
+    answers = {answer.key: answer for answer in run(model, full(model), asked, greedy=True)}
+    for key, answer in answers.items():
+        expected = [plainly(model, contexts[key], choice) for choice in parts[key]]
+        np.testing.assert_allclose(answer.logits, [likely for likely, _ in expected], rtol=1e-5)
+        assert answer.greedy is not None
+        assert answer.greedy.tolist() == [greedy for _, greedy in expected]
+    assert answers[0].greedy is not None
+    assert answers[0].greedy[0]
+    assert next(iter(run(model, full(model), asked))).greedy is None
+    too_long = choices(0, contexts[0], [rng.integers(0, 600, 6)])
+    with pytest.raises(ls.UserError, match="block size is 20"):
+        list(run(model, full(model), [too_long]))
+
+
+@torch.no_grad()
+def test_a_mean_over_choices_needs_them_whole() -> None:
+    model, rng = outspoken(), np.random.default_rng(1)
+    context, parts = rng.integers(0, 600, 6), [rng.integers(0, 600, length) for length in (3, 1)]
+    with pytest.raises(ls.UserError, match="whole=True"):
+        list(run(model, ls.ExitPolicy("gate", 0.5), [choices(0, context, parts)], mean=True))
+    whole = choices(0, context, parts, whole=True)
+    state = model.step(embed_requests(model, [whole], torch.device("cpu"), PrefixCache(model, torch.device("cpu"))))
+    states = [model.loops(torch.from_numpy(row)[None]).hidden[0, 0, 6:] for row in whole.rows]
+    torch.testing.assert_close(decision_states(model, state, [whole], True)[0], torch.cat(states).mean(0))
+    for mean in (False, True):
+        (answer,) = run(model, full(model), [whole], mean=mean)
+        np.testing.assert_allclose(answer.logits, [plainly(model, context, part)[0] for part in parts], rtol=1e-5)

@@ -1,13 +1,14 @@
-"""What do logits over a whole vocabulary say? The signals of `exits.signals`, computed where the logits are.
+"""Which rows exit after this loop? Rows, questions, text and vLLM ask one `ExitDecision`.
 
-Tens of thousands of classes stay on the model's device; one number of every row and loop leaves it. The definitions
-are those of `exits.signals`, in float64 where the device has it. All are sums over the classes, taken block by block:
-so many numbers in double precision would not fit a processor's cache, nor, with many rows, the memory.
+A policy's signals of logits over a whole vocabulary are computed where the logits are: tens of thousands of classes
+stay on the model's device, and one number of every row and loop leaves it. The definitions are those of
+`exits.signals`, in float64 where the device has it. All are sums over the classes, taken block by block: so many
+numbers in double precision would not fit a processor's cache, nor, with many rows, the memory.
 
-Shapes: n rows, R rows that are followed, T loops, V vocabulary.
+Shapes: n rows, R rows that are followed, T loops, V vocabulary, D width.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,21 +17,110 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.errors import UserError
+from loopscope.exits.exit_state import ExitState
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.scope import Scope
 from loopscope.exits.signals import CONVERGENCE, SIGNALS
 from loopscope.exits.steps import LARGEST_RATIO
+from loopscope.models.contract import LoopedModel
 from loopscope.models.device import accumulator, upload
 
 Array = NDArray[Any]
 Integers = NDArray[np.int64]
 
 LOGIT_SIGNALS = (*(name for name, (source, _) in SIGNALS.items() if source == "logits"), "settling")
-"""Those that are computed here; a user's own take the plain way, by their step."""
+"""The signals that are computed on the device; a custom readout is computed on the host, by its step."""
 _LOOKING_BACK = {*CONVERGENCE, "settling"}
 NO_ANSWER = -1
-"""In the place of a class where logits are not finite: what is fetched anyway says it, and nobody waits for it."""
-_BLOCK = {"cpu": 1 << 15}
-"""Logits that are worked on at a time: on a processor as many as its cache holds, elsewhere `_MANY`."""
-_MANY = 1 << 24
+"""In the place of a class where logits are not finite: it is fetched with the classes, so that nobody waits for it."""
+_CACHED_LOGITS = 1 << 15
+"""Logits that a processor works on at a time: as many as its cache holds."""
+_DEVICE_LOGITS = 1 << 24
+
+
+class ExitDecision:
+    """Decides which of the rows under one policy exit; they may be at different loops.
+
+    `on_device` computes signals of logits on the model's device, as a text's recording does. Without it they are
+    computed on the host, by the very steps that a replay takes.
+    """
+
+    def __init__(
+        self, model: LoopedModel, policy: ExitPolicy, num_loops: int | None = None, on_device: bool = True
+    ) -> None:
+        self._model, self.policy = model, policy
+        self._state = ExitState(policy, num_loops or model.num_loops)
+        streamed = [name for name in self._state.signals if on_device and name in LOGIT_SIGNALS]
+        self._streamed = StreamedSignals(streamed) if streamed else None
+        self._sources = self._state.sources(streamed)
+        self.reads_logits = bool(streamed) or not {"logits", "predictions"}.isdisjoint(self._sources)
+        self.first_exit = policy.fixed_depth or 1  # the loop before which nobody exits
+        self.rows: Integers = np.empty(0, dtype=np.int64)  # [n] who is asked, by numbers of the caller's
+
+    def admit(self, rows: Integers) -> None:
+        """These rows begin with the next loop."""
+        self.rows = np.concatenate((self.rows, rows))
+        self._state.admit(len(rows))
+
+    def reorder(self, order: Integers) -> None:
+        self.rows = self.rows[order]
+        self._state.reorder(order)
+
+    def keep(self, kept: NDArray[np.bool_]) -> Integers:
+        """Forgets the rows where the mask is false, and returns them."""
+        gone = self.rows[~kept]
+        if len(gone):
+            self.reorder(np.flatnonzero(kept))
+        return gone
+
+    def exits(self, loops: Integers, logits: Tensor | Array | None, pooled: Callable[[], Tensor]) -> NDArray[np.bool_]:
+        """[n] which rows exit after this loop [n] of theirs.
+
+        `logits` [n, V] are given if the decision reads them; `pooled()` are the rows' states [n, D].
+        """
+        if not len(self.rows):
+            return np.empty(0, dtype=bool)
+        computed = {}
+        if self._streamed is not None:
+            assert isinstance(logits, Tensor)
+            computed = self._streamed.values(self.rows, loops, logits)
+        now: dict[str, Array] = {}
+        states = None
+        for source in self._sources:
+            if source in ("logits", "predictions"):
+                assert logits is not None
+                now[source] = _said(source, logits)
+            else:
+                states = pooled() if states is None else states
+                now[source] = self._read(source, states)
+        return self._state.stops(loops, now, computed)
+
+    def _read(self, source: str, states: Tensor) -> Array:
+        if source == "hidden":
+            return check_finite(to_host(states), "states")
+        halt_logits = self._model.halt(states)
+        if halt_logits is None:
+            raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
+        return check_finite(to_host(halt_logits), "halt logits")
+
+
+def check_policy(model: LoopedModel, policy: ExitPolicy, num_loops: int, here: Scope) -> None:
+    """Rejects a policy of another model or kind of decisions, and one that can only be replayed."""
+    tied = policy.model is not None or policy.gate is not None  # else nobody needs the hash, which takes a while
+    policy.check(model.weights_sha256 if tied else None, num_loops, here)
+    ExitState(policy, num_loops)
+
+
+def _said(source: str, logits: Tensor | Array) -> Array:
+    """The logits, or the classes that they answer."""
+    if source == "predictions" and isinstance(logits, Tensor):
+        return check_answers(likeliest_classes(logits).cpu().numpy())
+    values = check_logits(to_host(logits) if isinstance(logits, Tensor) else logits)
+    return values if source == "logits" else values.argmax(axis=-1)
+
+
+def to_host(values: Tensor) -> Array:
+    return values.float().cpu().numpy()
 
 
 class LogitStats(NamedTuple):
@@ -91,15 +181,13 @@ def likeliest_classes(logits: Tensor) -> Tensor:
 
 def check_answers(classes: Array) -> Array:
     """The same, if none of them is `NO_ANSWER`."""
-    if (classes == NO_ANSWER).any():
-        raise not_finite("logits")
+    check_finite(np.where(classes == NO_ANSWER, np.nan, 0.0), "logits")
     return classes
 
 
 def check_logits(logits: Array) -> Array:
     """[..., V] the same, if every row has a largest logit that is finite."""
-    if not np.isfinite(logits.max(axis=-1)).all():
-        raise not_finite("logits")
+    check_finite(logits.max(axis=-1), "logits")
     return logits
 
 
@@ -134,16 +222,15 @@ def kl_divergence(logits: Tensor, other: Tensor) -> Tensor:
 
 def logit_signals(logits: Tensor, labels: Tensor) -> dict[str, Array]:
     """[n, T] each, of logits [T, n, V] and labels [n]: predictions, label_log_probs and the signals, by their names."""
-    columns: dict[str, list[Tensor]] = {}
+    parts = []
     for rows in _rows(logits[0]):
-        stats = None
+        stats, loops = None, []
         for now in logits[:, rows]:
-            found, stats = logit_statistics((*LOGIT_SIGNALS, "predictions"), now, stats)
+            signals, stats = logit_statistics((*LOGIT_SIGNALS, "predictions"), now, stats)
             label = stats.logits.gather(1, labels[rows, None])[:, 0]
-            found["label_log_probs"] = label - stats.peak - stats.log_sum
-            for name, values in found.items():
-                columns.setdefault(name, []).append(values)
-    return {name: _table(values, len(logits)) for name, values in columns.items()}
+            loops.append(signals | {"label_log_probs": label - stats.peak - stats.log_sum})
+        parts.append({name: torch.stack([loop[name] for loop in loops], dim=1) for name in loops[0]})
+    return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
 
 
 class StreamedSignals:
@@ -196,7 +283,7 @@ def _zero_missing(logits: Tensor, precise: torch.dtype, missing: bool) -> Tensor
 
 
 def _block(logits: Tensor) -> int:
-    return _BLOCK.get(logits.device.type, _MANY)
+    return _CACHED_LOGITS if logits.device.type == "cpu" else _DEVICE_LOGITS
 
 
 def _rows(logits: Tensor) -> Iterator[slice]:
@@ -206,9 +293,3 @@ def _rows(logits: Tensor) -> Iterator[slice]:
 
 def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, length, size))
-
-
-def _table(values: list[Tensor], loops: int) -> Array:
-    """The loops of one part of the rows after the other, as one [n, T]."""
-    parts = [torch.stack(values[first : first + loops], dim=1) for first in range(0, len(values), loops)]
-    return torch.cat(parts).cpu().numpy()

@@ -11,33 +11,41 @@ Shapes: N decisions, T loops, W windows, P tokens of all windows of a batch, K d
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.artifacts import artifact_folder, create_tensors, sha256
+from loopscope.arguments import check_split_name
+from loopscope.artifacts import sha256
 from loopscope.documents import check_context, read_documents, tokenize_documents
-from loopscope.engine.logit_stats import LOGIT_SIGNALS, check_finite, logit_signals
+from loopscope.engine.exit_decision import LOGIT_SIGNALS, check_finite, logit_signals
 from loopscope.errors import UserError
 from loopscope.exits.readouts import readouts_reading
 from loopscope.exits.recorded_signals import replayed
-from loopscope.models import LoopedModel, Loops, load_model
+from loopscope.models.checkpoint import load_model
+from loopscope.models.contract import LoopedModel, Loops
 from loopscope.models.device import check_device, upload
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.layout import Layout, count_up
 from loopscope.progress import ProgressCallback, silent
-from loopscope.recording.tasks import Keep, existing_recording
+from loopscope.recording.recording_folder import (
+    Arrays,
+    Keep,
+    array_layout,
+    by_row,
+    existing_recording,
+    write_recording,
+    write_states,
+)
 from loopscope.training.run_place import trained_with
-from loopscope.trajectory import HIDDEN, RECORDING, RECORDING_FILES, SIGNAL_PREFIX, TRAJECTORY, Trajectory, seal
+from loopscope.trajectory import SIGNAL_PREFIX, Trajectory
 
-TEXT_SPLITS = ("train", "validation", "test")
 CONTEXT = 512
 """Tokens of a window, if the model takes as many."""
-_TOKENS = 4096
+TEXT_BATCH_TOKENS = 4096
 """Tokens that run together."""
-_NUMBERS = 1 << 24
+_MAX_LOGITS = 1 << 24
 """Logits that are looked at together."""
 
 Integers = NDArray[np.int64]
@@ -54,12 +62,11 @@ def record_text(
     hidden: bool = False,
     device: str | torch.device = "cpu",
     dtype: str | None = None,
-    tokens: int = _TOKENS,
+    tokens: int = TEXT_BATCH_TOKENS,
     progress: ProgressCallback = silent,
 ) -> Trajectory:
     """Records the next tokens of a text, or the first `limit` of them; an identical recording is used again."""
-    if split not in TEXT_SPLITS:
-        raise UserError(f"A text has no split '{split}'; say what it is to the model: {', '.join(TEXT_SPLITS)}.")
+    check_split_name(split)
     documents, device = read_documents(texts), check_device(device)
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)
@@ -68,7 +75,6 @@ def record_text(
     windows = cut_documents(tokenize_documents(documents, folder), context, limit)
     if int(windows.tokens.max()) >= model.vocab_size:
         raise UserError(f"The tokenizer of {folder} has more tokens than the model's {model.vocab_size}.")
-    shape = (windows.decisions, model.num_loops)
     provenance = {
         "weights_sha256": model.weights_sha256,
         "precision": model.precision,
@@ -81,32 +87,23 @@ def record_text(
         "keeps_logits": False,
         "keeps_hidden": hidden,
     }
-    keep, done = Keep(logits=False, hidden=hidden), 0
+    keep = Keep(logits=False, hidden=hidden)
     if (found := existing_recording(out, split, provenance, keep)) is not None:
         return found
-    provenance |= keep.provenance
-    with artifact_folder(out, RECORDING, RECORDING_FILES) as scratch:
-        probe = model.loops(torch.zeros((1, 1), dtype=torch.int64, device=device), num_loops=1)
-        layout: dict[str, tuple[tuple[int, ...], Any]] = dict.fromkeys(("labels", "sequences"), (shape[:1], np.int64))
-        layout |= {"predictions": (shape, np.int64), "label_log_probs": (shape, np.float64)}
-        layout |= {} if probe.gate_logits is None else {"gate_logits": (shape, np.float32)}
-        layout |= {SIGNAL_PREFIX + name: (shape, np.float64) for name in keep.signals}
-        arrays, needed = create_tensors(scratch / TRAJECTORY, layout), [TRAJECTORY]
-        if hidden:
-            states = {"hidden": ((*shape, probe.hidden.shape[-1]), np.float32)}
-            arrays |= create_tensors(scratch / HIDDEN, states)
-            needed.append(HIDDEN)
+
+    def fill(arrays: Arrays) -> None:
+        done = 0
         for batch in windows.batches(tokens):
             rows, labels, sequences = windows.targets(batch)
             arrays["labels"][rows], arrays["sequences"][rows] = labels, sequences
             for part, outputs in window_predictions(model, *windows.packed(batch), device):
-                _write(arrays, rows[part], outputs, labels[part], keep)
+                _write_logit_signals(arrays, rows[part], outputs.logits, labels[part])
+                write_states(arrays, rows[part], outputs, keep)
             done += len(rows)
             progress(done, windows.decisions, "")
-        for array in arrays.values():
-            array.flush()  # type: ignore[attr-defined]
-        seal(scratch, split, *shape, provenance, needed)
-        return Trajectory.load(scratch)  # only what can be read takes its place
+
+    layout = array_layout(model, (windows.decisions, model.num_loops), keep, ("labels", "sequences"))
+    return write_recording(out, split, layout, provenance | keep.provenance, fill)
 
 
 @dataclass(frozen=True)
@@ -176,27 +173,19 @@ def window_predictions(
     outputs = [[each.index_select(0, predicting) for each in model.read(state)] for state in model.unroll(embedded)]
     hidden, head_input = (torch.stack(each) for each in zip(*outputs, strict=True))
     halt = model.halt(hidden)
-    few = max(1, _NUMBERS // (model.num_loops * model.vocab_size))
+    few = max(1, _MAX_LOGITS // (model.num_loops * model.vocab_size))
     for start in range(0, hidden.shape[1], few):
         part = slice(start, start + few)
         gate_logits = None if halt is None else halt[:, part]
         yield part, Loops(model.predict(head_input[:, part]), hidden[:, part], gate_logits)
 
 
-def _write(arrays: dict[str, NDArray[Any]], rows: Integers, out: Loops, labels: Integers, keep: Keep) -> None:
-    """Puts what the model said at some decisions in its place; of the logits, only the signals leave the device."""
-    for name, values in logit_signals(out.logits, torch.from_numpy(labels).to(out.logits.device)).items():
+def _write_logit_signals(arrays: Arrays, rows: Integers, logits: torch.Tensor, labels: Integers) -> None:
+    """Puts the signals of logits [T, n, V] in their place; the logits themselves stay on the device."""
+    for name, values in logit_signals(logits, torch.from_numpy(labels).to(logits.device)).items():
         if name == "label_log_probs":
             check_finite(values, "logits")
         arrays[SIGNAL_PREFIX + name if name in LOGIT_SIGNALS else name][rows] = values
-    if out.gate_logits is not None:
-        arrays["gate_logits"][rows] = check_finite(out.gate_logits.T.float().cpu().numpy(), "halt logits")
-    states = check_finite(out.hidden.transpose(0, 1).float().cpu().numpy(), "states")
-    if keep.hidden:
-        arrays["hidden"][rows] = states
-    else:
-        for each in readouts_reading("hidden"):
-            arrays[SIGNAL_PREFIX + each.name][rows] = replayed(each, states)
-    for each in readouts_reading("logits"):
-        if each.name not in LOGIT_SIGNALS:  # a user's own
-            arrays[SIGNAL_PREFIX + each.name][rows] = replayed(each, out.logits.transpose(0, 1).float().cpu().numpy())
+    for readout in readouts_reading("logits"):
+        if readout.name not in LOGIT_SIGNALS:  # a custom one
+            arrays[SIGNAL_PREFIX + readout.name][rows] = replayed(readout, by_row(logits))

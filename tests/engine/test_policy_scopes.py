@@ -15,8 +15,9 @@ from tiny_language import outspoken
 
 import loopscope as ls
 from loopscope.engine.requests import Request
-from loopscope.exits.scope import STATE_WORDS, Scope, scope_of
-from loopscope.models import LoopedModel
+from loopscope.exits.scope import STATE_WORDS, scope_of
+from loopscope.models.contract import LoopedModel
+from loopscope.recording.question_recording import score_all_loops
 
 ROWS = np.random.default_rng(0).integers(3, 600, (6, 7))
 CHOICES = [np.array([5, 6]), np.array([7]), np.array([8, 9, 10])]
@@ -116,8 +117,6 @@ def test_a_policy_made_by_hand_binds_nobody() -> None:
 def test_the_mean_state_can_be_run() -> None:
     """A policy on the mean over the choices' tokens exits live where its replay on such a recording does."""
     asked = [ls.choices(key, row, CHOICES, whole=True) for key, row in enumerate(ROWS)]
-    from loopscope.recording.choice_scoring import score_all_loops
-
     scores = score_all_loops(MODEL, asked, mean=True)
     recorded = ls.Trajectory(
         logits=scores.log_likelihoods.astype(np.float32),
@@ -157,25 +156,21 @@ def test_a_low_precision_is_held_to_as_well() -> None:
     assert rows(rule.for_any_model(), half)
 
 
-def test_the_scope_is_in_the_file(tmp_path: Any) -> None:
-    for kind, made in KINDS.items():
-        policy(made).save(tmp_path / "policy.json")
-        assert ls.ExitPolicy.load(tmp_path / "policy.json").scope == scope_of(made), kind
-
-
-def test_a_unit_of_another_kind_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="unit is one of answers, questions, tokens"):
-        scope_of(recording(unit="words"))
-    assert scope_of(recording(unit="questions")) == Scope(unit="questions", precision="float32")
+def test_a_promise_holds_for_its_own_depth_only() -> None:
+    rule, asked = policy(KINDS["answers"]), [Request(key, (row,)) for key, row in enumerate(ROWS)]
+    waiting = iter(asked)
+    with pytest.raises(ls.UserError, match="calibrated for 3 loops, and here full depth is 2"):
+        next(ls.run(MODEL, rule, waiting, num_loops=2))
+    assert len(list(waiting)) == len(asked)  # nothing was taken
+    assert {answer.loop for answer in ls.run(MODEL, rule.for_any_model(), asked, num_loops=2)} <= {1, 2}
 
 
 def test_norms_must_be_said() -> None:
-    with pytest.raises(ls.UserError, match="need the norms"):
-        ls.choices(0, ROWS[0], CHOICES, score="per_character")
     assert ls.choices(0, ROWS[0], CHOICES, (1.0, 1.0, 1.0)).score == "sum"
     assert ls.choices(0, ROWS[0], CHOICES, (1.0, 2.0, 1.0)).score is None
-    with pytest.raises(ls.UserError, match="the 'sum' has no norms"):
-        ls.choices(0, ROWS[0], CHOICES, (1.0, 2.0, 1.0), score="sum")
+    for norms, score in (((), "per_character"), ((1.0, 2.0, 1.0), "sum")):
+        with pytest.raises(ls.UserError, match="the score 'sum' has no norms"):
+            ls.choices(0, ROWS[0], CHOICES, norms, score=score)
     with pytest.raises(ls.UserError, match="say it with score="):
         questions((1.0, 2.0, 1.0))(policy(KINDS["questions"]))
 

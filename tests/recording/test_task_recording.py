@@ -9,7 +9,8 @@ from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
 from loopscope.exits import SIGNALS
-from loopscope.recording import Keep, record_task
+from loopscope.recording.recording_folder import Keep
+from loopscope.recording.task_recording import record_task
 from loopscope.tasks import seen, training_fingerprints
 from loopscope.training import train
 
@@ -69,7 +70,7 @@ def test_extrapolation_takes_what_fits_the_block(gated_run: Path, tmp_path: Path
     harder = record_task(gated_run, "extrapolation", tmp_path / "harder", size=40)
     assert set(harder.difficulty) == {3, 4}  # block size 11: 2n + 3 tokens
     assert harder.split == "extrapolation"
-    with pytest.raises(ls.UserError, match="do not fit"):
+    with pytest.raises(ls.UserError, match="block size is 11"):
         record_task(gated_run, "extrapolation", tmp_path / "too-hard", levels=range(3, 6))
 
 
@@ -118,7 +119,7 @@ def test_a_model_in_memory_needs_no_labels_and_wrong_rows_are_explained(gated_ru
         "outside the model's vocabulary": ([[0, 99]],),
         "lengths must be between": ([[0, 1]], [3]),
         "labels must be whole numbers": ([[0, 1]], [2], [0.5]),
-        "labels must be": ([[0, 1]], [2], [1, 1]),
+        "one number an example": ([[0, 1]], [2], [1, 1]),
         "must have the shape": ([0, 1],),
         "block size is 11": ([[0] * 12],),
     }.items():

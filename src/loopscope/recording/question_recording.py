@@ -1,0 +1,276 @@
+"""How do the questions of a benchmark become a recording? In one pass each, kept on the way: nothing runs twice.
+
+The context of a question runs once and its choices branch off from it; what questions of one subject begin with runs
+once for all of them; every loop is read out on the way, only where a choice's token is predicted.
+
+A recording of questions is like any other: its classes are the choices, its logits the scores that the metric compares
+(by the characters of a choice for acc_norm), and a choice that a question does not have is -inf. `norms` keeps the
+characters, so that the other metric can be told, too. What is done is kept beside the recording until it is whole.
+
+Shapes: N questions, T loops, C choices of the question of the benchmark that has most, D width.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loopscope.config import digest, read_json
+from loopscope.engine.exit_decision import check_finite, to_host
+from loopscope.engine.requests import PrefixCache, Request, choice_scores, choices, decision_states, embed_requests
+from loopscope.errors import UserError
+from loopscope.exits.readouts import readouts_reading
+from loopscope.exits.recorded_signals import replayed
+from loopscope.exits.scope import SCORE_OF_METRIC, STATE_WORDS
+from loopscope.models.checkpoint import load_model
+from loopscope.models.contract import LoopedModel
+from loopscope.models.hub import find_checkpoint
+from loopscope.models.tokenizer import load_tokenizer
+from loopscope.progress import ProgressCallback, silent
+from loopscope.questions import (
+    Benchmark,
+    EncodedQuestion,
+    Question,
+    Split,
+    benchmark_named,
+    encode_questions,
+    load_questions,
+    metric_scores,
+)
+from loopscope.recording.recording_folder import (
+    Arrays,
+    Keep,
+    existing_recording,
+    keep_part,
+    kept_parts,
+    resume_or_make,
+    unfinished_folder,
+)
+from loopscope.trajectory import Trajectory
+from loopscope.writing import write_json
+
+BATCH_TOKENS = 8192
+"""Tokens of a batch, unless it is asked for otherwise: enough to keep a machine busy."""
+_KEEP_EVERY_SECONDS = 10.0
+"""Work that may be lost."""
+_SHARE_DONE = "done.json"
+
+
+def record_benchmark(
+    checkpoint: str | Path,
+    benchmark: str,
+    split: Split,
+    out: Path,
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    shots: int | None = None,
+    shard: tuple[int, int] | None = None,
+    hidden: bool = False,
+    mean: bool = False,
+    device: str | torch.device = "cpu",
+    dtype: str | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: ProgressCallback = silent,
+) -> Trajectory:
+    """Records a split of a benchmark; an identical recording is used again, one that was interrupted goes on.
+
+    `shots` are few-shot examples, in place of the benchmark's own number. `shard` (k, n) takes every n-th question,
+    from the k-th on.
+    """
+    which, out = benchmark_named(benchmark, shots), Path(out)
+    questions = load_questions(which, split, data, limit)
+    if shard is not None:
+        if not 0 <= shard[0] < shard[1]:
+            raise UserError(f"A part (k, n) is one of n, counted from 0, got {shard}.")
+        questions = questions[shard[0] :: shard[1]]
+    folder = find_checkpoint(checkpoint)
+    model = load_model(folder, device, dtype)
+    provenance = {
+        "weights_sha256": model.weights_sha256,
+        "precision": model.precision,
+        "benchmark": benchmark,
+        "metric": which.metric,
+        "shots": which.shots,
+        "questions_sha256": digest([[q.key, q.context, q.choices, q.label] for q in questions]),
+        "lm_eval": version("lm_eval"),
+        "examples": len(questions),
+        "limit": limit,
+        "shard": None if shard is None else list(shard),
+        "state": STATE_WORDS["mean_over_choices" if mean else "last_token"],
+        "dtype": dtype,
+        "keeps_hidden": hidden,
+    }
+    keep = Keep(hidden=hidden)
+
+    def make(unfinished: Path) -> None:
+        encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
+        cut = sum(tokens.cut > 0 for tokens in encoded)
+        described = provenance | keep.provenance | {"cut": cut}
+        requests = question_requests(questions, encoded, "acc", mean)
+        parts = kept_parts(unfinished, {"split": split, "signals": keep.signals, **described})
+        arrays = _collect(model, requests, parts, unfinished, keep, mean, batch_tokens, progress)
+        _trajectory(which, questions, arrays, split, described).save(out)
+
+    return resume_or_make(out, lambda: existing_recording(out, split, provenance, keep), make)
+
+
+def share_recorded(out: Path) -> float:
+    """How much of the recording that is being made in `out` is kept already."""
+    counted = unfinished_folder(out) / _SHARE_DONE
+    return float(read_json(float, counted, "unfinished recording")) if counted.is_file() else 0.0
+
+
+def _collect(
+    model: LoopedModel,
+    requests: Sequence[Request],
+    parts: list[Arrays],
+    folder: Path,
+    keep: Keep,
+    mean: bool,
+    batch_tokens: int,
+    progress: ProgressCallback,
+) -> Arrays:
+    """Everything of all questions: the parts that `folder` has of an earlier try, and the rest."""
+    done = np.zeros(len(requests), dtype=bool)
+    for part in parts:
+        done[part["rows"]] = True
+    prefix_cache = PrefixCache(model, next(model.parameters()).device)
+    waiting: list[Arrays] = []
+    saved = time.monotonic()
+    progress(int(done.sum()), len(requests), "")
+    for batch in question_batches(requests, batch_tokens):
+        rows = batch[~done[batch]]
+        if not len(rows):
+            continue
+        scores = score_all_loops(model, [requests[row] for row in rows], prefix_cache, mean)
+        waiting.append({"rows": rows, **_arrays(scores, keep)})
+        done[rows] = True
+        progress(int(done.sum()), len(requests), "")
+        if time.monotonic() - saved > _KEEP_EVERY_SECONDS:
+            parts.append(_joined(waiting))
+            keep_part(parts[-1], folder)
+            write_json(folder / _SHARE_DONE, float(done.mean()))
+            waiting, saved = [], time.monotonic()
+    whole = _joined([*parts, *waiting])
+    order = np.argsort(whole.pop("rows"))
+    return {name: values[order] for name, values in whole.items()}
+
+
+def _arrays(scores: "LoopScores", keep: Keep) -> Arrays:
+    arrays: Arrays = {"log_likelihoods": scores.log_likelihoods}
+    if scores.gate_logits is not None:
+        arrays["gate_logits"] = scores.gate_logits
+    if keep.hidden:
+        return arrays | {"hidden": scores.hidden}
+    return arrays | {readout.name: replayed(readout, scores.hidden) for readout in readouts_reading("hidden")}
+
+
+def _joined(parts: Sequence[Arrays]) -> Arrays:
+    """One after the other; questions with fewer choices than others lack the last ones."""
+    most = max(part["log_likelihoods"].shape[2] for part in parts)
+    for part in parts:
+        part["log_likelihoods"] = _padded(part["log_likelihoods"], most)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _padded(log_likelihoods: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    """[N, T, C] the same with at least `width` choices."""
+    missing = (0, max(0, width - log_likelihoods.shape[2]))
+    return np.pad(log_likelihoods, ((0, 0), (0, 0), missing), constant_values=-np.inf)
+
+
+def _trajectory(
+    benchmark: Benchmark, questions: Sequence[Question], arrays: Arrays, split: str, provenance: dict[str, Any]
+) -> Trajectory:
+    """Every split and part has as many choices as the benchmark."""
+    log_likelihoods = _padded(arrays.pop("log_likelihoods"), benchmark.most_choices)
+    norms = np.ones((len(questions), log_likelihoods.shape[2]), dtype=np.int64)
+    for row, question in zip(norms, questions, strict=True):
+        row[: len(question.norms)] = np.maximum(question.norms, 1)
+    return Trajectory(
+        logits=metric_scores(log_likelihoods, norms, benchmark.metric).astype(np.float32),
+        labels=np.array([question.label for question in questions]),
+        norms=norms,
+        gate_logits=arrays.pop("gate_logits", None),
+        hidden=arrays.pop("hidden", None),
+        split=split,
+        signals=arrays,
+        examples=[f"{question.key}: {_question_text(question)}" for question in questions],
+        provenance=provenance,
+    )
+
+
+def _question_text(question: Question) -> str:
+    """The end of the prompt, after its examples, and the choices, unless it lists them itself."""
+    prompt, texts = question.context.rsplit("\n\n", 1)[-1], [choice.strip() for choice in question.choices]
+    if texts == list(ascii_uppercase[: len(texts)]):
+        return prompt
+    listed = (f"{letter}. {text}" for letter, text in zip(ascii_uppercase, texts, strict=False))
+    return "\n".join([prompt, *listed])
+
+
+@dataclass(frozen=True)
+class LoopScores:
+    """What a model says of some questions at every loop."""
+
+    log_likelihoods: NDArray[np.float64]  # [N, T, C]; -inf where a question has fewer choices
+    gate_logits: NDArray[np.float32] | None  # [N, T]
+    hidden: NDArray[np.float32]  # [N, T, D] the pooled states
+
+
+@torch.inference_mode()
+def score_all_loops(
+    model: LoopedModel, requests: Sequence[Request], prefix_cache: PrefixCache | None = None, mean: bool = False
+) -> LoopScores:
+    """All loops of these questions; `mean` takes gate and state from the choices' tokens not the context's end."""
+    device = next(model.parameters()).device
+    prefix_cache = prefix_cache or PrefixCache(model, device)
+    prefix_cache.evict_unused(requests)
+    embedded = embed_requests(model, requests, device, prefix_cache)
+    log_likelihoods, gate_logits, hidden = [], [], []
+    for state in model.unroll(
+        embedded, cache=lambda loop: prefix_cache.shared_prefix(requests, np.full(len(requests), loop))
+    ):
+        log_likelihoods.append(choice_scores(model, state, requests, divided=False)[0])
+        pooled = decision_states(model, state, requests, mean)
+        hidden.append(check_finite(to_host(pooled), "states"))
+        gate_logit = model.halt(pooled)
+        if gate_logit is not None:
+            gate_logits.append(check_finite(to_host(gate_logit), "halt logits"))
+    gates = np.stack(gate_logits, 1) if gate_logits else None
+    return LoopScores(np.stack(log_likelihoods, 1), gates, np.stack(hidden, 1))
+
+
+def question_batches(requests: Sequence[Request], tokens: int = BATCH_TOKENS) -> Iterator[NDArray[np.int64]]:
+    """The numbers of questions that run together: of one prefix and about one length, up to so many tokens."""
+    prefixes = [request.prefix for request in requests]
+    lengths = np.array([len(request.tokens) for request in requests])
+    order = np.lexsort((lengths, np.unique(np.array(prefixes, dtype=object), return_inverse=True)[1]))
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end < len(order):
+            apart = prefixes[order[start]] != prefixes[order[end]]
+            if not apart and (end + 1 - start) * lengths[order[end]] <= tokens:
+                continue
+        yield order[start:end]
+        start = end
+
+
+def question_requests(
+    questions: Sequence[Question], encoded: Sequence[EncodedQuestion], metric: str, mean: bool = False
+) -> list[Request]:
+    """One request a question, numbered; its norms are those of the metric. `mean` is as for `score_all_loops`."""
+    requests = []
+    for number, (question, tokens) in enumerate(zip(questions, encoded, strict=True)):
+        norms = [max(norm, 1) for norm in question.norms] if metric == "acc_norm" else ()
+        score = SCORE_OF_METRIC[metric]
+        requests.append(choices(number, tokens.context, tokens.choices, norms, tokens.prefix, mean, score))
+    return requests

@@ -1,0 +1,211 @@
+"""How does a split of a task become a recording? Every example of a split through every loop, straight to disk.
+
+Examples run in batches of one length, so nothing is padded. Hidden states are large: unless they are asked for, only
+the signals that need them are kept. Logits can be left out the same way.
+
+Shapes: N examples, M tokens, T loops, n rows of a batch, V classes, D width.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from loopscope.arguments import as_integers
+from loopscope.config import plain
+from loopscope.engine.exit_decision import check_logits
+from loopscope.engine.requests import check_tokens
+from loopscope.errors import UserError
+from loopscope.exits.readouts import readouts_reading
+from loopscope.exits.recorded_signals import replayed
+from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_probs
+from loopscope.models.checkpoint import load_model, weights_sha256
+from loopscope.models.contract import LoopedModel, Loops
+from loopscope.models.device import upload
+from loopscope.progress import ProgressCallback, silent
+from loopscope.recording.recording_folder import (
+    ArrayLayout,
+    Arrays,
+    Keep,
+    array_layout,
+    by_row,
+    existing_recording,
+    write_recording,
+    write_states,
+)
+from loopscope.tasks.task import Examples, drawn, seen, training_fingerprints
+from loopscope.training.settings import RunSettings, read_run_settings
+from loopscope.trajectory import SIGNAL_PREFIX, Trajectory
+
+BATCH = 1024
+
+
+def record_task(
+    run: Path,
+    split: str,
+    out: Path,
+    keep: Keep | None = None,
+    size: int | None = None,
+    levels: range | None = None,
+    device: str | torch.device = "cpu",
+    progress: ProgressCallback = silent,
+) -> Trajectory:
+    """Records a split of the task that the run in `run` was trained on; an identical recording is used again."""
+    keep = keep or Keep()
+    settings = read_run_settings(run)
+    examples = split_examples(settings, split, size, levels)
+    model = load_model(run, device)
+    provenance = {
+        "weights_sha256": weights_sha256(run),
+        "precision": model.precision,
+        "run": plain(settings),
+        "examples": len(examples),
+        "levels": sorted({int(level) for level in examples.difficulty}),
+        "keeps_logits": keep.logits,
+        "keeps_hidden": keep.hidden,
+    }
+    if (found := existing_recording(out, split, provenance, keep)) is not None:
+        return found
+    layout = _layout(model, examples, keep)
+    if settings.task.train_examples:  # what was drawn online nobody knows any more
+        layout["seen"] = ((len(examples),), np.bool_)
+
+    def fill(arrays: Arrays) -> None:
+        if "seen" in arrays:
+            arrays["seen"][:] = seen(examples, training_fingerprints(settings.task))
+        _fill(arrays, model, examples, keep, progress)
+
+    provenance |= keep.provenance
+    return write_recording(out, split, layout, provenance, fill, settings.task.text(examples))
+
+
+def record_model(
+    model: LoopedModel,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    labels: ArrayLike | None = None,
+    *,
+    difficulty: ArrayLike | None = None,
+    split: str | None = None,
+    keep: Keep | None = None,
+    progress: ProgressCallback = silent,
+) -> Trajectory:
+    """Records what a model in memory says of tokens [N, M], at the last token of each row.
+
+    A row ends at its `lengths` (default: M). Nothing is written; `save` of the trajectory does that.
+    """
+    model.require_evaluation()
+    keep = keep or Keep()
+    if labels is None and not keep.logits:
+        raise UserError("Without labels a recording must keep its logits.")
+    examples = _examples(model, tokens, lengths, labels, difficulty)
+    layout = _layout(model, examples, keep)
+    arrays = {name: np.empty(shape, kind) for name, (shape, kind) in layout.items()}
+    _fill(arrays, model, examples, keep, progress)
+    hashed = hashlib.sha256(np.ascontiguousarray(examples.lengths).data)
+    hashed.update(examples.tokens[np.arange(examples.tokens.shape[1]) < examples.lengths[:, None]].data)
+    names = ("logits", "hidden", "gate_logits", "predictions", "label_log_probs")
+    kept: dict[str, Any] = {name: arrays.get(name) for name in names}
+    return Trajectory(
+        **kept,
+        signals={name: arrays[SIGNAL_PREFIX + name] for name in keep.signals},
+        labels=None if labels is None else examples.labels,
+        difficulty=None if difficulty is None else examples.difficulty,
+        split=split,
+        provenance={
+            "weights_sha256": model.weights_sha256,
+            "precision": model.precision,
+            "tokens_sha256": hashed.hexdigest(),
+            **keep.provenance,
+        },
+    )
+
+
+def _examples(
+    model: LoopedModel,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None,
+    labels: ArrayLike | None,
+    difficulty: ArrayLike | None,
+) -> Examples:
+    """What was given, as examples of the model; zeros for what was not."""
+    rows = as_integers(tokens, "tokens")
+    count, longest = rows.shape if rows.ndim == 2 else (0, 0)
+    given = {"lengths": lengths, "labels": labels, "difficulty": difficulty}
+    by_row = {
+        name: np.full(count, longest if name == "lengths" else 0) if values is None else as_integers(values, name)
+        for name, values in given.items()
+    }
+    if not count * longest or any(numbers.shape != (count,) for numbers in by_row.values()):
+        shapes = {"tokens": rows.shape} | {name: numbers.shape for name, numbers in by_row.items()}
+        raise UserError(f"tokens must have the shape [examples, tokens], the others one number an example: {shapes}.")
+    examples = Examples(rows, **by_row)
+    if examples.lengths.min() < 1 or examples.lengths.max() > longest:
+        raise UserError(f"lengths must be between 1 and the {longest} tokens of a row.")
+    check_tokens(model, rows[np.arange(longest) < examples.lengths[:, None]], "An example")
+    return examples
+
+
+def split_examples(settings: RunSettings, split: str, size: int | None, levels: range | None) -> Examples:
+    """The examples of a split; those of extrapolation are harder than training's, as far as the block size goes."""
+    if split == "extrapolation" and levels is None:
+        levels = extrapolation_levels(settings)
+    return drawn(settings.task, split, size, levels)
+
+
+def extrapolation_levels(settings: RunSettings) -> range:
+    """The difficulties beyond those of training that fit the model."""
+    first = settings.task.levels[-1] + 1
+    fitting = first
+    while settings.task.length(fitting) <= settings.block_size:
+        fitting += 1
+    if fitting == first:
+        raise UserError(
+            f"The block size {settings.block_size} leaves no room for examples harder than those of training; "
+            "train with a larger model.block_size to extrapolate."
+        )
+    return range(first, fitting)
+
+
+@torch.inference_mode()
+def forward(model: LoopedModel, batch: Examples, device: str | torch.device) -> Loops:
+    """What the model says at every loop at the answer markers."""
+    tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
+    return model.loops(tokens, lengths, positions=upload(batch.lengths - 1, torch.device(device)))
+
+
+def _layout(model: LoopedModel, examples: Examples, keep: Keep) -> ArrayLayout:
+    return array_layout(model, (len(examples), model.num_loops), keep, ("labels", "difficulty"))
+
+
+def _fill(arrays: Arrays, model: LoopedModel, examples: Examples, keep: Keep, progress: ProgressCallback) -> None:
+    """Runs all examples, and puts what is kept of them in its place."""
+    arrays["labels"][:], arrays["difficulty"][:] = examples.labels, examples.difficulty
+    device, done = next(model.parameters()).device, 0
+    for rows in examples.same_length_batches(BATCH):
+        batch = examples.take(rows)
+        out = forward(model, batch, device)
+        _write_logits(arrays, rows, check_logits(by_row(out.logits)), batch.labels, keep)
+        write_states(arrays, rows, out, keep)
+        done += len(rows)
+        progress(done, len(examples), "")
+
+
+def _write_logits(
+    arrays: Arrays, rows: NDArray[np.int64], logits: NDArray[Any], labels: NDArray[np.int64], keep: Keep
+) -> None:
+    """The logits [n, T, V] of some examples, or what is computed of them."""
+    if labels.min() < 0 or labels.max() >= logits.shape[-1]:
+        raise UserError(f"A label is not one of the model's classes (0..{logits.shape[-1] - 1}).")
+    if keep.logits:
+        arrays["logits"][rows] = logits
+        return
+    log_p = log_probs(logits)
+    arrays["predictions"][rows] = logits.argmax(axis=-1)
+    arrays["label_log_probs"][rows] = np.take_along_axis(log_p, labels[:, None, None], axis=2)[..., 0]
+    for readout in readouts_reading("logits"):
+        signal = SIGNALS[readout.name][1](logits, log_p) if readout.name in OF_LOG_PROBS else replayed(readout, logits)
+        arrays[SIGNAL_PREFIX + readout.name][rows] = signal
