@@ -103,7 +103,12 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
     @property
     @abstractmethod
     def symbols(self) -> list[str]:
-        """What tokens an input has, as a person reads them."""
+        """What an input is made of, as a person reads it; their numbers are the tokens."""
+
+    @property
+    @abstractmethod
+    def input_form(self) -> str:
+        """What an input is, in words."""
 
     @property
     @abstractmethod
@@ -111,20 +116,23 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
         """The difficulties of training, validation and test."""
 
     @abstractmethod
-    def length(self, difficulty: int) -> int:
-        """How many tokens the longest example of this difficulty has."""
+    def length(self, difficulty: Any) -> Any:
+        """How many tokens an example of this difficulty has."""
 
     @abstractmethod
     def space(self, difficulty: int) -> int:
         """How many distinct inputs of this difficulty there are."""
 
     @abstractmethod
-    def draw(self, draws: Draws, difficulty: Integers) -> Examples:
-        """One example of each given difficulty."""
+    def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
+        """One input of each given difficulty; what stands beyond its end does not matter."""
 
     @abstractmethod
-    def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
-        """The examples that are written so; the inverse of `text`. More than `longest` tokens are rejected."""
+    def is_input(self, row: list[int]) -> bool: ...
+
+    @abstractmethod
+    def answers(self, tokens: Integers, lengths: Integers) -> Integers:
+        """The right answers to rows [N, M]."""
 
     @property
     def vocab_size(self) -> int:
@@ -133,13 +141,40 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
     @property
     def positions(self) -> int:
         """How many positions training needs."""
-        return self.length(self.levels[-1])
+        return int(self.length(self.levels[-1]))
+
+    def draw(self, draws: Draws, difficulty: Integers) -> Examples:
+        """One example of each given difficulty."""
+        return self._framed(self.draw_inputs(draws, difficulty), self.length(difficulty), difficulty)
 
     def text(self, examples: Examples) -> list[str]:
         """The inputs as a person reads them."""
         rows = zip(examples.tokens.tolist(), examples.lengths.tolist(), strict=True)
         symbols = self.symbols
         return [self.separator.join(map(symbols.__getitem__, row[1 : length - 1])) for row, length in rows]
+
+    def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
+        """The examples that are written so; the inverse of `text`. More than `longest` tokens are rejected."""
+        numbers = {symbol: token for token, symbol in enumerate(self.symbols)}
+        rows = [[numbers.get(symbol, -1) for symbol in (text.split() if self.separator else text)] for text in texts]
+        for text, row in zip(texts, rows, strict=True):
+            if -1 in row or not self.is_input(row):
+                raise UserError(f"'{text[:60]}' is not {self.input_form}.")
+            if longest is not None and len(row) + 2 > longest:
+                raise UserError(f"it makes {len(row) + 2:,} tokens, and the model's block size is {longest}.")
+        lengths = np.array([len(row) + 2 for row in rows], dtype=np.int64)
+        inputs = np.zeros((len(rows), int(lengths.max(initial=2)) - 2), dtype=np.int64)
+        inputs[np.arange(inputs.shape[1]) < lengths[:, None] - 2] = [token for row in rows for token in row]
+        difficulty = (lengths - self.length(0)) // (self.length(1) - self.length(0))
+        return self._framed(inputs, lengths, difficulty)
+
+    def _framed(self, inputs: Integers, lengths: Integers, difficulty: Integers) -> Examples:
+        """Examples of inputs [N, M - 2], with begin and marker; what stands beyond an input's end is cut off."""
+        tokens = np.zeros((len(inputs), inputs.shape[1] + 2), dtype=np.int64)
+        tokens[:, 0] = self.vocab_size - 2
+        tokens[:, 1:-1] = np.where(np.arange(inputs.shape[1]) < lengths[:, None] - 2, inputs, 0)
+        tokens[np.arange(len(inputs)), lengths - 1] = self.vocab_size - 1
+        return Examples(tokens, lengths, self.answers(tokens, lengths), difficulty)
 
     def split(self, name: str, size: int | None = None, levels: range | None = None) -> Examples:
         """A split (or its first `size` examples), balanced over difficulties.
@@ -185,23 +220,6 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
             examples.labels[pending] = again.labels
         return examples
 
-    def _framed(self, inputs: Integers, lengths: Integers) -> Integers:
-        """Rows [N, M] of inputs [N, M - 2], with begin and marker; what stands beyond a row's end is cut off."""
-        tokens = np.zeros((len(inputs), inputs.shape[1] + 2), dtype=np.int64)
-        tokens[:, 0] = self.vocab_size - 2
-        tokens[:, 1:-1] = np.where(np.arange(inputs.shape[1]) < lengths[:, None] - 2, inputs, 0)
-        tokens[np.arange(len(inputs)), lengths - 1] = self.vocab_size - 1
-        return tokens
-
-    def _framed_lists(self, inputs: Sequence[Sequence[int]], longest: int | None) -> tuple[Integers, Integers]:
-        """The same of lists of tokens; and their lengths [N]."""
-        lengths = np.array([len(row) + 2 for row in inputs], dtype=np.int64)
-        if longest is not None and (length := lengths.max(initial=0)) > longest:
-            raise UserError(f"it makes {length:,} tokens, and the model's block size is {longest}.")
-        table = np.zeros((len(inputs), int(lengths.max(initial=2)) - 2), dtype=np.int64)
-        table[np.arange(table.shape[1]) < lengths[:, None] - 2] = [token for row in inputs for token in row]
-        return self._framed(table, lengths), lengths
-
 
 class Mano(Task, frozen=True, kw_only=True, tag="mano"):
     modulus: Annotated[int, msgspec.Meta(ge=2, le=2**20)] = 23
@@ -219,39 +237,28 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
         return [*map(str, range(self.modulus)), *self.operators]
 
     @property
-    def vocab_size(self) -> int:
-        return self.modulus + len(self.operators) + 2
-
-    @property
     def levels(self) -> range:
         return range(1, self.max_operations + 1)
 
-    def length(self, difficulty: int) -> int:
+    @property
+    def input_form(self) -> str:
+        return (
+            f"an expression in prefix notation, such as '{self.operators[0]} 1 0', with numbers below {self.modulus} "
+            f"and the operators {' '.join(self.operators)}"
+        )
+
+    def length(self, difficulty: Any) -> Any:
         return 2 * difficulty + 3
 
     def space(self, difficulty: int) -> int:
         trees = math.comb(2 * difficulty, difficulty) // (difficulty + 1)
         return trees * len(self.operators) ** difficulty * self.modulus ** (difficulty + 1)
 
-    def draw(self, draws: Draws, difficulty: Integers) -> Examples:
-        expression, lengths = self._expressions(draws, difficulty), 2 * difficulty + 3
-        values = self._values(expression, lengths - 2)
-        return Examples(self._framed(expression, lengths), lengths, values, difficulty)
+    def is_input(self, row: list[int]) -> bool:
+        open_operands = np.cumsum([1, *(1 if token >= self.modulus else -1 for token in row)])
+        return bool((open_operands[:-1] > 0).all() and not open_operands[-1])
 
-    def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
-        numbers = {name: token for token, name in enumerate(self.symbols)}
-        rows = [[numbers.get(word, -1) for word in text.split()] for text in texts]
-        for text, row in zip(texts, rows, strict=True):
-            open_operands = np.cumsum([1, *(1 if token >= self.modulus else -1 for token in row)])
-            if -1 in row or (open_operands[:-1] <= 0).any() or open_operands[-1]:
-                raise UserError(
-                    f"'{text[:60]}' is not an expression in prefix notation, such as '{self.operators[0]} 1 0', with "
-                    f"numbers below {self.modulus} and the operators {' '.join(self.operators)}."
-                )
-        tokens, lengths = self._framed_lists(rows, longest)
-        return Examples(tokens, lengths, self._values(tokens[:, 1:-1], lengths - 2), (lengths - 3) // 2)
-
-    def _expressions(self, draws: Draws, difficulty: Integers) -> Integers:
+    def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
         """Writes all expressions at once, token by token; each row keeps a stack of the sizes still to be written."""
         rows = np.arange(len(difficulty))
         longest = int(difficulty.max(initial=0))
@@ -270,14 +277,15 @@ class Mano(Task, frozen=True, kw_only=True, tag="mano"):
             stack[rows[split], top[split]] = left[split]
         return tokens
 
-    def _values(self, expression: Integers, lengths: Integers) -> Integers:
+    def answers(self, tokens: Integers, lengths: Integers) -> Integers:
         """Evaluates all expressions at once, from the right, with a stack of values a row."""
+        expression = tokens[:, 1:-1]
         rows = np.arange(len(expression))
         stack = np.zeros((len(rows), expression.shape[1] // 2 + 3), dtype=np.int64)
         top = np.full(len(rows), -1)
         for position in reversed(range(expression.shape[1])):
             token = expression[:, position]
-            inside = position < lengths
+            inside = position < lengths - 2
             operator = inside & (token >= self.modulus)
             left, right = stack[rows, top], stack[rows, top - 1]
             value = token
@@ -302,24 +310,24 @@ class Parity(Task, frozen=True, kw_only=True, tag="parity"):
     def levels(self) -> range:
         return range(1, self.max_bits + 1)
 
-    def length(self, difficulty: int) -> int:
+    @property
+    def input_form(self) -> str:
+        return "a string of the bits 0 and 1"
+
+    def length(self, difficulty: Any) -> Any:
         return difficulty + 2
 
     def space(self, difficulty: int) -> int:
         return int(2**difficulty)
 
-    def draw(self, draws: Draws, difficulty: Integers) -> Examples:
-        bits = draws.integers(np.full((len(difficulty), int(difficulty.max(initial=0))), 2))
-        return self._labelled(self._framed(bits, difficulty + 2), difficulty + 2)
+    def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
+        return draws.integers(np.full((len(difficulty), int(difficulty.max(initial=0))), 2))
 
-    def parse(self, texts: Sequence[str], longest: int | None = None) -> Examples:
-        for text in texts:
-            if not text or set(text) - {"0", "1"}:
-                raise UserError(f"'{text[:60]}' is not a string of the bits 0 and 1.")
-        return self._labelled(*self._framed_lists([[int(bit) for bit in text] for text in texts], longest))
+    def is_input(self, row: list[int]) -> bool:
+        return len(row) > 0
 
-    def _labelled(self, tokens: Integers, lengths: Integers) -> Examples:
-        return Examples(tokens, lengths, (tokens == 1).sum(axis=1) % 2, lengths - 2)
+    def answers(self, tokens: Integers, lengths: Integers) -> Integers:
+        return (tokens == 1).sum(axis=1) % 2
 
 
 @lru_cache(maxsize=3)

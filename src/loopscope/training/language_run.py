@@ -92,6 +92,11 @@ class TextRun(TrainingRun):
     def empty_model(self) -> Any:
         """The model without its weights."""
 
+    def __post_init__(self) -> None:
+        context, longest = self.settings.context, self.empty_model.block_size
+        if context > longest:
+            raise UserError(f"context is {context}, and the model takes {longest} tokens.")
+
     @property
     def texts_sha256(self) -> dict[str, list[str]]:
         return {name: [sha256(path) for path in getattr(self, name)] for name in ("train", "validation")}
@@ -219,13 +224,11 @@ class ContinuedRun(TextRun):
     teacher: Path | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         found, given, start = self.empty_model, self.settings, self.start
         problems = {
             f"loops is {given.loops}, and {start} has {found.num_loops}; leave it out.": (
                 given.loops not in (None, found.num_loops)
-            ),
-            f"context is {given.context}, and {start} takes {found.block_size} tokens.": (
-                given.context > found.block_size
             ),
             f"The objective '{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear, "
             "or choose another objective.": given.objective.name in GATED and not self.has_gate,

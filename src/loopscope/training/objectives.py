@@ -215,14 +215,13 @@ def _current_function(name: str, function: UserFunction | None) -> UserFunction:
 def _imported(name: str) -> UserFunction:
     module_name, _, attribute = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), attribute, None)
+        function: UserFunction = getattr(importlib.import_module(module_name), attribute)
+        home = function.__module__
+        problem = None if home == module_name else f"it is defined in '{home}'; name it where it is defined"
     except (Exception, SystemExit) as error:
-        raise UserError(f"The module of the objective '{name}' cannot be imported: {reason(error)}.") from error
-    if not callable(function) or getattr(function, "__module__", None) != module_name:
-        raise UserError(
-            f"The module '{module_name}' does not define a function '{attribute}' to be the objective; name one where "
-            "it is defined: the source text of its module belongs to the run."
-        )
+        problem = reason(error)
+    if problem is not None:  # the source text of the module that defines it belongs to the run
+        raise UserError(f"The objective '{name}' cannot be imported: {problem}.")
     return function
 
 

@@ -60,17 +60,16 @@ class Workers:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Waits for all workers at its end. What fails in one of them ends the others too, with the same words."""
-        messages = [""] * self.count
+        failed: Exception | None = None
         try:
             yield
         except Exception as error:
-            if self.count > 1:
-                dist.all_gather_object(messages, str(error) or type(error).__name__)
-            raise
+            failed = error
+        messages = ["" if failed is None else str(failed) or type(failed).__name__] * self.count
         if self.count > 1:
-            dist.all_gather_object(messages, "")
+            dist.all_gather_object(messages, messages[0])
         for message in filter(None, messages):
-            raise UserError(message)
+            raise failed or UserError(message)
 
 
 SINGLE_WORKER = Workers()
@@ -107,16 +106,15 @@ def join_workers(device: str) -> Iterator[Workers]:
             needed, here = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
             if device not in ("cpu", "cuda") or (cuda and here < needed):
                 raise UserError(
-                    f"{needed} workers take --device cpu, or --device cuda with as many CUDA devices, not {device} (here "
-                    f"are {here}); lower torchrun's --nproc-per-node, or use --device cpu."
+                    f"{needed} workers take --device cpu, or --device cuda with as many CUDA devices, not --device "
+                    f"{device} with {here}; lower torchrun's --nproc-per-node, or use --device cpu."
                 )
             if cuda:
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         yield workers
-    except UserError:
-        dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+    finally:
+        if sys.exception() is None or isinstance(sys.exception(), UserError):
+            dist.destroy_process_group()
 
 
 def exit_worker(code: int) -> NoReturn:

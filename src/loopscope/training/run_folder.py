@@ -18,7 +18,7 @@ import msgspec
 from loopscope.config import build, differences, plain, read_json
 from loopscope.errors import UserError
 from loopscope.models.configuration import CONFIG, ModelType, read_checkpoint_config
-from loopscope.reading import is_file, is_folder, no_folder
+from loopscope.reading import is_file, is_folder, near
 from loopscope.training.settings import RunSettings, with_source
 from loopscope.writing import is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
 
@@ -49,11 +49,10 @@ def trained_with(folder: Path) -> dict[str, Any] | None:
 
 def read_run_settings(run: Path) -> RunSettings:
     """The settings of the run in a folder, which was trained on a task."""
-    if not is_folder(run):
-        raise no_folder(run, "the folder of a finished run")
-    kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
-    if kind != "loopscope":
-        raise UserError(f"{run} is a checkpoint of type '{kind}', not a LoopScope run: it has no task of its own.")
+    if not is_file(run / CONFIG):
+        raise UserError(
+            f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made{near(run)}."
+        )
     config = read_checkpoint_config(run)
     settings = build(RunSettings, config.run, str(run / CONFIG))
     sizes = settings.model, settings.task.vocab_size, settings.block_size
@@ -70,21 +69,20 @@ def check_run_place(folder: Path, settings: RunSettings | None = None) -> None:
     if is_file(folder / CONFIG):
         if settings is not None:
             objective = with_source(settings.objective)
-            check_same_run(folder, plain(msgspec.structs.replace(settings, objective=objective)))
+            check_same_run(folder, {"run": plain(msgspec.structs.replace(settings, objective=objective))})
     elif is_folder(folder) and not all(map(is_scratch, folder.iterdir())):
         raise UserError(f"{folder} exists and is not a run; choose another --out.")
 
 
-def check_same_run(folder: Path, run: Mapping[str, Any]) -> None:
-    """Rejects the checkpoint in `folder` if it is not of the run with these settings."""
-    before = trained_with(folder)
-    changed = differences(before or {}, run)
+def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Rejects the checkpoint in `folder` if its configuration is not that of the run with this one."""
+    trained = trained_with(folder) is not None
+    found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
+    changed = differences({name: found.get(name) for name in config}, config)
     if changed:
-        what = f"a run with other settings ({named_settings(changed)})"
-        raise UserError(
-            f"{folder} holds {'a checkpoint that was not trained here' if before is None else what}; choose another "
-            "--out, or remove it."
-        )
+        names = named_settings([name.removeprefix("run.") for name in changed])
+        what = f"a run with other settings ({names})" if trained else "a checkpoint that was not trained here"
+        raise UserError(f"{folder} holds {what}; choose another --out, or remove it.")
 
 
 def named_settings(changed: list[str]) -> str:
@@ -103,13 +101,7 @@ def claimed(folder: Path, config: dict[str, Any], files: Sequence[str]) -> Itera
         new = not (folder / CONFIG).is_file()
         if new:
             write_json(folder / CONFIG, config)
-        check_same_run(folder, config["run"])
-        found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
-        if altered := [key for key, value in config.items() if found.get(key, value) != value]:
-            raise UserError(
-                f"{folder / CONFIG} was altered: its {', '.join(altered[:3])} contradicts the settings of its run; "
-                "train the run again in another folder."
-            )
+        check_same_run(folder, config)
         remove_scratch(folder)
         try:
             yield

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -41,8 +41,6 @@ from loopscope.errors import UserError, brief, did_you_mean, reason
 from loopscope.models.configuration import TransformerSettings
 from loopscope.reading import is_file, no_such_toml
 from loopscope.tasks import Mano, Parity
-
-T = TypeVar("T")
 
 GATED = ("learned_gate", "decoupled_gate")
 """The objectives that train a gate."""
@@ -183,10 +181,6 @@ class PretrainSettings(Settings, frozen=True, kw_only=True):
     objective: Objective = Objective(name="learned_gate", prior="uniform", beta=0.05)
     training: Training = Training()
 
-    def __post_init__(self) -> None:
-        if self.context > self.model.max_position_embeddings:
-            raise ValueError("context is longer than model.max_position_embeddings")
-
     @property
     def num_loops(self) -> int:
         return self.model.total_ut_steps
@@ -239,40 +233,34 @@ def read_settings(
         tables, where = read_toml(Path(source)), source
     else:
         raise no_such_toml(source, presets(), "preset")
-    last = {} if objective is None else {"objective": plain(objective)}
-    return build_overridden(RunSettings, overridden(tables, of_study), overrides, where, last)
+    tables = overridden(tables, [*of_study, *overrides])
+    if objective is not None:
+        tables["objective"] = plain(objective)
+    return build(RunSettings, tables, _named_source(where, overrides))
 
 
 def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
-    return build_overridden(PretrainSettings, read_toml(source), overrides, str(source))
+    tables = overridden(read_toml(source), overrides)
+    return build(PretrainSettings, tables, _named_source(str(source), overrides))
 
 
 def read_continue_settings(source: Path, overrides: Sequence[str]) -> ContinueSettings:
-    return build_overridden(ContinueSettings, read_toml(source), overrides, str(source))
+    tables = overridden(read_toml(source), overrides)
+    return build(ContinueSettings, tables, _named_source(str(source), overrides))
 
 
-def build_overridden(
-    kind: type[T],
-    tables: Mapping[str, Any],
-    overrides: Sequence[str],
-    source: str,
-    last: Mapping[str, Any] | None = None,
-) -> T:
-    """The tables with the overrides, and then `last`, as a `kind`."""
-    changed = "".join(f" --set {brief(override, 80)}" for override in overrides)
-    return build(kind, {**overridden(tables, overrides), **(last or {})}, f"{source}{changed}")
+def _named_source(source: str, overrides: Sequence[str]) -> str:
+    """Where settings come from, for errors."""
+    return brief(" --set ".join((source, *overrides)), 120)
 
 
 def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name."""
-
-    def expanded(values: Mapping[str, Any]) -> dict[str, Any]:
-        objective = values.get("objective")
-        return {**values, **({"objective": {"name": objective}} if isinstance(objective, str) else {})}
-
-    values = expanded(tables)
-    for override in overrides:
-        values = expanded(with_overrides(values, [override]))
+    values = dict(tables)
+    for assignments in ([], *([override] for override in overrides)):
+        values = with_overrides(values, assignments)
+        if isinstance(values.get("objective"), str):
+            values["objective"] = {"name": values["objective"]}
     return values
 
 

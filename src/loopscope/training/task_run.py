@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from loopscope.config import plain
-from loopscope.errors import UserError
 from loopscope.models.configuration import CheckpointConfig
 from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.transformer import LoopedTransformer
@@ -46,9 +45,8 @@ def train(
     `settings` are those of a preset or a TOML file (with `a.b=c` overrides), or made already. `objective` is a function
     of the user's or "module:function", in place of what they say, and `options` are its keyword arguments.
     """
-    if objective is None and options is not None:
-        raise UserError("options are those of an objective; give the objective, too.")
-    chosen = None if objective is None else custom_objective(objective, options)
+    is_custom = objective is not None or options is not None
+    chosen = custom_objective(objective or "", options) if is_custom else None
     if chosen is not None or overrides or isinstance(settings, str):
         settings = read_settings(settings, [overrides] if isinstance(overrides, str) else overrides, chosen)
     run = TaskRun(settings, Path(folder), objective if callable(objective) else None)

@@ -200,15 +200,17 @@ def _train(
             done % often == 0 or last for often in (every.log_every, every.validate_every, every.checkpoint_every)
         )
         if logging or saving:
-            outcome = outcome.over(workers)
-            if not torch.isfinite(outcome.loss):
+            for name in ("loss", "loop_loss", "loop_accuracy"):  # gradients are averaged already
+                outcome[name] = workers.mean(outcome[name])
+            if not torch.isfinite(outcome["loss"]):
                 raise UserError(f"The loss is no longer finite at step {done}; lower training.learning_rate.")
         if logging:
-            note = f"loss {outcome.loss.item():.3f}"
+            outcome = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in outcome.items()}
+            note = f"loss {outcome['loss']:.3f}"
         if logging or validating or saving:
             with workers.together():
                 if logging and workers.is_main:
-                    append_metrics(folder, {"step": done, **outcome.numbers()})
+                    append_metrics(folder, {"step": done, **outcome})
                 if validating and workers.is_main:
                     append_metrics(folder, {"step": done, **run.validate(model, device)})
                 if saving and not last and workers.is_main:
@@ -220,33 +222,6 @@ def _train(
     return start
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step measured, still on its device: a number is fetched only when it is wanted."""
-
-    loss: Tensor
-    loop_loss: Tensor
-    loop_accuracy: Tensor
-    gradient_norm: Tensor
-    learning_rate: float
-    loops: int | None = None  # that were run, where the objective draws them: then only the last has numbers
-
-    def over(self, workers: Workers) -> "StepOutcome":
-        """The same of the whole batch; gradients are averaged already."""
-        loss, loop_loss, loop_accuracy = map(workers.mean, (self.loss, self.loop_loss, self.loop_accuracy))
-        return replace(self, loss=loss, loop_loss=loop_loss, loop_accuracy=loop_accuracy)
-
-    def numbers(self) -> dict[str, Any]:
-        return {
-            **({} if self.loops is None else {"loops": self.loops}),
-            "loss": self.loss.item(),
-            "loop_loss": self.loop_loss.tolist(),
-            "loop_accuracy": self.loop_accuracy.tolist(),
-            "learning_rate": self.learning_rate,
-            "gradient_norm": self.gradient_norm.item(),
-        }
-
-
 def train_step(
     answers: Losses,
     objective: LossFunction,
@@ -255,11 +230,18 @@ def train_step(
     step: int,
     settings: Any,
     device: torch.device,
-) -> StepOutcome:
-    """One step of training on this batch."""
+) -> dict[str, Any]:
+    """One step of training on this batch; what it measured is still on its device, to be fetched only when wanted."""
     loss, losses, correct, loops = _backward(answers, objective, batch, step, settings, device)
     rate, norm = optimizers.step(step)
-    return StepOutcome(loss, losses.mean(1), correct.float().mean(1), norm, rate, loops)
+    return {
+        **({} if loops is None else {"loops": loops}),  # that were run, where the objective draws them
+        "loss": loss,
+        "loop_loss": losses.mean(1),
+        "loop_accuracy": correct.float().mean(1),
+        "learning_rate": rate,
+        "gradient_norm": norm,
+    }
 
 
 def _backward(
