@@ -20,9 +20,10 @@ from torch import Tensor
 from loopscope.artifacts import artifact_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
-from loopscope.exits import FittedGate
+from loopscope.exits.fitted_gate import FittedGate
 from loopscope.exits.splits import check_gate_data
-from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256, write_tensors
+from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
+from loopscope.models.configuration import weight_files
 from loopscope.models.gates import Gate
 from loopscope.models.run_hashes import HASHES
 from loopscope.progress import ProgressCallback, silent
@@ -58,7 +59,7 @@ class GateSettings(Settings, frozen=True, kw_only=True):
 
 
 def gate_settings(recording: Trajectory, changes: dict[str, Any]) -> GateSettings:
-    """DepthPrior and beta as the model's that made the recording, where it has them (beta 0.1 without a gate)."""
+    """Prior and beta as the model's that made the recording, where it has them (beta 0.1 without a gate)."""
     run = recording.provenance.get("run")
     objective = run.get("objective") if isinstance(run, dict) else None
     host = build(Objective, objective, "the recording") if isinstance(objective, dict) else None
@@ -146,8 +147,6 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
             theirs = {part: name for part, name in names.items() if name in tensors}
             for part, name in theirs.items():
                 value = torch.from_numpy(np.array(gate.tensors[part]))
-                if value.numel() != tensors[name].numel():
-                    raise UserError(f"The gate is {gate.width} wide, and that of {checkpoint} is not.")
                 tensors[name] = value.reshape(tensors[name].shape).to(tensors[name].dtype)
             if theirs:
                 write_tensors(tensors, file, metadata)

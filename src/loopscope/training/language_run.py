@@ -14,7 +14,8 @@ Shapes: B windows, C tokens of context, T loops, V vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,9 +94,14 @@ class TextRun(TrainingRun):
         """The model without its weights."""
 
     def __post_init__(self) -> None:
+        for sentence, is_so in self.problems().items():
+            if is_so:
+                raise UserError(sentence)
+
+    def problems(self) -> dict[str, bool]:
+        """What would be wrong with the run, and whether it is."""
         context, longest = self.settings.context, self.empty_model.block_size
-        if context > longest:
-            raise UserError(f"context is {context}, and the model takes {longest} tokens.")
+        return {f"context is {context}, and the model takes {longest} tokens.": context > longest}
 
     @property
     def texts_sha256(self) -> dict[str, list[str]]:
@@ -225,29 +231,26 @@ class ContinuedRun(TextRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found, given, start = self.empty_model, self.settings, self.start
-        problems = {
-            f"loops is {given.loops}, and {start} has {found.num_loops}; leave it out.": (
-                given.loops not in (None, found.num_loops)
-            ),
+        settings = msgspec.structs.replace(self.settings, loops=self.empty_model.num_loops)
+        object.__setattr__(self, "settings", settings)
+
+    def problems(self) -> dict[str, bool]:
+        given, start, loops = self.settings, self.start, self.empty_model.num_loops
+        has_teacher, without_gate = self.teacher is not None, given.objective.name in GATED and not self.has_gate
+        return {
+            **super().problems(),
+            f"loops is {given.loops}, and {start} has {loops}; leave it out.": given.loops not in (None, loops),
             f"The objective '{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear, "
-            "or choose another objective.": given.objective.name in GATED and not self.has_gate,
+            "or choose another objective.": without_gate,
             f"{start} does not say with which token a text ends (eos_token_id in {CONFIG}).": not end_tokens(start),
-            "targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing.": (
-                (given.targets == "teacher") != (self.teacher is not None)
-            ),
-            f"The teacher {self.teacher} has other tokens than {start}; take one with its tokenizer.": (
-                not self._teacher_has_same_tokens()
-            ),
+            "targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing.": has_teacher
+            != (given.targets == "teacher"),
+            f"The teacher {self.teacher} has other tokens than {start}; take one with its tokenizer.": has_teacher
+            and not self._teacher_has_same_tokens(),
         }
-        for sentence, is_so in problems.items():
-            if is_so:
-                raise UserError(sentence)
-        object.__setattr__(self, "settings", msgspec.structs.replace(given, loops=found.num_loops))
 
     def _teacher_has_same_tokens(self) -> bool:
-        if self.teacher is None:
-            return True
+        assert self.teacher is not None
         tokenizers = [each / TOKENIZER for each in (self.start, self.teacher) if (each / TOKENIZER).is_file()]
         is_same_size = self.empty_model.vocab_size == model_without_weights(self.teacher).vocab_size
         return is_same_size and len({sha256(each) for each in tokenizers}) <= 1
@@ -389,10 +392,8 @@ def _stacked(values: list[Tensor | None]) -> Tensor | None:
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, longest: int, folder: Path) -> None:
     """Writes a byte-level BPE of these documents, made as Ouro's: digits stand alone, words take the space before."""
-    try:
+    with _extra("Text needs transformers", "lm"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise UserError("Text needs transformers; install it with: pip install 'loopscope[lm]'.") from None
     bpe = Tokenizer(models.BPE())
     pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     bpe.pre_tokenizer = pre_tokenizers.Sequence(pieces)
@@ -421,10 +422,8 @@ def add_adapters(model: Any, rank: int, alpha: int, seed: int) -> None:
 
     The parts begin at zero, so nothing changes yet.
     """
-    try:
+    with _extra("Adapters need PEFT", "peft"):
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise UserError("Adapters need PEFT; install it with: pip install 'loopscope[peft]'.") from None
     gate, chosen = getattr(model, "gate", None), adaptable_layers(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -451,3 +450,12 @@ def merge_adapters(model: Any) -> Any:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, module.get_base_layer())
     return model
+
+
+@contextmanager
+def _extra(need: str, name: str) -> Iterator[None]:
+    """Says how to install what cannot be imported."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{need}; install it with: pip install 'loopscope[{name}]'.") from None

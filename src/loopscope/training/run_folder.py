@@ -17,7 +17,7 @@ import msgspec
 
 from loopscope.config import build, differences, plain, read_json
 from loopscope.errors import UserError
-from loopscope.models.configuration import CONFIG, ModelType, read_checkpoint_config
+from loopscope.models.configuration import CONFIG, read_checkpoint_config
 from loopscope.reading import is_file, is_folder, near
 from loopscope.training.settings import RunSettings, with_source
 from loopscope.writing import is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
@@ -42,8 +42,6 @@ class _Trained(msgspec.Struct, frozen=True):
 
 def trained_with(folder: Path) -> dict[str, Any] | None:
     """The settings of the run that trained the checkpoint in `folder`; None if it was not trained here."""
-    if read_json(ModelType, folder / CONFIG, "run configuration").model_type == "loopscope":
-        return read_checkpoint_config(folder).run
     return read_json(_Trained, folder / CONFIG, "run configuration").run
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from loopscope.artifacts import sha256
 from loopscope.config import digest
 from loopscope.errors import UserError
-from loopscope.models.checkpoint import WEIGHTS, first_not_finite, write_tensors
+from loopscope.models.checkpoint import first_not_finite, write_tensors
+from loopscope.models.configuration import WEIGHTS
 from loopscope.models.contract import LoopedModel, tensors_sha256
 from loopscope.models.run_hashes import write_hashes
 from loopscope.training.optimizers import Optimizers
