@@ -51,15 +51,8 @@ def interrupt(run: TrainingRun, after: int) -> None:
 
 
 def test_the_folder_is_a_checkpoint_in_ouro_s_layout(tiny_ouro: LanguageRun) -> None:
-    assert sorted(contents(tiny_ouro.folder)) == [
-        "config.json",
-        "data.json",
-        "hashes.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    prepared = {"config.json", "data.json", "tokenizer.json", "tokenizer_config.json"}
+    assert set(contents(tiny_ouro.folder)) == prepared | {"hashes.json", "metrics.jsonl", "model.safetensors"}
     config = json.loads((tiny_ouro.folder / "config.json").read_text())
     assert (config["model_type"], config["total_ut_steps"], config["eos_token_id"]) == ("ouro", 3, 0)
     trained = Ouro(read_ouro_config(tiny_ouro.folder))

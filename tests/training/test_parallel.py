@@ -5,6 +5,7 @@ Every `torchrun` here is a real one.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GATED, TINY, tiny_language_run, tiny_settings
+from conftest import TINY, tiny_language_run, tiny_settings
 
 import loopscope as ls
 from loopscope.training.parallel import Workers, join_workers
@@ -24,7 +25,8 @@ from loopscope.writing import only_writer
 
 CPU = torch.device("cpu")
 PACKAGE = Path(ls.__file__).parent
-LONGER = [*GATED, "training.steps=60", "training.checkpoint_every=4", "training.validate_every=30"]
+LONGER = ["training.steps=60", "training.checkpoint_every=4", "training.validate_every=30"]
+LONGER += ["model.gate=linear", "objective=losses_of_two:gated"]
 CUSTOM = "def gated(loops): return (loops.cross_entropy * loops.gate_logits.softmax(0)).sum(0)\n"
 
 
@@ -63,13 +65,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    train(tiny_settings(*LONGER), folder)
-    return folder
-
-
 def kill_one(process: "subprocess.Popen[str]", folder: Path) -> None:
     """Kills one worker once there is a state to resume from."""
     while not (folder / "state.safetensors").exists():
@@ -84,38 +79,26 @@ def kill_one(process: "subprocess.Popen[str]", folder: Path) -> None:
 
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_workers_walk_the_curve_of_one_and_a_killed_one_ends_the_others(
-    workers: int, alone: Path, tmp_path: Path
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With more than two, the order in which the gradients are added shows."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    process = train_by(whole, *LONGER, workers=workers)
-    printed = finished(process)
+    """With a function of the user's; with more than two, the order in which the gradients are added shows."""
+    (tmp_path / "losses_of_two.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    whole, cut, alone = tmp_path / "whole", tmp_path / "cut", tmp_path / "alone"
+    train(tiny_settings(*LONGER), alone)
+    printed = finished(train_by(whole, *LONGER, workers=workers))
     assert (printed["resumed_from"], printed["validation_loss"]) == (0, entries(whole)[-1]["validation_loss"])
     assert_same_curve(whole, alone)
     assert contents(whole).keys() == contents(alone).keys()
     for file in ("config.json", "data.json"):
         assert (whole / file).read_bytes() == (alone / file).read_bytes()
     kill_one(train_by(cut, *LONGER, workers=workers), cut)
+    shutil.copytree(cut, tmp_path / "copy")
+    assert train(tiny_settings(*LONGER), tmp_path / "copy").resumed_from > 0  # one goes on with what several began
+    assert_same_curve(tmp_path / "copy", alone)
     assert finished(train_by(cut, *LONGER, workers=workers))["resumed_from"] > 0
     assert contents(cut) == contents(whole)
-
-
-def test_two_workers_go_on_with_a_run_that_one_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And with a function of the user's."""
-    (tmp_path / "losses_of_two.py").write_text(CUSTOM)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    changes = ["objective=losses_of_two:gated", "model.gate=linear"]
-
-    def stop(done: int, total: int, note: str) -> None:
-        if done == 9:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_settings(*changes), tmp_path / "run", CPU, stop)
-    assert finished(train_by(tmp_path / "run", *changes))["resumed_from"] == 8
-    train(tiny_settings(*changes), tmp_path / "alone")
-    assert_same_curve(tmp_path / "run", tmp_path / "alone")
 
 
 def test_what_only_the_first_worker_meets_ends_all(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import GATED, TINY, tiny_settings
+from conftest import GATED, tiny_settings
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -45,13 +45,8 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(gated_run: Pa
 
 
 def test_a_run_folder_is_a_checkpoint(gated_run: Path) -> None:
-    assert sorted(path.name for path in gated_run.iterdir() if path.is_file()) == [
-        "config.json",
-        "data.json",
-        "hashes.json",
-        "metrics.jsonl",
-        "model.safetensors",
-    ]
+    names = {path.name for path in gated_run.iterdir() if path.is_file()}
+    assert names == {"config.json", "data.json", "hashes.json", "metrics.jsonl", "model.safetensors"}
     out = ls.load_model(gated_run).loops(torch.zeros(2, 5, dtype=torch.long))
     assert (out.logits.shape, out.hidden.shape) == ((3, 2, 5, 8), (3, 2, 5, 16))
     assert out.gate_logits.shape == (3, 2, 5)
@@ -96,13 +91,9 @@ def test_epochs_visit_every_example_once_in_an_order_of_the_seed() -> None:
     assert len(training_batches(tiny_settings("task.train_examples=10", "training.batch_size=25"))(0)) == 25
 
 
-def test_the_paper_preset_takes_two_steps(tmp_path: Path) -> None:
-    overrides = ["training.steps=2", "training.batch_size=4", "training.validation_sample=8"]
-    settings = read_settings("paper", [*overrides, "task.train_examples=100", "task.test_examples=20"])
-    result = train(settings, tmp_path / "run")
-    weights = load_file(tmp_path / "run" / "model.safetensors")
-    assert sum(value.numel() for value in weights.values()) == 12_624_896
-    assert result.metrics[0]["learning_rate"] == pytest.approx(5e-4 * 2 / 2000)
+def test_the_paper_s_model_has_its_size() -> None:
+    with torch.device("meta"):
+        assert sum(value.numel() for value in initial_model(read_settings("paper")).parameters()) == 12_624_896
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -161,16 +152,9 @@ def with_decoupled_gate(loops: LoopLosses, beta: float = 0.1) -> Tensor:
 
 def test_a_function_of_the_user_s_can_decouple_its_gate(tmp_path: Path) -> None:
     """Its run begins as every run with a gate does; without a gradient from the gate, the rest goes another's way."""
-    ways = [
-        train(
-            "demo",
-            tmp_path / str(beta),
-            overrides=[*TINY, *CLIPPED, "model.gate=linear"],
-            objective=with_decoupled_gate,
-            options={"beta": beta},
-        ).folder
-        for beta in (0.0, 0.7)
-    ]
+    settings, ways = tiny_settings(*CLIPPED, "model.gate=linear", "objective=m:f"), (tmp_path / "a", tmp_path / "b")
+    for folder, beta in zip(ways, (0.0, 0.7), strict=True):
+        train(settings, folder, objective=with_decoupled_gate, options={"beta": beta})
     assert_same_trunk(*ways)
     gates = [load_file(folder / "model.safetensors")["gate.net.weight"] for folder in ways]
     assert not torch.equal(*gates)

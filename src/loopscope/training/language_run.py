@@ -125,8 +125,8 @@ class TextRun(TrainingRun):
 
     def note_data(self) -> None:
         """Writes `data.json`, if the texts are long enough and the model knows their tokens."""
-        streams, known = {"train": self._train, "validation": self._validation}, self.empty_model.vocab_size
-        for name, found in streams.items():
+        known = self.empty_model.vocab_size
+        for name, found in self._tokens.items():
             if len(found) <= self.settings.context or int(found.max()) >= known:
                 raise UserError(
                     f"The {name} text has {len(found)} tokens up to number {found.max()}; it must have more than one "
@@ -134,20 +134,20 @@ class TextRun(TrainingRun):
                     "shorter context, or the model's own tokenizer."
                 )
         if not (self.folder / DATA_FILE).is_file():
-            write_json(self.folder / DATA_FILE, {"tokens": {name: len(found) for name, found in streams.items()}})
+            write_json(self.folder / DATA_FILE, {"tokens": {name: len(found) for name, found in self._tokens.items()}})
 
     def losses(self, model: LoopedModel) -> nn.Module:
         return TokenLosses(model)
 
     def batches(self) -> Callable[[int], TokenWindows]:
-        windows = cut_windows(self._train, self.settings.context)
+        windows = cut_windows(self._tokens["train"], self.settings.context)
         rows = epoch_rows(len(windows), self.settings.training)
         return lambda step: windows.take(rows(step))
 
     @torch.no_grad()
     def validate(self, model: LoopedModel, device: torch.device) -> dict[str, Any]:
         """Mean cross-entropy and accuracy of every loop over the first windows of the validation text."""
-        windows = cut_windows(self._validation, self.settings.context)
+        windows = cut_windows(self._tokens["validation"], self.settings.context)
         size, at_once = min(self.settings.training.validation_sample, len(windows)), self.windows_at_once
         losses, sums = TokenLosses(model), []
         for start in range(0, size, at_once):
@@ -158,12 +158,9 @@ class TextRun(TrainingRun):
         return {"validation_loss": loss.tolist(), "validation_accuracy": accuracy.tolist()}
 
     @cached_property
-    def _train(self) -> NDArray[np.int64]:
-        return token_stream(self.train, self.folder, self.end_token)
-
-    @cached_property
-    def _validation(self) -> NDArray[np.int64]:
-        return token_stream(self.validation, self.folder, self.end_token)
+    def _tokens(self) -> dict[str, NDArray[np.int64]]:
+        texts = {"train": self.train, "validation": self.validation}
+        return {name: token_stream(paths, self.folder, self.end_token) for name, paths in texts.items()}
 
 
 @dataclass(frozen=True)
@@ -373,8 +370,7 @@ class TokenLosses(nn.Module):
     def _answers(self, read: Tensor, targets: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
         if not (self.model.gradient_checkpointing and torch.is_grad_enabled()):
             return self._answer(read, targets, taught)
-        found: tuple[Tensor, Tensor] = checkpoint(self._answer, read, targets, taught, use_reentrant=False)
-        return found
+        return checkpoint(self._answer, read, targets, taught, use_reentrant=False)
 
     def _answer(self, read: Tensor, targets: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = self.model.predict(read).float()

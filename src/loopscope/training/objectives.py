@@ -144,37 +144,31 @@ def depth_kl(log_q: Tensor, log_prior: Tensor) -> Tensor:
 def load_objective(objective: Objective, seed: int, function: UserFunction | None = None) -> LossFunction:
     """What training minimises; a function of the user's is imported, unless it is given."""
     if objective.is_custom:
-        return _CustomObjective(objective, _current_function(objective.name, function), seed)
+        current = _current_function(objective.name, function)
+        return lambda loops: _custom_loss(objective, current, seed, loops)
     decoupled = objective.name == "decoupled_gate"
     return lambda loops: objective_loss(
         objective, loops.cross_entropy, loops.detached_gate_logits if decoupled else loops.gate_logits
     )
 
 
-@dataclass(frozen=True)
-class _CustomObjective:
-    settings: Objective
-    function: UserFunction
-    seed: int
-
-    def __call__(self, loops: LoopLosses) -> Tensor:
-        """Its random numbers follow from the run's seed and the step, so a resumed run draws the same ones."""
-        name, rows = self.settings.name, loops.cross_entropy.shape[1]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(digest([self.seed, loops.step])[:8], 16))
-            try:
-                loss = self.function(loops, **(self.settings.options or {}))
-            except (Exception, SystemExit) as error:
-                raise UserError(f"The objective '{name}' failed: {reason(error)}.") from error
-        is_tensor = isinstance(loss, Tensor)
-        if not (is_tensor and loss.is_floating_point() and loss.shape in ((), (rows,)) and loss.requires_grad):
-            found = f"a tensor of shape {list(loss.shape)} and {loss.dtype}" if is_tensor else type(loss).__name__
-            raise UserError(
-                f"The objective '{name}' returned {found}; it must return the loss of the batch, a tensor with one "
-                "number, or that of every row [B], with a gradient: computed from loops.cross_entropy or "
-                "loops.gate_logits, without detach() or item()."
-            )
-        return loss.mean()
+def _custom_loss(objective: Objective, function: UserFunction, seed: int, loops: LoopLosses) -> Tensor:
+    """Its random numbers follow from the run's seed and the step, so a resumed run draws the same ones."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(digest([seed, loops.step])[:8], 16))
+        try:
+            loss = function(loops, **(objective.options or {}))
+        except (Exception, SystemExit) as error:
+            raise UserError(f"The objective '{objective.name}' failed: {reason(error)}.") from error
+    is_tensor, shapes = isinstance(loss, Tensor), ((), loops.cross_entropy.shape[1:])
+    if not (is_tensor and loss.is_floating_point() and loss.shape in shapes and loss.requires_grad):
+        found = f"a tensor of shape {list(loss.shape)} and {loss.dtype}" if is_tensor else type(loss).__name__
+        raise UserError(
+            f"The objective '{objective.name}' returned {found}; it must return the loss of the batch, a tensor with "
+            "one number, or that of every row [B], with a gradient: computed from loops.cross_entropy or "
+            "loops.gate_logits, without detach() or item()."
+        )
+    return loss.mean()
 
 
 def try_objective(

@@ -6,7 +6,6 @@ A state knows its own hash and those of the files beside it, so that a run does 
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -28,7 +27,7 @@ def steps_done(folder: Path) -> int:
     if (folder / WEIGHTS).is_file():
         run = trained_with(folder)
         return 0 if run is None else int(run["training"]["steps"])
-    return _read_state(folder, lambda _, metadata: int(metadata["step"])) if (folder / STATE_FILE).is_file() else 0
+    return _read_state(folder, with_tensors=False)[0] if (folder / STATE_FILE).is_file() else 0
 
 
 def save_state(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int, written: dict[str, str]) -> None:
@@ -44,7 +43,7 @@ def restore(folder: Path, model: LoopedModel, optimizers: Optimizers, written: d
     """Puts the run back to its last saved state; returns the number of steps done."""
     if not (folder / STATE_FILE).is_file():
         return 0
-    tensors, metadata = _read_state(folder, lambda file, metadata: (_tensors(file), dict(metadata)))
+    step, metadata, tensors = _read_state(folder, with_tensors=True)
     is_altered = metadata.pop("sha256", None) != _state_sha256(tensors, metadata)
     altered = [STATE_FILE] if is_altered else _altered_files(folder, metadata, written)
     if altered:
@@ -54,7 +53,7 @@ def restore(folder: Path, model: LoopedModel, optimizers: Optimizers, written: d
     weights = _part(tensors, "model.")
     model.load_state_dict(weights | {name: weights[other] for name, other in model.tied.items()})
     optimizers.restore(_part(tensors, "optimizer."))
-    return int(metadata["step"])
+    return step
 
 
 def _altered_files(folder: Path, metadata: dict[str, str], written: dict[str, str]) -> list[str]:
@@ -74,18 +73,16 @@ def finish(folder: Path, model: LoopedModel, written: dict[str, str]) -> None:
     (folder / STATE_FILE).unlink(missing_ok=True)
 
 
-def _read_state(folder: Path, read: Callable[[Any, dict[str, str]], Any]) -> Any:
+def _read_state(folder: Path, with_tensors: bool) -> tuple[int, dict[str, str], dict[str, Tensor]]:
+    """The step, all metadata and the tensors of a state."""
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
-            return read(file, file.metadata())
+            metadata, names = dict(file.metadata()), file.keys() if with_tensors else ()
+            return int(metadata["step"]), metadata, {name: file.get_tensor(name) for name in names}
     except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
         raise UserError(
             f"{folder / STATE_FILE} cannot be read ({error}); remove it, and the run begins again."
         ) from None
-
-
-def _tensors(file: Any) -> dict[str, Tensor]:
-    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
 
 
 def _state_sha256(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:

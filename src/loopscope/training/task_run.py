@@ -62,10 +62,9 @@ class TaskRun(TrainingRun):
 
     @property
     def config(self) -> dict[str, Any]:
-        settings, sizes = self.settings, (self.settings.task.vocab_size, self.settings.block_size)
-        config = CheckpointConfig(vocab_size=sizes[0], block_size=sizes[1], model=settings.model, run=plain(settings))
-        found: dict[str, Any] = plain(config)
-        return found
+        settings = self.settings
+        sizes = {"vocab_size": settings.task.vocab_size, "block_size": settings.block_size}
+        return plain(CheckpointConfig(**sizes, model=settings.model, run=plain(settings)))
 
     @property
     def has_gate(self) -> bool:
