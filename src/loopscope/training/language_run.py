@@ -125,13 +125,15 @@ class TextRun(TrainingRun):
 
     def note_data(self) -> None:
         """Writes `data.json`, if the texts are long enough and the model knows their tokens."""
-        known = self.empty_model.vocab_size
+        known, context = self.empty_model.vocab_size, self.settings.context
         for name, found in self._tokens.items():
-            if len(found) <= self.settings.context or int(found.max()) >= known:
+            is_short = len(found) <= context
+            if is_short or int(found.max()) >= known:
                 raise UserError(
-                    f"The {name} text has {len(found)} tokens up to number {found.max()}; it must have more than one "
-                    f"window of {self.settings.context}, of tokens that the model has ({known:,}): give more text, a "
-                    "shorter context, or the model's own tokenizer."
+                    f"The {name} text has {len(found)} tokens, less than one window of {context} and the token after "
+                    "it; give more text, or a shorter context."
+                    if is_short
+                    else f"The tokenizer has tokens that its model has not ({known:,}); put the model's own there."
                 )
         if not (self.folder / DATA_FILE).is_file():
             write_json(self.folder / DATA_FILE, {"tokens": {name: len(found) for name, found in self._tokens.items()}})

@@ -18,7 +18,7 @@ import msgspec
 from loopscope.config import build, differences, plain, read_json
 from loopscope.errors import UserError
 from loopscope.models.configuration import CONFIG, read_checkpoint_config
-from loopscope.reading import is_file, is_folder, near
+from loopscope.reading import is_file, is_folder, no_folder
 from loopscope.training.settings import RunSettings, with_source
 from loopscope.writing import is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
 
@@ -48,9 +48,8 @@ def trained_with(folder: Path) -> dict[str, Any] | None:
 def read_run_settings(run: Path) -> RunSettings:
     """The settings of the run in a folder, which was trained on a task."""
     if not is_file(run / CONFIG):
-        raise UserError(
-            f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made{near(run)}."
-        )
+        other = UserError(f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made.")
+        raise other if is_folder(run) else no_folder(run, "the folder of a finished run")
     config = read_checkpoint_config(run)
     settings = build(RunSettings, config.run, str(run / CONFIG))
     sizes = settings.model, settings.task.vocab_size, settings.block_size
