@@ -176,7 +176,7 @@ def test_a_module_that_cannot_be_used_is_explained(write: Write, tmp_path: Path,
 
 @pytest.mark.parametrize("name", ["nowhere_at_all", "nowhere_at_all.deeper", "math"])
 def test_a_module_without_source_text_is_explained(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ls.UserError, match=f"no source text of the module '{name}' for the objective"):
+    with pytest.raises(ls.UserError, match=f"There is no module '{name}' with a source text for the objective"):
         ls.train("demo", tmp_path / "run", overrides=[*TINY, f"objective={name}:f"])
 
 

@@ -304,5 +304,5 @@ def objective_source(name: str, function: UserFunction | None = None) -> tuple[b
         except Exception as error:
             problem = reason(error)
     if file is None or not file.endswith(".py") or not Path(file).is_file():
-        raise UserError(f"There is no source text of the module '{module}' for the objective '{name}': {problem}.")
+        raise UserError(f"There is no module '{module}' with a source text for the objective '{name}': {problem}.")
     return Path(file).read_bytes(), Path(file)
