@@ -62,9 +62,11 @@ class TaskRun(TrainingRun):
 
     @property
     def config(self) -> dict[str, Any]:
-        settings = self.settings
-        sizes = {"vocab_size": settings.task.vocab_size, "block_size": settings.block_size}
-        return plain(CheckpointConfig(**sizes, model=settings.model, run=plain(settings)))
+        settings, task = self.settings, self.settings.task
+        config = CheckpointConfig(
+            vocab_size=task.vocab_size, block_size=settings.block_size, model=settings.model, run=plain(settings)
+        )
+        return plain(config)
 
     @property
     def has_gate(self) -> bool:
