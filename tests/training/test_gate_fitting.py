@@ -11,10 +11,11 @@ import loopscope as ls
 from loopscope.artifacts import sha256
 from loopscope.engine import compare, run, task_requests
 from loopscope.exits import FittedGate, attach
-from loopscope.objectives import Objective
 from loopscope.recording import Keep, record_task
 from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_loss, gate_settings, write_back
-from loopscope.training.settings import read_run_settings
+from loopscope.training.objectives import objective_loss
+from loopscope.training.run_folder import read_run_settings
+from loopscope.training.settings import Objective
 
 LOSSES = torch.tensor([[1.0, 0.2], [0.5, 0.3], [0.5, 0.1]])  # [T, B]
 LOGITS = torch.tensor([[0.3, -1.0], [2.0, 0.0], [5.0, -3.0]])
@@ -32,7 +33,7 @@ def test_the_utility_objective_by_hand() -> None:
 def test_the_ponder_objective_is_the_learned_gates_own() -> None:
     settings = GateSettings(prior="geometric", geometric_lambda=0.5, beta=0.7)
     own = Objective(name="learned_gate", prior="geometric", geometric_lambda=0.5, beta=0.7)
-    assert gate_loss(settings, LOSSES, LOGITS) == own.loss(LOSSES, LOGITS)
+    assert gate_loss(settings, LOSSES, LOGITS) == objective_loss(own, LOSSES, LOGITS)
 
 
 def sample_by_pattern(rows: int = 4000, seed: int = 0) -> ls.Trajectory:
@@ -125,7 +126,7 @@ def test_it_becomes_ouros_gate(tmp_path: Path) -> None:
     assert torch.equal(again.logits, out.logits)
     with pytest.raises(ls.UserError, match="has a linear gate, so a fitted mlp gate"):
         write_back(fit_gate(recording, GateSettings(kind="mlp", steps=2)), checkpoint, tmp_path / "other")
-    with pytest.raises(ls.UserError, match="is there already"):
+    with pytest.raises(ls.UserError, match="exists and is not a checkpoint"):
         write_back(gate, checkpoint, tmp_path / "new")
     with pytest.raises(ls.UserError, match="another model"):
         write_back(FittedGate(gate.weight, gate.bias, provenance={"weights_sha256": "x"}), checkpoint, tmp_path / "b")

@@ -10,14 +10,14 @@ from loopscope.errors import UserError
 from loopscope.models.device import synchronize
 from loopscope.models.transformer import training_bytes, training_flops
 from loopscope.progress import clock
+from loopscope.training.objectives import expected_loops
 from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.settings import RunSettings
 
-_LONGEST_HOURS = 24.0
-_WIDEST = 1024
-_LONG = 0.02
-"""Seconds, for a product of a few rows."""
+_MAX_HOURS = 24.0
+_MAX_MEASURED_WIDTH = 1024
 """Beyond this width the rate no longer changes, only the time to measure it."""
+_MAX_SECONDS_OF_FEW_ROWS = 0.02
 _EFFICIENCY = 0.5
 """The share of the measured matrix-product rate that a training step reaches."""
 
@@ -29,8 +29,8 @@ class TimeEstimate:
     device: str
 
     def check(self, why: str = "") -> None:
-        """Refuses a run that would take far too long here; `why` is said before what to do."""
-        if self.seconds > _LONGEST_HOURS * 3600:
+        """Rejects a run that would take far too long here; `why` is said before what to do."""
+        if self.seconds > _MAX_HOURS * 3600:
             raise UserError(
                 f"This run would take about {clock(self.seconds)} here ({self.device} multiplies matrices at "
                 f"{self.gigaflops:,.0f} GFLOP/s){why}; use the preset 'demo', set training.steps lower, or start it "
@@ -39,7 +39,7 @@ class TimeEstimate:
 
 
 def check_memory(settings: RunSettings, device: torch.device, workers: Workers = SINGLE_WORKER) -> None:
-    """Refuses a run that cannot fit the memory of the machine, which its workers share unless each has a device."""
+    """Rejects a run that cannot fit the memory of the machine, which its workers share unless each has a device."""
     rows, task = workers.share(settings.training.batch_size), settings.task
     tokens = rows * task.positions
     need = training_bytes(settings.model, task.vocab_size, settings.block_size, tokens, rows)
@@ -66,13 +66,13 @@ def estimate_time(
     rows, task = settings.training.batch_size, settings.task
     tokens = rows * sum(map(task.length, task.levels)) // len(task.levels)
     flops = training_flops(settings.model, task.vocab_size, tokens, rows) * (settings.training.steps - done)
-    flops *= settings.objective.expected_loops(settings.num_loops) / settings.num_loops
+    flops *= expected_loops(settings.objective, settings.num_loops) / settings.num_loops
     return time_for(flops, settings.model.width, device, workers)
 
 
 def time_for(flops: float, width: int, device: torch.device, workers: Workers = SINGLE_WORKER) -> TimeEstimate:
     """The time for so many operations, most of them in matrix products of this width."""
-    rate = matmul_rate(min(width, _WIDEST), device) * workers.count
+    rate = matmul_rate(min(width, _MAX_MEASURED_WIDTH), device) * workers.count
     return TimeEstimate(flops / (rate * _EFFICIENCY), rate / 1e9, f"this {device.type.upper()}")
 
 
@@ -92,8 +92,8 @@ def matmul_rate(width: int, device: torch.device, dtype: torch.dtype | None = No
         return time.perf_counter() - began
 
     synchronize(device)
-    slow = dtype != torch.float32 and min(seconds(16), seconds(16)) > _LONG  # float32 is slow on a busy machine only
-    rows = 16 if slow else len(left)
+    is_slow = dtype != torch.float32 and min(seconds(16), seconds(16)) > _MAX_SECONDS_OF_FEW_ROWS
+    rows = 16 if is_slow else len(left)  # float32 is slow on a busy machine only
     best, threads = min(seconds(rows) for _ in range(6)), torch.get_num_threads()
     if device.type == "cpu" and threads > 1:  # on a busy machine threads wait for each other, one alone does not
         torch.set_num_threads(1)

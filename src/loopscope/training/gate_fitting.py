@@ -9,39 +9,39 @@ Shapes: T loops, B rows of a batch, D width.
 
 import shutil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from loopscope.arguments import check_kind
 from loopscope.artifacts import artifact_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
-from loopscope.exits import FittedGate
+from loopscope.exits.fitted_gate import FittedGate
 from loopscope.exits.splits import check_gate_data
-from loopscope.models.checkpoint import gate_tensors, weight_files, weights_sha256, write_tensors
+from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
+from loopscope.models.configuration import weight_files
 from loopscope.models.gates import Gate
 from loopscope.models.run_hashes import HASHES
-from loopscope.objectives import GATED, Objective
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
-from loopscope.trajectory import Trajectory, check_trajectory
-from loopscope.writing import BESIDE, remove_leftovers
+from loopscope.training.objectives import objective_loss
+from loopscope.training.settings import GATED, DepthPrior, Objective, Probability
+from loopscope.trajectory import Trajectory
+from loopscope.writing import BESIDE
 
-_SHARPNESS, _WORTH = 50.0, 0.005
+_MIN_IMPROVEMENT, _SHARPNESS = 0.005, 50.0
 """Another loop is worth it from an improvement of about 0.005 nats on."""
 
 
 class GateSettings(Settings, frozen=True, kw_only=True):
     kind: Literal["linear", "mlp"] = "linear"
     objective: Literal["ponder", "utility"] = "ponder"
-    prior: Literal["uniform", "geometric"] = "uniform"  # of `ponder`
-    geometric_lambda: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.3
+    prior: DepthPrior = "uniform"  # of `ponder`
+    geometric_lambda: Probability = 0.3
     beta: NonNegative = 0.1
     pairing: Literal["next", "ouro"] = "next"  # of `utility`: the gate at t speaks of loop t + 1, or (Ouro's) of loop t
     steps: Count = 2_000
@@ -82,13 +82,11 @@ def fit_gate(
     Without settings: a linear gate with the objective `ponder`, and prior and beta of the model that was recorded.
     `changes` are other values of `GateSettings`: kind="mlp", objective="utility", steps=500.
     """
-    check_trajectory(recording, "What a gate is fitted on")
-    check_kind(settings, (GateSettings, type(None)), "The settings of a gate", "GateSettings, or none")
+    check_gate_data(recording)
     if settings is None:
         settings = gate_settings(recording, changes)
     elif changes:
         settings = build(GateSettings, {**plain(settings), **changes}, "the gate")
-    check_gate_data(recording)
     hidden, count = recording.hidden, recording.num_examples
     assert hidden is not None
     with torch.random.fork_rng(devices=[]):
@@ -125,8 +123,8 @@ def gate_loss(settings: GateSettings, losses: Tensor, logits: Tensor) -> Tensor:
         objective = Objective(
             name="learned_gate", prior=settings.prior, geometric_lambda=settings.geometric_lambda, beta=settings.beta
         )
-        return objective.loss(losses, logits)
-    continue_target = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _WORTH))
+        return objective_loss(objective, losses, logits)
+    continue_target = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _MIN_IMPROVEMENT))
     paired_logits = logits[:-1] if settings.pairing == "next" else logits[1:]
     # The sigmoid of a halt logit is the probability to stop.
     return F.binary_cross_entropy_with_logits(-paired_logits, continue_target)
@@ -138,9 +136,6 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
     if set(names) != set(gate.tensors):
         own = "no gate" if not names else f"{'a linear' if len(names) == 2 else 'an MLP'} gate"
         raise UserError(f"{checkpoint} has {own}, so a fitted {gate.kind} gate cannot take its place.")
-    if out.exists():
-        remove_leftovers(out)
-        raise UserError(f"{out} is there already; choose another --out, or remove it.")
     gate.check(weights_sha256(checkpoint))
     with artifact_folder(out, "checkpoint") as scratch:
         beside = shutil.ignore_patterns("recordings", "gates", "policy*", HASHES, *(f"{prefix}*" for prefix in BESIDE))
@@ -152,8 +147,6 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
             theirs = {part: name for part, name in names.items() if name in tensors}
             for part, name in theirs.items():
                 value = torch.from_numpy(np.array(gate.tensors[part]))
-                if value.numel() != tensors[name].numel():
-                    raise UserError(f"The gate is {gate.width} wide, and that of {checkpoint} is not.")
                 tensors[name] = value.reshape(tensors[name].shape).to(tensors[name].dtype)
             if theirs:
                 write_tensors(tensors, file, metadata)

@@ -1,18 +1,27 @@
-"""How is a language model trained? An Ouro in the layout of its checkpoints, on windows of a text, at every token.
+"""How is a language model trained? On windows of a text, at every token: a new Ouro, or a checkpoint further.
 
 The objective of a task's runs, over tokens in place of answers: with a learned gate and a uniform prior it is Ouro's
-stage I, sum_t q_t L_t + beta KL(q || uniform). The run's folder is a checkpoint: beside the files of every run it holds
-a tokenizer, trained on the text, and its `config.json` is Ouro's with the settings of the run added.
+stage I, sum_t q_t L_t + beta KL(q || uniform).
+
+- `LanguageRun`: a new Ouro. The run's folder is a checkpoint in the layout of the Hub: beside the files of every run it
+  holds a tokenizer, trained on the text, and its `config.json` is Ouro's with the settings of the run added.
+- `ContinuedRun`: a checkpoint is trained further, all of its weights or low-rank adapters (PEFT's LoRA, merged at the
+  end). A looped model that was made from an ordinary one needs it: it has never seen its own second loop. What each
+  loop says is held against the text, or against what a teacher says of it (distillation: KL at every loop), which for a
+  looped Llama is the model that it was made from. The run's folder is a checkpoint of the same kind as its start.
 
 Shapes: B windows, C tokens of context, T loops, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -21,25 +30,40 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loopscope.artifacts import sha256
-from loopscope.config import plain
+from loopscope.config import build, plain, read_json
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
-from loopscope.models import LoopedModel, LoopState, Ouro
+from loopscope.models.checkpoint import (
+    BESIDE_WEIGHTS,
+    end_tokens,
+    gate_tensors,
+    load_model,
+    model_without_weights,
+    stored_sha256,
+)
+from loopscope.models.configuration import CONFIG
+from loopscope.models.contract import LoopedModel, LoopState
 from loopscope.models.device import accumulator, upload
+from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.tokenizer import FILE as TOKENIZER
-from loopscope.objectives import Unrolling
-from loopscope.training.loop import BatchLosses, TrainingRun, epoch_rows
+from loopscope.training.objectives import Unrolling, expected_loops
 from loopscope.training.run_folder import DATA_FILE
-from loopscope.training.text_settings import PretrainSettings
-from loopscope.training.tokenizer import TOKENIZER_CONFIG, train_tokenizer
-from loopscope.writing import write_json
+from loopscope.training.settings import GATED, SPECIAL_TOKENS, ContinueSettings, PretrainSettings
+from loopscope.training.training_loop import BatchLosses, TrainingRun, epoch_rows
+from loopscope.writing import write_bytes, write_json
 
-_VALIDATED = 16
-"""Windows that are validated at a time."""
-_EMBEDDING = 0.3
-"""The spread of the first embeddings: at 1, PyTorch's, AdamW takes long to move them."""
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_EMBEDDING_SPREAD = 0.3
+"""Of the first embeddings: at 1, PyTorch's, AdamW takes long to move them."""
 _END = 0
-"""The token between documents."""
+"""The token between documents, in a new vocabulary."""
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+Teacher = Callable[[Tensor], Tensor]
+"""Tokens [B, C] -> the log-probabilities [B C, V] that are to be said."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +77,6 @@ class TokenWindows:
         return type(self)(self.tokens[rows])
 
 
-Teacher = Callable[[Tensor], Tensor]
-"""Tokens [B, C] -> the log-probabilities [B C, V] that are to be said."""
-
-
 @dataclass(frozen=True)
 class TextRun(TrainingRun):
     """A run on windows of a text; its settings say how long they are (`context`)."""
@@ -65,49 +85,73 @@ class TextRun(TrainingRun):
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
     folder: Path
+    windows_at_once: ClassVar[int] = 16  # that are validated together
+    end_token: ClassVar[int] = _END  # before every document
+
+    @property
+    @abstractmethod
+    def empty_model(self) -> Any:
+        """The model without its weights."""
+
+    def __post_init__(self) -> None:
+        for sentence, is_so in self.problems().items():
+            if is_so:
+                raise UserError(sentence)
+
+    def problems(self) -> dict[str, bool]:
+        """What would be wrong with the run, and whether it is."""
+        context, longest = self.settings.context, self.empty_model.block_size
+        return {f"context is {context}, and the model takes {longest} tokens.": context > longest}
 
     @property
     def texts_sha256(self) -> dict[str, list[str]]:
         return {name: [sha256(path) for path in getattr(self, name)] for name in ("train", "validation")}
 
-    def note_data(self) -> None:
-        """Writes `data.json`, if the texts are long enough."""
-        if (self.folder / DATA_FILE).is_file():
-            return
-        streams = {"train": self._train, "validation": self._validation}
-        for name, found in streams.items():
-            if len(found) <= self.settings.context:
-                raise UserError(
-                    f"The {name} text has {len(found)} tokens, less than one window of {self.settings.context} and "
-                    "the token after it; give more text, or a shorter context."
-                )
-        write_json(
-            self.folder / DATA_FILE, {"tokens": {name: len(token_stream) for name, token_stream in streams.items()}}
-        )
+    @property
+    def width(self) -> int:
+        return max(each.shape[-1] for each in self.empty_model.block.parameters())
 
     @property
-    def end_token(self) -> int:
-        """The token between documents."""
-        return _END
+    def flops(self) -> float:
+        """Multiply-adds x 2 of one training step, forward and backward, in block and head."""
+        empty, training = self.empty_model, self.settings.training
+        loops = expected_loops(self.settings.objective, empty.num_loops)
+        heads = 1 if self.settings.objective.name == "random_depth" else loops  # what is read goes through the coda
+        block = sum(each.numel() for each in empty.block.parameters())
+        head = sum(each.numel() for each in empty.parameters() if each.shape[0] == empty.vocab_size)
+        again = 4 / 3 if training.checkpointing else 1.0  # every loop is run once more
+        token = block * (empty.embed_cost + loops + heads * empty.head_cost) + heads * head
+        return 6.0 * again * token * self.settings.context * training.batch_size
 
-    def losses(self, model: nn.Module) -> nn.Module:
-        assert isinstance(model, LoopedModel)
+    def note_data(self) -> None:
+        """Writes `data.json`, if the texts are long enough and the model knows their tokens."""
+        known, context = self.empty_model.vocab_size, self.settings.context
+        for name, found in self._tokens.items():
+            is_short = len(found) <= context
+            if is_short or int(found.max()) >= known:
+                raise UserError(
+                    f"The {name} text has {len(found)} tokens, less than one window of {context} and the token after "
+                    "it; give more text, or a shorter context."
+                    if is_short
+                    else f"The tokenizer has tokens that its model has not ({known:,}); put the model's own there."
+                )
+        if not (self.folder / DATA_FILE).is_file():
+            write_json(self.folder / DATA_FILE, {"tokens": {name: len(found) for name, found in self._tokens.items()}})
+
+    def losses(self, model: LoopedModel) -> nn.Module:
         return TokenLosses(model)
 
     def batches(self) -> Callable[[int], TokenWindows]:
-        windows = cut_windows(self._train, self.settings.context)
+        windows = cut_windows(self._tokens["train"], self.settings.context)
         rows = epoch_rows(len(windows), self.settings.training)
         return lambda step: windows.take(rows(step))
 
     @torch.no_grad()
-    def validate(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
+    def validate(self, model: LoopedModel, device: torch.device) -> dict[str, Any]:
         """Mean cross-entropy and accuracy of every loop over the first windows of the validation text."""
-        assert isinstance(model, LoopedModel)
-        windows = cut_windows(self._validation, self.settings.context)
-        size = min(self.settings.training.validation_sample, len(windows))
-        losses = TokenLosses(model)
-        sums = []
-        at_once = self.windows_at_once
+        windows = cut_windows(self._tokens["validation"], self.settings.context)
+        size, at_once = min(self.settings.training.validation_sample, len(windows)), self.windows_at_once
+        losses, sums = TokenLosses(model), []
         for start in range(0, size, at_once):
             batch = windows.take(np.arange(start, min(start + at_once, size)))
             loss, correct, *_ = losses(batch, device)
@@ -115,41 +159,51 @@ class TextRun(TrainingRun):
         loss, accuracy = torch.stack(sums).sum(0) / (size * self.settings.context)
         return {"validation_loss": loss.tolist(), "validation_accuracy": accuracy.tolist()}
 
-    @property
-    def windows_at_once(self) -> int:
-        """That are validated together."""
-        return _VALIDATED
-
     @cached_property
-    def _train(self) -> NDArray[np.int64]:
-        return token_stream(self.train, self.folder, self.end_token)
-
-    @cached_property
-    def _validation(self) -> NDArray[np.int64]:
-        return token_stream(self.validation, self.folder, self.end_token)
+    def _tokens(self) -> dict[str, NDArray[np.int64]]:
+        texts = {"train": self.train, "validation": self.validation}
+        return {name: token_stream(paths, self.folder, self.end_token) for name, paths in texts.items()}
 
 
 @dataclass(frozen=True)
 class LanguageRun(TextRun):
     settings: PretrainSettings
     files: ClassVar[tuple[str, ...]] = (*TrainingRun.files, TOKENIZER, TOKENIZER_CONFIG)
+    has_gate: ClassVar[bool] = True
+
+    @cached_property
+    def ouro(self) -> OuroConfig:
+        shape = self.settings.model
+        values = {
+            **plain(shape),
+            "num_key_value_heads": shape.num_key_value_heads or shape.num_attention_heads,
+            "vocab_size": self.settings.vocab_size,
+            "hidden_act": "silu",
+            "head_dim": shape.hidden_size // shape.num_attention_heads,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "use_sliding_window": False,
+            "layer_types": ["full_attention"] * shape.num_hidden_layers,
+        }
+        return build(OuroConfig, values, "model")
+
+    @cached_property
+    def empty_model(self) -> Ouro:
+        with torch.device("meta"):
+            return Ouro(self.ouro)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         return {
             "architectures": ["OuroForCausalLM"],
             "model_type": "ouro",
-            **{key: value for key, value in plain(self.settings.ouro).items() if value is not None},
+            **{key: value for key, value in plain(self.ouro).items() if value is not None},
             "early_exit_threshold": 1.0,
             "bos_token_id": _END,
             "eos_token_id": _END,
             "dtype": "float32",
             "run": {**plain(self.settings), "text_sha256": self.texts_sha256},
         }
-
-    @property
-    def has_gate(self) -> bool:
-        return True
 
     def prepare(self) -> None:
         if not (self.folder / TOKENIZER).is_file():
@@ -160,14 +214,101 @@ class LanguageRun(TextRun):
     def initial_model(self) -> Ouro:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.training.seed)
-            model = Ouro(self.settings.ouro)
-            nn.init.normal_(model.model.embed_tokens.weight, std=_EMBEDDING)
+            model = Ouro(self.ouro)
+            nn.init.normal_(model.model.embed_tokens.weight, std=_EMBEDDING_SPREAD)
         for name, weight in model.named_parameters():
-            if name.endswith(
-                "layernorm_2.weight"
-            ):  # what a layer adds: all of a loop's layers as much as the state has
+            if name.endswith("layernorm_2.weight"):  # all of a loop's layers add as much as the state has
                 nn.init.constant_(weight, (2 * self.settings.model.num_hidden_layers) ** -0.5)
         return model
+
+
+@dataclass(frozen=True)
+class ContinuedRun(TextRun):
+    settings: ContinueSettings
+    start: Path
+    teacher: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        settings = msgspec.structs.replace(self.settings, loops=self.empty_model.num_loops)
+        object.__setattr__(self, "settings", settings)
+
+    def problems(self) -> dict[str, bool]:
+        given, start, loops = self.settings, self.start, self.empty_model.num_loops
+        has_teacher, without_gate = self.teacher is not None, given.objective.name in GATED and not self.has_gate
+        return {
+            **super().problems(),
+            f"loops is {given.loops}, and {start} has {loops}; leave it out.": given.loops not in (None, loops),
+            f"The objective '{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear, "
+            "or choose another objective.": without_gate,
+            f"{start} does not say with which token a text ends (eos_token_id in {CONFIG}).": not end_tokens(start),
+            "targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing.": has_teacher
+            != (given.targets == "teacher"),
+            f"The teacher {self.teacher} has other tokens than {start}; take one with its tokenizer.": has_teacher
+            and not self._teacher_has_same_tokens(),
+        }
+
+    def _teacher_has_same_tokens(self) -> bool:
+        assert self.teacher is not None
+        tokenizers = [each / TOKENIZER for each in (self.start, self.teacher) if (each / TOKENIZER).is_file()]
+        is_same_size = self.empty_model.vocab_size == model_without_weights(self.teacher).vocab_size
+        return is_same_size and len({sha256(each) for each in tokenizers}) <= 1
+
+    @property
+    def files(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*TrainingRun.files, *(name for name in BESIDE_WEIGHTS if (self.start / name).is_file()))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        hashes = {"start_sha256": stored_sha256(self.start), "text_sha256": self.texts_sha256}
+        if self.teacher is not None:
+            hashes["teacher_sha256"] = stored_sha256(self.teacher)
+        found = read_json(dict[str, Any], self.start / CONFIG, "model configuration")
+        return {**found, "run": {**plain(self.settings), **hashes}}
+
+    @property
+    def has_gate(self) -> bool:
+        return bool(gate_tensors(self.start))
+
+    @property
+    def end_token(self) -> int:  # type: ignore[override]
+        return min(end_tokens(self.start))
+
+    @property
+    def windows_at_once(self) -> int:  # type: ignore[override]
+        return max(1, self.settings.training.batch_size // (self.settings.training.accumulate or 1))
+
+    @cached_property
+    def empty_model(self) -> Any:
+        return model_without_weights(self.start)
+
+    def prepare(self) -> None:
+        for name in self.files[len(TrainingRun.files) :]:
+            if not (self.folder / name).is_file():
+                write_bytes(self.folder / name, (self.start / name).read_bytes())
+        self.note_data()
+
+    def initial_model(self) -> LoopedModel:
+        model = load_model(self.start, dtype="float32").train().requires_grad_(True)
+        if self.settings.adapters is not None:
+            add_adapters(model, self.settings.adapters.rank, self.settings.adapters.alpha, self.settings.training.seed)
+        return model
+
+    def finished(self, model: Any) -> Any:
+        return merge_adapters(model) if self.settings.adapters is not None else model
+
+    def losses(self, model: LoopedModel) -> nn.Module:
+        if self.teacher is None:
+            return TokenLosses(model)
+        device, loops = next(model.parameters()).device, self.settings.teacher_loops
+        teacher = load_model(self.teacher, device, dtype="float32")
+
+        @torch.no_grad()
+        def teacher_log_probs(tokens: Tensor) -> Tensor:
+            _, read = teacher.deepest(teacher.begin(tokens), loops)
+            return teacher.predict(read).float().log_softmax(-1)
+
+        return TokenLosses(model, teacher_log_probs)
 
 
 def token_stream(paths: Sequence[Path], checkpoint: Path, end_token: int = _END) -> NDArray[np.int64]:
@@ -182,11 +323,6 @@ def cut_windows(tokens: NDArray[np.int64], context: int) -> TokenWindows:
     """The windows of a stream; every token but the first is to be said once, up to the last whole window."""
     count = (len(tokens) - 1) // context
     return TokenWindows(np.lib.stride_tricks.sliding_window_view(tokens, context + 1)[: count * context : context])
-
-
-def _stacked(values: list[Tensor | None]) -> Tensor | None:
-    there = [each for each in values if each is not None]
-    return torch.stack(there) if there else None
 
 
 class TokenLosses(nn.Module):
@@ -236,8 +372,7 @@ class TokenLosses(nn.Module):
     def _answers(self, read: Tensor, targets: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
         if not (self.model.gradient_checkpointing and torch.is_grad_enabled()):
             return self._answer(read, targets, taught)
-        found: tuple[Tensor, Tensor] = checkpoint(self._answer, read, targets, taught, use_reentrant=False)
-        return found
+        return checkpoint(self._answer, read, targets, taught, use_reentrant=False)
 
     def _answer(self, read: Tensor, targets: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = self.model.predict(read).float()
@@ -246,3 +381,79 @@ class TokenLosses(nn.Module):
         else:
             loss = F.kl_div(logits.log_softmax(-1), taught, reduction="none", log_target=True).sum(-1)
         return loss, logits.argmax(-1) == targets
+
+
+def _stacked(values: list[Tensor | None]) -> Tensor | None:
+    there = [each for each in values if each is not None]
+    return torch.stack(there) if there else None
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int, longest: int, folder: Path) -> None:
+    """Writes a byte-level BPE of these documents, made as Ouro's: digits stand alone, words take the space before."""
+    with _extra("Text needs transformers", "lm"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    bpe = Tokenizer(models.BPE())
+    pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(documents, trainer)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), SPECIAL_TOKENS[_END]),
+        "additional_special_tokens": SPECIAL_TOKENS[1:],
+        "chat_template": _CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": longest,
+    }
+    write_json(folder / TOKENIZER_CONFIG, settings)
+    write_bytes(folder / TOKENIZER, bpe.to_str(pretty=True).encode())
+
+
+def add_adapters(model: Any, rank: int, alpha: int, seed: int) -> None:
+    """Holds all weights still but the gate's, and gives every linear layer of the model a trainable low-rank part.
+
+    The parts begin at zero, so nothing changes yet.
+    """
+    with _extra("Adapters need PEFT", "peft"):
+        from peft import LoraConfig, inject_adapter_in_model
+    gate, chosen = getattr(model, "gate", None), adaptable_layers(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=chosen), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    if gate is not None:
+        gate.requires_grad_(True)
+
+
+def adaptable_layers(model: LoopedModel) -> list[str]:
+    """The names of the linear layers that an adapter may change: all but the head (which may be tied) and the gate."""
+    gate = getattr(model, "gate", None)
+    within = set() if gate is None else {id(each) for each in gate.modules()}
+    named = {name for name, each in model.named_modules() if isinstance(each, nn.Linear) and id(each) not in within}
+    return sorted(name for name in named if "lm_head" not in name)
+
+
+def merge_adapters(model: Any) -> Any:
+    """The model with its adapters added to its weights, and no trace of them left."""
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "get_base_layer"):
+            module.merge()
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, module.get_base_layer())
+    return model
+
+
+@contextmanager
+def _extra(need: str, name: str) -> Iterator[None]:
+    """Says how to install what cannot be imported."""
+    try:
+        yield
+    except ImportError:
+        raise UserError(f"{need}; install it with: pip install 'loopscope[{name}]'.") from None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from loopscope.errors import UserError
 
-_PATIENCE = timedelta(days=1)
+_MAX_WAIT = timedelta(days=1)
 """How long a worker waits for the others: the first may draw data or validate. One that dies is torchrun's matter."""
 
 
@@ -60,22 +60,16 @@ class Workers:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Waits for all workers at its end. What fails in one of them ends the others too, with the same words."""
-        if self.count == 1:
-            yield
-            return
+        failed: Exception | None = None
         try:
             yield
         except Exception as error:
-            self._exchange(str(error) or type(error).__name__)
-            raise
-        for message in self._exchange(""):
-            if message:
-                raise UserError(message)
-
-    def _exchange(self, message: str) -> list[str]:
-        messages = [""] * self.count
-        dist.all_gather_object(messages, message)
-        return messages
+            failed = error
+        messages = ["" if failed is None else str(failed) or type(failed).__name__] * self.count
+        if self.count > 1:
+            dist.all_gather_object(messages, messages[0])
+        for message in filter(None, messages):
+            raise failed or UserError(message)
 
 
 SINGLE_WORKER = Workers()
@@ -83,9 +77,14 @@ SINGLE_WORKER = Workers()
 
 def shared_device(name: str) -> str:
     """What several workers take for `auto`: each its own CUDA device, or the CPU. One alone takes what it likes."""
-    if name != "auto" or not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
+    if name != "auto" or _launched() == 1:
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _launched() -> int:
+    """How many processes torchrun started; without it, one."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 @contextmanager
@@ -95,24 +94,27 @@ def join_workers(device: str) -> Iterator[Workers]:
     The group is left at the end, and after an error that all workers have. After any other error it is not: leaving it
     may wait for the others, who wait for this one. The process ends then, and torchrun ends the others.
     """
-    count = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    count = _launched()
     if count == 1:
         yield SINGLE_WORKER
         return
     cuda = device == "cuda" and torch.cuda.is_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_MAX_WAIT)
     workers = Workers(int(os.environ["RANK"]), count)
     try:
         with workers.together():
-            if device not in ("cpu", "cuda"):
-                raise UserError(f"Several workers take --device cpu or --device cuda, not '{device}'.")
+            needed, here = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+            if device not in ("cpu", "cuda") or (cuda and here < needed):
+                raise UserError(
+                    f"{needed} workers take --device cpu, or --device cuda with as many CUDA devices, not --device "
+                    f"{device} with {here}; lower torchrun's --nproc-per-node, or use --device cpu."
+                )
             if cuda:
-                _take_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         yield workers
-    except UserError:
-        dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+    finally:
+        if sys.exception() is None or isinstance(sys.exception(), UserError):
+            dist.destroy_process_group()
 
 
 def exit_worker(code: int) -> NoReturn:
@@ -120,13 +122,3 @@ def exit_worker(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _take_device(index: int, needed: int) -> None:
-    """Makes a device of its own this worker's `cuda`."""
-    if torch.cuda.device_count() < needed:
-        raise UserError(
-            f"{needed} workers need as many CUDA devices, here are {torch.cuda.device_count()}; lower torchrun's "
-            "--nproc-per-node, or use --device cpu."
-        )
-    torch.cuda.set_device(index)

@@ -1,192 +1,111 @@
-"""What does a run's folder hold, and how does a killed run find its way back?
+"""What does a run's folder hold, and whose is it? Its configuration and its metrics, read and written without PyTorch.
 
 `config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`, and `state.safetensors`
-(weights, optimizer and step) while it runs, `model.safetensors` and `hashes.json` once it is finished. A state knows
-its own hash and those of the files beside it. Nothing in the folder depends on the time or on the machine's name.
+(`run_state.py`) while it runs, `model.safetensors` and `hashes.json` once it is finished. Nothing in the folder depends
+on the time or on the machine's name.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+import msgspec
 
-from loopscope.artifacts import sha256
-from loopscope.config import digest, read_json
+from loopscope.config import build, differences, plain, read_json
 from loopscope.errors import UserError
-from loopscope.models import LoopedModel
-from loopscope.models.checkpoint import CONFIG, WEIGHTS, first_not_finite, write_tensors
-from loopscope.models.contract import tensors_sha256
-from loopscope.models.run_hashes import write_hashes
-from loopscope.training.optimizers import Optimizers
-from loopscope.training.run_place import check_run_place, check_same_run, trained_with
-from loopscope.writing import atomic_file, only_writer, remove_scratch, room_for, write_bytes, write_json
+from loopscope.models.configuration import CONFIG, read_checkpoint_config
+from loopscope.reading import is_file, is_folder, no_folder
+from loopscope.training.settings import RunSettings, with_source
+from loopscope.writing import is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
 
 STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"
 DATA_FILE = "data.json"
 
-
-def steps_done(folder: Path) -> int:
-    """How many steps of the run in `folder` need not be done again; all of a finished run."""
-    if (folder / WEIGHTS).is_file():
-        run = trained_with(folder)
-        return 0 if run is None else int(run["training"]["steps"])
-    if not (folder / STATE_FILE).is_file():
-        return 0
-    with _open_state(folder) as file:
-        return _saved_step(file)
+_NAMES = {
+    "text_sha256.train": "--text",
+    "text_sha256.validation": "--validation",
+    "start_sha256": "--start",
+    "teacher_sha256": "--teacher",
+    "objective.source_sha256": "the source text of the objective",
+}
+"""What users call the settings of a run that are hashes."""
 
 
-def logged_steps(folder: Path) -> int:
-    """How far the run in `folder` has come, as it said last; it may have to repeat some of it."""
-    try:
-        return int(json.loads((folder / METRICS_FILE).read_bytes().splitlines()[-1])["step"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return 0
+class _Trained(msgspec.Struct, frozen=True):
+    run: dict[str, Any] | None = None
+
+
+def trained_with(folder: Path) -> dict[str, Any] | None:
+    """The settings of the run that trained the checkpoint in `folder`; None if it was not trained here."""
+    return read_json(_Trained, folder / CONFIG, "run configuration").run
+
+
+def read_run_settings(run: Path) -> RunSettings:
+    """The settings of the run in a folder, which was trained on a task."""
+    if not is_file(run / CONFIG):
+        other = UserError(f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made.")
+        raise other if is_folder(run) else no_folder(run, "the folder of a finished run")
+    config = read_checkpoint_config(run)
+    settings = build(RunSettings, config.run, str(run / CONFIG))
+    sizes = settings.model, settings.task.vocab_size, settings.block_size
+    if (config.model, config.vocab_size, config.block_size) != sizes:
+        raise UserError(
+            f"{run / CONFIG} contradicts itself: its model, vocab_size or block_size is not that of the run's task and "
+            "model; put the file back as training wrote it."
+        )
+    return settings
+
+
+def check_run_place(folder: Path, settings: RunSettings | None = None) -> None:
+    """Rejects a folder that holds something, and no run; with settings, also one with a run that has others."""
+    if is_file(folder / CONFIG):
+        if settings is not None:
+            objective = with_source(settings.objective)
+            check_same_run(folder, {"run": plain(msgspec.structs.replace(settings, objective=objective))})
+    elif is_folder(folder) and not all(map(is_scratch, folder.iterdir())):
+        raise UserError(f"{folder} exists and is not a run; choose another --out.")
+
+
+def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Rejects the checkpoint in `folder` if its configuration is not that of the run with this one."""
+    trained = trained_with(folder) is not None
+    found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
+    changed = differences({name: found.get(name) for name in config}, config)
+    if changed:
+        names = named_settings([name.removeprefix("run.") for name in changed])
+        what = f"a run with other settings ({names})" if trained else "a checkpoint that was not trained here"
+        raise UserError(f"{folder} holds {what}; choose another --out, or remove it.")
+
+
+def named_settings(changed: list[str]) -> str:
+    """The first few of these settings, as a user gives them."""
+    return ", ".join(_NAMES.get(name, name) for name in changed[:3])
 
 
 @contextmanager
 def claimed(folder: Path, config: dict[str, Any], files: Sequence[str]) -> Iterator[None]:
-    """Makes the folder that of the run with this configuration, for this process; another run's is refused.
+    """Makes the folder that of the run with this configuration, for this process; another run's is rejected.
 
-    A new one that is refused while its `files` are prepared leaves none of them: the corrected one has its place.
+    A new one that ends while its `files` are prepared leaves none of them: the corrected run can take its place.
     """
     with only_writer(folder):
+        check_run_place(folder)
         new = not (folder / CONFIG).is_file()
-        _claim(folder, config)
+        if new:
+            write_json(folder / CONFIG, config)
+        check_same_run(folder, config)
         remove_scratch(folder)
         try:
             yield
-        except UserError:
+        finally:
             if new and not (folder / METRICS_FILE).exists():
                 for name in files:
                     (folder / name).unlink(missing_ok=True)
-            raise
-
-
-def _claim(folder: Path, config: dict[str, Any]) -> None:
-    if (folder / CONFIG).is_file():
-        check_same_run(folder, config["run"])
-        found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
-        altered = [key for key, value in config.items() if found.get(key, value) != value]
-        if altered:
-            raise UserError(
-                f"{folder / CONFIG} was altered: its {', '.join(altered[:3])} contradicts the settings of its run; "
-                "train the run again in another folder."
-            )
-        return
-    check_run_place(folder)
-    write_json(folder / CONFIG, config)
-
-
-def save_state(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int, written: dict[str, str]) -> None:
-    tensors = {f"model.{name}": value for name, value in _weights(model).items()}
-    tensors |= {f"optimizer.{name}": value for name, value in optimizers.tensors().items()}
-    tensors = _fetched(tensors)
-    files = json.dumps(written | {METRICS_FILE: _metrics_sha256(folder, step)})
-    metadata = {"step": str(step), "files": files}
-    _write_tensors(folder / STATE_FILE, tensors, metadata | {"sha256": _state_sha256(tensors, metadata)})
-
-
-def _state_sha256(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """Of everything that a state says, whatever the order in its file."""
-    return digest([metadata, tensors_sha256(dict(sorted(tensors.items())))])
-
-
-def finish(folder: Path, model: LoopedModel, written: dict[str, str]) -> None:
-    """Writes the weights; the hashes of all files come first, so that a folder with weights has those of its files."""
-    written = written | {METRICS_FILE: sha256(folder / METRICS_FILE)}
-    _write_tensors(
-        folder / WEIGHTS,
-        _weights(model),
-        ready=lambda scratch: write_hashes(folder, written | {WEIGHTS: sha256(scratch)}),
-    )
-
-
-def _weights(model: LoopedModel) -> dict[str, Tensor]:
-    """Every tensor once."""
-    return {name: value for name, value in model.state_dict().items() if name not in model.tied}
-
-
-def restore(folder: Path, model: LoopedModel, optimizers: Optimizers, written: dict[str, str]) -> int:
-    """Puts the run back to its last saved state; returns the number of steps done."""
-    if not (folder / STATE_FILE).is_file():
-        return 0
-    with _open_state(folder) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
-        step = _saved_step(file)
-        _check_state(folder, tensors, file.metadata(), step, written)
-        weights = _part(tensors, "model.")
-        model.load_state_dict(weights | {name: weights[other] for name, other in model.tied.items()})
-        optimizers.restore(_part(tensors, "optimizer."))
-        return step
-
-
-def _check_state(
-    folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str], step: int, written: dict[str, str]
-) -> None:
-    """Refuses a state, or files beside it, that are not as they were when it was saved."""
-    expected = metadata.pop("sha256", None)
-    if expected is None:
-        raise UserError(
-            f"{folder / STATE_FILE} has no hash: it was altered, or an earlier version saved it; remove it, and the "
-            "run begins again."
-        )
-    if _state_sha256(tensors, metadata) != expected:
-        raise UserError(f"{folder / STATE_FILE} was altered since it was saved; remove it, and the run begins again.")
-    now = written | {METRICS_FILE: _metrics_sha256(folder, step)}
-    for name, before in json.loads(metadata["files"]).items():
-        if now.get(name, before) != before:
-            raise UserError(
-                f"{folder / name} was altered since the run saved its state; train the run again in another folder."
-            )
-
-
-@contextmanager
-def _open_state(folder: Path) -> Iterator[Any]:
-    try:
-        with safe_open(folder / STATE_FILE, framework="pt") as file:
-            yield file
-    except UserError:
-        raise
-    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
-        raise UserError(
-            f"{folder / STATE_FILE} cannot be read ({error}); remove it, and the run begins again."
-        ) from None
-
-
-def _saved_step(file: Any) -> int:
-    return int(file.metadata()["step"])
-
-
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _fetched(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-
-
-def _write_tensors(
-    path: Path,
-    tensors: dict[str, Tensor],
-    metadata: dict[str, str] | None = None,
-    ready: Callable[[Path], None] | None = None,
-) -> None:
-    """Writes a file, whole or not at all; `ready` is called when all of it is written, before it is in its place."""
-    held = _fetched(tensors)
-    if first_not_finite({name: value for name, value in held.items() if not name.startswith("optimizer.")}) is not None:
-        raise UserError("The weights are no longer finite; lower training.learning_rate, and train in another folder.")
-    with atomic_file(path) as scratch:
-        write_tensors(held, scratch, metadata)
-        if ready is not None:
-            ready(scratch)
 
 
 def append_metrics(folder: Path, entry: dict[str, Any]) -> None:
@@ -199,11 +118,7 @@ def cut_metrics(folder: Path, steps: int) -> None:
     write_bytes(folder / METRICS_FILE, b"".join(map(_line, read_metrics(folder, steps))))
 
 
-def _line(entry: dict[str, Any]) -> bytes:
-    return json.dumps(entry).encode() + b"\n"
-
-
-def _metrics_sha256(folder: Path, steps: int) -> str:
+def metrics_sha256(folder: Path, steps: int) -> str:
     """Of what the first `steps` steps logged, which is on disk by now: a state must not know more than there is."""
     if (folder / METRICS_FILE).is_file():
         with (folder / METRICS_FILE).open("rb") as file:
@@ -211,13 +126,31 @@ def _metrics_sha256(folder: Path, steps: int) -> str:
     return hashlib.sha256(b"".join(map(_line, read_metrics(folder, steps)))).hexdigest()
 
 
-def read_metrics(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """What the first `steps` steps logged; a killed run may have logged more, and its last line may be cut off."""
-    if not (folder / METRICS_FILE).is_file():
+def read_metrics(folder: Path, steps: int, finished: bool = False) -> list[dict[str, Any]]:
+    """What the first `steps` steps logged; a killed run may have logged more, and its last line may be cut off.
+
+    The last entry of a finished run is a validation.
+    """
+    if not finished and not (folder / METRICS_FILE).is_file():
         return []
-    lines = (folder / METRICS_FILE).read_bytes().split(b"\n")[:-1]
     try:
-        entries = [json.loads(line) for line in lines]
-        return [entry for entry in entries if entry["step"] <= steps]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{folder / METRICS_FILE} was altered; train the run again in another folder.") from None
+        lines = (folder / METRICS_FILE).read_bytes().split(b"\n")[:-1]
+        entries = [entry for entry in map(json.loads, lines) if entry["step"] <= steps]
+        is_whole = not finished or "validation_accuracy" in entries[-1]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        is_whole = False
+    if not is_whole:
+        raise UserError(f"{folder / METRICS_FILE} was altered; train the run again in another folder.")
+    return entries
+
+
+def logged_steps(folder: Path) -> int:
+    """How far the run in `folder` has come, as it said last; it may have to repeat some of it."""
+    try:
+        return int(json.loads((folder / METRICS_FILE).read_bytes().splitlines()[-1])["step"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return 0
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"

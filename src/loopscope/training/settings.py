@@ -1,32 +1,103 @@
-"""The settings of a training run, and the presets that ship with LoopScope."""
+"""What does a training run depend on? Its settings, from a preset or a TOML file; they are read without PyTorch.
 
-from collections.abc import Mapping, Sequence
+`objective = "module:function"` names a custom objective. Its module is found where Python finds modules, the current
+folder included, and its source text enters the run's settings as a hash (`with_source`, which does not run the module):
+with another text it is another run. Only training imports the module (`training/objectives.py`), so that nobody runs
+code because a checkpoint's file names it.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from loopscope.config import (
     Count,
+    Epsilon,
+    Layers,
+    Loops,
     NonNegative,
+    Positions,
     Positive,
+    RotaryBase,
     Seed,
     Settings,
+    Width,
     build,
     plain,
-    read_json,
     read_toml,
     with_overrides,
 )
-from loopscope.errors import UserError, brief
-from loopscope.models.configuration import CONFIG, ModelType, TransformerSettings, read_checkpoint_config
-from loopscope.objectives import GATED, Objective
-from loopscope.reading import is_file, is_folder, no_folder, no_such_toml
+from loopscope.documents import END
+from loopscope.errors import UserError, brief, did_you_mean, reason
+from loopscope.models.configuration import TransformerSettings
+from loopscope.reading import is_file, no_such_toml
 from loopscope.tasks import Mano, Parity
 
-T = TypeVar("T")
+GATED = ("learned_gate", "decoupled_gate")
+"""The objectives that train a gate."""
+BUILT_IN = ("final", "fixed_prior", *GATED, "random_depth")
+_CUSTOM = "module:function"
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_SETTINGS_OF = {
+    **dict.fromkeys(("prior", "geometric_lambda", "beta"), BUILT_IN),
+    "truncated": ("random_depth",),
+    **dict.fromkeys(("options", "source_sha256"), (_CUSTOM,)),
+}
+"""The objectives that have a setting, by the setting's name."""
+
+DepthPrior = Literal["uniform", "geometric"]
+Probability = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+Option = bool | int | Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)] | str
+UserFunction = Callable[..., Any]
+"""Of `LoopLosses`, and of the options as keyword arguments: the loss of the batch, or [B] of every row."""
+
+SPECIAL_TOKENS = (END, "<|im_start|>", "<|im_end|>")
+"""Tokens 0 to 2 of a new vocabulary: the end of a document, and the marks around a turn of a chat."""
+NewVocabulary = Annotated[int, msgspec.Meta(ge=256 + len(SPECIAL_TOKENS), le=2**24)]
+
+
+class Objective(Settings, frozen=True, kw_only=True):
+    """What training minimises; `training/objectives.py` computes it."""
+
+    name: str = "fixed_prior"  # built in, or module:function
+    prior: DepthPrior = "geometric"
+    geometric_lambda: Probability = 0.3
+    beta: NonNegative = 0.1
+    truncated: Count | UnsetType = UNSET  # loops that get a gradient under random_depth (default: all)
+    options: dict[str, Option] | UnsetType = UNSET  # keyword arguments of the function
+    source_sha256: str | UnsetType = UNSET  # of the function's module, as it was when the run began
+
+    def __post_init__(self) -> None:
+        kind = _CUSTOM if self.is_custom else self.name
+        if self.is_custom and not _FUNCTION.fullmatch(self.name):
+            raise ValueError(
+                f"there is no objective '{self.name}'{did_you_mean(self.name, BUILT_IN)}; choose one of "
+                f"{', '.join(BUILT_IN)}, or name a function of your own as 'module:function'"
+            )
+        for setting, default in zip(self.__struct_fields__, self.__struct_defaults__, strict=True):
+            owners = _SETTINGS_OF.get(setting, (kind,))
+            if kind in owners:
+                continue
+            if getattr(self, setting) not in (default, UNSET):
+                raise ValueError(
+                    f"{setting} needs the objective {' or '.join(owners)}, and this is '{self.name}'; leave it out (a "
+                    "function takes what it needs as objective.options)"
+                )
+            msgspec.structs.force_setattr(self, setting, UNSET)  # no file mentions it
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is a function of the user's."""
+        return self.name not in BUILT_IN
 
 
 class Training(Settings, frozen=True, kw_only=True):
@@ -54,11 +125,11 @@ class Training(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError("min_learning_rate is above learning_rate")
-        if (self.accumulate or 1) > self.batch_size:
-            raise ValueError("accumulate is more than batch_size: a part has a row at least")
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
+    """Of a looped Transformer that is trained on a task."""
+
     task: Mano | Parity
     model: TransformerSettings = TransformerSettings()
     objective: Objective = Objective()
@@ -86,6 +157,59 @@ class RunSettings(Settings, frozen=True, kw_only=True):
         return self.model.block_size or self.task.positions
 
 
+class OuroShape(Settings, frozen=True, kw_only=True):
+    """The architecture, under the names of Ouro's `config.json`."""
+
+    hidden_size: Width = 256
+    intermediate_size: Width = 704
+    num_hidden_layers: Layers = 4
+    num_attention_heads: Width = 4
+    num_key_value_heads: Width | None = None  # default: as many as heads
+    total_ut_steps: Loops = 4
+    max_position_embeddings: Positions = 4_096
+    rope_theta: RotaryBase = 10_000.0
+    rms_norm_eps: Epsilon = 1e-6
+    tie_word_embeddings: bool = False
+
+
+class PretrainSettings(Settings, frozen=True, kw_only=True):
+    """Of a new Ouro that is trained on a text."""
+
+    model: OuroShape = OuroShape()
+    vocab_size: NewVocabulary = 4_096  # of the tokenizer that is trained
+    context: Count = 256  # tokens of a window
+    objective: Objective = Objective(name="learned_gate", prior="uniform", beta=0.05)
+    training: Training = Training()
+
+    @property
+    def num_loops(self) -> int:
+        return self.model.total_ut_steps
+
+
+class Adapters(Settings, frozen=True, kw_only=True):
+    """Low-rank adapters in place of all weights."""
+
+    rank: Count = 16
+    alpha: Count = 32
+
+
+class ContinueSettings(Settings, frozen=True, kw_only=True):
+    """Of a language model that is trained further."""
+
+    context: Count = 256  # tokens of a window
+    targets: Literal["text", "teacher"] = "text"  # what each loop is held against
+    teacher_loops: Count = 1  # at which the teacher is read: a looped Llama's loop 1 is what it was made from
+    objective: Objective = Objective()
+    adapters: Adapters | None = None  # None: all weights are trained
+    training: Training = Training()
+    loops: Count | None = None  # those of the model, which the start says
+
+    @property
+    def num_loops(self) -> int:
+        assert self.loops is not None, "a run fills it in"
+        return self.loops
+
+
 def presets() -> list[str]:
     folder = files("loopscope") / "presets"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
@@ -101,74 +225,84 @@ def read_settings(
 
     Those that a study's file makes come before.
     """
-    tables, where = (_tables(source), source) if isinstance(source, str) else (plain(source), "the settings")
-    last = {} if objective is None else {"objective": plain(objective)}
-    return build_overridden(RunSettings, overridden(tables, of_study), overrides, where, last)
+    if isinstance(source, RunSettings):
+        tables, where = plain(source), "the settings"
+    elif source in presets():
+        tables, where = read_toml(Path(str(files("loopscope") / "presets" / f"{source}.toml"))), source
+    elif is_file(Path(source)):
+        tables, where = read_toml(Path(source)), source
+    else:
+        raise no_such_toml(source, presets(), "preset")
+    tables = overridden(tables, [*of_study, *overrides])
+    if objective is not None:
+        tables["objective"] = plain(objective)
+    return build(RunSettings, tables, _named_source(where, overrides))
 
 
-def build_overridden(
-    kind: type[T],
-    tables: Mapping[str, Any],
-    overrides: Sequence[str],
-    source: str,
-    last: Mapping[str, Any] | None = None,
-) -> T:
-    """The tables with the overrides, and then `last`, as a `kind`; an override that does not fit is named."""
-    values = overridden(tables, overrides)
-    try:
-        return build(kind, {**values, **(last or {})}, source)
-    except UserError as error:
-        for number, override in enumerate(overrides):
-            others = [*overrides[:number], *overrides[number + 1 :]]
-            try:
-                build(kind, {**overridden(tables, others), **(last or {})}, source)
-            except UserError as without:
-                if str(without) == str(error):
-                    continue
-            raise UserError(f"--set {brief(override, 80)}: {str(error).removeprefix(f'{source}: ')}") from None
-        raise
+def read_pretrain_settings(source: Path, overrides: Sequence[str]) -> PretrainSettings:
+    tables = overridden(read_toml(source), overrides)
+    return build(PretrainSettings, tables, _named_source(str(source), overrides))
+
+
+def read_continue_settings(source: Path, overrides: Sequence[str]) -> ContinueSettings:
+    tables = overridden(read_toml(source), overrides)
+    return build(ContinueSettings, tables, _named_source(str(source), overrides))
+
+
+def _named_source(source: str, overrides: Sequence[str]) -> str:
+    """Where settings come from, for errors."""
+    return brief(" --set ".join((source, *overrides)), 120)
 
 
 def overridden(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The tables with the overrides; `objective = "NAME"` is short for a table with nothing but a name."""
-
-    def expanded(values: Mapping[str, Any]) -> dict[str, Any]:
-        objective = values.get("objective")
-        return {**values, **({"objective": {"name": objective}} if isinstance(objective, str) else {})}
-
-    values = expanded(tables)
-    for override in overrides:
-        values = expanded(with_overrides(values, [override]))
+    values = dict(tables)
+    for assignments in ([], *([override] for override in overrides)):
+        values = with_overrides(values, assignments)
+        if isinstance(values.get("objective"), str):
+            values["objective"] = {"name": values["objective"]}
     return values
 
 
-def read_run_settings(run: Path) -> RunSettings:
-    """The settings of the run in a folder."""
-    if not is_folder(run):
-        raise no_folder(run, "the folder of a finished run")
-    if not is_file(run / CONFIG):
-        raise UserError(f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made.")
-    kind = read_json(ModelType, run / CONFIG, "run configuration").model_type
-    if kind != "loopscope":
-        raise UserError(f"{run} is a checkpoint of type '{kind}', not a LoopScope run: it has no task of its own.")
-    config = read_checkpoint_config(run)
-    settings = build(RunSettings, config.run, str(run / CONFIG))
-    for what, ours, theirs in (
-        ("model", config.model, settings.model),
-        ("vocab_size", config.vocab_size, settings.task.vocab_size),
-        ("block_size", config.block_size, settings.block_size),
-    ):
-        if ours != theirs:
-            raise UserError(
-                f"{run / CONFIG} contradicts itself: its {what} is not that of the run's task and model; put the file "
-                "back as training wrote it."
-            )
-    return settings
+def custom_objective(function: UserFunction | str, options: Mapping[str, Option] | None = None) -> Objective:
+    """The settings that name this function (or "module:function"), with these options."""
+    name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+    values = {"name": name} | ({} if options is None else {"options": dict(options)})
+    return build(Objective, values, "the objective")
 
 
-def _tables(source: str) -> dict[str, Any]:
-    if source in presets():
-        return read_toml(Path(str(files("loopscope") / "presets" / f"{source}.toml")))
-    if not is_file(Path(source)):
-        raise no_such_toml(source, presets(), "preset")
-    return read_toml(Path(source))
+def with_source(objective: Objective, function: UserFunction | None = None) -> Objective:
+    """The objective with the hash of its source text, which must be the one that it has already, if it has one."""
+    if not objective.is_custom:
+        return objective
+    found = hashlib.sha256(objective_source(objective.name, function)[0]).hexdigest()
+    if objective.source_sha256 not in (UNSET, found):
+        raise UserError(
+            f"The source text of the objective '{objective.name}' is not the one that these settings name "
+            f"(source_sha256); put it back, or begin another run."
+        )
+    return msgspec.structs.replace(objective, source_sha256=found)
+
+
+def objective_source(name: str, function: UserFunction | None = None) -> tuple[bytes, Path | None]:
+    """The text of a custom objective's module and its file; of a function in a notebook its own text, and no file.
+
+    Python runs the `__init__` of the packages around the module, and nothing of the module itself.
+    """
+    module, file, problem = name.partition(":")[0], None, "it must be in the current folder, in PYTHONPATH or installed"
+    if function is not None:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file is None and inspect.isfunction(function):
+            return inspect.getsource(function).encode(), None
+    else:
+        if "" not in sys.path:  # the current folder, which a script that pip installed does not look into
+            sys.path.append("")
+        importlib.invalidate_caches()
+        try:
+            spec = importlib.util.find_spec(module)
+            file = None if spec is None else spec.origin
+        except Exception as error:
+            problem = reason(error)
+    if file is None or not file.endswith(".py") or not Path(file).is_file():
+        raise UserError(f"There is no module '{module}' with a source text for the objective '{name}': {problem}.")
+    return Path(file).read_bytes(), Path(file)

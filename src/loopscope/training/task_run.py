@@ -13,24 +13,20 @@ import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from loopscope.arguments import as_path, check_kind
 from loopscope.config import plain
-from loopscope.errors import UserError
-from loopscope.models import CheckpointConfig, LoopedTransformer
+from loopscope.models.configuration import CheckpointConfig
 from loopscope.models.device import accumulator, check_device, upload
-from loopscope.objectives import Option, Unrolling
+from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
-from loopscope.training.custom_objectives import UserFunction, custom_objective
-from loopscope.training.loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
+from loopscope.training.objectives import Unrolling
 from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.run_folder import DATA_FILE
-from loopscope.training.settings import RunSettings, read_settings
+from loopscope.training.settings import Option, RunSettings, UserFunction, custom_objective, read_settings
+from loopscope.training.training_loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 from loopscope.writing import write_json
-
-_SETS = "a list of texts such as 'training.seed=1'"
 
 
 def train(
@@ -49,17 +45,11 @@ def train(
     `settings` are those of a preset or a TOML file (with `a.b=c` overrides), or made already. `objective` is a function
     of the user's or "module:function", in place of what they say, and `options` are its keyword arguments.
     """
-    folder = as_path(folder, "The folder of a run")
-    check_kind(settings, (RunSettings, str), "settings", "RunSettings, or the name of a preset or a TOML file")
-    overrides = [overrides] if isinstance(overrides, str) else list(check_kind(overrides, Sequence, "overrides", _SETS))
-    if not all(isinstance(each, str) for each in overrides):
-        raise UserError(f"overrides must be {_SETS}.")
-    if objective is None and options is not None:
-        raise UserError("options are those of an objective; give the objective, too.")
-    chosen = None if objective is None else custom_objective(objective, options)
-    if chosen is not None or overrides or not isinstance(settings, RunSettings):
-        settings = read_settings(settings, overrides, chosen)
-    run = TaskRun(settings, folder, objective if callable(objective) else None)
+    is_custom = objective is not None or options is not None
+    chosen = custom_objective(objective or "", options) if is_custom else None
+    if chosen is not None or overrides or isinstance(settings, str):
+        settings = read_settings(settings, [overrides] if isinstance(overrides, str) else overrides, chosen)
+    run = TaskRun(settings, Path(folder), objective if callable(objective) else None)
     return train_run(run, check_device(device) if isinstance(device, str) else device, progress, workers)
 
 
@@ -72,11 +62,9 @@ class TaskRun(TrainingRun):
 
     @property
     def config(self) -> dict[str, Any]:
+        settings, task = self.settings, self.settings.task
         config = CheckpointConfig(
-            vocab_size=self.settings.task.vocab_size,
-            block_size=self.settings.block_size,
-            model=self.settings.model,
-            run=plain(self.settings),
+            vocab_size=task.vocab_size, block_size=settings.block_size, model=settings.model, run=plain(settings)
         )
         return plain(config)
 
@@ -97,8 +85,16 @@ class TaskRun(TrainingRun):
     def batches(self) -> Callable[[int], Examples]:
         return training_batches(self.settings)
 
+    @torch.no_grad()
     def validate(self, model: LoopedTransformer, device: torch.device) -> dict[str, Any]:
-        return validate(model, self._sample, device)
+        """Mean cross-entropy and accuracy of every loop."""
+        examples, losses = self._sample, AnswerLosses(model)
+        sums = torch.zeros((2, model.num_loops), dtype=accumulator(device), device=device)
+        for rows in examples.same_length_batches(1024):
+            loss, correct, *_ = losses(examples.take(rows), device)
+            sums = sums + torch.stack([each.to(sums.dtype).sum(1) for each in (loss, correct)])
+        loss, accuracy = (sums / len(examples)).tolist()
+        return {"validation_loss": loss, "validation_accuracy": accuracy}
 
     @cached_property
     def _sample(self) -> Examples:
@@ -122,48 +118,27 @@ def initial_model(settings: RunSettings) -> LoopedTransformer:
         return model
 
 
-def answer_losses(
-    model: LoopedTransformer, batch: Examples, device: torch.device, unrolling: Unrolling | None = None
-) -> BatchLosses:
-    """Of the answers at the marker, at every loop or at the last that is run."""
-    tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
-    positions, labels = (upload(array, device) for array in (batch.lengths - 1, batch.labels))
-    if unrolling is None:
-        out = model.loops(tokens, lengths, positions=positions)
-        logits, halts, detached = out.logits.float(), out.gate_logits, model.halt(out.hidden.detach())
-    else:
-        state, halts, detached = model.begin(tokens, lengths, share=True), None, None
-        _, read = model.deepest(state, unrolling.loops, positions, unrolling.truncated)
-        logits = model.predict(read).float()[None]
-    targets = labels.expand(len(logits), -1)
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-    return BatchLosses(losses, logits.argmax(-1) == targets, halts, detached)
-
-
 class AnswerLosses(nn.Module):
-    """`answer_losses` of a model, as a module: only a module's gradients can be averaged over workers."""
+    """Of the answers at the marker, at every loop or at the last that is run."""
 
     def __init__(self, model: LoopedTransformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: Examples, device: torch.device, unrolling: Unrolling | None = None) -> BatchLosses:
-        return answer_losses(self.model, batch, device, unrolling)
-
-
-@torch.no_grad()
-def validate(model: LoopedTransformer, examples: Examples, device: torch.device) -> dict[str, Any]:
-    """Mean cross-entropy and accuracy of every loop."""
-    loss: Tensor | float = 0.0
-    right: Tensor | float = 0.0
-    for rows in examples.same_length_batches(1024):
-        losses, correct, *_ = answer_losses(model, examples.take(rows), device)
-        wide = accumulator(device)
-        loss, right = loss + losses.to(wide).sum(1), right + correct.to(wide).sum(1)
-    return {
-        "validation_loss": (torch.as_tensor(loss) / len(examples)).tolist(),
-        "validation_accuracy": (torch.as_tensor(right) / len(examples)).tolist(),
-    }
+        model = self.model
+        tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)  # the model takes them there
+        positions, labels = (upload(array, device) for array in (batch.lengths - 1, batch.labels))
+        if unrolling is None:
+            out = model.loops(tokens, lengths, positions=positions)
+            logits, halts, detached = out.logits.float(), out.gate_logits, model.halt(out.hidden.detach())
+        else:
+            state, halts, detached = model.begin(tokens, lengths, share=True), None, None
+            _, read = model.deepest(state, unrolling.loops, positions, unrolling.truncated)
+            logits = model.predict(read).float()[None]
+        targets = labels.expand(len(logits), -1)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return BatchLosses(losses, logits.argmax(-1) == targets, halts, detached)
 
 
 def training_batches(settings: RunSettings) -> Callable[[int], Examples]:

@@ -1,13 +1,14 @@
-"""MANO: are the expressions well-formed, their values right, the splits balanced, reproducible and disjoint?"""
+"""Tasks: are inputs well-formed, answers right, splits balanced, reproducible and disjoint?"""
 
 from collections import Counter
-from itertools import product
 
 import numpy as np
 import pytest
 
 from loopscope.errors import UserError
-from loopscope.tasks import Draws, Examples, Mano, fingerprints, overlap, seen
+from loopscope.tasks import Draws, Examples, Mano, Parity, Task, fingerprints, overlap, seen
+
+PARITY = Parity(max_bits=9, validation_examples=90, test_examples=50)
 
 
 def hashes(examples: Examples) -> np.ndarray:
@@ -31,33 +32,36 @@ def evaluate(symbols: list[str], modulus: int) -> int:
 
 
 @pytest.mark.parametrize("modulus", [2, 23, 97])
-def test_labels_are_the_values_of_the_expressions(modulus: int) -> None:
-    task = Mano(modulus=modulus, train_examples=500)
+def test_mano_s_answers_are_the_values_of_the_expressions(modulus: int) -> None:
+    task = Mano(modulus=modulus, train_examples=300)
     examples = task.split("train")
-    values = [evaluate(text.split(), modulus) for text in task.text(examples)]
-    assert values == examples.labels.tolist()
-
-
-def test_rows_are_begin_expression_marker() -> None:
-    task = Mano(train_examples=300)
-    examples = task.split("train")
-    rows = np.arange(len(examples))
-    assert (examples.lengths == 2 * examples.difficulty + 3).all()
-    assert (examples.tokens[:, 0] == task.vocab_size - 2).all()
-    assert (examples.tokens[rows, examples.lengths - 1] == task.vocab_size - 1).all()
-    operators = (examples.tokens >= 23) & (examples.tokens < 26)
+    assert [evaluate(text.split(), modulus) for text in task.text(examples)] == examples.labels.tolist()
+    operators = (examples.tokens >= modulus) & (examples.tokens < modulus + 3)
     assert (operators.sum(axis=1) == examples.difficulty).all()
+
+
+def test_parity_s_answers_are_parities() -> None:
+    examples = PARITY.split("validation")
+    texts = PARITY.text(examples)
+    assert [text.count("1") % 2 for text in texts] == examples.labels.tolist()
+    assert [len(text) for text in texts] == examples.difficulty.tolist()
+
+
+@pytest.mark.parametrize("task", [Mano(), Parity()], ids=["mano", "parity"])
+def test_rows_are_begin_input_marker(task: Task) -> None:
+    examples = task.split("validation", 300)
+    assert (examples.lengths == task.length(examples.difficulty)).all()
+    assert (examples.tokens[:, 0] == task.vocab_size - 2).all()
+    assert (examples.tokens[np.arange(300), examples.lengths - 1] == task.vocab_size - 1).all()
+    assert not examples.tokens[np.arange(examples.tokens.shape[1]) >= examples.lengths[:, None]].any()
 
 
 def test_the_paper_s_splits() -> None:
     task = Mano()
     assert (task.modulus, task.operators, task.max_operations) == (23, "+-*", 10)
     assert (task.train_seed, task.validation_seed, task.test_seed) == (42, 43, 44)
-    assert task.positions == 23
-    assert task.length(14) == 31
-    for name in ("train", "validation", "test"):
-        examples = task.split(name)
-        assert Counter(examples.difficulty.tolist()) == dict.fromkeys(range(1, 11), 5000)
+    assert (task.positions, task.length(14), Parity().positions) == (23, 31, 42)
+    assert Counter(task.split("test").difficulty.tolist()) == dict.fromkeys(range(1, 11), 5000)
 
 
 def test_operand_sizes_split_uniformly() -> None:
@@ -67,10 +71,9 @@ def test_operand_sizes_split_uniformly() -> None:
     sizes = Counter(_left_size(text.split()) for text in task.text(examples))
     assert set(sizes) == {0, 1, 2}
     assert all(abs(count - 3000) < 4 * np.sqrt(2000) for count in sizes.values())
-    leaves = examples.tokens[examples.tokens < 5]
     operators = examples.tokens[(examples.tokens >= 5) & (examples.tokens < 8)]
     assert np.bincount(operators - 5) == pytest.approx(9000, rel=0.05)
-    assert len(np.unique(leaves)) == 5
+    assert len(np.unique(examples.tokens[examples.tokens < 5])) == 5
 
 
 def _left_size(symbols: list[str]) -> int:
@@ -83,22 +86,24 @@ def _left_size(symbols: list[str]) -> int:
     raise AssertionError("no left operand")
 
 
+def test_draws_are_uniform() -> None:
+    draws = Draws(1).integers(np.full(60_000, 6))
+    assert np.abs(np.bincount(draws, minlength=6) - 10_000).max() < 500
+    assert sorted(Draws(1, 2).permutation(100)) == list(range(100))
+
+
 def test_the_same_seed_gives_the_same_examples_on_every_machine() -> None:
     """Frozen values: NumPy guarantees the raw stream that everything is derived from."""
     task = Mano(train_examples=1000)
-    assert task.text(task.split("train"))[:2] == FIRST_TWO
-    assert int(fingerprints(task.split("train")).sum()) == SUM_OF_FINGERPRINTS
+    first_two = ["+ + + * 1 19 13 * 10 - 12 + 6 21 + + 20 17 * 5 18", "- + 19 5 + 2 4"]
+    assert task.text(task.split("train"))[:2] == first_two
+    assert int(fingerprints(task.split("train")).sum()) == 10001758898877811068
 
 
-FIRST_TWO = ["+ + + * 1 19 13 * 10 - 12 + 6 21 + + 20 17 * 5 18", "- + 19 5 + 2 4"]
-SUM_OF_FINGERPRINTS = 10001758898877811068
-
-
-def test_space_counts_all_expressions() -> None:
+def test_space_counts_all_inputs() -> None:
     task = Mano(modulus=2, operators="+*", max_operations=2)
-    examples = task.draw(Draws(0), np.full(5000, 2))
-    assert len(set(task.text(examples))) == task.space(2) == 2 * 4 * 8
-    assert task.space(1) == len(list(product("+*", "01", "01")))
+    assert len(set(task.text(task.draw(Draws(0), np.full(5000, 2))))) == task.space(2) == 2 * 4 * 8
+    assert (task.space(1), PARITY.space(3)) == (8, 8)
 
 
 def test_independent_draws_overlap_where_the_space_is_small() -> None:
@@ -117,15 +122,20 @@ def test_disjoint_keeps_validation_and_test_out_of_training() -> None:
         assert not known[held_out.difficulty > 1].any()
         assert known[held_out.difficulty == 1].all()  # 75 expressions are too few to divide
     assert not seen(test, hashes(validation))[test.difficulty > 1].any()
-    texts = task.text(test)
-    assert [evaluate(text.split(), 5) for text in texts] == test.labels.tolist()
-
-
-def test_online_batches_are_disjoint_from_the_held_out_splits_too() -> None:
-    task = Mano(modulus=5, max_operations=3, disjoint=True, train_examples=0)
-    batch = task.batch(seed=3, step=5, size=600)
-    assert not seen(batch, hashes(task.split("test")))[batch.difficulty > 1].any()
+    assert [evaluate(text.split(), 5) for text in task.text(test)] == test.labels.tolist()
+    batch = Mano(modulus=5, max_operations=3, disjoint=True, train_examples=0).batch(seed=3, step=5, size=600)
+    assert not seen(batch, hashes(test))[batch.difficulty > 1].any()
     assert Counter(batch.difficulty.tolist()) == {1: 200, 2: 200, 3: 200}
+
+
+def test_online_batches_are_balanced_over_steps_and_come_again() -> None:
+    task = Parity()
+    counts = Counter(int(level) for step in range(5) for level in task.batch(0, step, 24).difficulty)
+    assert counts == dict.fromkeys(range(1, 41), 3)
+    first = task.batch(0, 0, 80).tokens
+    assert (first == task.batch(0, 0, 80).tokens).all()
+    assert (first != task.batch(0, 1, 80).tokens).any()
+    assert (first != task.batch(1, 0, 80).tokens).any()
 
 
 def test_extrapolation_is_harder_than_training() -> None:
@@ -146,6 +156,14 @@ def test_a_part_of_a_split_is_its_beginning() -> None:
         task.split("train", 501)
 
 
+def test_a_train_split_of_a_task_that_draws_online_is_drawn_like_its_batches() -> None:
+    with pytest.raises(UserError, match="say how many to draw"):
+        PARITY.split("train")
+    drawn = PARITY.split("train", 90)
+    assert np.bincount(drawn.difficulty)[1:].tolist() == [10] * 9
+    assert np.array_equal(drawn.tokens, PARITY.split("train", 90).tokens)
+
+
 def test_batches_of_one_length_cover_everything_without_padding() -> None:
     examples = Mano(train_examples=500).split("train")
     rows = list(examples.same_length_batches(64))
@@ -153,16 +171,23 @@ def test_batches_of_one_length_cover_everything_without_padding() -> None:
     assert all(len(batch) <= 64 and len(set(examples.lengths[batch])) == 1 for batch in rows)
 
 
-def test_written_examples_are_read_again() -> None:
-    task = Mano(modulus=5, operators="+*")
+@pytest.mark.parametrize("task", [Mano(modulus=5, operators="+*"), Parity(max_bits=9)], ids=["mano", "parity"])
+def test_written_examples_are_read_again(task: Task) -> None:
     examples = task.split("validation", 300)
     again = task.parse(task.text(examples))
-    assert np.array_equal(fingerprints(again), fingerprints(examples))
-    assert np.array_equal(again.labels, examples.labels)
-    assert np.array_equal(again.difficulty, examples.difficulty)
+    for name in ("tokens", "lengths", "labels", "difficulty"):
+        assert np.array_equal(getattr(again, name), getattr(examples, name))
+    with pytest.raises(UserError, match="makes 11 tokens, and the model's block size is 10"):
+        task.parse(["+ + + + 1 1 1 1 1" if isinstance(task, Mano) else "0" * 9], 10)
 
 
 @pytest.mark.parametrize("text", ["", "+", "+ 1", "1 1", "+ 1 1 1", "+ 5 1", "- 1 1", "1 +", "one"])
-def test_what_is_no_expression_is_refused(text: str) -> None:
+def test_what_is_no_expression_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match="prefix notation"):
         Mano(modulus=5, operators="+*").parse(["+ 1 1", text])
+
+
+@pytest.mark.parametrize("text", ["", "012", "1 0"])
+def test_what_is_no_bit_string_is_rejected(text: str) -> None:
+    with pytest.raises(UserError, match="bits"):
+        PARITY.parse([text])

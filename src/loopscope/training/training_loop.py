@@ -1,20 +1,20 @@
-"""The training loop: a run -> its folder, which is a checkpoint.
+"""How is a model trained? The loop of steps: a run -> its folder, which is a checkpoint.
 
-Every batch is a function of (settings, step), so the state file in the folder (`run_folder`) is all that a killed run
+Every batch is a function of (settings, step), so the state file in the folder (`run_state`) is all that a killed run
 needs to end bit-identical to one that ran through. Several workers may train one run: each takes its share of every
-batch, and the first alone writes. What is trained on what is the run's affair: on the answers of a task (`task_run`) or
-on the tokens of a text (`language_run`).
+batch, and the first alone writes. The run says what is trained on what: on the answers of a task (`task_run`) or on the
+tokens of a text (`language_run`).
 
 Shapes: B rows (or tokens), T loops.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -24,36 +24,26 @@ from torch import Tensor, nn
 
 from loopscope.artifacts import sha256
 from loopscope.errors import UserError
-from loopscope.models.checkpoint import CONFIG, WEIGHTS
+from loopscope.models.configuration import CONFIG, WEIGHTS
 from loopscope.models.run_hashes import check_hashes
-from loopscope.objectives import LoopLosses, Objective, Unrolling
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
-from loopscope.training.custom_objectives import (
+from loopscope.training.objectives import (
     GateTraining,
+    LoopLosses,
     LossFunction,
-    UserFunction,
+    Unrolling,
+    draw_unrolling,
     load_objective,
     try_objective,
-    with_source,
 )
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.run_folder import (
-    DATA_FILE,
-    METRICS_FILE,
-    STATE_FILE,
-    append_metrics,
-    claimed,
-    cut_metrics,
-    finish,
-    read_metrics,
-    restore,
-    save_state,
-)
-from loopscope.training.settings import Training
+from loopscope.training.run_folder import DATA_FILE, STATE_FILE, append_metrics, claimed, cut_metrics, read_metrics
+from loopscope.training.run_state import finish, restore, save_state
+from loopscope.training.settings import Training, UserFunction, with_source
 
-_ORDER = 1 << 63
+_EPOCH_STREAMS = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
 
 
@@ -70,42 +60,14 @@ Losses = Callable[[Any, torch.device, Unrolling | None], BatchLosses]
 """At all loops of the model; with an `Unrolling` at the last of its loops, T = 1, and without halt logits."""
 
 
-class TrainableSettings(Protocol):
-    """The settings that all runs have."""
-
-    @property
-    def objective(self) -> Objective: ...
-
-    @property
-    def training(self) -> Training: ...
-
-    @property
-    def num_loops(self) -> int: ...
-
-
-class TrainableModel(Protocol):
-    """What training asks of a `LoopedModel`, beyond its contract."""
-
-    @property
-    def block(self) -> nn.Module:
-        """What every loop applies; only its matrices are large."""
-
-    @property
-    def gate(self) -> nn.Module | None:
-        """What `halt` applies."""
-
-
-class Batch(Protocol):
-    def __len__(self) -> int: ...
-
-    def take(self, rows: NDArray[np.int64], /) -> Self:
-        """These rows alone: a worker's share."""
-
-
 class TrainingRun(ABC):
-    """What is trained, and on what: a frozen dataclass."""
+    """What is trained, and on what: a frozen dataclass.
 
-    settings: Any  # `TrainableSettings`, and more
+    Its settings have an `objective`, `training` and `num_loops`. Its model is a `LoopedModel` with a `block`, which
+    every loop applies, and a `gate` (or None), which `halt` applies. Its batches have a length, and `take` takes rows.
+    """
+
+    settings: Any
     folder: Path
     function: UserFunction | None = None  # the objective's, where it is given and not imported
     gate_by_choice: ClassVar[bool] = False  # whether the settings decide if the model has a gate
@@ -126,14 +88,14 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def initial_model(self) -> Any:
-        """The `TrainableModel` before its first step; the run's seed decides its weights."""
+        """The model before its first step; the run's seed decides its weights."""
 
     @abstractmethod
     def losses(self, model: Any) -> nn.Module:
         """The `Losses` of a model, as a module: only a module's gradients can be averaged over workers."""
 
     @abstractmethod
-    def batches(self) -> Callable[[int], Batch]:
+    def batches(self) -> Callable[[int], Any]:
         """The batch of every step."""
 
     def finished(self, model: Any) -> Any:
@@ -146,7 +108,6 @@ class TrainingRun(ABC):
 
 
 _Run = TypeVar("_Run", bound=TrainingRun)
-_GATE_TRAINING: dict[str, GateTraining] = {"learned_gate": "joint", "decoupled_gate": "decoupled"}
 
 
 @dataclass(frozen=True)
@@ -158,38 +119,7 @@ class RunResult:
     @property
     def final(self) -> dict[str, Any]:
         """The last validation of the run."""
-        for entry in reversed(self.metrics):
-            if "validation_accuracy" in entry:
-                return entry
-        raise UserError(f"{self.folder / METRICS_FILE} has lost its last lines; train the run again in another folder.")
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step measured, still on its device: a number is fetched only when it is wanted."""
-
-    loss: Tensor
-    loop_loss: Tensor
-    loop_accuracy: Tensor
-    gradient_norm: Tensor
-    learning_rate: float
-    loops: int | None = None  # that were run, where the objective draws them: then only the last has numbers
-
-    def over(self, workers: Workers) -> "StepOutcome":
-        """The same of the whole batch; gradients are averaged already."""
-        loss, loop_loss, loop_accuracy = map(workers.mean, (self.loss, self.loop_loss, self.loop_accuracy))
-        return replace(self, loss=loss, loop_loss=loop_loss, loop_accuracy=loop_accuracy)
-
-    def numbers(self) -> dict[str, Any]:
-        drawn = {} if self.loops is None else {"loops": self.loops}
-        return {
-            **drawn,
-            "loss": self.loss.item(),
-            "loop_loss": self.loop_loss.tolist(),
-            "loop_accuracy": self.loop_accuracy.tolist(),
-            "learning_rate": self.learning_rate,
-            "gradient_norm": self.gradient_norm.item(),
-        }
+        return self.metrics[-1]
 
 
 def train_run(
@@ -206,23 +136,20 @@ def train_run(
                 held.enter_context(claimed(folder, run.config, run.files))
                 if (folder / WEIGHTS).is_file():
                     (folder / STATE_FILE).unlink(missing_ok=True)
+        start = steps
         if (folder / WEIGHTS).is_file():
             check_hashes(folder)
-            return RunResult(folder, steps, read_metrics(folder, steps))
-        held.enter_context(deterministic())
-        return _train(run, objective, gate_training, device, progress, workers)
+        else:
+            held.enter_context(deterministic())
+            start = _train(run, objective, gate_training, device, progress, workers)
+        return RunResult(folder, start, read_metrics(folder, steps, finished=True))
 
 
 def with_objective(run: _Run, device: torch.device) -> tuple[_Run, LossFunction, GateTraining]:
-    """The run with the hash of its objective's source in its settings, the objective, and how it trains a gate.
-
-    A function of the user's was tried.
-    """
+    """The run with the hash of its objective's source in its settings, the objective, and how it trains a gate."""
     settings = run.settings
     pinned = with_source(settings.objective, run.function)
     objective = load_objective(pinned, settings.training.seed, run.function)
-    if not pinned.is_custom:
-        return run, objective, _GATE_TRAINING.get(pinned.name, "none")
     gate_training = try_objective(objective, settings.num_loops, run.has_gate, settings.training.steps, device)
     if run.has_gate and run.gate_by_choice and gate_training == "none":
         raise UserError(
@@ -240,7 +167,8 @@ def _train(
     device: torch.device,
     progress: ProgressCallback,
     workers: Workers,
-) -> RunResult:
+) -> int:
+    """Takes all steps that are left; returns the number of those that were done before."""
     folder, settings = run.folder, run.settings
     every = settings.training
     with workers.together():
@@ -262,8 +190,7 @@ def _train(
     losses = workers.replicated(run.losses(model), some_unused=bool(settings.objective.truncated))
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
     if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
-        unrolling = settings.objective.unrolling(settings.num_loops, every.seed, start)
-        _backward(losses, objective, batch_of(start).take(mine), start, unrolling, settings, device)
+        _backward(losses, objective, batch_of(start).take(mine), start, settings, device)
         losses.zero_grad(set_to_none=True)
     note = ""
     for step in range(start, every.steps):
@@ -273,15 +200,17 @@ def _train(
             done % often == 0 or last for often in (every.log_every, every.validate_every, every.checkpoint_every)
         )
         if logging or saving:
-            outcome = outcome.over(workers)
-            if not torch.isfinite(outcome.loss):
+            for name in ("loss", "loop_loss", "loop_accuracy"):  # gradients are averaged already
+                outcome[name] = workers.mean(outcome[name])
+            if not torch.isfinite(outcome["loss"]):
                 raise UserError(f"The loss is no longer finite at step {done}; lower training.learning_rate.")
         if logging:
-            note = f"loss {outcome.loss.item():.3f}"
+            outcome = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in outcome.items()}
+            note = f"loss {outcome['loss']:.3f}"
         if logging or validating or saving:
             with workers.together():
                 if logging and workers.is_main:
-                    append_metrics(folder, {"step": done, **outcome.numbers()})
+                    append_metrics(folder, {"step": done, **outcome})
                 if validating and workers.is_main:
                     append_metrics(folder, {"step": done, **run.validate(model, device)})
                 if saving and not last and workers.is_main:
@@ -290,8 +219,7 @@ def _train(
     with workers.together():
         if workers.is_main:
             finish(folder, run.finished(model), written)
-            (folder / STATE_FILE).unlink(missing_ok=True)
-    return RunResult(folder, start, read_metrics(folder, every.steps))
+    return start
 
 
 def train_step(
@@ -300,40 +228,41 @@ def train_step(
     optimizers: Optimizers,
     batch: Any,
     step: int,
-    settings: TrainableSettings,
+    settings: Any,
     device: torch.device,
-) -> StepOutcome:
-    """One step of training on this batch."""
-    unrolling = settings.objective.unrolling(settings.num_loops, settings.training.seed, step)
-    loss, losses, correct = _backward(answers, objective, batch, step, unrolling, settings, device)
+) -> dict[str, Any]:
+    """One step of training on this batch; what it measured is still on its device, to be fetched only when wanted."""
+    loss, losses, correct, loops = _backward(answers, objective, batch, step, settings, device)
     rate, norm = optimizers.step(step)
-    loops = None if unrolling is None else unrolling.loops
-    return StepOutcome(loss, losses.mean(1), correct.float().mean(1), norm, rate, loops)
+    return {
+        **({} if loops is None else {"loops": loops}),  # that were run, where the objective draws them
+        "loss": loss,
+        "loop_loss": losses.mean(1),
+        "loop_accuracy": correct.float().mean(1),
+        "learning_rate": rate,
+        "gradient_norm": norm,
+    }
 
 
 def _backward(
-    answers: Losses,
-    objective: LossFunction,
-    batch: Any,
-    step: int,
-    unrolling: Unrolling | None,
-    settings: TrainableSettings,
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this batch; its loss, and loss and correctness [T, B] of every answer."""
-    found = []
-    for rows in np.array_split(np.arange(len(batch)), min(settings.training.accumulate or 1, len(batch))):
-        with _autocast(settings, device):
+    answers: Losses, objective: LossFunction, batch: Any, step: int, settings: Any, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, int | None]:
+    """The gradients of this batch; its loss, loss and correctness [T, B] of every answer, and the loops if drawn."""
+    training = settings.training
+    unrolling = draw_unrolling(settings.objective, settings.num_loops, training.seed, step)
+    bf16 = device.type == "cuda" and training.bf16
+    parts = []
+    for rows in np.array_split(np.arange(len(batch)), min(training.accumulate or 1, len(batch))):
+        with torch.autocast("cuda", torch.bfloat16) if bf16 else nullcontext():
             part = batch if len(rows) == len(batch) else batch.take(rows)
             losses, correct, gate_logits, detached = answers(part, device, unrolling)
             loss = objective(LoopLosses(losses, gate_logits, step, detached))
         share = len(rows) / len(batch)
         (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
-        found.append((loss.detach() * share, losses.detach(), correct))
-    if len(found) == 1:
-        return found[0]
-    each = list(zip(*found, strict=True))
-    return torch.stack(each[0]).sum(), torch.cat(each[1], dim=1), torch.cat(each[2], dim=1)
+        parts.append((loss.detach() * share, losses.detach(), correct))
+    all_loss, all_losses, all_correct = zip(*parts, strict=True)
+    loops = None if unrolling is None else unrolling.loops
+    return torch.stack(all_loss).sum(), torch.cat(all_losses, dim=1), torch.cat(all_correct, dim=1), loops
 
 
 def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int64]]:
@@ -342,7 +271,7 @@ def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> NDArray[np.int64]:
-        return Draws(settings.seed, _ORDER + epoch).permutation(count)
+        return Draws(settings.seed, _EPOCH_STREAMS + epoch).permutation(count)
 
     def rows(step: int) -> NDArray[np.int64]:
         position = np.arange(step * size, (step + 1) * size)
@@ -350,12 +279,6 @@ def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int
         return np.concatenate([order(int(epoch))[position[epochs == epoch] % count] for epoch in np.unique(epochs)])
 
     return rows
-
-
-def _autocast(settings: TrainableSettings, device: torch.device) -> AbstractContextManager[Any]:
-    if device.type == "cuda" and settings.training.bf16:
-        return torch.autocast("cuda", torch.bfloat16)
-    return nullcontext()
 
 
 @contextmanager

@@ -1,0 +1,185 @@
+"""Objectives: are exit distributions distributions, is everything finite, do the objectives agree where they must?"""
+
+import math
+from collections import Counter
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_settings
+from hypothesis import given, settings
+from torch import Tensor
+
+from loopscope.training.objectives import (
+    LoopLosses,
+    Unrolling,
+    depth_kl,
+    depth_prior,
+    draw_unrolling,
+    expected_loops,
+    expected_loss,
+    geometric_prior,
+    load_objective,
+    log_exit_distribution,
+    objective_loss,
+    uniform_prior,
+)
+from loopscope.training.settings import Objective
+from loopscope.training.task_run import AnswerLosses, initial_model, training_batches
+
+CPU = torch.device("cpu")
+loops = st.integers(1, 9)
+logits = st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=8)
+lambdas = st.floats(0.01, 0.99)
+
+
+@settings(max_examples=100)
+@given(logits, st.sampled_from(["uniform", "geometric"]))
+def test_any_logits_give_a_distribution_and_finite_losses_and_gradients(values: list[float], prior: str) -> None:
+    q = log_exit_distribution(torch.tensor(values)[:, None]).exp()
+    assert (q >= 0).all()
+    assert q.sum() == pytest.approx(1, abs=1e-5)
+    gates = torch.tensor(values)[:, None].requires_grad_()
+    losses = torch.linspace(2, 0.1, len(values))[:, None].requires_grad_()
+    loss = objective_loss(Objective(name="learned_gate", prior=prior, beta=0.1), losses, gates)  # type: ignore[arg-type]
+    loss.backward()
+    assert all(torch.isfinite(value).all() for value in (loss, gates.grad, losses.grad))
+
+
+@given(loops, lambdas)
+def test_priors_are_distributions(count: int, lam: float) -> None:
+    for prior in (uniform_prior(count), geometric_prior(lam, count)):
+        assert len(prior) == count
+        assert (prior > 0).all()
+        assert prior.sum() == pytest.approx(1, abs=1e-12)
+
+
+def test_prior_and_exit_distribution_by_hand() -> None:
+    """sigmoid(0) = 1/2, sigmoid(log 3) = 3/4; the last loop takes what is left, whatever its own logit."""
+    assert geometric_prior(0.3, 4).tolist() == pytest.approx([0.3, 0.21, 0.147, 0.343])
+    gates = torch.tensor([[0.0], [math.log(3)], [5.0]], dtype=torch.float64)
+    assert log_exit_distribution(gates).exp()[:, 0].tolist() == pytest.approx([1 / 2, 3 / 8, 1 / 8])
+
+
+def test_kl_is_of_q_against_the_prior() -> None:
+    """KL((1/2, 1/2) || (1/4, 3/4)) by hand; the other way round it would be another number."""
+    q, prior = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+    forward = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    backward = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
+    assert abs(forward - backward) > 0.01
+    assert depth_kl(q.log()[:, None], prior.log()[:, None]).item() == pytest.approx(forward)
+
+
+@given(loops.filter(lambda count: count > 1), lambdas)
+def test_fixed_prior_is_the_learned_gate_with_q_at_the_prior_and_beta_0(count: int, lam: float) -> None:
+    """The gate whose halt probability is pi_t / (mass left) has q = pi; then both losses are one, and the KL is 0."""
+    prior = geometric_prior(lam, count)
+    left = 1 - torch.cat((torch.zeros(1), prior.cumsum(0)[:-1]))
+    gates = torch.logit((prior / left).clamp(1e-12, 1 - 1e-12))[:, None].expand(-1, 3)
+    losses = torch.rand(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
+    fixed = objective_loss(Objective(name="fixed_prior", geometric_lambda=lam), losses, None)
+    learned = objective_loss(Objective(name="learned_gate", geometric_lambda=lam, beta=0.0), losses, gates)
+    assert learned.item() == pytest.approx(fixed.item(), rel=1e-4)
+    assert depth_kl(log_exit_distribution(gates), prior.log()[:, None]).abs().max() < 1e-5
+
+
+def test_beta_weighs_the_kl_and_halt_logits_are_widened() -> None:
+    gates, losses = torch.tensor([[9.0], [0.0], [0.0]]), torch.tensor([[3.0], [2.0], [1.0]])
+    log_q = log_exit_distribution(gates)
+    kl = depth_kl(log_q, uniform_prior(3).float().log()[:, None])
+    for beta in (0.0, 0.5):
+        objective = Objective(name="learned_gate", prior="uniform", beta=beta)
+        loss = objective_loss(objective, losses, gates).item()
+        assert loss == pytest.approx((expected_loss(losses, log_q.exp()) + beta * kl).item())
+        assert objective_loss(objective, losses, gates.bfloat16()).item() == pytest.approx(loss)
+
+
+def test_a_prior_that_underflows_in_float32_stays_finite() -> None:
+    objective = Objective(name="learned_gate", geometric_lambda=0.99)
+    assert torch.isfinite(objective_loss(objective, torch.ones(24, 2), torch.zeros(24, 2)))
+
+
+def test_final_and_random_depth_are_the_last_loop() -> None:
+    losses = torch.tensor([[3.0, 1.0], [2.0, 5.0]])
+    for name in ("final", "random_depth"):
+        assert objective_loss(Objective(name=name), losses, None).item() == pytest.approx(3.5)
+
+
+def decoupled_gradients(objective: Objective, detached: bool = False) -> dict[str, Tensor]:
+    """Of the first batch, on the first model of a run with a decoupled gate."""
+    run = tiny_settings("objective.name=decoupled_gate", "model.gate=mlp")
+    model = initial_model(run)
+    losses, _, gate_logits, apart = AnswerLosses(model)(training_batches(run)(0), CPU)
+    if detached:
+        losses, gate_logits = losses.detach(), apart
+    load_objective(objective, 0)(LoopLosses(losses, gate_logits, 0, apart)).backward()  # type: ignore[no-untyped-call]
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize("prior", ["uniform", "geometric"])
+def test_the_trunk_has_the_fixed_prior_s_gradients_and_a_decoupled_gate_the_joint_one_s(prior: str) -> None:
+    gradients, trunk, gate = (
+        decoupled_gradients(Objective(name=name, prior=prior, beta=0.3), detached=name == "learned_gate")  # type: ignore[arg-type]
+        for name in ("decoupled_gate", "fixed_prior", "learned_gate")
+    )
+    assert all(name.startswith("gate.") for name in gate)
+    assert set(gradients) == set(trunk) | set(gate)
+    for name, value in {**trunk, **gate}.items():
+        assert value.abs().max() > 0
+        assert torch.equal(gradients[name], value), name
+
+
+@pytest.mark.parametrize("prior", ["uniform", "geometric"])
+def test_depths_are_drawn_from_the_prior_by_seed_and_step(prior: str) -> None:
+    objective, steps = Objective(name="random_depth", prior=prior, truncated=2), 2000  # type: ignore[arg-type]
+
+    def depths(seed: int) -> list[Unrolling | None]:
+        return [draw_unrolling(objective, 6, seed, step) for step in range(steps)]
+
+    drawn = depths(0)
+    assert drawn == depths(0) != depths(1)
+    assert {each.truncated for each in drawn if each is not None} == {2}
+    found = [each.loops for each in drawn if each is not None]
+    shares = np.array([Counter(found)[loop] / steps for loop in range(1, 7)])
+    pi = depth_prior(objective, 6).numpy()
+    assert (np.abs(shares - pi) < 4 * np.sqrt(pi * (1 - pi) / steps)).all()
+    assert expected_loops(objective, 6) == pytest.approx(np.mean(found), abs=0.2)
+    assert draw_unrolling(Objective(), 6, 0, 0) is None
+
+
+def random_depth_losses(loops: int, truncated: int | None) -> tuple[Tensor, dict[str, Tensor], int]:
+    """The losses [1, B] of a model's first batch, their gradients, and how often the block was applied."""
+    run = tiny_settings("objective.name=random_depth")
+    model, calls = initial_model(run), []
+    model.block[0].attention_norm.register_forward_hook(lambda *_: calls.append(0))  # type: ignore[operator, union-attr]
+    losses = AnswerLosses(model)(training_batches(run)(0), CPU, Unrolling(loops, truncated)).cross_entropy
+    losses.mean().backward()  # type: ignore[no-untyped-call]
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return losses.detach(), gradients, len(calls)
+
+
+def test_only_the_loops_that_are_drawn_are_run_and_the_last_is_answered() -> None:
+    run = tiny_settings("objective.name=random_depth")
+    whole = AnswerLosses(initial_model(run))(training_batches(run)(0), CPU).cross_entropy
+    for number in (1, 2, 3):
+        losses, _, applied = random_depth_losses(number, None)
+        assert applied == number
+        assert torch.allclose(losses[0], whole[number - 1], atol=1e-5)
+
+
+def test_a_truncated_gradient_ends_before_the_first_loops() -> None:
+    """That of the last loop alone, by hand: its input is a constant."""
+    found, whole, every = (random_depth_losses(3, truncated)[1] for truncated in (1, None, 3))
+    assert all(torch.equal(value, every[name]) for name, value in whole.items())
+    run = tiny_settings("objective.name=random_depth")
+    model, batch = initial_model(run), training_batches(run)(0)
+    tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)
+    with torch.no_grad():
+        *_, state = model.unroll(model.begin(tokens, lengths), 2)
+    answers = model.predict(model.pooled(model.step(state), lengths - 1))
+    torch.nn.functional.cross_entropy(answers, torch.from_numpy(batch.labels)).backward()  # type: ignore[no-untyped-call]
+    for name, value in model.named_parameters():
+        assert value.grad is not None
+        assert torch.allclose(found[name], value.grad, atol=1e-6), name
+    assert not torch.allclose(found["block.0.mlp_in.weight"], whole["block.0.mlp_in.weight"], atol=1e-6)

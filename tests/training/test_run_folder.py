@@ -1,0 +1,129 @@
+"""Whose is a run's folder? Another run's, somebody's own and altered files are rejected with a sentence."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GATED, tiny_settings
+from safetensors.torch import load_file, save_file
+
+import loopscope as ls
+from loopscope.models.checkpoint import first_not_finite
+from loopscope.training.gate_fitting import write_back
+from loopscope.training.language_run import LanguageRun
+from loopscope.training.run_folder import read_run_settings
+from loopscope.training.task_run import train
+from loopscope.writing import only_writer
+
+
+def flip(file: Path, place: int = -5) -> None:
+    """Changes one bit."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 64
+    file.write_bytes(content)
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def copied(folder: Path, place: Path) -> Path:
+    return Path(shutil.copytree(folder, place / "copy", ignore=shutil.ignore_patterns("recordings")))
+
+
+ALTERED: list[tuple[str, Callable[[Path], None]]] = [
+    ("metrics.jsonl", lambda file: change(file, '"loss": ', '"loss": 1')),
+    ("data.json", lambda file: change(file, "600", "601")),
+    ("config.json", lambda file: change(file, '"block_size": 11', '"block_size": 10')),
+]
+
+
+def test_another_run_s_folder_is_rejected(gated_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ls.UserError, match=r"training\.seed"):
+        train(tiny_settings(*GATED, "training.seed=5"), gated_run)
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ls.UserError, match="not a run"):
+        train(tiny_settings(), tmp_path)
+
+
+def test_an_unfinished_run_is_no_model(tmp_path: Path, gated_run: Path) -> None:
+    (tmp_path / "config.json").write_bytes((gated_run / "config.json").read_bytes())
+    with pytest.raises(ls.UserError, match="not finished"):
+        ls.load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "alter"), [*ALTERED, ("model.safetensors", flip), ("hashes.json", flip)])
+def test_a_finished_run_that_was_altered_is_rejected(
+    name: str, alter: Callable[[Path], None], gated_run: Path, tmp_path: Path
+) -> None:
+    folder = copied(gated_run, tmp_path)
+    ls.load_model(folder)
+    alter(folder / name)
+    with pytest.raises(ls.UserError, match=rf"{name} (was altered|is not a readable)"):
+        ls.load_model(folder)
+    with pytest.raises(ls.UserError, match=rf"{name} (was altered|is not a readable)|other settings \(block_size\)"):
+        train(tiny_settings(*GATED), folder)
+
+
+def test_a_configuration_that_contradicts_itself_is_rejected(gated_run: Path, tmp_path: Path) -> None:
+    assert read_run_settings(gated_run) == tiny_settings(*GATED)
+    folder = copied(gated_run, tmp_path)
+    change(folder / "config.json", '"block_size": 11', '"block_size": 10')
+    with pytest.raises(ls.UserError, match="contradicts itself"):
+        read_run_settings(folder)
+    with pytest.raises(ls.UserError, match=r"is not a run: it has no config\.json"):
+        read_run_settings(tmp_path)
+
+
+def test_metrics_that_were_altered_are_named_without_hashes_too(gated_run: Path, tmp_path: Path) -> None:
+    folder = copied(gated_run, tmp_path)
+    (folder / "hashes.json").unlink()
+    for content in (b"junk\n", b"", b'{"step": 12, "loss": 1.0}\n'):
+        (folder / "metrics.jsonl").write_bytes(content)
+        with pytest.raises(ls.UserError, match=r"metrics\.jsonl was altered"):
+            train(tiny_settings(*GATED), folder)
+
+
+def test_a_tokenizer_that_was_altered_is_rejected(tiny_ouro: LanguageRun, tmp_path: Path) -> None:
+    folder = copied(tiny_ouro.folder, tmp_path)
+    change(folder / "tokenizer.json", "endoftext", "endofbook")
+    with pytest.raises(ls.UserError, match=r"tokenizer\.json was altered"):
+        ls.load_model(folder)
+
+
+def test_weights_without_hashes_and_other_gates_are_taken_as_they_are(gated_run: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(gated_run / name, alone)
+    assert ls.load_model(alone).weights_sha256 == ls.load_model(gated_run).weights_sha256
+    write_back(ls.FittedGate(torch.ones(16).numpy(), torch.zeros(()).numpy()), gated_run, tmp_path / "other")
+    assert ls.load_model(tmp_path / "other").weights_sha256 != ls.load_model(gated_run).weights_sha256
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    tensors = {"nothing": torch.zeros(0), "bad": torch.ones(3, 500, dtype=dtype)}
+    assert first_not_finite(tensors) is None
+    tensors["bad"][1, 77] = -float("inf")
+    assert first_not_finite(tensors) == "bad"
+
+
+def test_weights_that_are_not_finite_are_rejected(gated_run: Path, tmp_path: Path) -> None:
+    folder = copied(gated_run, tmp_path)
+    (folder / "hashes.json").unlink()
+    weights = load_file(folder / "model.safetensors")
+    weights["gate.net.weight"].view(-1)[3] = 1e18
+    save_file(weights, folder / "model.safetensors")
+    ls.load_model(folder)
+    with pytest.raises(ls.UserError, match="not finite in float16"):
+        ls.load_model(folder, dtype="float16")
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    with only_writer(tmp_path / "run"), pytest.raises(ls.UserError, match="Another process"):
+        train(tiny_settings(), tmp_path / "run")

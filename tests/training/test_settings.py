@@ -1,0 +1,75 @@
+"""Settings: what an objective may have, how files and overrides name it, and what cannot be is explained."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import tiny_language_run, tiny_settings
+
+import loopscope as ls
+from loopscope.config import plain
+from loopscope.training.settings import Objective, read_settings
+
+RANDOM = "objective.name=random_depth"
+
+
+def test_built_in_runs_are_what_they_were() -> None:
+    """No key more in their settings, so neither their files nor their addresses change."""
+    for name in ("final", "fixed_prior", "learned_gate"):
+        gate = "linear" if name == "learned_gate" else "none"
+        run = tiny_settings(f"objective.name={name}", f"model.gate={gate}")
+        assert list(plain(run)["objective"].items()) == [
+            ("name", name),
+            ("prior", "geometric"),
+            ("geometric_lambda", 0.3),
+            ("beta", 0.1),
+        ]
+    assert plain(Objective(name="m:f", options={"x": 1})) == {"name": "m:f", "options": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["objective=fixed"],
+            "no objective 'fixed' (did you mean 'fixed_prior'?); choose one of final, fixed_prior, learned_gate,",
+        ),
+        (["objective.name=my/losses.py:f"], "no objective 'my/losses.py:f'"),
+        (["objective.name=m:f", "objective.beta=0.5"], "beta needs the objective final or fixed_prior or"),
+        (["objective.options.x=1"], "options needs the objective module:function, and this is 'fixed_prior'"),
+        (["objective=m:f", "objective.options.x=[1]"], "options"),
+        (["objective=m:f", "objective.options.x=nan"], "options"),
+        (["objective.truncated=2"], "truncated needs the objective random_depth, and this is 'fixed_prior'"),
+        ([RANDOM, "objective.truncated=0"], "truncated"),
+        ([RANDOM, "model.gate=linear"], "model.gate = 'none'"),
+        (["objective.name=decoupled_gate"], "learned_gate and decoupled_gate need model.gate = 'linear' or 'mlp'"),
+        (["training.learning_rate=1e-6"], "min_learning_rate is above learning_rate"),
+    ],
+)
+def test_settings_that_cannot_be_are_explained(overrides: list[str], words: str) -> None:
+    with pytest.raises(ls.UserError, match=re.escape(words)) as error:
+        read_settings("demo", overrides)
+    assert str(error.value).startswith(f"demo --set {' --set '.join(overrides)}: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("context=65", "takes 64 tokens"),
+        ("vocab_size=100", ">= 259"),
+        ("model.num_attention_heads=16", "even width"),
+        ("model.layers=2", "unknown key"),
+    ],
+)
+def test_language_settings_that_cannot_be_are_explained(tmp_path: Path, override: str, told: str) -> None:
+    with pytest.raises(ls.UserError, match=told):
+        tiny_language_run(tmp_path, override)
+
+
+def test_the_short_form_is_a_table_with_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text('objective = "m:f"\n[task]\nname = "parity"\n')
+    assert read_settings(str(file)).objective == Objective(name="m:f")
+    more = read_settings(str(file), ["objective.options.x=1", "objective.options.word=a"]).objective
+    assert more.options == {"x": 1, "word": "a"}
+    assert read_settings(str(file), ["objective=final"]).objective.name == "final"
