@@ -13,11 +13,10 @@ from playwright.sync_api import Browser
 
 from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
-from loopscope.report.markdown import markdown_text
-from loopscope.report.products import OVERVIEW
+from loopscope.paper.counterparts import PRODUCTS
+from loopscope.report.products import OVERVIEW, markdown_text
 from loopscope.report.tables import Table, depths
 from loopscope.report.write import write_report
-from loopscope.reproduction.products import PRODUCTS
 
 INJECTED = (
     "<script>window.hacked = 1</script>",

@@ -3,25 +3,33 @@
 Curves that lie on each other are drawn once, and a figure has no more of them than a legend can tell apart.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.analysis.schema import Binned, FrontierResult
+from loopscope.analysis.diagnosis import NO_VERDICT
+from loopscope.analysis.schema import Binned, FrontierResult, ModelResult, Results
+from loopscope.exits.signals import CONVERGENCE
 
 POINTS = ("fixed", "oracle")
 """Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""
-MOST = 8
-"""Entries of a legend."""
-_CLOSE = 0.015
-"""Of a panel's height: about the width of a line."""
-_ENDS = 0.15
+MAX_KEY_ENTRIES = 8
+_LINE_WIDTH = 0.015
+"""Of a panel's height: lines that are closer are drawn once."""
+_MAX_END_DISTANCE = 0.15
 """Loops by which the ends of two curves that are called the same may differ."""
-_DRAWN = 61
-"""Points of a mean over seeds."""
+_POINTS_OF_A_MEAN = 61
+SIGNAL_TITLES = {
+    "entropy": "entropy",
+    "margin": "logit margin",
+    "kl": "predictive KL",
+    "hidden_change": "hidden-state displacement",
+}
 
+Seeds = Sequence[ModelResult]
+"""Runs that differ in their seed only."""
 Floats = NDArray[np.float64]
 
 
@@ -52,7 +60,7 @@ class Line:
             start, end = max(curve[0][0] for curve in curves), min(curve[0][-1] for curve in curves)
             if start >= end:
                 return cls(name, *first)
-            loops = np.linspace(start, end, _DRAWN)
+            loops = np.linspace(start, end, _POINTS_OF_A_MEAN)
             heights = np.array([np.interp(loops, curve[0], curve[1]) for curve in curves])
         return cls(name, loops, heights.mean(axis=0), heights.min(axis=0), heights.max(axis=0), len(curves))
 
@@ -61,7 +69,7 @@ class Line:
         if self.name in POINTS or other.name in POINTS:
             return False
         ends = (abs(self.loops[0] - other.loops[0]), abs(self.loops[-1] - other.loops[-1]))
-        if max(ends) > _ENDS:
+        if max(ends) > _MAX_END_DISTANCE:
             return False
         theirs = np.interp(self.loops, other.loops, other.accuracy)
         ours = np.interp(other.loops, self.loops, self.accuracy)
@@ -90,7 +98,7 @@ class Panel:
     @property
     def heights(self) -> tuple[float, float]:
         """From the least to the greatest accuracy, with a little room."""
-        low, high = (pick(pick(line.accuracy) for line in self.lines) for pick in (min, max))
+        low, high = (float(pick(pick(line.accuracy) for line in self.lines)) for pick in (min, max))
         if self.wide:  # the bars of the fixed depths are all that is drawn of intervals
             fixed = [line for line in self.lines if line.name == "fixed"]
             low = min([low, *(float(line.low.min()) for line in fixed)])
@@ -126,7 +134,7 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
     chosen = {name for panel in panels for name in panel.chosen}
     names = [name for name in dict.fromkeys(line.name for panel in panels for line in panel.lines) if name in drawn]
     names.sort(key=lambda name: 0 if name in chosen else _weight(name))
-    most = max(MOST, sum(name in chosen or _weight(name) == 0 for name in names))
+    most = max(MAX_KEY_ENTRIES, sum(name in chosen or _weight(name) == 0 for name in names))
     kept, left_out = set(names[:most]), names[most:]
     panels = [
         replace(
@@ -152,7 +160,7 @@ def _once(panel: Panel, height: float) -> Panel:
     groups: list[list[Line]] = []
     for line in panel.lines:
         for group in groups:
-            if line.lies_on(group[0], _CLOSE * height):
+            if line.lies_on(group[0], _LINE_WIDTH * height):
                 group.append(line)
                 break
         else:
@@ -189,10 +197,42 @@ class Binning:
                     continue
                 mean, low, high = sum(values) / len(values), min(values), max(values)
                 if self.seeds == 1:
-                    low, high = _bound(shown[0].low, place, loop, mean), _bound(shown[0].high, place, loop, mean)
+                    bounds = shown[0].low[place][loop - 1], shown[0].high[place][loop - 1]
+                    low, high = (mean if bound is None else bound for bound in bounds)
                 yield level, loop, mean, low, high
 
 
-def _bound(table: list[list[float | None]], place: int, loop: int, value: float) -> float:
-    known = table[place][loop - 1] if table else None
-    return value if known is None else known
+def every_group(results: Results) -> list[tuple[str, Seeds]]:
+    models = {model.name: model for model in results.models}
+    groups = [(group, [models[name] for name in group.names]) for group in results.groups]
+    return [(group.label if len(seeds) > 1 else seeds[0].label, seeds) for group, seeds in groups]
+
+
+def frontier_panel(title: str, lines: list[Line], seeds: Seeds) -> Panel:
+    targets = [model.diagnosis.target.accuracy for model in seeds if model.diagnosis.verdict != NO_VERDICT]
+    target = sum(targets) / len(targets) if targets else None
+    chosen = tuple(name for model in seeds for name in model.diagnosis.compared_readouts)
+    return Panel(title, lines, len(seeds[0].forced_accuracy), target, chosen)
+
+
+def readout_lines(seeds: Seeds, readouts: Iterable[str], legend: Mapping[str, str] | None = None) -> list[Line]:
+    """The lines of those readouts that the runs have; `legend` says what some of them are called."""
+    found = {name: [frontier for model in seeds if (frontier := model.frontier(name))] for name in readouts}
+    return [Line.of(frontiers, (legend or {}).get(name)) for name, frontiers in found.items() if frontiers]
+
+
+def signal_panels(seeds: Seeds, names: Iterable[str], prefix: str, harder: bool = False) -> list[Binning]:
+    """`harder` continues the difficulties of the test split with those beyond training's, which all runs must have."""
+    panels = []
+    for name in names:
+        if all(name in model.signals for model in seeds):
+            tables = [_continued(model, name) if harder else model.signals[name] for model in seeds]
+            title = SIGNAL_TITLES[name]
+            panels.append(Binning(prefix + title, title, tables, 2 if name in CONVERGENCE else 1))
+    return panels
+
+
+def _continued(model: ModelResult, name: str) -> Binned:
+    assert model.extrapolation is not None
+    table, more = model.signals[name], model.extrapolation.signals[name]
+    return Binned(*(getattr(table, field) + getattr(more, field) for field in Binned.__struct_fields__))

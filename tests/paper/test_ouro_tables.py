@@ -9,11 +9,11 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.timings import Machine, QuestionBench, QuestionTiming, Spread
 from loopscope.exits.readouts import POST_HOC
+from loopscope.paper.counterparts import OURO, PRODUCTS
+from loopscope.paper.published import published
+from loopscope.paper.variants import on_paper_grid
 from loopscope.questions import BENCHMARKS
-from loopscope.report.layout import figure_style
-from loopscope.reproduction.products import OURO, PRODUCTS
-from loopscope.reproduction.published import published
-from loopscope.reproduction.variants import on_paper_grid
+from loopscope.report.figure_style import figure_style
 from loopscope.training.gate_fitting import GateSettings, fit_gate
 
 

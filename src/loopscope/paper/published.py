@@ -88,6 +88,7 @@ class PublishedFigure(Settings, frozen=True, kw_only=True):
     number: str
     section: str  # or the appendix's letter
     title: str
+    products: tuple[str, ...] = ()  # their counterparts in a report
 
 
 class PublishedTable(PublishedFigure, frozen=True, kw_only=True):
@@ -135,4 +136,4 @@ class Paper(Settings, frozen=True, kw_only=True):
 @cache
 def published() -> Paper:
     """The paper's numbers; read once."""
-    return build(Paper, read_toml(Path(str(files("loopscope.reproduction") / "paper.toml"))), "paper.toml")
+    return build(Paper, read_toml(Path(str(files("loopscope.paper") / "paper.toml"))), "paper.toml")

@@ -1,14 +1,14 @@
-"""The counterparts of the paper's tables: our numbers, and the paper's beside them."""
+"""The counterparts of the paper's tables on models that LoopScope trained: our numbers, and the paper's beside them."""
 
 from collections.abc import Callable, Mapping
 
-from loopscope.analysis import ENOUGH, Interval, OverSeeds, over_seeds
+from loopscope.analysis.bootstrap import ENOUGH, Interval
 from loopscope.analysis.schema import FrontierResult, ModelResult, Results
+from loopscope.analysis.seeds import OverSeeds, over_seeds
 from loopscope.analysis.targets import percent_text
 from loopscope.exits.signals import FITTED, FITTED_GATE
-from loopscope.report.tables import Table, share
-from loopscope.reproduction.published import PublishedValue, TrainedWith, published
-from loopscope.reproduction.variants import (
+from loopscope.paper.published import PublishedValue, published
+from loopscope.paper.variants import (
     DECOUPLED,
     GEOMETRIC,
     UNIFORM,
@@ -18,6 +18,7 @@ from loopscope.reproduction.variants import (
     prior_words,
     trained_variants,
 )
+from loopscope.report.tables import Table, share, with_bounds
 
 _OURS = (
     "Mean ± sample standard deviation over the seeds that reach it (how many of how many); then the first seed's own "
@@ -27,66 +28,47 @@ _OURS = (
 _THEIRS = " Paper: as it printed them, on its own, larger scale: compare orderings, not values."
 
 
-def fixed_prior_summary(results: Results) -> Table | None:
+def fixed_prior_summary(results: Results) -> Table:
     """D@X of fixed-prior models."""
     mano = TaskVariants(results, "mano")
-    rows = [
-        row
-        for prior in mano.priors
-        if (group := mano.fixed(prior)) is not None
-        for row in [
-            [group.counted, readout, *_depths(group, readout, results), *_printed(group, readout)]
-            for readout in ("fixed", "entropy", "top1", "margin")
-        ]
-    ]
+    groups = [group for prior in mano.priors if (group := mano.fixed(prior)) is not None]
+    shown = ("fixed", "entropy", "top1", "margin")
+    rows = [_depth_row(group, readout, results) for group in groups for readout in shown]
     return _depth_table("Fixed-prior models: depth to accuracy", rows, results)
 
 
-def gate_summary(results: Results) -> Table | None:
+def gate_summary(results: Results) -> Table:
     """D@X of fixed-prior margin beside the native gates, each with its best beta."""
     mano = TaskVariants(results, "mano")
-    rows = []
-    for prior in mano.priors:
-        for gate, readout in (("none", "margin"), ("linear", "gate"), ("mlp", "gate")):
-            group = mano.best(gate, prior)
-            if group is not None:
-                rows.append([group.counted, readout, *_depths(group, readout, results), *_printed(group, readout)])
-    return _depth_table(
-        "Fixed priors and learned gates: depth to accuracy", rows, results, " β is chosen on validation."
-    )
+    rows = [
+        _depth_row(group, readout, results)
+        for prior in mano.priors
+        for gate, readout in (("none", "margin"), ("linear", "gate"), ("mlp", "gate"))
+        if (group := mano.best(gate, prior)) is not None
+    ]
+    title = "Fixed priors and learned gates: depth to accuracy"
+    return _depth_table(title, rows, results, " β is chosen on validation.")
 
 
-def uniform_ordering(results: Results) -> Table | None:
+def uniform_ordering(results: Results) -> Table:
     return _ordering(results, UNIFORM, published().uniform_ordering)
 
 
-def geometric_ordering(results: Results) -> Table | None:
+def geometric_ordering(results: Results) -> Table:
     return _ordering(results, GEOMETRIC, published().geometric_ordering)
 
 
-def parity_summary(results: Results) -> Table | None:
+def parity_summary(results: Results) -> Table:
     """The operating points that validation chose."""
     parity = TaskVariants(results, "parity")
+    groups = [parity.best(gate, prior) for prior in (UNIFORM, GEOMETRIC) for gate in ("none", "linear", "mlp")]
     rows = []
-    for prior in (UNIFORM, GEOMETRIC):
-        for gate in ("none", "linear", "mlp"):
-            group = parity.best(gate, prior)
-            if group is None:
-                continue
-            readout = "gate" if gate != "none" else _best_confidence(group)
-            paper = next((row for row in published().parity if matches(row.training, group)), None)
-            rows.append(
-                [
-                    group.counted,
-                    readout,
-                    *_selected(group, readout),
-                    paper.readout if paper else "",
-                    _paper_share(paper.accuracy) if paper else "",
-                    _paper(paper.loops) if paper else "",
-                ]
-            )
-    if not rows:
-        return None
+    for group in groups:
+        if group is not None:
+            readout = "gate" if group.gate != "none" else _best_confidence(group)
+            row = next((row for row in published().parity if group.matches(row.training)), None)
+            paper = ["", "", ""] if row is None else [row.readout, _paper_share(row.accuracy), _paper(row.loops)]
+            rows.append([group.counted, readout, *_selected(group, readout), *paper])
     columns = ["training", "readout", "accuracy", "loops", "paper: readout", "paper: accuracy", "paper: loops"]
     note = (
         "Operating points chosen on validation data (the most accurate threshold, ties to fewer loops), on test data. "
@@ -95,43 +77,31 @@ def parity_summary(results: Results) -> Table | None:
     return Table("Parity: operating points", note, columns, rows)
 
 
-def posthoc_summary(results: Results) -> Table | None:
+def posthoc_summary(results: Results) -> Table:
     """D@X of every readout that stops a frozen trajectory, gates fitted to it among them."""
-    mano = TaskVariants(results, "mano")
     rows = []
-    for group in mano.groups:
-        fitted = [name for name in group.group.depth_at if name.startswith(FITTED_GATE)]
-        if fitted:
-            for readout in ("fixed", "gate", "margin", *fitted):
-                if readout in group.group.depth_at:
-                    accuracy, loops = group.group.selected_accuracy[readout], group.group.selected_loops[readout]
-                    rows.append(
-                        [group.counted, readout, *_depths(group, readout, results), share(accuracy), str(loops)]
-                    )
-    if not rows:
-        return None
+    for group in TaskVariants(results, "mano").groups:
+        over = group.group
+        fitted = [name for name in over.depth_at if name.startswith(FITTED_GATE)]
+        for readout in ("fixed", "gate", "margin", *fitted) if fitted else ():
+            if readout in over.depth_at:
+                selected = [share(over.selected_accuracy[readout]), str(over.selected_loops[readout])]
+                rows.append([group.counted, readout, *_depths(group, readout, results), *selected])
     columns = ["trajectory", "readout", *_depth_columns(results), "selected: accuracy", "loops"]
     note = f"Gates fitted to frozen trajectories ({FITTED_GATE}kind-objective) beside its own gate and margin. " + _OURS
     return Table("Post-hoc gates: depth to accuracy", note, columns, rows)
 
 
-def posthoc_gaps(results: Results) -> Table | None:
+def posthoc_gaps(results: Results) -> Table:
     """Fitted gates against the model's own gate, or against margin where it has none."""
     rows = []
     for group in TaskVariants(results, "mano").groups:
         for gap in group.first.fitted_gaps:
             over = [each for model in group.models for each in model.fitted_gaps if each.first == gap.first]
-            values = over_seeds([each.value for each in over])
-            rows.append(
-                [
-                    group.counted,
-                    f"{gap.first} - {gap.second}",
-                    percent_text(gap.accuracy),
-                    str(values),
-                    f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]",
-                    f"{sum(each.sign < 0 for each in over)}, {sum(each.sign > 0 for each in over)}",
-                ]
-            )
+            signs = [each.sign for each in over]
+            gaps = [str(over_seeds([each.value for each in over])), with_bounds(gap)]
+            counts = f"{signs.count(-1)}, {signs.count(1)}"
+            rows.append([group.counted, f"{gap.first} - {gap.second}", percent_text(gap.accuracy), *gaps, counts])
     note = (
         "D@X of a gate fitted to the frozen trajectory minus that of the model's own gate (of margin, where it has "
         "none), paired on the same test examples and on a fine grid of thresholds: over seeds, of the first seed with "
@@ -141,7 +111,7 @@ def posthoc_gaps(results: Results) -> Table | None:
     return Table("Fitted gates against the model's own", note, columns, rows)
 
 
-def decoupled_gate(results: Results) -> Table | None:
+def decoupled_gate(results: Results) -> Table:
     """What one stop-gradient changes: the decoupled gate beside the joint one, the fitted one and the fixed prior."""
     rows = []
     for decoupled in trained_variants(results, DECOUPLED):
@@ -188,20 +158,12 @@ def _fitted(model: ModelResult) -> list[FrontierResult]:
 
 def _remedy_cells(group: TrainedVariant, among: _Among, decoupled: TrainedVariant, results: Results) -> list[str]:
     """D@X at every target over seeds, and at the first of them how much more than the decoupled gate's."""
-    cells = [
-        str(over_seeds([_best_depth(among(each), target.key) for each in group.models])) for target in results.targets
-    ]
+    keys = [target.key for target in results.targets]
+    cells = [str(over_seeds([_best_depth(among(model), key) for model in group.models])) for key in keys]
     if group is decoupled:
         return [*cells, ""]
-    key = results.targets[0].key
-    own = {
-        seed: _best_depth(_own_gate(each), key) for seed, each in zip(decoupled.seeds, decoupled.models, strict=True)
-    }
-    pairs = [
-        (_best_depth(among(each), key), own[seed])
-        for seed, each in zip(group.seeds, group.models, strict=True)
-        if seed in own
-    ]
+    gates = {seed: _best_depth(_own_gate(model), keys[0]) for seed, model in decoupled.seeded}
+    pairs = [(_best_depth(among(model), keys[0]), gates[seed]) for seed, model in group.seeded if seed in gates]
     more = [None if rule is None or gate is None else rule - gate for rule, gate in pairs]
     return [*cells, str(over_seeds(more))]
 
@@ -214,37 +176,32 @@ def _best_depth(frontiers: list[FrontierResult], target: str) -> float | None:
     return min(frontiers, key=lambda each: each.selected.rank).depth_at[target] if frontiers else None
 
 
-def extrapolation_summary(results: Results) -> Table | None:
+def extrapolation_summary(results: Results) -> Table:
     """Accuracy at the last loop and entropy by difficulty, within and beyond the range of training."""
     mano = TaskVariants(results, "mano")
     rows, levels = [], []
-    for prior in mano.priors:
-        group = mano.fixed(prior)
+    for group in map(mano.fixed, mano.priors):
         if group is None or group.first.extrapolation is None:
             continue
         model, beyond = group.first, group.first.extrapolation
-        levels = [*model.forced_accuracy_by_difficulty.levels, *beyond.forced_accuracy_by_difficulty.levels]
-        accuracy = [*model.forced_accuracy_by_difficulty.values, *beyond.forced_accuracy_by_difficulty.values]
-        entropy = [*model.signals["entropy"].values, *beyond.signals["entropy"].values]
-        name = group.words
+        known, more = model.forced_accuracy_by_difficulty, beyond.forced_accuracy_by_difficulty
+        levels, accuracy = known.levels + more.levels, known.values + more.values
+        entropy = model.signals["entropy"].values + beyond.signals["entropy"].values
         last = ["" if row[-1] is None else f"{100 * row[-1]:.1f} %" for row in accuracy]
-        rows.append([name, "accuracy, last loop", *last])
-        rows.append([name, "entropy, loop 1", *(f"{row[0]:.3f}" for row in entropy)])
-        rows.append([name, "entropy, last loop", *(f"{row[-1]:.3f}" for row in entropy)])
-    if not rows:
-        return None
+        rows.append([group.words, "accuracy, last loop", *last])
+        rows.append([group.words, "entropy, loop 1", *(f"{row[0]:.3f}" for row in entropy)])
+        rows.append([group.words, "entropy, last loop", *(f"{row[-1]:.3f}" for row in entropy)])
     note = "Bin means of the first seed; difficulties beyond those of training are out of distribution."
     return Table("Extrapolation", note, ["training", "", *(f"{level:g}" for level in levels)], rows)
 
 
-def _ordering(results: Results, prior: VariantPrior, paper: Mapping[str, PublishedValue]) -> Table | None:
+def _ordering(results: Results, prior: VariantPrior, paper: Mapping[str, PublishedValue]) -> Table:
     group = TaskVariants(results, "mano").fixed(prior)
-    if group is None:
-        return None
+    known = {} if group is None else group.group.ordering
     rows = [
-        [signal, str(group.group.ordering[signal]), _paper(paper[signal]) if signal in paper else ""]
+        [signal, str(known[signal]), _paper(paper[signal]) if signal in paper else ""]
         for signal in ("entropy", "margin", "kl", "hidden_change")
-        if signal in group.group.ordering
+        if signal in known
     ]
     note = (
         "Signed Spearman correlation between difficulty and the bin means of a signal, averaged over loops, mean ± "
@@ -253,9 +210,7 @@ def _ordering(results: Results, prior: VariantPrior, paper: Mapping[str, Publish
     return Table(f"Difficulty ordering, fixed prior, {prior_words(prior)}", note, ["signal", "ours", "paper"], rows)
 
 
-def _depth_table(title: str, rows: list[list[str]], results: Results, more: str = "") -> Table | None:
-    if not rows:
-        return None
+def _depth_table(title: str, rows: list[list[str]], results: Results, more: str = "") -> Table:
     columns = ["training", "readout", *_depth_columns(results), *(f"paper: D@{x}" for x in (95, 98, 99))]
     note = f"D@X: least average loops that reach X % test accuracy.{more} {_OURS}{_THEIRS}"
     return Table(title, note, columns, rows)
@@ -265,28 +220,24 @@ def _depth_columns(results: Results) -> list[str]:
     return [target.label for target in results.targets]
 
 
+def _depth_row(group: TrainedVariant, readout: str, results: Results) -> list[str]:
+    """Our depths, and those that the paper printed: N/A where it did, nothing where it has no such row."""
+    rows = (*published().fixed_prior, *published().fixed_vs_gate)
+    row = next((row for row in rows if row.readout == readout and group.matches(row.training)), None)
+    known = {} if row is None else row.depth_at
+    absent = "" if row is None else "N/A"
+    printed = [_paper(known[x]) if x in known else absent for x in ("0.95", "0.98", "0.99")]
+    return [group.counted, readout, *_depths(group, readout, results), *printed]
+
+
 def _depths(group: TrainedVariant, readout: str, results: Results) -> list[str]:
     first = group.first.frontier(readout)
     cells = []
-    for target in (target.key for target in results.targets):
-        bounds = first.depth_interval[target] if first and readout != "fixed" else None
-        own = first.depth_at[target] if first else None
-        cells.append(f"{group.group.depth_at[readout][target]}{_first(group, own, bounds)}")
+    for key in (target.key for target in results.targets):
+        bounds = first.depth_interval[key] if first and readout != "fixed" else None
+        own = first.depth_at[key] if first else None
+        cells.append(f"{group.group.depth_at[readout][key]}{_first(group, own, bounds)}")
     return cells
-
-
-def _printed(group: TrainedVariant, readout: str) -> list[str]:
-    """What the paper printed for the same training and readout; N/A where it did, nothing where it has no such row."""
-    rows = (*published().fixed_prior, *published().fixed_vs_gate)
-    row = next((row for row in rows if row.readout == readout and matches(row.training, group)), None)
-    if row is None:
-        return ["", "", ""]
-    return [_paper(row.depth_at[x]) if x in row.depth_at else "N/A" for x in ("0.95", "0.98", "0.99")]
-
-
-def matches(training: TrainedWith, group: TrainedVariant) -> bool:
-    prior: VariantPrior = "uniform" if training.prior == "uniform" else training.geometric_lambda or 0.0
-    return (training.gate, prior) == (group.gate, group.prior)
 
 
 def _best_confidence(group: TrainedVariant) -> str:
@@ -301,15 +252,13 @@ def _best_confidence(group: TrainedVariant) -> str:
 
 def _selected(group: TrainedVariant, readout: str) -> tuple[str, str]:
     """Accuracy and loops of the operating point that validation chose."""
-    accuracy, loops = group.group.selected_accuracy[readout], group.group.selected_loops[readout]
+    accuracy, loops = share(group.group.selected_accuracy[readout]), str(group.group.selected_loops[readout])
     frontier = group.first.frontier(readout)
     if frontier is None:
-        return share(accuracy), str(loops)
+        return accuracy, loops
     point = frontier.selected
-    return (
-        share(accuracy) + _first(group, point.accuracy, point.accuracy_interval, percent=True),
-        str(loops) + _first(group, point.average_loops, point.loops_interval),
-    )
+    accuracy += _first(group, point.accuracy, point.accuracy_interval, percent=True)
+    return accuracy, loops + _first(group, point.average_loops, point.loops_interval)
 
 
 def _first(group: TrainedVariant, value: float | None, bounds: Interval | None, percent: bool = False) -> str:
@@ -330,4 +279,4 @@ def _paper(value: PublishedValue) -> str:
 
 
 def _paper_share(value: PublishedValue) -> str:
-    return str(share(OverSeeds(value.mean, value.deviation, 3, 3)))
+    return share(OverSeeds(value.mean, value.deviation, 3, 3))

@@ -17,9 +17,8 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import FrontierResult, Results
 from loopscope.exits.readouts import POST_HOC
 from loopscope.report.charts import frontiers, write_figure
-from loopscope.report.colours import DARK, looks_of, shades_of
-from loopscope.report.curves import MOST, Line, Panel, chosen_lines
-from loopscope.report.layout import GREY, STYLES
+from loopscope.report.curves import MAX_KEY_ENTRIES, Line, Panel, chosen_lines
+from loopscope.report.figure_style import DARK, GREY, STYLES, looks_of, shades_of
 from loopscope.report.products import OVERVIEW
 
 WHOLE = (0.0, 1.0)
@@ -49,9 +48,10 @@ def line(name: str, accuracy: Any, loops: Any = (1, 2, 3, 4)) -> Line:
 
 
 def key_of(specification: dict[str, Any]) -> list[str]:
-    """What the key of a figure says."""
-    rows = [row for values in specification["datasets"].values() for row in values]
-    return [row["name"].replace("\n", " ") for row in rows if "middle" in row]
+    """What the key of a figure says: below its panels, or among them."""
+    grid, *below = specification["vconcat"]
+    (key,) = below or grid["concat"][-1:]
+    return [row["name"].replace("\n", " ") for row in key["data"]["values"]]
 
 
 def foot_of(specification: dict[str, Any]) -> str:
@@ -142,7 +142,7 @@ def test_a_key_has_eight_entries_and_says_what_is_left_out() -> None:
     assert made is not None
     specification = made(STYLES["page"])
     names = key_of(specification)
-    assert len(names) == MOST
+    assert len(names) == MAX_KEY_ENTRIES
     assert {"fixed", "gate", "r0", "r5"} <= set(names)  # whatever panel they are of
     assert "Not drawn: r6, r7, r8, r9, r10, r11." in " ".join(specification["title"]["text"])
 
@@ -154,7 +154,7 @@ def test_a_chosen_readout_is_never_left_out() -> None:
     first, second = Panel("a", hidden, 4, 0.9, ("r0",)), Panel("b", many, 4, 0.9, ("r11",))
     drawn = chosen_lines([first, second], [WHOLE, WHOLE])
     assert "r11" in {each.name for each in drawn.panels[1].lines}
-    assert len({each.name for panel in drawn.panels for each in panel.lines}) == MOST
+    assert len({each.name for panel in drawn.panels for each in panel.lines}) == MAX_KEY_ENTRIES
     everything = chosen_lines([Panel("a", many, 4, 0.9, tuple(f"r{place}" for place in range(12)))], [WHOLE])
     assert (len(everything.panels[0].lines), everything.left_out) == (12, [])
 
@@ -218,7 +218,7 @@ def test_difficulties_share_a_short_key(results: Results) -> None:
     assert figure.figure is not None
     specification = figure.figure(STYLES["page"])
     names = key_of(specification)
-    assert (len(names), names[0], names[-1]) == (MOST, "0", "29")
+    assert (len(names), names[0], names[-1]) == (MAX_KEY_ENTRIES, "0", "29")
     assert "8 of 30 difficulties" in " ".join(specification["title"]["text"])
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from loopscope.exits.readouts import POST_HOC, READOUTS
-from loopscope.reproduction.published import ManoLatency, Paper, PublishedFrontier, PublishedValue, Readout, published
+from loopscope.paper.published import ManoLatency, Paper, PublishedFrontier, PublishedValue, Readout, published
 
 PAPER = published()
 CLAIMS = {claim.key: claim for claim in PAPER.claims}
@@ -157,4 +157,4 @@ def test_references_lead_somewhere() -> None:
 
 def test_it_is_read_once_and_ships_with_the_package() -> None:
     assert published() is PAPER
-    assert (files("loopscope") / "reproduction" / "paper.toml").is_file()
+    assert (files("loopscope") / "paper" / "paper.toml").is_file()
