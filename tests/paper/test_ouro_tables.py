@@ -13,7 +13,7 @@ from loopscope.paper.counterparts import OURO, PRODUCTS
 from loopscope.paper.published import published
 from loopscope.paper.variants import on_paper_grid
 from loopscope.questions import BENCHMARKS
-from loopscope.report.figure_style import figure_style
+from loopscope.report.figure_style import STYLES
 from loopscope.training.gate_fitting import GateSettings, fit_gate
 
 
@@ -158,7 +158,7 @@ def test_figures_show_the_models_that_they_are_of(results: Results) -> None:
     def titles(name: str) -> list[str]:
         (product,) = PRODUCTS.make(results, [name])
         assert product.figure is not None
-        drawn = product.figure(figure_style("page"))
+        drawn = product.figure(STYLES["page"])
         panels = [each for each in drawn["vconcat"][0]["concat"] if "title" in each]
         return [" ".join(panel["title"]) if isinstance(panel["title"], list) else panel["title"] for panel in panels]
 

@@ -10,7 +10,7 @@ from functools import cache, partial
 from loopscope.analysis.schema import Results
 from loopscope.paper import ouro_tables, paper_figures as figures, trained_tables as tables
 from loopscope.paper.published import published
-from loopscope.paper.variants import GEOMETRIC, UNIFORM, TaskVariants, on_paper_grid
+from loopscope.paper.variants import GEOMETRIC, UNIFORM, TaskVariants, VariantPrior, on_paper_grid
 from loopscope.report.charts import Drawing
 from loopscope.report.page import Marker
 from loopscope.report.products import CURVES, OVERVIEW, SIGNALS, Catalogue, Figure, Recipe
@@ -36,6 +36,10 @@ def _figure(title: str, make: Callable[..., Drawing | None], note: str, **option
     return Figure(partial(make, **options), title, note)
 
 
+def _signals(title: str, prior: VariantPrior, **options: object) -> Figure:
+    return _figure(title, figures.fixed_prior_signals, SIGNALS, prior=prior, **options)
+
+
 def _swept_table(make: Callable[[Results], Table]) -> Callable[[Results], Table]:
     """A table that has numbers of the paper, on the paper's grid of thresholds."""
 
@@ -52,13 +56,7 @@ PAPER: dict[str, Recipe] = {
         "Frontiers of fixed-prior models", figures.fixed_prior_frontiers, priors=(UNIFORM, GEOMETRIC)
     ),
     "fixed_prior_summary": _swept_table(tables.fixed_prior_summary),
-    "main_signals": _figure(
-        "Signals by difficulty, geometric prior",
-        figures.fixed_prior_signals,
-        SIGNALS,
-        prior=GEOMETRIC,
-        names=("entropy", "hidden_change"),
-    ),
+    "main_signals": _signals("Signals by difficulty, geometric prior", GEOMETRIC, names=("entropy", "hidden_change")),
     "gate_comparison": _swept("Fixed priors and learned gates", figures.gate_comparison, _GATES),
     "gate_summary": _swept_table(tables.gate_summary),
     "main_forced_exits": _figure(
@@ -72,10 +70,10 @@ PAPER: dict[str, Recipe] = {
     "posthoc_gaps": tables.posthoc_gaps,
     "decoupled_gate": tables.decoupled_gate,
     "lambda_frontiers": _swept("Frontiers of fixed geometric priors", figures.fixed_prior_frontiers),
-    "uniform_signals": _figure("Signals, uniform prior", figures.fixed_prior_signals, SIGNALS, prior=UNIFORM),
-    "uniform_ordering": tables.uniform_ordering,
-    "geometric_signals": _figure("Signals, geometric prior", figures.fixed_prior_signals, SIGNALS, prior=GEOMETRIC),
-    "geometric_ordering": tables.geometric_ordering,
+    "uniform_signals": _signals("Signals, uniform prior", UNIFORM),
+    "uniform_ordering": partial(tables.ordering_of_fixed_prior, prior=UNIFORM),
+    "geometric_signals": _signals("Signals, geometric prior", GEOMETRIC),
+    "geometric_ordering": partial(tables.ordering_of_fixed_prior, prior=GEOMETRIC),
     "geometric_extrapolation": _figure(
         "Extrapolation, geometric prior", figures.extrapolation, _BEYOND, prior=GEOMETRIC
     ),
@@ -93,13 +91,8 @@ PAPER: dict[str, Recipe] = {
     ),
     "parity_frontiers": _swept("Parity: fixed priors and gates", figures.gate_comparison, _GATES, task="parity"),
     "parity_summary": _swept_table(tables.parity_summary),
-    "parity_signals": _figure(
-        "Parity: signals by length",
-        figures.fixed_prior_signals,
-        SIGNALS,
-        prior=GEOMETRIC,
-        names=("entropy", "margin", "hidden_change"),
-        task="parity",
+    "parity_signals": _signals(
+        "Parity: signals by length", GEOMETRIC, names=("entropy", "margin", "hidden_change"), task="parity"
     ),
     "posthoc_fixed": _swept("Gates fitted to fixed-prior trajectories", figures.posthoc_by_prior, gate="none"),
     "posthoc_linear": _swept("Gates fitted to linear-gate trajectories", figures.posthoc_by_prior, gate="linear"),
@@ -151,29 +144,24 @@ PRODUCTS = Catalogue(
 def markers(results: Results) -> list[Marker]:
     """D@X of MANO, the operating points of parity and Ouro: as the paper printed them, on its own scale."""
     results = on_paper_grid(results)
-    return [*_depth_markers(results), *_parity_markers(results), *_ouro_markers(results)]
+    return [*_trained_markers(results), *_ouro_markers(results)]
 
 
-def _depth_markers(results: Results) -> Iterable[Marker]:
-    mano, paper = TaskVariants(results, "mano"), published()
+def _trained_markers(results: Results) -> Iterable[Marker]:
+    paper, tasks = published(), {task: TaskVariants(results, task) for task in ("mano", "parity")}
     known = {(row.training, row.readout): row for row in (*paper.fixed_prior, *paper.fixed_vs_gate)}
-    for (training, readout), row in known.items():
-        for group in mano.groups:
-            if group.matches(training) and group is mano.best(group.gate, group.prior):
-                for target, depth in row.depth_at.items():
-                    value = f"D@{100 * float(target):g} {depth.mean:.2f} ± {depth.deviation:.2f}"
-                    words = f"{value}, {readout}, {group.words}"
-                    yield Marker(group.group.names, readout, depth.mean, float(target), words)
-
-
-def _parity_markers(results: Results) -> Iterable[Marker]:
-    parity = TaskVariants(results, "parity")
-    for row in published().parity:
-        for group in parity.groups:
-            if group.matches(row.training) and group is parity.best(group.gate, group.prior):
-                point = f"accuracy {100 * row.accuracy.mean:.2f} %, {row.loops.mean:.2f} loops"
-                words = f"{point}, {row.readout}, {group.words}"
-                yield Marker(group.group.names, row.readout, row.loops.mean, row.accuracy.mean, words)
+    points = []
+    for row in known.values():
+        for target, depth in row.depth_at.items():
+            text = f"D@{100 * float(target):g} {depth.mean:.2f} ± {depth.deviation:.2f}"
+            points.append(("mano", row.training, row.readout, depth.mean, float(target), text))
+    for point in paper.parity:
+        text = f"accuracy {100 * point.accuracy.mean:.2f} %, {point.loops.mean:.2f} loops"
+        points.append(("parity", point.training, point.readout, point.loops.mean, point.accuracy.mean, text))
+    for task, training, readout, loops, accuracy, text in points:
+        for group in tasks[task].groups:
+            if group.matches(training) and group is tasks[task].best(group.gate, group.prior):
+                yield Marker(group.group.names, readout, loops, accuracy, f"{text}, {readout}, {group.words}")
 
 
 def _ouro_markers(results: Results) -> Iterable[Marker]:

@@ -8,7 +8,7 @@ from loopscope.exits.signals import FITTED_GATE
 from loopscope.paper.ouro_tables import BenchmarkModel, benchmark_models
 from loopscope.paper.variants import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
 from loopscope.report.charts import Drawing, difficulty_chart, frontiers
-from loopscope.report.curves import SIGNAL_TITLES, Line, Seeds, frontier_panel, readout_lines, signal_panels
+from loopscope.report.curves import SIGNAL_TITLES, Line, Seeds, continued, frontier_panel, readout_lines, signal_panels
 from loopscope.report.products import exit_distributions, forced_exits
 
 _READOUTS = ("fixed", "gate", "oracle", *POST_HOC)
@@ -73,9 +73,8 @@ def _benchmarks(every: Iterable[BenchmarkModel], named: bool = True, fitted: boo
 
 def _gate_lines(groups: Sequence[TrainedVariant]) -> list[Line]:
     """The native gate of every beta, on its own trajectory; the panel says of which kind they are."""
-    return [
-        line for group in groups for line in readout_lines(group.models, ["gate"], {"gate": f"gate, β {group.beta:g}"})
-    ]
+    legends = [(group.models, {"gate": f"gate, β {group.beta:g}"}) for group in groups]
+    return [line for models, legend in legends for line in readout_lines(models, legend, legend)]
 
 
 def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] | None = None) -> Drawing | None:
@@ -91,16 +90,20 @@ def fixed_prior_signals(
     results: Results, prior: VariantPrior, names: Iterable[str] = SIGNAL_TITLES, task: str = _MANO
 ) -> Drawing | None:
     group = TaskVariants(results, task).fixed(prior)
-    if group is None:
-        return None
-    return difficulty_chart(signal_panels(group.models, names, ""), shared=False)
+    runs = [model.signals for model in group.models] if group else []
+    return difficulty_chart(signal_panels(runs, names), shared=False) if runs else None
 
 
 def extrapolation(results: Results, prior: VariantPrior) -> Drawing | None:
+    """Signals whose difficulties go on with those beyond training's."""
     group = TaskVariants(results, _MANO).fixed(prior)
-    beyond = [] if group is None else [model for model in group.models if model.extrapolation is not None]
-    names = ("entropy", "margin", "hidden_change")
-    return difficulty_chart(signal_panels(beyond, names, "", harder=True), shared=False) if beyond else None
+    pairs = [(model.signals, model.extrapolation) for model in group.models] if group else []
+    runs = [
+        {name: continued(table, more.signals[name]) for name, table in known.items() if name in more.signals}
+        for known, more in pairs
+        if more is not None
+    ]
+    return difficulty_chart(signal_panels(runs, ("entropy", "margin", "hidden_change")), shared=False) if runs else None
 
 
 def gate_comparison(
@@ -145,15 +148,11 @@ def _posthoc(hosts: Sequence[TrainedVariant | None], kinds: Sequence[Sequence[st
     panels = []
     for host in (host for host in hosts if host is not None):
         for shown in kinds:
-            names = {each.readout: each.readout.removeprefix(FITTED_GATE) for each in host.first.frontiers}
-            legend = {
-                readout: f"fitted {name}"
-                for readout, name in names.items()
-                if readout != name and name.split("-")[0] in shown
-            }
+            fitted = [each.readout for each in host.first.frontiers if each.readout.startswith(FITTED_GATE)]
+            names = {readout: readout.removeprefix(FITTED_GATE) for readout in fitted}
+            legend = {readout: f"fitted {name}" for readout, name in names.items() if name.split("-")[0] in shown}
             if legend:
-                readouts = ("fixed", "gate", "oracle", *legend, *_HEURISTICS)
-                lines = readout_lines(host.models, readouts, legend)
+                lines = readout_lines(host.models, ("fixed", "gate", "oracle", *legend, *_HEURISTICS), legend)
                 which = f"; {GATES[shown[0]]} fitted" if len(shown) == 1 else ""
                 panels.append(frontier_panel(host.words + which, lines, host.models))
     return frontiers(panels)

@@ -69,18 +69,12 @@ class OuroBest(PublishedPoint, frozen=True, kw_only=True):
     readout: Readout
 
 
-class Latency(PublishedPoint, frozen=True, kw_only=True):
+class PublishedLatency(PublishedPoint, frozen=True, kw_only=True):
+    benchmark: BenchmarkTitle | None = None  # Ouro's
+    training: TrainedWith | None = None  # MANO's
     readout: Readout
     milliseconds: float  # an example
     speedup: float
-
-
-class OuroLatency(Latency, frozen=True, kw_only=True):
-    benchmark: BenchmarkTitle
-
-
-class ManoLatency(Latency, frozen=True, kw_only=True):
-    training: TrainedWith
 
 
 class PublishedFigure(Settings, frozen=True, kw_only=True):
@@ -89,10 +83,7 @@ class PublishedFigure(Settings, frozen=True, kw_only=True):
     section: str  # or the appendix's letter
     title: str
     products: tuple[str, ...] = ()  # their counterparts in a report
-
-
-class PublishedTable(PublishedFigure, frozen=True, kw_only=True):
-    key: str  # the field of `Paper` with its rows
+    key: str = ""  # of a table: the field of `Paper` with its rows
 
 
 class Claim(Settings, frozen=True, kw_only=True):
@@ -121,13 +112,13 @@ class Paper(Settings, frozen=True, kw_only=True):
     fixed_prior: tuple[PublishedFrontier, ...]
     fixed_vs_gate: tuple[PublishedFrontier, ...]
     ouro: tuple[OuroPair, ...]
-    ouro_latency: tuple[OuroLatency, ...]
-    mano_latency: tuple[ManoLatency, ...]
+    ouro_latency: tuple[PublishedLatency, ...]
+    mano_latency: tuple[PublishedLatency, ...]
     uniform_ordering: dict[str, PublishedValue]  # by readout
     geometric_ordering: dict[str, PublishedValue]
     parity: tuple[OverSeedsPoint, ...]
     ouro_thinking: tuple[OuroBest, ...]
-    tables: tuple[PublishedTable, ...]
+    tables: tuple[PublishedFigure, ...]
     figures: tuple[PublishedFigure, ...]
     claims: tuple[Claim, ...]
     inconsistencies: tuple[Inconsistency, ...]

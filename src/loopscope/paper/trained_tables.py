@@ -1,7 +1,5 @@
 """The counterparts of the paper's tables on models that LoopScope trained: our numbers, and the paper's beside them."""
 
-from collections.abc import Callable, Mapping
-
 from loopscope.analysis.bootstrap import ENOUGH, Interval
 from loopscope.analysis.schema import FrontierResult, ModelResult, Results
 from loopscope.analysis.seeds import OverSeeds, over_seeds
@@ -18,6 +16,7 @@ from loopscope.paper.variants import (
     prior_words,
     trained_variants,
 )
+from loopscope.report.curves import continued
 from loopscope.report.tables import Table, share, with_bounds
 
 _OURS = (
@@ -48,14 +47,6 @@ def gate_summary(results: Results) -> Table:
     ]
     title = "Fixed priors and learned gates: depth to accuracy"
     return _depth_table(title, rows, results, " β is chosen on validation.")
-
-
-def uniform_ordering(results: Results) -> Table:
-    return _ordering(results, UNIFORM, published().uniform_ordering)
-
-
-def geometric_ordering(results: Results) -> Table:
-    return _ordering(results, GEOMETRIC, published().geometric_ordering)
 
 
 def parity_summary(results: Results) -> Table:
@@ -122,11 +113,11 @@ def decoupled_gate(results: Results) -> Table:
         same = task.at(decoupled.gate, decoupled.prior, decoupled.beta or 0.0)
         fixed = task.fixed(decoupled.prior)
         gated = [decoupled, joint] if same is joint else [decoupled, same, joint]
-        rules: list[tuple[TrainedVariant | None, str, _Among]] = [(group, "its own gate", _own_gate) for group in gated]
-        rules += [(fixed, "best single readout", _single), (fixed, "best fitted gate", _fitted)]
-        for group, words, among in rules:
-            if group is not None and any(map(among, group.models)):
-                rows.append([group.task, group.counted, words, *_remedy_cells(group, among, decoupled, results)])
+        rules = [(group, "its own gate") for group in gated]
+        rules += [(fixed, "best single readout"), (fixed, "best fitted gate")]
+        for group, rule in rules:
+            if group is not None and any(_frontiers(model, rule) for model in group.models):
+                rows.append([group.task, group.counted, rule, *_remedy_cells(group, rule, decoupled, results)])
     target = results.targets[0]
     note = (
         "The decoupled gate's trajectory is shaped by the fixed prior, and the gate learns behind a stop-gradient; the "
@@ -141,35 +132,30 @@ def decoupled_gate(results: Results) -> Table:
     return Table("One stop-gradient: decoupled gates", note, columns, rows)
 
 
-_Among = Callable[[ModelResult], list[FrontierResult]]
+def _frontiers(model: ModelResult, rule: str) -> list[FrontierResult]:
+    """Among which a rule of that table chooses."""
+    names = {frontier.readout: frontier for frontier in model.frontiers if frontier.readout != "oracle"}
+    if rule == "its own gate":
+        return [names["gate"]] if "gate" in names else []
+    prefix, wanted = (FITTED_GATE, True) if rule == "best fitted gate" else (FITTED, False)
+    return [frontier for name, frontier in names.items() if name.startswith(prefix) == wanted]
 
 
-def _own_gate(model: ModelResult) -> list[FrontierResult]:
-    return [each for each in model.frontiers if each.readout == "gate"]
-
-
-def _single(model: ModelResult) -> list[FrontierResult]:
-    return [each for each in model.frontiers if each.readout != "oracle" and not each.readout.startswith(FITTED)]
-
-
-def _fitted(model: ModelResult) -> list[FrontierResult]:
-    return [each for each in model.frontiers if each.readout.startswith(FITTED_GATE)]
-
-
-def _remedy_cells(group: TrainedVariant, among: _Among, decoupled: TrainedVariant, results: Results) -> list[str]:
+def _remedy_cells(group: TrainedVariant, rule: str, decoupled: TrainedVariant, results: Results) -> list[str]:
     """D@X at every target over seeds, and at the first of them how much more than the decoupled gate's."""
     keys = [target.key for target in results.targets]
-    cells = [str(over_seeds([_best_depth(among(model), key) for model in group.models])) for key in keys]
+    cells = [str(over_seeds([_best_depth(model, rule, key) for model in group.models])) for key in keys]
     if group is decoupled:
         return [*cells, ""]
-    gates = {seed: _best_depth(_own_gate(model), keys[0]) for seed, model in decoupled.seeded}
-    pairs = [(_best_depth(among(model), keys[0]), gates[seed]) for seed, model in group.seeded if seed in gates]
-    more = [None if rule is None or gate is None else rule - gate for rule, gate in pairs]
+    gates = {seed: _best_depth(model, "its own gate", keys[0]) for seed, model in decoupled.seeded}
+    pairs = [(_best_depth(model, rule, keys[0]), gates[seed]) for seed, model in group.seeded if seed in gates]
+    more = [None if depth is None or gate is None else depth - gate for depth, gate in pairs]
     return [*cells, str(over_seeds(more))]
 
 
-def _best_depth(frontiers: list[FrontierResult], target: str) -> float | None:
+def _best_depth(model: ModelResult, rule: str, target: str) -> float | None:
     """D@X of the readout with the least on validation data; where none reaches it there, of the most accurate one."""
+    frontiers = _frontiers(model, rule)
     reaching = [each for each in frontiers if each.calibration_depth_at[target] is not None]
     if reaching:
         return min(reaching, key=lambda each: each.calibration_depth_at[target] or 0.0).depth_at[target]
@@ -184,10 +170,10 @@ def extrapolation_summary(results: Results) -> Table:
         if group is None or group.first.extrapolation is None:
             continue
         model, beyond = group.first, group.first.extrapolation
-        known, more = model.forced_accuracy_by_difficulty, beyond.forced_accuracy_by_difficulty
-        levels, accuracy = known.levels + more.levels, known.values + more.values
-        entropy = model.signals["entropy"].values + beyond.signals["entropy"].values
-        last = ["" if row[-1] is None else f"{100 * row[-1]:.1f} %" for row in accuracy]
+        accuracy = continued(model.forced_accuracy_by_difficulty, beyond.forced_accuracy_by_difficulty)
+        entropy = continued(model.signals["entropy"], beyond.signals["entropy"]).values
+        levels = accuracy.levels
+        last = ["" if row[-1] is None else f"{100 * row[-1]:.1f} %" for row in accuracy.values]
         rows.append([group.words, "accuracy, last loop", *last])
         rows.append([group.words, "entropy, loop 1", *(f"{row[0]:.3f}" for row in entropy)])
         rows.append([group.words, "entropy, last loop", *(f"{row[-1]:.3f}" for row in entropy)])
@@ -195,8 +181,10 @@ def extrapolation_summary(results: Results) -> Table:
     return Table("Extrapolation", note, ["training", "", *(f"{level:g}" for level in levels)], rows)
 
 
-def _ordering(results: Results, prior: VariantPrior, paper: Mapping[str, PublishedValue]) -> Table:
+def ordering_of_fixed_prior(results: Results, prior: VariantPrior) -> Table:
+    """How well signals order difficulties."""
     group = TaskVariants(results, "mano").fixed(prior)
+    paper = published().uniform_ordering if prior == UNIFORM else published().geometric_ordering
     known = {} if group is None else group.group.ordering
     rows = [
         [signal, str(known[signal]), _paper(paper[signal]) if signal in paper else ""]
@@ -254,8 +242,7 @@ def _selected(group: TrainedVariant, readout: str) -> tuple[str, str]:
     """Accuracy and loops of the operating point that validation chose."""
     accuracy, loops = share(group.group.selected_accuracy[readout]), str(group.group.selected_loops[readout])
     frontier = group.first.frontier(readout)
-    if frontier is None:
-        return accuracy, loops
+    assert frontier is not None
     point = frontier.selected
     accuracy += _first(group, point.accuracy, point.accuracy_interval, percent=True)
     return accuracy, loops + _first(group, point.average_loops, point.loops_interval)

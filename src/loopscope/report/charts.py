@@ -14,11 +14,12 @@ from typing import Any
 import vl_convert
 
 from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, chosen_lines
-from loopscope.report.figure_style import GREY, INK, FigureStyle, figure_style, looks_of, shades_of
+from loopscope.report.figure_style import GREY, INK, STYLES, FigureStyle, looks_of, shades_of
 from loopscope.writing import write_bytes
 
 Specification = dict[str, Any]
 Drawing = Callable[[FigureStyle], Specification]
+Limits = tuple[float, float]
 _DASHES = ([1, 0], [6, 2], [2, 2], [8, 2, 2, 2])
 """In turn, beside colour and mark: a line that another one nearly covers shows through."""
 _MARKS_PER_LINE = 5
@@ -27,7 +28,7 @@ wrap = partial(wrapped, break_long_words=False, break_on_hyphens=False)
 
 def frontiers(panels: Sequence[Panel], scaled_alone: bool = False) -> Drawing | None:
     """Panels of curves on one scale, with their targets; or each on a scale of its own, without."""
-    panels = [panel for panel in panels if panel.lines]
+    panels = [replace(panel, target=None if scaled_alone else panel.target) for panel in panels if panel.lines]
     return cache(partial(_frontiers, panels, scaled_alone)) if panels else None
 
 
@@ -40,7 +41,7 @@ def difficulty_chart(
 
 def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page") -> None:
     """Writes a figure as PNG, PDF and SVG."""
-    chosen = figure_style(style)
+    chosen = STYLES[style]
     specification = drawing(chosen)
     svg = vl_convert.vegalite_to_svg(specification)
     if chosen.total is not None:  # what axes and titles take is known once they are drawn
@@ -184,7 +185,7 @@ def _frontiers(panels: Sequence[Panel], scaled_alone: bool, style: FigureStyle) 
     }
     grid = FigureGrid(style, len(panels))
     charts = [
-        _frontier_panel(grid, place, panel, key, limit, not scaled_alone)
+        _frontier_panel(grid, place, panel, key, limit)
         for place, (panel, limit) in enumerate(zip(drawn.panels, limits, strict=True))
     ]
     notes = [_bands({line.seeds for panel in drawn.panels for line in panel.lines})]
@@ -198,12 +199,7 @@ def _frontiers(panels: Sequence[Panel], scaled_alone: bool, style: FigureStyle) 
 
 
 def _frontier_panel(
-    grid: FigureGrid,
-    place: int,
-    panel: Panel,
-    key: Mapping[str, Specification],
-    limits: tuple[float, float],
-    rule: bool,
+    grid: FigureGrid, place: int, panel: Panel, key: Mapping[str, Specification], limits: Limits
 ) -> Specification:
     style = grid.style
     rows = [
@@ -233,7 +229,7 @@ def _frontier_panel(
     if not panel.wide:
         band = {"opacity": 0.18, "clip": True}
         layers.insert(0, _layer("area", band, {**span, "detail": _nominal("line")}, "!datum.alone"))
-    if rule and panel.target is not None:
+    if panel.target is not None:
         dashed = {"strokeDash": [4, 4], "color": GREY, "strokeWidth": 0.6 * style.stroke, "clip": True}
         layers.insert(0, {"data": {"values": [{"accuracy": panel.target}]}, **_layer("rule", dashed, {"y": y})})
     if panel.same:
@@ -267,8 +263,8 @@ def _difficulties(
 ) -> Specification:
     grid = FigureGrid(style, len(panels), per_row)
     shades = shades_of([level for panel in panels for level in panel.levels])
-    tables = [list(panel.rows()) for panel in panels]
-    limits = [_limits([row[3:] for row in rows], percent) for rows in tables]
+    tables = [list(panel.rows(shades)) for panel in panels]
+    limits = [_limits(rows, percent) for rows in tables]
     if shared:
         limits = [(min(low for low, _ in limits), max(high for _, high in limits))] * len(panels)
     charts = []
@@ -276,7 +272,7 @@ def _difficulties(
         axis = {"format": "%", "tickCount": 5} if percent else {"tickCount": 5}
         title = grid.y_title(place, panel.quantity) if shared else None
         y = _quantity("value", title=title, axis=axis, scale={"domain": list(limit), "nice": False})
-        charts.append(_difficulty_panel(grid, place, panel.title, rows, shades, y))
+        charts.append(_difficulty_panel(grid, place, panel.title, rows, y))
     levels = sorted(shades)
     listed, most = levels, MAX_KEY_ENTRIES
     notes = [_bands({panel.seeds for panel in panels})]
@@ -287,26 +283,17 @@ def _difficulties(
     return grid.specification(charts, key if len(levels) > 1 else [], notes, "difficulty")
 
 
-def _limits(bounds: Sequence[tuple[float, float]], percent: bool) -> tuple[float, float]:
-    low, high = min((low for low, _ in bounds), default=0.0), max((high for _, high in bounds), default=1.0)
+def _limits(rows: Sequence[Specification], percent: bool) -> Limits:
+    low, high = min((row["low"] for row in rows), default=0.0), max((row["high"] for row in rows), default=1.0)
     room = 0.04 * (high - low) or 0.05
     low, high = low - room if low < 0 or low > room else 0.0, high + room
     return (max(0.0, low), min(1.0, high)) if percent else (low, high)
 
 
 def _difficulty_panel(
-    grid: FigureGrid,
-    place: int,
-    title: str,
-    table: Sequence[tuple[float, int, float, float, float]],
-    shades: Mapping[float, str],
-    y: Specification,
+    grid: FigureGrid, place: int, title: str, rows: list[Specification], y: Specification
 ) -> Specification:
-    rows = [
-        {"level": level, "loop": loop, "value": value, "low": low, "high": high, "colour": shades[level]}
-        for level, loop, value, low, high in table
-    ]
-    loops = sorted({row[1] for row in table})
+    loops = sorted({row["loop"] for row in rows})
     ticks = {"values": loops} if len(loops) <= 10 else {}
     scale = {"domain": [loops[0] - 0.2, loops[-1] + 0.2] if loops else [0.8, 1.2], "nice": False}
     x = _quantity("loop", title=grid.x_title(place, "loop"), axis={"format": "d", **ticks}, scale=scale)

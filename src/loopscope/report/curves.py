@@ -5,6 +5,7 @@ Curves that lie on each other are drawn once, and a figure has no more of them t
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,18 +49,15 @@ class Line:
     def of(cls, frontiers: Sequence[FrontierResult], name: str | None = None) -> "Line":
         """Of a frontier a seed; of the first alone where they have no depth in common."""
         curves = [_sorted(frontier) for frontier in frontiers]
-        name, first = name or frontiers[0].readout, curves[0]
-        if len(curves) == 1:
-            return cls(name, *first)
-        if frontiers[0].readout in POINTS:
-            if len({len(curve[0]) for curve in curves}) > 1:
-                return cls(name, *first)
+        name, points = name or frontiers[0].readout, frontiers[0].readout in POINTS
+        start, end = max(curve[0][0] for curve in curves), min(curve[0][-1] for curve in curves)
+        apart = len({len(curve[0]) for curve in curves}) > 1 if points else start >= end
+        if len(curves) == 1 or apart:
+            return cls(name, *curves[0])
+        if points:
             loops = np.mean([curve[0] for curve in curves], axis=0)
             heights = np.array([curve[1] for curve in curves])
         else:
-            start, end = max(curve[0][0] for curve in curves), min(curve[0][-1] for curve in curves)
-            if start >= end:
-                return cls(name, *first)
             loops = np.linspace(start, end, _POINTS_OF_A_MEAN)
             heights = np.array([np.interp(loops, curve[0], curve[1]) for curve in curves])
         return cls(name, loops, heights.mean(axis=0), heights.min(axis=0), heights.max(axis=0), len(curves))
@@ -136,19 +134,13 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
     names.sort(key=lambda name: 0 if name in chosen else _weight(name))
     most = max(MAX_KEY_ENTRIES, sum(name in chosen or _weight(name) == 0 for name in names))
     kept, left_out = set(names[:most]), names[most:]
-    panels = [
-        replace(
-            panel,
-            lines=[line for line in panel.lines if line.name in kept],
-            same=tuple(
-                named
-                for group in panel.same
-                if group not in everywhere and len(named := tuple(name for name in group if name not in left_out)) > 1
-            ),
-        )
-        for panel in once
-    ]
-    return Drawn(panels, tuple(sorted(group for group in everywhere if group[0] in kept)), left_out)
+    shown = []
+    for panel in once:
+        lines = [line for line in panel.lines if line.name in kept]
+        here = [group for group in panel.same if group not in everywhere]
+        same = [tuple(name for name in group if name not in left_out) for group in here]
+        shown.append(replace(panel, lines=lines, same=tuple(group for group in same if len(group) > 1)))
+    return Drawn(shown, tuple(sorted(group for group in everywhere if group[0] in kept)), left_out)
 
 
 def _weight(name: str) -> int:
@@ -187,8 +179,8 @@ class Binning:
         """As many as have the same difficulties: else the first alone is drawn."""
         return len(self.tables) if all(table.levels == self.levels for table in self.tables) else 1
 
-    def rows(self) -> Iterable[tuple[float, int, float, float, float]]:
-        """Difficulty, loop, value and its band, where there is a value."""
+    def rows(self, shades: Mapping[float, str]) -> Iterable[dict[str, Any]]:
+        """A value with its band, where there is one; shades are the colours of difficulties."""
         shown = self.tables[: self.seeds]
         for place, level in enumerate(self.levels):
             for loop in range(self.first, len(shown[0].values[place]) + 1):
@@ -199,7 +191,7 @@ class Binning:
                 if self.seeds == 1:
                     bounds = shown[0].low[place][loop - 1], shown[0].high[place][loop - 1]
                     low, high = (mean if bound is None else bound for bound in bounds)
-                yield level, loop, mean, low, high
+                yield {"level": level, "loop": loop, "value": mean, "low": low, "high": high, "colour": shades[level]}
 
 
 def every_group(results: Results) -> list[tuple[str, Seeds]]:
@@ -221,18 +213,15 @@ def readout_lines(seeds: Seeds, readouts: Iterable[str], legend: Mapping[str, st
     return [Line.of(frontiers, (legend or {}).get(name)) for name, frontiers in found.items() if frontiers]
 
 
-def signal_panels(seeds: Seeds, names: Iterable[str], prefix: str, harder: bool = False) -> list[Binning]:
-    """`harder` continues the difficulties of the test split with those beyond training's, which all runs must have."""
-    panels = []
-    for name in names:
-        if all(name in model.signals for model in seeds):
-            tables = [_continued(model, name) if harder else model.signals[name] for model in seeds]
-            title = SIGNAL_TITLES[name]
-            panels.append(Binning(prefix + title, title, tables, 2 if name in CONVERGENCE else 1))
-    return panels
+def signal_panels(runs: Sequence[Mapping[str, Binned]], names: Iterable[str], prefix: str = "") -> list[Binning]:
+    """A panel for each of these signals that all runs have."""
+    return [
+        Binning(prefix + title, title, [signals[name] for signals in runs], 2 if name in CONVERGENCE else 1)
+        for name, title in SIGNAL_TITLES.items()
+        if name in names and all(name in signals for signals in runs)
+    ]
 
 
-def _continued(model: ModelResult, name: str) -> Binned:
-    assert model.extrapolation is not None
-    table, more = model.signals[name], model.extrapolation.signals[name]
+def continued(table: Binned, more: Binned) -> Binned:
+    """The difficulties of both."""
     return Binned(*(getattr(table, field) + getattr(more, field) for field in Binned.__struct_fields__))

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from loopscope.errors import UserError
-
 Look = tuple[str, str]
 """A colour and a mark."""
 
@@ -167,9 +165,3 @@ STYLES = {
     "paper": FigureStyle(width=85, height=68, font=6.5, stroke=0.9, most_columns=2, total=234, png_ppi=600),
 }
 """A column of 234 points, 3.25 inches, is that of most two-column templates."""
-
-
-def figure_style(name: str) -> FigureStyle:
-    if name not in STYLES:
-        raise UserError(f"There is no style '{name}'; choose one of {', '.join(STYLES)}.")
-    return STYLES[name]

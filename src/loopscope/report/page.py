@@ -165,11 +165,11 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
 
 
 def _gaps(model: ModelResult, referenced: bool) -> dict[str, dict[str, Any]]:
-    gaps = zip(model.diagnosis.gaps.items(), gap_cells(model, referenced, False), strict=True)
+    cells = gap_cells(model, referenced, shares=False)
     return {
-        name: {"text": text, "blamed": name.removesuffix(" gap") in model.diagnosis.blamed}
-        | {bound: None if gap is None else getattr(gap, bound) for bound in ("value", "low", "high")}
-        for (name, gap), text in gaps
+        name: {"text": cells[name], "blamed": name.removesuffix(" gap") in model.diagnosis.blamed}
+        | {bound: getattr(gap, bound, None) for bound in ("value", "low", "high")}
+        for name, gap in model.diagnosis.gaps.items()
     }
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from typing import NamedTuple
+from typing import Any
 
 from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis
 from loopscope.analysis.labels import recorded_run
@@ -19,45 +19,23 @@ from loopscope.report.tables import (
     without_depths,
 )
 
-
-class Card(NamedTuple):
-    """Runs that differ in their seed only."""
-
-    label: str
-    best_loop: str
-    fixed: str
-    gate: str
-    best: str
-    blamed: str
-    target: str  # the accuracy, where it is the model's own
-    verdicts: dict[str, int]  # how many of the runs have each
-    gaps: dict[str, str]  # over the runs
-    runs: list["RunCard"]
+_CELLS = ("label", "best_loop", "fixed", "gate", "best", "blamed")
+"""What a card has of the headline's table."""
 
 
-class RunCard(NamedTuple):
-    name: str
-    place: int  # among all runs
-    weights: str
-    seed: str
-    sentence: str
-    gaps: dict[str, tuple[str, str]]  # with the depths that are subtracted
-    certified: list[str]
-    refused: list[str]
-
-
-def cards(results: Results) -> list[Card]:
+def cards(results: Results) -> list[dict[str, Any]]:
+    """What the page says of every group of runs that differ in their seed only."""
     places = {model.name: place for place, model in enumerate(results.models)}
     made = []
-    for (_, members), (label, *cells) in zip(grouped_runs(results), headline(results).rows, strict=True):
-        runs = [_run(places[model.name], model, has_reference(results)) for model in members]
-        gaps = {name: cell for name, (cell, _) in runs[0].gaps.items()}
+    for (_, members), row in zip(grouped_runs(results), headline(results).rows, strict=True):
+        runs = [{"place": places[model.name], **_run(model, has_reference(results))} for model in members]
+        gaps = {name: cell for name, (cell, _) in runs[0]["gaps"].items()}
         if len(members) > 1:
             over = {name: gap_over_seeds([model.diagnosis.gaps[name] for model in members]) for name in gaps}
             gaps = {name: _uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
-        shown = [_uncounted(cell, len(members)) for cell in cells]
-        verdicts = dict(Counter(model.verdict for model in members))
-        made.append(Card(label, *shown, _own_target(members, results.targets[0]), verdicts, gaps, runs))
+        card = dict(zip(_CELLS, [_uncounted(cell, len(members)) for cell in row], strict=True))
+        verdicts, target = Counter(model.verdict for model in members), _own_target(members, results.targets[0])
+        made.append({**card, "target": target, "verdicts": verdicts, "gaps": gaps, "runs": runs})
     return made
 
 
@@ -69,12 +47,15 @@ def _own_target(models: list[ModelResult], target: Target) -> str:
     return " to ".join(dict.fromkeys(map(percent_text, (accuracies[0], accuracies[-1]))))
 
 
-def _run(place: int, model: ModelResult, referenced: bool) -> RunCard:
-    diagnosis, gaps = model.diagnosis, {}
-    for (name, gap), cell in zip(diagnosis.gaps.items(), gap_cells(model, referenced, False), strict=True):
-        gaps[name] = (cell, "" if gap is None else f"{gap.first_depth:.2f} - {gap.second_depth:.2f}")
+def _run(model: ModelResult, referenced: bool) -> dict[str, Any]:
+    """What a card says of one run; beside each gap, the depths that are subtracted."""
+    diagnosis = model.diagnosis
+    gaps = {name: (cell, "") for name, cell in gap_cells(model, referenced, shares=False).items()}
+    for name, gap in diagnosis.gaps.items():
         if gap is not None and gap.first == gap.second:
             gaps[name] = ("its gate is the best readout", "")
+        elif gap is not None:
+            gaps[name] = (gaps[name][0], f"{gap.first_depth:.2f} - {gap.second_depth:.2f}")
     certified = [
         f"{each.readout} at {each.threshold:.4g} ({guarantee_cell(each.guarantee)}): "
         f"{each.held_out.average_loops.value:.2f} loops on its test "
@@ -84,8 +65,8 @@ def _run(place: int, model: ModelResult, referenced: bool) -> RunCard:
         if each.guarantee is not None
     ]
     sentences = (diagnosis.sentence, diagnosis.target_sentence, _read_at(diagnosis), diagnosis.room_sentence)
-    words = (weights_of(model), seed_of(model), " ".join(filter(None, sentences)))
-    return RunCard(model.name, place, *words, gaps, certified, model.refused)
+    words = {"sentence": " ".join(filter(None, sentences)), "certified": certified, "refused": model.refused}
+    return {"name": model.name, "weights": weights_of(model), "seed": seed_of(model), "gaps": gaps, **words}
 
 
 def _read_at(diagnosis: Diagnosis) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loopscope.analysis.schema import Results
-from loopscope.errors import UserError, visible
+from loopscope.errors import visible
 from loopscope.exits.signals import STOPPER
 from loopscope.report import tables
 from loopscope.report.charts import Drawing, difficulty_chart, frontiers
@@ -58,12 +58,8 @@ class Catalogue:
     counterparts: Callable[[], Mapping[str, str]] = dict
 
     def names(self, names: Sequence[str]) -> list[str]:
-        """The products of these names or groups, each once; one that does not exist is refused."""
-        found = list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
-        if unknown := [name for name in found if name not in self.recipes]:
-            known = ", ".join((*self.groups, *self.recipes))
-            raise UserError(f"There is no product '{unknown[0]}'; choose one of {known}.")
-        return found
+        """The products of these names or groups, each once."""
+        return list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
 
     def make(self, results: Results, names: Sequence[str]) -> list[Product]:
         """The products of these names (or groups of products), as far as the results have what they need."""
@@ -112,7 +108,8 @@ def _every_frontier(results: Results) -> Drawing | None:
 
 
 def _every_signal(results: Results) -> Drawing | None:
-    rows = [signal_panels(seeds, SIGNAL_TITLES, f"{label}: ") for label, seeds in every_group(results)]
+    groups = every_group(results)
+    rows = [signal_panels([run.signals for run in seeds], SIGNAL_TITLES, f"{label}: ") for label, seeds in groups]
     per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1 else None
     return difficulty_chart([panel for row in rows for panel in row], shared=False, per_row=per_row)
 

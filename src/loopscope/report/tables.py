@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loopscope.analysis.bootstrap import Estimate
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.gaps import Gap
-from loopscope.analysis.held_out import GuaranteeCheck, HeldOut
+from loopscope.analysis.held_out import HeldOut
 from loopscope.analysis.schema import GroupResult, ModelResult, Results
 from loopscope.analysis.seeds import OverSeeds, over_seeds
 from loopscope.analysis.targets import Target, percent_text
@@ -114,14 +114,6 @@ def without_depths(models: Sequence[ModelResult]) -> bool:
     return all(model.diagnosis.verdict == NO_VERDICT for model in models)
 
 
-def _is_silent(models: Sequence[ModelResult], target: Target) -> bool:
-    """Whether none of them gets a verdict at this target, so that none has a depth."""
-    return all(
-        model.diagnosis.verdict == NO_VERDICT or model.targets[target.key].accuracy <= model.diagnosis.chance
-        for model in models
-    )
-
-
 def read_lower(models: Sequence[ModelResult], target: Target) -> str:
     """At which accuracy a depth is read where test data do not reach the target; the lowest of several models'."""
     levels = [model.targets[target.key] for model in models]
@@ -133,7 +125,7 @@ def read_lower(models: Sequence[ModelResult], target: Target) -> str:
 def gaps(results: Results) -> Table:
     """The four gaps of every model."""
     referenced = has_reference(results)
-    rows = [[model.label, model.verdict, *gap_cells(model, referenced)] for model in results.models]
+    rows = [[model.label, model.verdict, *gap_cells(model, referenced).values()] for model in results.models]
     target = results.targets[0]
     sought = f"at {target.meaning}"
     if target.accuracy is None:
@@ -179,12 +171,10 @@ def learned_stoppers(results: Results) -> Table:
 
 def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequence[str]) -> list[str]:
     """The row of runs that differ in their seed only, at one target."""
-    found = [model.rooms.get(target.key) for model in members]
-    room = [None if each is None else each.room_left for each in found]
-    reachable = [None if each is None else each.reachable_room for each in found]
-    best = [
-        gap.first if gap is not None else model.diagnosis.best_readout for gap, model in zip(room, members, strict=True)
-    ]
+    rooms = [model.rooms.get(target.key) for model in members]
+    room = [None if each is None else each.room_left for each in rooms]
+    reachable = [None if each is None else each.reachable_room for each in rooms]
+    best = [gap.first if gap else model.diagnosis.best_readout for gap, model in zip(room, members, strict=True)]
     single = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
     depths = [over_seeds([_depth_of(model, name, target.key) for model in members]) for name in learned]
     lower, signs = read_lower(members, target), [gap.sign for gap in reachable if gap is not None]
@@ -221,7 +211,10 @@ def depths(results: Results) -> Table:
     rows = []
     for group, members in grouped_runs(results):
         lower = {target.key: read_lower(members, target) for target in results.targets}
-        silent = {target.key for target in results.targets if _is_silent(members, target)}
+        judged = [model for model in members if model.diagnosis.verdict != NO_VERDICT]
+        silent = {
+            key for key in lower if all(model.targets[key].accuracy <= model.diagnosis.chance for model in judged)
+        }
         for readout, values in group.depth_at.items():
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
             reached = [NO_VERDICT if key in silent else f"{values[key]}{at}" for key, at in lower.items()]
@@ -243,15 +236,20 @@ def depths(results: Results) -> Table:
 
 def forced(results: Results) -> Table:
     """Forced exits: the trajectory itself."""
-    loops = max(len(model.forced_accuracy) for model in results.models)
     rows = []
     for model in results.models:
         rows.append([model.label, "accuracy", *(f"{100 * value:.1f} %" for value in model.forced_accuracy)])
         if model.forced_cross_entropy is not None:
             rows.append([model.label, "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
-    columns = ["model", "measure", *(f"loop {loop}" for loop in range(1, loops + 1))]
     note = "Every test example at the same loop, without any exit rule." + of_sequences(results)
-    return Table("Forced exits", note, columns, [row + [NOTHING] * (len(columns) - len(row)) for row in rows])
+    return loop_table("Forced exits", note, ["model", "measure"], rows, NOTHING)
+
+
+def loop_table(title: str, note: str, columns: Sequence[str], rows: Sequence[list[str]], absent: str) -> Table:
+    """A table that ends in a column a loop; models with fewer loops have `absent` in the last of them."""
+    loops = max(map(len, rows), default=len(columns)) - len(columns)
+    names = [*columns, *(f"loop {loop}" for loop in range(1, loops + 1))]
+    return Table(title, note, names, [row + [absent] * (len(names) - len(row)) for row in rows])
 
 
 def ordering(results: Results) -> Table:
@@ -272,17 +270,12 @@ def ordering(results: Results) -> Table:
 
 def paired_table(results: Results) -> Table:
     """The model's own gate against readouts that need none, example by example."""
-    rows = [
-        [
-            model.label,
-            f"{each.first} - {each.second}",
-            with_bounds(each.accuracy, 100),
-            with_bounds(each.loops),
-            f"{each.only_first_right:,} / {each.only_second_right:,}",
-        ]
-        for model in results.models
-        for each in model.paired
-    ]
+    rows = []
+    for model in results.models:
+        for each in model.paired:
+            differences = [with_bounds(each.accuracy, 100), with_bounds(each.loops)]
+            counts = f"{each.only_first_right:,} / {each.only_second_right:,}"
+            rows.append([model.label, f"{each.first} - {each.second}", *differences, counts])
     note = (
         "Both at the thresholds that validation chose, on the same test examples: difference in accuracy (points) and "
         "in average loops with paired 95 % bootstrap intervals, and how many examples only one of them gets right. The "
@@ -299,20 +292,8 @@ def certified(results: Results) -> Table:
     rows = []
     for model in results.models:
         for each in model.certified:
-            guarantee, held = each.guarantee, each.held_out
-            check = held.guarantee
-            rows.append(
-                [
-                    model.label,
-                    each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}"),
-                    "none" if guarantee is None else guarantee_cell(guarantee),
-                    f"{held.average_loops.value:.2f}"
-                    + ("" if guarantee is None else f" ({guarantee.average_loops:.2f} expected)"),
-                    _accuracies(held),
-                    NOTHING if check is None else _worst(check),
-                    NOTHING if check is None else check.verdict + (" (other difficulties)" if check.warnings else ""),
-                ]
-            )
+            rule = each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}")
+            rows.append([model.label, rule, *_guarantee_cells(each.guarantee, each.held_out)])
         rows += [[model.label, "none", f"refused: {sentence}", *[NOTHING] * 4] for sentence in model.refused]
     note = (
         "Thresholds that come with a promise: with this probability over the draw of the calibration data, exiting "
@@ -337,23 +318,27 @@ def guarantee_cell(guarantee: Guarantee) -> str:
     return f"{loss} ≤ {percent_text(guarantee.max_drop)}, {sure}{where}"
 
 
-def _accuracies(held: HeldOut) -> str:
-    if held.accuracy is None or held.full_depth_accuracy is None:
-        return NOTHING
-    return f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
-
-
-def _worst(check: GuaranteeCheck) -> str:
-    risk = check.worst
-    return NOTHING if risk is None else f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
+def _guarantee_cells(guarantee: Guarantee | None, held: HeldOut) -> list[str]:
+    """The promise, and on test data loops, accuracy, loss and whether it was kept."""
+    promise, loops, accuracy, loss, kept = "none", f"{held.average_loops.value:.2f}", NOTHING, NOTHING, NOTHING
+    if guarantee is not None:
+        promise = guarantee_cell(guarantee)
+        loops += f" ({guarantee.average_loops:.2f} expected)"
+    if held.accuracy is not None and held.full_depth_accuracy is not None:
+        accuracy = f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
+    if held.guarantee is not None:
+        kept = held.guarantee.verdict + (" (other difficulties)" if held.guarantee.warnings else "")
+        if (risk := held.guarantee.worst) is not None:
+            loss = f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
+    return [promise, loops, accuracy, loss, kept]
 
 
 def has_reference(results: Results) -> bool:
     return any(model.is_reference for model in results.models)
 
 
-def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> list[str]:
-    """The cells of all gaps; with the shares of resamples that reach the target, where not all do.
+def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> dict[str, str]:
+    """The cells of all gaps by their names; with the shares of resamples that reach the target, where not all do.
 
     `referenced`: whether the report has a reference.
     """
@@ -366,7 +351,7 @@ def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> list
         "reachable room": nothing if learned else UNLEARNED,
     }
     own = model.diagnosis.target.accuracy
-    return [_gap(gap, absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()]
+    return {name: _gap(gap, absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()}
 
 
 def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:

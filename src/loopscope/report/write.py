@@ -15,7 +15,7 @@ from loopscope.progress import ProgressCallback, silent
 from loopscope.reading import is_file, is_folder
 from loopscope.recording_places import RECORDINGS
 from loopscope.report.charts import write_figure
-from loopscope.report.figure_style import figure_style
+from loopscope.report.figure_style import STYLES
 from loopscope.report.page import Marker, render
 from loopscope.report.products import OVERVIEW, Product, markdown
 from loopscope.trajectory import Trajectory
@@ -39,7 +39,8 @@ def report(
     depth. `policies` are calibrated ones, by model. `style="paper"` writes figures as wide as a column.
     """
     own = policies or {}
-    figure_style(style)
+    if style not in STYLES:
+        raise UserError(f"There is no style '{style}'; choose one of {', '.join(STYLES)}.")
     check_report_place(Path(out))
     if unknown := [name for name in own if name not in models]:
         raise UserError(f"There are policies of '{unknown[0]}', which is not among the models: {', '.join(models)}.")
