@@ -12,7 +12,6 @@ import pytest
 from conftest import random_trajectory
 from simulated import pair
 
-import loopscope as ls
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import FrontierResult, Results
 from loopscope.exits.readouts import POST_HOC
@@ -234,25 +233,17 @@ def test_the_hardest_difficulties_are_legible_on_a_dark_ground() -> None:
         assert (luminance(DARK[colour]) + 0.05) / (ground + 0.05) >= 3  # what WCAG asks of graphics
 
 
-def test_an_unknown_style_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ls.UserError, match="no style 'poster'; choose one of page, paper"):
-        ls.report({"a": pair(right=0.9, rows=60)}, tmp_path, style="poster")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_model_without_lines_or_difficulties_gives_no_figure() -> None:
     assert frontiers([]) is None
     assert frontiers([Panel("empty", [], 4, 0.9)]) is None
 
 
-def test_nothing_is_said_to_be_by_difficulty_where_there_is_none() -> None:
-    for difficulty, said in ((None, False), (np.arange(60) % 3, True)):
-        both = [
-            random_trajectory(seed, rows=60, split=split, difficulty=difficulty)
-            for seed, split in enumerate(("validation", "test"))
-        ]
-        results = analyse_models([ModelRecordings("a", *both)], None)[0]
-        made = OVERVIEW.make(results, ["forced_exits", "exit_distributions", "signals"])
+def test_nothing_is_said_to_be_by_difficulty_where_there_is_none(results: Results) -> None:
+    splits = enumerate(("validation", "test"))
+    both = [random_trajectory(seed, rows=60, split=split, difficulty=None) for seed, split in splits]
+    without = analyse_models([ModelRecordings("a", *both)], None)[0]
+    for models, said in ((results, True), (without, False)):
+        made = OVERVIEW.make(models, ["forced_exits", "exit_distributions", "signals"])
         assert len(made) == 3
         assert {"by difficulty" in f"{product.title} {product.note}" for product in made} == {said}
 

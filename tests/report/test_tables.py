@@ -351,7 +351,7 @@ def test_without_a_verdict_a_model_without_a_gate_has_none_and_the_reference_has
     bare, chance = tables.headline(results).rows
     assert (bare[3], chance[3]) == ("no gate", "no verdict")
     assert (bare[-1], chance[-1]) == ("the reference, no verdict", "no verdict")
-    assert [tables.gap_cells(model, True)[:2] for model in results.models] == [
+    assert [list(tables.gap_cells(model, True).values())[:2] for model in results.models] == [
         ["no gate", "is the reference"],
         ["no verdict", "no verdict"],
     ]
