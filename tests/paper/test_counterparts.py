@@ -13,7 +13,6 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import FrontierResult, ModelResult, Results
 from loopscope.analysis.seeds import over_seeds
-from loopscope.analysis.targets import as_targets
 from loopscope.paper.counterparts import OURO, PAPER, PRODUCTS
 from loopscope.paper.published import published
 from loopscope.paper.variants import TaskVariants
@@ -22,36 +21,23 @@ from loopscope.report.products import OVERVIEW
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def settings(gate: str, prior: object, beta: float, seed: int, task: str, name: str) -> dict[str, object]:
-    geometric = {"prior": "geometric", "geometric_lambda": prior}
-    objective = {"prior": "uniform", "geometric_lambda": 0.3} if prior == "uniform" else geometric
-    return {
-        "task": {"name": task},
-        "model": {"gate": gate},
-        "objective": {"name": name, "beta": beta, **objective},
-        "training": {"seed": seed},
-    }
+def run_of(gate: str, prior: Any, beta: float, seed: int, task: str, objective: str = "") -> tuple[str, dict[str, Any]]:
+    """The name of a group of runs, and what the recordings of one of them say of it."""
+    name = objective or ("fixed_prior" if gate == "none" else "learned_gate")
+    shape = {"prior": "uniform" if prior == "uniform" else "geometric"}
+    shape["geometric_lambda"] = 0.3 if prior == "uniform" else prior
+    parts = {"task": {"name": task}, "model": {"gate": gate}, "training": {"seed": seed}}
+    run = {**parts, "objective": {"name": name, "beta": beta, **shape}}
+    return f"{task}-{name}-{gate}-{prior}-{beta}", {"run": run}
 
 
-def source(
-    gate: str,
-    prior: object,
-    beta: float = 0.1,
-    seed: int = 0,
-    task: str = "mano",
-    objective: str = "",
-    **changes: object,
-) -> ModelRecordings:
-    objective = objective or ("fixed_prior" if gate == "none" else "learned_gate")
-    provenance = {"run": settings(gate, prior, beta, seed, task, objective)}
-    number = 100 * seed + int(1000 * beta) + len(gate) + len(str(prior))
-    more: dict[str, object] = {"rows": 60} | ({"gate_logits": None} if gate == "none" else {})
-    validation, test = (
-        random_trajectory(seed=number + k, split=split, provenance=provenance, **{**more, **changes})
-        for k, split in ((0, "validation"), (5000, "test"))
-    )
-    name = f"{task}-{objective}-{gate}-{prior}-{beta}-{seed}"
-    return ModelRecordings(name, validation, test, test if gate == "none" else None)
+def source(gate: str, prior: Any, beta: float = 0.1, seed: int = 0, **changes: object) -> ModelRecordings:
+    group, provenance = run_of(gate, prior, beta, seed, "mano")
+    fields: dict[str, Any] = {"rows": 60, "provenance": provenance} | ({"gate_logits": None} if gate == "none" else {})
+    places = ((9, "validation"), (5009, "test"))
+    number = 100 * seed + int(1000 * beta)
+    validation, test = (random_trajectory(number + k, split=split, **{**fields, **changes}) for k, split in places)
+    return ModelRecordings(f"{group}-{seed}", validation, test, test if gate == "none" else None)
 
 
 def fitted(frontiers: list[FrontierResult]) -> list[FrontierResult]:
@@ -64,17 +50,14 @@ def fitted(frontiers: list[FrontierResult]) -> list[FrontierResult]:
 def results() -> Results:
     """A whole study, of which a model with a gate and one without are analysed; the others are called otherwise."""
     sources = [source("none", 0.3, rows=120), source("mlp", 0.3)]  # enough for a stopper
-    analysed = dict(zip((True, False), analyse_models(sources, None, [0.5, 0.9])[0].models, strict=True))
-    targets = as_targets([0.5, 0.9])
+    made = analyse_models(sources, None, [0.5, 0.9])[0]
 
     def variant(
-        gate: str, prior: object, seed: int = 0, task: str = "mano", beta: float = 0.1, objective: str = ""
+        gate: str, prior: Any, seed: int = 0, task: str = "mano", beta: float = 0.1, **more: str
     ) -> ModelResult:
-        known = analysed[gate == "none"]
-        objective = objective or ("fixed_prior" if gate == "none" else "learned_gate")
-        group = f"{task}-{objective}-{gate}-{prior}-{beta}"
+        known = made.models[gate != "none"]
+        group, provenance = run_of(gate, prior, beta, seed, task, **more)
         grid = replace(known.paper_grid, frontiers=fitted(known.paper_grid.frontiers))
-        provenance = {"run": settings(gate, prior, beta, seed, task, objective)}
         names = {"name": f"{group}-{seed}", "group": group, "provenance": provenance}
         return replace(known, **names, frontiers=fitted(known.frontiers), paper_grid=grid)
 
@@ -87,7 +70,7 @@ def results() -> Results:
     ]
     models += [variant("linear", "uniform", beta=0.5), variant("none", 0.7)]
     models.append(variant("mlp", 0.3, objective="decoupled_gate"))
-    return assemble_results(models, targets)
+    return assemble_results(models, made.targets)
 
 
 def test_all_products_are_made_of_a_whole_study(results: Results) -> None:
@@ -133,9 +116,9 @@ def test_a_decoupled_gate_stands_beside_the_joint_one_the_fitted_one_and_the_fix
             labels = np.random.default_rng([seed, len(split)]).integers(0, 5, 60)
             answers = np.where(np.arange(4) > 0, labels[:, None], labels[:, None] + 1)
             answers[:6] = labels[:6, None] + 1
-            provenance = {"run": settings(gate, 0.3, beta, seed, task, objective)}
+            group, provenance = run_of(gate, 0.3, beta, seed, task, objective)
             made.append(ls.Trajectory(labels=labels, predictions=answers, split=split, provenance=provenance, **more))
-        return ModelRecordings(f"{task}-{objective}-{gate}-{beta}-{seed}", *made)
+        return ModelRecordings(f"{group}-{seed}", *made)
 
     def opens(loop: int) -> dict[str, Any]:
         """At loop 1 or at this one, whatever the threshold; its CDF stays what it is in between."""

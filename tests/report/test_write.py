@@ -51,19 +51,6 @@ def tables(results: Results) -> list[Table]:
     return [product.table for product in OVERVIEW.make(results, ["overview"]) if product.table is not None]
 
 
-def test_a_report_has_policies_of_its_models_and_a_folder_of_its_own(tmp_path: Path) -> None:
-    model = two()[0]
-    models = {"a": (model.validation, model.test)}
-    with pytest.raises(ls.UserError, match="policies of 'other'"):  # though the room is imported, it can be called
-        ls.report(models, tmp_path / "out", policies={"other": [ls.ExitPolicy("fixed", 2)]})
-    with pytest.raises(ls.UserError, match="no style 'poster'; choose one of page, paper"):
-        ls.report(models, tmp_path / "out", style="poster")
-    model.test.save(tmp_path / "test")
-    with pytest.raises(ls.UserError, match="is not only a report's: it holds test"):
-        ls.report(models, tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["test"]
-
-
 COMMAND = "loopscope report 'a %b' --out report"
 
 
@@ -82,16 +69,26 @@ def report(
 
 def test_everything_is_there(report: tuple[Path, Results]) -> None:
     names = {"frontiers", "forced_exits", "exit_distributions", "signals"}
-    expected = {f"{name}.{kind}" for name in names for kind in ("png", "pdf", "svg")} | {
-        "report.html",
-        "results.json",
-        "tables.md",
-    }
+    expected = {f"{name}.{kind}" for name in names for kind in ("png", "pdf", "svg")}
+    expected |= {"report.html", "results.json", "tables.md"}
     folder = report[0].parent
     assert {path.name for path in folder.iterdir()} == expected
     for path in folder.iterdir():
         head = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<svg"}.get(path.suffix)
         assert head is None or path.read_bytes().startswith(head)
+
+
+def test_a_report_has_policies_of_its_models_and_a_folder_of_its_own(tmp_path: Path) -> None:
+    model = two()[0]
+    models = {"a": (model.validation, model.test)}
+    with pytest.raises(ls.UserError, match="policies of 'other'"):  # though the room is imported, it can be called
+        ls.report(models, tmp_path / "out", policies={"other": [ls.ExitPolicy("fixed", 2)]})
+    with pytest.raises(ls.UserError, match="no style 'poster'; choose one of page, paper"):
+        ls.report(models, tmp_path / "out", style="poster")
+    model.test.save(tmp_path / "test")
+    with pytest.raises(ls.UserError, match="is not only a report's: it holds test"):
+        ls.report(models, tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["test"]
 
 
 def test_the_page_needs_nothing_from_elsewhere(report: tuple[Path, Results]) -> None:
