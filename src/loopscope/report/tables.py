@@ -15,7 +15,6 @@ from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.signals import STOPPER
 from loopscope.exits.stopper import KINDS
 
-ORACLE = "oracle"
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
 NOTHING = "-"
@@ -218,7 +217,7 @@ def depths(results: Results) -> Table:
         for readout, values in group.depth_at.items():
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
             reached = [NO_VERDICT if key in silent else f"{values[key]}{at}" for key, at in lower.items()]
-            reached = [NOTHING] * len(reached) if readout == ORACLE else reached
+            reached = [NOTHING] * len(reached) if readout == "oracle" else reached
             rows.append([group.label, readout, *reached, share(accuracy), str(loops)])
     note = (
         "D@X: the least average loops on the test curve that reach X % accuracy, N/A: not reached; D@full-Y: that "

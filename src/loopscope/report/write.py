@@ -2,6 +2,9 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
@@ -22,7 +25,6 @@ from loopscope.trajectory import Trajectory
 from loopscope.writing import is_scratch, only_writer, remove_scratch, write_bytes, write_json
 
 RESULTS, TABLES, PAGE = ("results.json", "tables.md", "report.html")
-_FIGURES = (".svg", ".png", ".pdf")
 
 
 def report(
@@ -58,7 +60,7 @@ def check_report_place(folder: Path, products: Collection[str] = tuple(OVERVIEW.
     if not is_folder(folder):
         return
     found = sorted(each.name for each in folder.iterdir() if not is_scratch(each))
-    ours = {RESULTS, TABLES, PAGE, *(name + kind for name in products for kind in _FIGURES)}
+    ours = {RESULTS, TABLES, PAGE, *(f"{name}.{kind}" for name in products for kind in ("svg", "png", "pdf"))}
     others = [name for name in found if name not in ours]
     if RESULTS in found:  # beside a report notes may lie, but no recordings, and no run
         others = [name for name in others if name in (MANIFEST, RECORDINGS) or is_file(folder / name / MANIFEST)]
@@ -66,10 +68,16 @@ def check_report_place(folder: Path, products: Collection[str] = tuple(OVERVIEW.
         raise UserError(f"{folder} is not only a report's: it holds {others[0]}; choose another folder for the report.")
 
 
+class _Reported(msgspec.Struct):
+    """As much of `results.json` as any version has."""
+
+    models: list[dict[str, Any]]
+
+
 def reported_models(folder: Path) -> list[str]:
     """The names of the models that the report in a folder is on; none where there is none."""
     try:
-        return [model.name for model in read_json(Results, folder / RESULTS, "results").models]
+        return [str(model.get("name")) for model in read_json(_Reported, folder / RESULTS, "results").models]
     except UserError:
         return []
 
