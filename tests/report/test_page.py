@@ -26,7 +26,7 @@ from loopscope.analysis.schema import Results
 from loopscope.analysis.stoppers import with_stoppers
 from loopscope.exits.policy import accuracy_and_loops
 from loopscope.exits.thresholds import available_readouts
-from loopscope.reproduction.products import PRODUCTS
+from loopscope.paper.counterparts import PRODUCTS
 
 pytestmark = pytest.mark.long
 
@@ -661,7 +661,7 @@ ZERO = "Zero for every model here that has a gate: it is its best readout."
 
 
 def test_nothing_is_minus_zero(browser: Browser) -> None:
-    script = (files("loopscope.report.page") / "data.js").read_text()
+    script = (files("loopscope.report") / "assets" / "data.js").read_text()
     tab = browser.new_page()
     shown = tab.evaluate(
         f"() => {{ {script}; return [fixed(-0.001, 2), fixed(-0.006, 2), percent(-1e-9), fixed(0.125, 2)]; }}"

@@ -6,18 +6,22 @@ import html
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from chromium import opened
-from pages import HOSTILE, hostile, two, written
+from pages import HOSTILE, TARGETS, hostile, two
 from playwright.sync_api import Browser
 
+import loopscope as ls
 from loopscope.analysis.model_analysis import analyse_models
+from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import Results
-from loopscope.report.markdown import markdown_text
-from loopscope.report.products import OVERVIEW
+from loopscope.analysis.threshold_details import ThresholdDetails
+from loopscope.config import read_json
+from loopscope.report.page import render
+from loopscope.report.products import OVERVIEW, markdown, markdown_text
 from loopscope.report.tables import Table, depths
-from loopscope.report.write import write_report
-from loopscope.reproduction.products import PRODUCTS
+from loopscope.report.write import reported_models, write_report
 
 INJECTED = (
     "<script>window.hacked = 1</script>",
@@ -44,26 +48,47 @@ def hash_of(text: str) -> str:
 
 
 def tables(results: Results) -> list[Table]:
-    return [product.table for product in PRODUCTS.make(results, ["overview"]) if product.table is not None]
+    return [product.table for product in OVERVIEW.make(results, ["overview"]) if product.table is not None]
+
+
+COMMAND = "loopscope report 'a %b' --out report"
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
-    return written(two(), tmp_path_factory.mktemp("report"), "a")
+def analysed() -> tuple[Results, list[ThresholdDetails]]:
+    return analyse_models(two(), "a", TARGETS)
+
+
+@pytest.fixture(scope="module")
+def report(
+    analysed: tuple[Results, list[ThresholdDetails]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Results]:
+    products = OVERVIEW.make(analysed[0], ["overview"])
+    return write_report(*analysed, products, tmp_path_factory.mktemp("report"), COMMAND), analysed[0]
 
 
 def test_everything_is_there(report: tuple[Path, Results]) -> None:
     names = {"frontiers", "forced_exits", "exit_distributions", "signals"}
-    expected = {f"{name}.{kind}" for name in names for kind in ("png", "pdf", "svg")} | {
-        "report.html",
-        "results.json",
-        "tables.md",
-    }
+    expected = {f"{name}.{kind}" for name in names for kind in ("png", "pdf", "svg")}
+    expected |= {"report.html", "results.json", "tables.md"}
     folder = report[0].parent
     assert {path.name for path in folder.iterdir()} == expected
     for path in folder.iterdir():
         head = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<svg"}.get(path.suffix)
         assert head is None or path.read_bytes().startswith(head)
+
+
+def test_a_report_has_policies_of_its_models_and_a_folder_of_its_own(tmp_path: Path) -> None:
+    model = two()[0]
+    models = {"a": (model.validation, model.test)}
+    with pytest.raises(ls.UserError, match="policies of 'other'"):  # though the room is imported, it can be called
+        ls.report(models, tmp_path / "out", policies={"other": [ls.ExitPolicy("fixed", 2)]})
+    with pytest.raises(ls.UserError, match="no style 'poster'; choose one of page, paper"):
+        ls.report(models, tmp_path / "out", style="poster")
+    model.test.save(tmp_path / "test")
+    with pytest.raises(ls.UserError, match="is not only a report's: it holds test"):
+        ls.report(models, tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["test"]
 
 
 def test_the_page_needs_nothing_from_elsewhere(report: tuple[Path, Results]) -> None:
@@ -103,26 +128,28 @@ def test_the_page_says_what_the_tables_say(report: tuple[Path, Results]) -> None
     assert page.count('<article class="card"') == 2
 
 
-def test_a_number_stays_with_its_percent_sign_but_in_what_can_be_copied(
-    report: tuple[Path, Results], tmp_path: Path
-) -> None:
-    results, details = analyse_models(two(), "a", [0.6])
-    command = "loopscope report 'a %b' --out report"
-    page = write_report(results, details, OVERVIEW.make(results, ["overview"]), tmp_path / "copied", command)
-    said = html.unescape(page.read_text()).partition("<script")[0]
-    assert f"<code>{command}</code>" in said
+def test_a_number_stays_with_its_percent_sign_but_in_what_can_be_copied(report: tuple[Path, Results]) -> None:
+    said = html.unescape(report[0].read_text()).partition("<script")[0]
+    assert f"<code>{COMMAND}</code>" in said
     assert not re.search(r"\d %", said)
     assert re.search("\\d\N{NO-BREAK SPACE}%", said)
 
 
-def test_the_same_results_give_the_same_page(report: tuple[Path, Results], tmp_path: Path) -> None:
-    again, _ = written(two(), tmp_path / "again", "a")
-    assert again.read_bytes() == report[0].read_bytes()
+def test_the_same_results_give_the_same_page(
+    report: tuple[Path, Results], analysed: tuple[Results, list[ThresholdDetails]]
+) -> None:
+    results = read_json(Results, report[0].parent / "results.json", "results")
+    again = render(results, analysed[1], OVERVIEW.make(results, ["overview"]), COMMAND, "")
+    assert again == report[0].read_text()
+    assert reported_models(report[0].parent) == ["a", "b"]
 
 
-def test_hostile_names_are_text(tmp_path: Path) -> None:
-    path, results = written([hostile()[place] for place in (0, 1, 6)], tmp_path / "report")
-    page, tables = path.read_text(), (path.parent / "tables.md").read_text()
+def test_hostile_names_are_text() -> None:
+    one, (details,) = analyse_models(hostile()[:1], None, TARGETS)
+    models = [msgspec.structs.replace(one.models[0], name=HOSTILE[place], group=HOSTILE[place]) for place in (0, 1, 6)]
+    results = assemble_results(models, one.targets)
+    products = OVERVIEW.make(results, ["overview"])
+    page, tables = render(results, [details] * 3, products, COMMAND, ""), markdown(products)
     assert page.count("<script") == 3 + 3 + 4  # the head, the libraries and the script; a part a model; figures
     for text in HOSTILE[:2]:
         assert text not in page

@@ -5,36 +5,22 @@ itself can be called.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from loopscope.analysis import Target
-    from loopscope.exits import ExitPolicy
-    from loopscope.trajectory import Trajectory
+from loopscope.errors import UserError
 
 
 class _Report(ModuleType):
-    def __call__(
-        self,
-        models: "Mapping[str, tuple[Trajectory, Trajectory]]",
-        out: str | Path,
-        reference: str | None = None,
-        targets: "Sequence[float | Target] | None" = None,
-        policies: "Mapping[str, Sequence[ExitPolicy]] | None" = None,
-        style: str = "page",
-    ) -> Path:
+    def __call__(self, *arguments: Any, **options: Any) -> Path:
         """See `loopscope.report.write.report`."""
-        from loopscope.errors import UserError
-
         try:
             from loopscope.report.write import report
         except ImportError as error:
             needed = f"The report needs {error.name}; install it with: pip install 'loopscope[report]'."
             raise UserError(needed) from None
-        return report(models, out, reference, targets, policies, style)
+        return report(*arguments, **options)
 
 
 sys.modules[__name__].__class__ = _Report

@@ -5,49 +5,50 @@ A drawing is what a figure shows, to be laid out in a style: `page`, or `paper`,
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
+from textwrap import wrap as wrapped
+from typing import Any
 
-import altair as alt
 import vl_convert
 
-from loopscope.report.colours import looks_of, shades_of
-from loopscope.report.curves import MOST, POINTS, Binning, Line, Panel, chosen_lines
-from loopscope.report.layout import GREY, Chart, FigureGrid, FigureStyle, Specification, figure_style, wrap
+from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, chosen_lines
+from loopscope.report.figure_style import GREY, INK, STYLES, FigureStyle, looks_of, shades_of
 from loopscope.writing import write_bytes
 
+Specification = dict[str, Any]
+Drawing = Callable[[FigureStyle], Specification]
+Limits = tuple[float, float]
 _DASHES = ([1, 0], [6, 2], [2, 2], [8, 2, 2, 2])
 """In turn, beside colour and mark: a line that another one nearly covers shows through."""
-_MARKS = 5
-"""On a line."""
-
-
-Drawing = Callable[[FigureStyle], Specification]
+_MARKS_PER_LINE = 5
+wrap = partial(wrapped, break_long_words=False, break_on_hyphens=False)
 
 
 def frontiers(panels: Sequence[Panel], scaled_alone: bool = False) -> Drawing | None:
     """Panels of curves on one scale, with their targets; or each on a scale of its own, without."""
-    panels = [panel for panel in panels if panel.lines]
-    return partial(_frontiers, panels, scaled_alone) if panels else None
+    panels = [replace(panel, target=None if scaled_alone else panel.target) for panel in panels if panel.lines]
+    return cache(partial(_frontiers, panels, scaled_alone)) if panels else None
 
 
 def difficulty_chart(
     panels: Sequence[Binning], percent: bool = False, shared: bool = True, per_row: int | None = None
 ) -> Drawing | None:
     """A line a difficulty; with shared heights the panels show the same quantity on the same scale."""
-    return partial(_difficulties, panels, percent, shared, per_row) if panels else None
+    return cache(partial(_difficulties, panels, percent, shared, per_row)) if panels else None
 
 
 def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page") -> None:
     """Writes a figure as PNG, PDF and SVG."""
-    chosen = figure_style(style)
+    chosen = STYLES[style]
     specification = drawing(chosen)
     svg = vl_convert.vegalite_to_svg(specification)
     if chosen.total is not None:  # what axes and titles take is known once they are drawn
-        fitted = chosen.width + (chosen.total - _width(svg)) / specification["usermeta"]["columns"]
-        specification = drawing(replace(chosen, width=fitted))
-        svg = vl_convert.vegalite_to_svg(specification)
+        found = re.search(r'<svg[^>]* width="([\d.]+)', svg)
+        assert found is not None
+        fitted = chosen.width + (chosen.total - float(found[1])) / specification["usermeta"]["columns"]
+        svg = vl_convert.vegalite_to_svg(drawing(replace(chosen, width=fitted)))
     svg = _renumbered(svg)
     write_bytes(folder / f"{name}.svg", svg.encode())
     write_bytes(folder / f"{name}.png", vl_convert.svg_to_png(svg, ppi=chosen.png_ppi))
@@ -61,37 +62,131 @@ def _renumbered(svg: str) -> str:
     return re.sub(pattern, lambda found: f"{found[1]}{numbers.setdefault(found[2], len(numbers))}", svg)
 
 
-def _width(svg: str) -> float:
-    found = re.search(r'<svg[^>]* width="([\d.]+)', svg)
-    assert found is not None
-    return float(found[1])
+def _quantity(field: str, **more: Any) -> Specification:
+    return {"field": field, "type": "quantitative", **more}
+
+
+def _nominal(field: str) -> Specification:
+    return {"field": field, "type": "nominal"}
+
+
+def _unscaled(field: str) -> Specification:
+    """A colour, mark or dash that rows say themselves."""
+    return {"field": field, "type": "nominal", "scale": None}
+
+
+def _layer(mark: str, looks: Specification, encoding: Specification, only: str = "") -> Specification:
+    """Marks for all rows of a panel, or for those of which `only` is true."""
+    rows = {"transform": [{"filter": only}]} if only else {}
+    return {**rows, "mark": {"type": mark, **looks}, "encoding": encoding}
+
+
+@dataclass(frozen=True)
+class FigureGrid:
+    """The panels of a figure in a full grid; the key takes the place that it leaves, or a row of its own."""
+
+    style: FigureStyle
+    panels: int
+    per_row: int | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.style.columns(self.panels, self.per_row)
+
+    def x_title(self, place: int, title: str) -> str | None:
+        """Below the lowest panel of a column."""
+        return title if place + self.columns >= self.panels else None
+
+    def y_title(self, place: int, title: str) -> str | None:
+        """On the left."""
+        return title if place % self.columns == 0 else None
+
+    def panel(self, rows: list[Specification], layers: list[Specification], title: str) -> Specification:
+        whole = title.replace("β ", "β\N{NO-BREAK SPACE}")
+        lines = wrap(whole, int(self.style.width * 1.2 / self.style.letter)) or [title]
+        size = {"width": self.style.width, "height": self.style.height}
+        return {"data": {"values": rows}, "layer": layers, "title": lines, **size}
+
+    def specification(
+        self, panels: Sequence[Specification], key: Sequence[Specification], notes: Sequence[str], title: str = ""
+    ) -> Specification:
+        style, font = self.style, self.style.font
+        whole = self.columns * (style.width + 4.5 * font) if style.total is None else style.total - 2 * font
+        cells, below = list(panels), []
+        if key and self.panels % self.columns != 0:
+            cells.append(self._key(key, title, style.width, style.height))
+        elif key:
+            below.append(self._key(key, title, whole - 4.5 * font))  # it begins where the first panel does
+        spaces = {"column": 1.4 * font, "row": 1.2 * font}
+        grid = {"concat": cells, "columns": self.columns, "spacing": spaces, "align": "each"}
+        text = wrap(" ".join(notes), int(whole / (0.95 * style.letter)))
+        foot = {"text": text, "orient": "bottom", "anchor": "start", "fontSize": font, "offset": 0.8 * font}
+        return {
+            "vconcat": [grid, *below],
+            "spacing": font,
+            "title": {**foot, "color": GREY},
+            "config": style.config,
+            "usermeta": {"columns": self.columns},
+        }
+
+    def _key(self, entries: Sequence[Specification], title: str, room: float, height: float = 0.0) -> Specification:
+        """Lines with their names, in as many columns as there is room for; at least so high."""
+        font, letter = self.style.font, self.style.letter
+        y = 1.6 * font if title else 0.0
+        names = [wrap(entry["name"], int((room - 3 * font) / letter)) for entry in entries]
+        across = letter * (max(len(line) for name in names for line in name) + 1) + 3.5 * font
+        columns = max(1, min(int(room / across), len(entries)))
+        rows = []
+        for start in range(0, len(entries), columns):
+            beside = list(zip(entries, names, strict=True))[start : start + columns]
+            for place, (entry, name) in enumerate(beside):
+                x = across * place
+                marks = {"x": x, "end": x + 2.2 * font, "middle": x + 1.1 * font, "text": x + 2.8 * font}
+                rows.append({**entry, **marks, "name": "\n".join(name), "y": y + 0.6 * font})
+            y += 1.25 * font * max(len(name) for _, name in beside) + 0.2 * font
+
+        def at(field: str) -> Specification:
+            axes = {"scale": None, "axis": None}
+            return {"x": _quantity(field, **axes), "y": _quantity("y", **axes)}
+
+        colour, text = {"color": _unscaled("colour")}, {"align": "left", "baseline": "top", "fontSize": font}
+        dashes = {"x2": {"field": "end"}, "strokeDash": _unscaled("dash")}
+        point = {"filled": True, "opacity": 1, "size": self.style.mark, "strokeWidth": 0.8 * self.style.stroke}
+        name_looks = {**text, "dy": -0.4 * font, "lineBreak": "\n", "color": INK}
+        layers = [
+            _layer("rule", {"strokeWidth": self.style.stroke}, {**at("x"), **colour, **dashes}, "datum.line"),
+            _layer("point", point, {**at("middle"), **colour, "shape": _unscaled("shape")}),
+            _layer("text", name_looks, {**at("text"), "text": _nominal("name")}),
+        ]
+        if title:
+            corner = {"x": {"value": 0}, "y": {"value": 0}, "text": _nominal("name")}
+            layers.append({"data": {"values": [{"name": title}]}, **_layer("text", {**text, "color": GREY}, corner)})
+        size = {"width": room if height else across * columns, "height": max(y, height)}
+        return {"data": {"values": rows}, "layer": layers, "view": {"stroke": None}, **size}
+
+
+def _key_entry(name: str, colour: str, shape: str, dash: Sequence[float] = (1, 0), line: bool = True) -> Specification:
+    return {"name": name, "colour": colour, "shape": shape, "dash": list(dash), "line": line}
 
 
 def _frontiers(panels: Sequence[Panel], scaled_alone: bool, style: FigureStyle) -> Specification:
     floor = min(float(line.accuracy.min()) for panel in panels for line in panel.lines)
-    heights = [panel.heights if scaled_alone else (max(0.0, floor - 0.01), 1.0) for panel in panels]
-    drawn = chosen_lines(panels, heights)
+    limits = [panel.heights if scaled_alone else (max(0.0, floor - 0.01), 1.0) for panel in panels]
+    drawn = chosen_lines(panels, limits)
     looks = looks_of({line.name for panel in drawn.panels for line in panel.lines})
     joined = {group[0]: " ≈ ".join(group) for group in drawn.merged}
     dashes = {
         name: [each * style.font / 10 for each in _DASHES[k % len(_DASHES)]]
         for k, name in enumerate(name for name in looks if name not in POINTS)
     }
-    key = [
-        {
-            "name": joined.get(name, name),
-            "colour": colour,
-            "shape": shape,
-            "dash": dashes.get(name, [1, 0]),
-            "line": name not in POINTS,
-        }
-        for name, (colour, shape) in looks.items()
-    ]
-    figure = FigureGrid(style, len(panels))
-    by_name = dict(zip(looks, key, strict=True))
+    key = {
+        name: _key_entry(joined.get(name, name), *look, dashes.get(name, (1, 0)), name not in POINTS)
+        for name, look in looks.items()
+    }
+    grid = FigureGrid(style, len(panels))
     charts = [
-        _frontier_panel(figure, place, panel, by_name, limits, not scaled_alone)
-        for place, (panel, limits) in enumerate(zip(drawn.panels, heights, strict=True))
+        _frontier_panel(grid, place, panel, key, limit)
+        for place, (panel, limit) in enumerate(zip(drawn.panels, limits, strict=True))
     ]
     notes = [_bands({line.seeds for panel in drawn.panels for line in panel.lines})]
     if any(panel.wide for panel in drawn.panels):
@@ -100,154 +195,114 @@ def _frontiers(panels: Sequence[Panel], scaled_alone: bool, style: FigureStyle) 
         notes.append("≈ and 'as': closer than a line's width, so drawn once.")
     if drawn.left_out:
         notes.append(f"Not drawn: {', '.join(drawn.left_out)}.")
-    return figure.specification(charts, key, notes)
+    return grid.specification(charts, list(key.values()), notes)
 
 
 def _frontier_panel(
-    figure: FigureGrid,
-    place: int,
-    panel: Panel,
-    key: Mapping[str, Specification],
-    heights: tuple[float, float],
-    rule: bool,
-) -> Chart:
-    style = figure.style
+    grid: FigureGrid, place: int, panel: Panel, key: Mapping[str, Specification], limits: Limits
+) -> Specification:
+    style = grid.style
     rows = [
         {"loops": float(x), "accuracy": float(y), "low": float(low), "high": float(high), "line": line.name}
-        | {"colour": key[line.name]["colour"], "shape": key[line.name]["shape"], "dash": key[line.name]["dash"]}
+        | {name: key[line.name][name] for name in ("colour", "shape", "dash")}
         | {"alone": line.name in POINTS, "mark": index in marks, "order": index}
         for number, line in enumerate(panel.lines)
         for marks in [_marked(line, number)]
         for index, (x, y, low, high) in enumerate(zip(line.loops, line.accuracy, line.low, line.high, strict=True))
     ]
-    ticks = list(range(1, panel.loops + 1)) if panel.loops <= 10 else alt.Undefined
-    x = alt.X(
-        "loops:Q",
-        title=figure.x_title(place, "average loops"),
-        axis=alt.Axis(values=ticks, format="d"),
-        scale=alt.Scale(domain=[1, max(panel.loops, 2)]),
-    )
-    y = alt.Y(
-        "accuracy:Q",
-        title=figure.y_title(place, "accuracy"),
-        axis=alt.Axis(format="%", tickCount=5),
-        scale=alt.Scale(domain=list(heights), nice=False),
-    )
-    base = alt.Chart(figure.named(rows)).encode(x=x, y=y, color=alt.Color("colour:N", scale=None))
-    lines, points = base.transform_filter("!datum.alone"), base.transform_filter("datum.mark")
-    low = alt.Y("low:Q", scale=alt.Scale(domain=list(heights), nice=False))
-    band = lines.mark_area(opacity=0.18, clip=True).encode(y=low, y2="high:Q", detail="line:N")
-    bars = (
-        base.transform_filter("datum.alone").mark_rule(strokeWidth=style.stroke, clip=True).encode(y=low, y2="high:Q")
-    )
-    curves = lines.mark_line(strokeWidth=style.stroke, clip=True).encode(
-        detail="line:N", order="order:Q", strokeDash=alt.StrokeDash("dash:N", scale=None)
-    )
-    size = alt.condition("datum.alone", alt.value(style.mark), alt.value(0.6 * style.mark))
-    marks = points.mark_point(filled=True, opacity=1, strokeWidth=0.8 * style.stroke).encode(
-        shape=alt.Shape("shape:N", scale=None), size=size
-    )
-    layers = [bars, curves, marks] if panel.wide else [band, bars, curves, marks]
-    if rule and panel.target is not None:
-        target = alt.Chart(figure.named([{"accuracy": panel.target}]))
-        layers.insert(
-            0, target.mark_rule(strokeDash=[4, 4], color=GREY, strokeWidth=0.6 * style.stroke, clip=True).encode(y=y)
-        )
+    ticks = {"values": list(range(1, panel.loops + 1))} if panel.loops <= 10 else {}
+    loops, accuracy = grid.x_title(place, "average loops"), grid.y_title(place, "accuracy")
+    scale = {"domain": list(limits), "nice": False}
+    x = _quantity("loops", title=loops, axis={"format": "d", **ticks}, scale={"domain": [1, max(panel.loops, 2)]})
+    y = _quantity("accuracy", title=accuracy, axis={"format": "%", "tickCount": 5}, scale=scale)
+    at = {"x": x, "y": y, "color": _unscaled("colour")}
+    span = {**at, "y": _quantity("low", scale=scale), "y2": {"field": "high"}}
+    one_line = {"detail": _nominal("line"), "order": _quantity("order"), "strokeDash": _unscaled("dash")}
+    size = {"condition": {"test": "datum.alone", "value": style.mark}, "value": 0.6 * style.mark}
+    stroke = {"strokeWidth": style.stroke, "clip": True}
+    point = {"filled": True, "opacity": 1, "strokeWidth": 0.8 * style.stroke}
+    layers = [
+        _layer("rule", stroke, span, "datum.alone"),
+        _layer("line", stroke, {**at, **one_line}, "!datum.alone"),
+        _layer("point", point, {**at, "shape": _unscaled("shape"), "size": size}, "datum.mark"),
+    ]
+    if not panel.wide:
+        band = {"opacity": 0.18, "clip": True}
+        layers.insert(0, _layer("area", band, {**span, "detail": _nominal("line")}, "!datum.alone"))
+    if panel.target is not None:
+        dashed = {"strokeDash": [4, 4], "color": GREY, "strokeWidth": 0.6 * style.stroke, "clip": True}
+        layers.insert(0, {"data": {"values": [{"accuracy": panel.target}]}, **_layer("rule", dashed, {"y": y})})
     if panel.same:
         texts = [f"as {first}: {', '.join(others)}" for first, *others in panel.same]
-        layers.append(_corner(figure, [line for text in texts for line in wrap(text, int(style.width / style.letter))]))
-    return figure.panel(alt.layer(*layers), panel.title)
+        lines = [line for text in texts for line in wrap(text, int(style.width / style.letter))]
+        layers.append(_corner(style, lines))
+    return grid.panel(rows, layers, panel.title)
 
 
-def _corner(figure: FigureGrid, lines: list[str]) -> alt.Chart:
+def _corner(style: FigureStyle, lines: list[str]) -> Specification:
     """A text in the lower right of a panel, where frontiers have been and gone."""
-    size = figure.style.font * 0.85
+    size = style.font * 0.85
     rows = [{"text": line, "down": -3 - 1.2 * size * place} for place, line in enumerate(reversed(lines))]
-    return (
-        alt.Chart(figure.named(rows))
-        .mark_text(align="right", baseline="bottom", fontSize=size, color=GREY, dx=-3)
-        .encode(
-            x=alt.value(figure.style.width),
-            y=alt.value(figure.style.height),
-            yOffset=alt.YOffset("down:Q", scale=None),
-            text="text:N",
-        )
-    )
+    at = {"x": {"value": style.width}, "y": {"value": style.height}, "yOffset": _quantity("down", scale=None)}
+    looks = {"align": "right", "baseline": "bottom", "fontSize": size, "color": GREY, "dx": -3}
+    return {"data": {"values": rows}, **_layer("text", looks, {**at, "text": _nominal("text")})}
 
 
 def _marked(line: Line, number: int) -> set[int]:
     """At which places a line has a mark: all where there are few, else some, not where those of other lines are."""
     size = len(line.loops)
-    if line.name in POINTS or size <= _MARKS:
+    if line.name in POINTS or size <= _MARKS_PER_LINE:
         return set(range(size))
-    start, end = line.loops[0], line.loops[-1]
-    spaced = [start + (end - start) * (each + 0.15 + 0.13 * (number % 6)) / _MARKS for each in range(_MARKS)]
+    start, end, count = line.loops[0], line.loops[-1], _MARKS_PER_LINE
+    spaced = [start + (end - start) * (each + 0.15 + 0.13 * (number % 6)) / count for each in range(count)]
     return {int(abs(line.loops - x).argmin()) for x in spaced}
 
 
 def _difficulties(
     panels: Sequence[Binning], percent: bool, shared: bool, per_row: int | None, style: FigureStyle
 ) -> Specification:
-    figure = FigureGrid(style, len(panels), per_row)
+    grid = FigureGrid(style, len(panels), per_row)
     shades = shades_of([level for panel in panels for level in panel.levels])
-    tables = [list(panel.rows()) for panel in panels]
-    limits = [_limits([row[3:] for row in rows], percent) for rows in tables]
+    tables = [list(panel.rows(shades)) for panel in panels]
+    limits = [_limits(rows, percent) for rows in tables]
     if shared:
         limits = [(min(low for low, _ in limits), max(high for _, high in limits))] * len(panels)
-    charts = [
-        _difficulty_panel(figure, place, panel, rows, shades, limit, percent, shared)
-        for place, (panel, rows, limit) in enumerate(zip(panels, tables, limits, strict=True))
-    ]
+    charts = []
+    for place, (panel, rows, limit) in enumerate(zip(panels, tables, limits, strict=True)):
+        axis = {"format": "%", "tickCount": 5} if percent else {"tickCount": 5}
+        title = grid.y_title(place, panel.quantity) if shared else None
+        y = _quantity("value", title=title, axis=axis, scale={"domain": list(limit), "nice": False})
+        charts.append(_difficulty_panel(grid, place, panel.title, rows, y))
     levels = sorted(shades)
-    listed = levels if len(levels) <= MOST else [levels[round(k * (len(levels) - 1) / (MOST - 1))] for k in range(MOST)]
-    key = [
-        {"name": f"{level:g}", "colour": shades[level], "shape": "circle", "dash": [1, 0], "line": True}
-        for level in listed
-    ]
+    listed, most = levels, MAX_KEY_ENTRIES
     notes = [_bands({panel.seeds for panel in panels})]
-    if len(listed) < len(levels):
-        notes.append(f"The key has {len(listed)} of {len(levels)} difficulties.")
-    return figure.specification(charts, key if len(levels) > 1 else [], notes, "difficulty")
+    if len(levels) > most:
+        listed = [levels[round(k * (len(levels) - 1) / (most - 1))] for k in range(most)]
+        notes.append(f"The key has {most} of {len(levels)} difficulties.")
+    key = [_key_entry(f"{level:g}", shades[level], "circle") for level in listed]
+    return grid.specification(charts, key if len(levels) > 1 else [], notes, "difficulty")
 
 
-def _limits(bounds: Sequence[tuple[float, float]], percent: bool) -> tuple[float, float]:
-    low, high = min((low for low, _ in bounds), default=0.0), max((high for _, high in bounds), default=1.0)
+def _limits(rows: Sequence[Specification], percent: bool) -> Limits:
+    low, high = min((row["low"] for row in rows), default=0.0), max((row["high"] for row in rows), default=1.0)
     room = 0.04 * (high - low) or 0.05
     low, high = low - room if low < 0 or low > room else 0.0, high + room
     return (max(0.0, low), min(1.0, high)) if percent else (low, high)
 
 
 def _difficulty_panel(
-    figure: FigureGrid,
-    place: int,
-    panel: Binning,
-    table: Sequence[tuple[float, int, float, float, float]],
-    shades: Mapping[float, str],
-    limits: tuple[float, float],
-    percent: bool,
-    shared: bool,
-) -> Chart:
-    style = figure.style
-    rows = [
-        {"level": level, "loop": loop, "value": value, "low": low, "high": high, "colour": shades[level]}
-        for level, loop, value, low, high in table
-    ]
-    loops = sorted({row[1] for row in table})
-    x = alt.X(
-        "loop:Q",
-        title=figure.x_title(place, "loop"),
-        axis=alt.Axis(values=loops if len(loops) <= 10 else alt.Undefined, format="d"),
-        scale=alt.Scale(domain=[loops[0] - 0.2, loops[-1] + 0.2] if loops else [0.8, 1.2], nice=False),
-    )
-    scale = alt.Scale(domain=list(limits), nice=False)
-    axis = alt.Axis(format="%", tickCount=5) if percent else alt.Axis(tickCount=5)
-    y = alt.Y("value:Q", title=figure.y_title(place, panel.quantity) if shared else None, axis=axis, scale=scale)
-    base = alt.Chart(figure.named(rows)).encode(x=x, y=y, color=alt.Color("colour:N", scale=None), detail="level:N")
-    band = base.mark_area(opacity=0.2).encode(y=alt.Y("low:Q", scale=scale), y2="high:Q")
-    layers = [band, base.mark_line(strokeWidth=style.stroke)]
+    grid: FigureGrid, place: int, title: str, rows: list[Specification], y: Specification
+) -> Specification:
+    loops = sorted({row["loop"] for row in rows})
+    ticks = {"values": loops} if len(loops) <= 10 else {}
+    scale = {"domain": [loops[0] - 0.2, loops[-1] + 0.2] if loops else [0.8, 1.2], "nice": False}
+    x = _quantity("loop", title=grid.x_title(place, "loop"), axis={"format": "d", **ticks}, scale=scale)
+    at = {"x": x, "y": y, "color": _unscaled("colour"), "detail": _nominal("level")}
+    span = {**at, "y": _quantity("low", scale=y["scale"]), "y2": {"field": "high"}}
+    layers = [_layer("area", {"opacity": 0.2}, span), _layer("line", {"strokeWidth": grid.style.stroke}, at)]
     if len(loops) <= 8:
-        layers.append(base.mark_point(filled=True, opacity=1, size=0.5 * style.mark))
-    return figure.panel(alt.layer(*layers), panel.title)
+        layers.append(_layer("point", {"filled": True, "opacity": 1, "size": 0.5 * grid.style.mark}, at))
+    return grid.panel(rows, layers, title)
 
 
 def _bands(seeds: set[int]) -> str:
@@ -255,5 +310,5 @@ def _bands(seeds: set[int]) -> str:
     if not several:
         return "Bands: 95 % intervals over test examples."
     count = " to ".join(map(str, dict.fromkeys((several[0], several[-1]))))
-    over = f"lines: the mean of {count} seeds, bands: from the lowest to the highest"
-    return f"{over[0].upper()}{over[1:]}" + ("; of one seed: 95 % over test examples." if 1 in seeds else ".")
+    over = f"Lines: the mean of {count} seeds, bands: from the lowest to the highest"
+    return over + ("; of one seed: 95 % over test examples." if 1 in seeds else ".")

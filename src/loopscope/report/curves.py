@@ -3,25 +3,34 @@
 Curves that lie on each other are drawn once, and a figure has no more of them than a legend can tell apart.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.analysis.schema import Binned, FrontierResult
+from loopscope.analysis.diagnosis import NO_VERDICT
+from loopscope.analysis.schema import Binned, FrontierResult, ModelResult, Results
+from loopscope.exits.signals import CONVERGENCE
 
 POINTS = ("fixed", "oracle")
 """Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""
-MOST = 8
-"""Entries of a legend."""
-_CLOSE = 0.015
-"""Of a panel's height: about the width of a line."""
-_ENDS = 0.15
+MAX_KEY_ENTRIES = 8
+_LINE_WIDTH = 0.015
+"""Of a panel's height: lines that are closer are drawn once."""
+_MAX_END_DISTANCE = 0.15
 """Loops by which the ends of two curves that are called the same may differ."""
-_DRAWN = 61
-"""Points of a mean over seeds."""
+_POINTS_OF_A_MEAN = 61
+SIGNAL_TITLES = {
+    "entropy": "entropy",
+    "margin": "logit margin",
+    "kl": "predictive KL",
+    "hidden_change": "hidden-state displacement",
+}
 
+Seeds = Sequence[ModelResult]
+"""Runs that differ in their seed only."""
 Floats = NDArray[np.float64]
 
 
@@ -40,19 +49,16 @@ class Line:
     def of(cls, frontiers: Sequence[FrontierResult], name: str | None = None) -> "Line":
         """Of a frontier a seed; of the first alone where they have no depth in common."""
         curves = [_sorted(frontier) for frontier in frontiers]
-        name, first = name or frontiers[0].readout, curves[0]
-        if len(curves) == 1:
-            return cls(name, *first)
-        if frontiers[0].readout in POINTS:
-            if len({len(curve[0]) for curve in curves}) > 1:
-                return cls(name, *first)
+        name, points = name or frontiers[0].readout, frontiers[0].readout in POINTS
+        start, end = max(curve[0][0] for curve in curves), min(curve[0][-1] for curve in curves)
+        apart = len({len(curve[0]) for curve in curves}) > 1 if points else start >= end
+        if len(curves) == 1 or apart:
+            return cls(name, *curves[0])
+        if points:
             loops = np.mean([curve[0] for curve in curves], axis=0)
             heights = np.array([curve[1] for curve in curves])
         else:
-            start, end = max(curve[0][0] for curve in curves), min(curve[0][-1] for curve in curves)
-            if start >= end:
-                return cls(name, *first)
-            loops = np.linspace(start, end, _DRAWN)
+            loops = np.linspace(start, end, _POINTS_OF_A_MEAN)
             heights = np.array([np.interp(loops, curve[0], curve[1]) for curve in curves])
         return cls(name, loops, heights.mean(axis=0), heights.min(axis=0), heights.max(axis=0), len(curves))
 
@@ -61,7 +67,7 @@ class Line:
         if self.name in POINTS or other.name in POINTS:
             return False
         ends = (abs(self.loops[0] - other.loops[0]), abs(self.loops[-1] - other.loops[-1]))
-        if max(ends) > _ENDS:
+        if max(ends) > _MAX_END_DISTANCE:
             return False
         theirs = np.interp(self.loops, other.loops, other.accuracy)
         ours = np.interp(other.loops, self.loops, self.accuracy)
@@ -90,7 +96,7 @@ class Panel:
     @property
     def heights(self) -> tuple[float, float]:
         """From the least to the greatest accuracy, with a little room."""
-        low, high = (pick(pick(line.accuracy) for line in self.lines) for pick in (min, max))
+        low, high = (float(pick(pick(line.accuracy) for line in self.lines)) for pick in (min, max))
         if self.wide:  # the bars of the fixed depths are all that is drawn of intervals
             fixed = [line for line in self.lines if line.name == "fixed"]
             low = min([low, *(float(line.low.min()) for line in fixed)])
@@ -126,21 +132,15 @@ def chosen_lines(panels: Sequence[Panel], heights: Sequence[tuple[float, float]]
     chosen = {name for panel in panels for name in panel.chosen}
     names = [name for name in dict.fromkeys(line.name for panel in panels for line in panel.lines) if name in drawn]
     names.sort(key=lambda name: 0 if name in chosen else _weight(name))
-    most = max(MOST, sum(name in chosen or _weight(name) == 0 for name in names))
+    most = max(MAX_KEY_ENTRIES, sum(name in chosen or _weight(name) == 0 for name in names))
     kept, left_out = set(names[:most]), names[most:]
-    panels = [
-        replace(
-            panel,
-            lines=[line for line in panel.lines if line.name in kept],
-            same=tuple(
-                named
-                for group in panel.same
-                if group not in everywhere and len(named := tuple(name for name in group if name not in left_out)) > 1
-            ),
-        )
-        for panel in once
-    ]
-    return Drawn(panels, tuple(sorted(group for group in everywhere if group[0] in kept)), left_out)
+    shown = []
+    for panel in once:
+        lines = [line for line in panel.lines if line.name in kept]
+        here = [group for group in panel.same if group not in everywhere]
+        same = [tuple(name for name in group if name not in left_out) for group in here]
+        shown.append(replace(panel, lines=lines, same=tuple(group for group in same if len(group) > 1)))
+    return Drawn(shown, tuple(sorted(group for group in everywhere if group[0] in kept)), left_out)
 
 
 def _weight(name: str) -> int:
@@ -152,7 +152,7 @@ def _once(panel: Panel, height: float) -> Panel:
     groups: list[list[Line]] = []
     for line in panel.lines:
         for group in groups:
-            if line.lies_on(group[0], _CLOSE * height):
+            if line.lies_on(group[0], _LINE_WIDTH * height):
                 group.append(line)
                 break
         else:
@@ -179,8 +179,8 @@ class Binning:
         """As many as have the same difficulties: else the first alone is drawn."""
         return len(self.tables) if all(table.levels == self.levels for table in self.tables) else 1
 
-    def rows(self) -> Iterable[tuple[float, int, float, float, float]]:
-        """Difficulty, loop, value and its band, where there is a value."""
+    def rows(self, shades: Mapping[float, str]) -> Iterable[dict[str, Any]]:
+        """A value with its band, where there is one; shades are the colours of difficulties."""
         shown = self.tables[: self.seeds]
         for place, level in enumerate(self.levels):
             for loop in range(self.first, len(shown[0].values[place]) + 1):
@@ -189,10 +189,39 @@ class Binning:
                     continue
                 mean, low, high = sum(values) / len(values), min(values), max(values)
                 if self.seeds == 1:
-                    low, high = _bound(shown[0].low, place, loop, mean), _bound(shown[0].high, place, loop, mean)
-                yield level, loop, mean, low, high
+                    bounds = shown[0].low[place][loop - 1], shown[0].high[place][loop - 1]
+                    low, high = (mean if bound is None else bound for bound in bounds)
+                yield {"level": level, "loop": loop, "value": mean, "low": low, "high": high, "colour": shades[level]}
 
 
-def _bound(table: list[list[float | None]], place: int, loop: int, value: float) -> float:
-    known = table[place][loop - 1] if table else None
-    return value if known is None else known
+def every_group(results: Results) -> list[tuple[str, Seeds]]:
+    models = {model.name: model for model in results.models}
+    groups = [(group, [models[name] for name in group.names]) for group in results.groups]
+    return [(group.label if len(seeds) > 1 else seeds[0].label, seeds) for group, seeds in groups]
+
+
+def frontier_panel(title: str, lines: list[Line], seeds: Seeds) -> Panel:
+    targets = [model.diagnosis.target.accuracy for model in seeds if model.diagnosis.verdict != NO_VERDICT]
+    target = sum(targets) / len(targets) if targets else None
+    chosen = tuple(name for model in seeds for name in model.diagnosis.compared_readouts)
+    return Panel(title, lines, len(seeds[0].forced_accuracy), target, chosen)
+
+
+def readout_lines(seeds: Seeds, readouts: Iterable[str], legend: Mapping[str, str] | None = None) -> list[Line]:
+    """The lines of those readouts that the runs have; `legend` says what some of them are called."""
+    found = {name: [frontier for model in seeds if (frontier := model.frontier(name))] for name in readouts}
+    return [Line.of(frontiers, (legend or {}).get(name)) for name, frontiers in found.items() if frontiers]
+
+
+def signal_panels(runs: Sequence[Mapping[str, Binned]], names: Iterable[str], prefix: str = "") -> list[Binning]:
+    """A panel for each of these signals that all runs have."""
+    return [
+        Binning(prefix + title, title, [signals[name] for signals in runs], 2 if name in CONVERGENCE else 1)
+        for name, title in SIGNAL_TITLES.items()
+        if name in names and all(name in signals for signals in runs)
+    ]
+
+
+def continued(table: Binned, more: Binned) -> Binned:
+    """The difficulties of both."""
+    return Binned(*(getattr(table, field) + getattr(more, field) for field in Binned.__struct_fields__))

@@ -1,14 +1,28 @@
 """Everything that a report can show, each under a name; a product is made where the models that it needs are there."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loopscope.analysis.schema import Results
-from loopscope.errors import UserError
-from loopscope.report import figures, tables
-from loopscope.report.charts import Drawing
+from loopscope.errors import visible
+from loopscope.exits.signals import STOPPER
+from loopscope.report import tables
+from loopscope.report.charts import Drawing, difficulty_chart, frontiers
+from loopscope.report.curves import (
+    SIGNAL_TITLES,
+    Binning,
+    Seeds,
+    every_group,
+    frontier_panel,
+    readout_lines,
+    signal_panels,
+)
 from loopscope.report.tables import Table
+
+_BREAKS = re.compile("[\t-\r\x1c-\x1f\x85\u2028\u2029]+")
+_MARKUP = re.compile(r"[\\|`*<~$&]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[]")
+"""What Markdown would read as more than a letter: `_` at the edge of a word, brackets where they would be a link."""
 
 
 @dataclass(frozen=True)
@@ -25,83 +39,115 @@ class Product:
 
 @dataclass(frozen=True)
 class Figure:
+    """How a figure is made, and its caption; a table brings its own."""
+
     make: Callable[[Results], Drawing | None]
     title: str
     note: str
-    label: str = ""  # of what it is the counterpart of
 
 
-@dataclass(frozen=True)
-class TableOf:
-    make: Callable[[Results], Table | None]
-    label: str = ""
-
-
-Recipe = Figure | TableOf
+Recipe = Figure | Callable[[Results], Table]
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Recipes by name, and groups of them; `counterpart` says what a recipe's label is called."""
+    """Recipes by name, and groups of them; `counterparts` says what in the paper a product stands for."""
 
     recipes: Mapping[str, Recipe]
     groups: Mapping[str, tuple[str, ...]]
-    counterpart: Callable[[str], str] = str
+    counterparts: Callable[[], Mapping[str, str]] = dict
 
     def names(self, names: Sequence[str]) -> list[str]:
-        """The products of these names or groups, each once; one that does not exist is refused."""
-        found = list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
-        if unknown := [name for name in found if name not in self.recipes]:
-            known = ", ".join((*self.groups, *self.recipes))
-            raise UserError(f"There is no product '{unknown[0]}'; choose one of {known}.")
-        return found
+        """The products of these names or groups, each once."""
+        return list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
 
     def make(self, results: Results, names: Sequence[str]) -> list[Product]:
         """The products of these names (or groups of products), as far as the results have what they need."""
-        made = (self._make(name, self.recipes[name], results) for name in self.names(names))
+        made = (self._make(name, results) for name in self.names(names))
         return [product for product in made if product is not None]
 
-    def _make(self, name: str, recipe: Recipe, results: Results) -> Product | None:
-        paper = self.counterpart(recipe.label)
-        if isinstance(recipe, Figure):
-            figure, title, note = recipe.make(results), recipe.title, recipe.note
-            if all(len(model.forced_accuracy_by_difficulty.levels) == 1 for model in results.models):
-                title, note = (re.sub(",? by difficulty", "", text) for text in (title, note))
-            note = note.rstrip() + tables.of_sequences(results)
-            return None if figure is None else Product(name, title, note, paper, figure=figure)
-        table = recipe.make(results)
-        if table is None or not table.rows:
+    def _make(self, name: str, results: Results) -> Product | None:
+        recipe, paper = self.recipes[name], self.counterparts().get(name, "")
+        if not isinstance(recipe, Figure):
+            table = recipe(results)
+            return Product(name, table.title, table.note, paper, table=table) if table.rows else None
+        figure, title, note = recipe.make(results), recipe.title, recipe.note
+        if figure is None:
             return None
-        return Product(name, table.title, table.note, paper, table=table)
+        if all(len(model.forced_accuracy_by_difficulty.levels) == 1 for model in results.models):
+            title, note = (re.sub(",? by difficulty", "", text) for text in (title, note))
+        return Product(name, title, note + tables.of_sequences(results), paper, figure=figure)
+
+
+def markdown(products: Iterable[Product]) -> str:
+    """All tables of a report, in which a name from a file is a name, whatever it looks like."""
+    parts = []
+    for product in products:
+        if product.table is not None:
+            paper = f", the counterpart of the paper's {product.paper}" if product.paper else ""
+            title, note = markdown_text(product.title), markdown_text(product.note)
+            rows = [product.table.columns, ["---"] * len(product.table.columns), *product.table.rows]
+            lines = ["| " + " | ".join(map(markdown_text, row)) + " |" for row in rows]
+            parts.append(f"## {title}\n\n`{product.name}`{paper}. {note}\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def markdown_text(text: str) -> str:
+    """A text in one line, as Markdown that shows every letter of it; tables.js does the same to what is copied."""
+    return _MARKUP.sub(r"\\\g<0>", visible(_BREAKS.sub(" ", text), keep=""))
+
+
+def _every_frontier(results: Results) -> Drawing | None:
+    """Those that validation chooses first; without learned stoppers, which mostly lie on the best single readout."""
+    groups = every_group(results)
+    best = [name for _, seeds in groups for model in seeds for name in model.diagnosis.compared_readouts]
+    known = [each.readout for _, seeds in groups for each in seeds[0].frontiers]
+    names = dict.fromkeys(["fixed", "gate", "oracle", *sorted(best, key=best.count, reverse=True), *known])
+    shown = [name for name in names if not name.startswith(STOPPER)]
+    return frontiers([frontier_panel(label, readout_lines(seeds, shown), seeds) for label, seeds in groups])
+
+
+def _every_signal(results: Results) -> Drawing | None:
+    groups = every_group(results)
+    rows = [signal_panels([run.signals for run in seeds], SIGNAL_TITLES, f"{label}: ") for label, seeds in groups]
+    per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1 else None
+    return difficulty_chart([panel for row in rows for panel in row], shared=False, per_row=per_row)
+
+
+def forced_exits(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
+    """A panel a title, over the runs beside it."""
+    tables = [(title, [model.forced_accuracy_by_difficulty for model in seeds]) for title, seeds in groups]
+    return difficulty_chart([Binning(title, "accuracy", each) for title, each in tables], percent=True)
+
+
+def exit_distributions(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
+    """The same of runs that have a gate."""
+    tables = [(title, [each.exit_distribution for each in seeds if each.exit_distribution]) for title, seeds in groups]
+    return difficulty_chart([Binning(title, "exit probability", each) for title, each in tables if each], percent=True)
 
 
 CURVES = (
     "Test accuracy against average loops as each readout's threshold is swept; the upper left is better. Dashed: the "
     "target accuracy. The oracle exits at the first correct loop. A legend has at most eight entries, unless "
-    "validation data choose more readouts: tables and the page have the others. "
+    "validation data choose more readouts: tables and the page have the others."
 )
-SIGNALS = "Bin means of the signals at every loop. Convergence signals compare a loop with the one before: no loop 1. "
-
+SIGNALS = "Bin means of the signals at every loop. Convergence signals compare a loop with the one before: no loop 1."
+_FORCED = "Accuracy of every loop, without any exit rule: the trajectory itself."
+_SPREAD = "How the model's own gate spreads its exits over the loops, on average, by difficulty."
 _OVERVIEW: dict[str, Recipe] = {
-    "headline": TableOf(tables.headline),
-    "diagnosis": TableOf(tables.gaps),
-    "stoppers": TableOf(tables.learned_stoppers),
-    "certified": TableOf(tables.certified),
-    "frontiers": Figure(figures.every_frontier, "Frontiers", CURVES),
-    "forced_exits": Figure(
-        figures.every_forced_exit,
-        "Forced exits by difficulty",
-        "Accuracy of every loop, without any exit rule: the trajectory itself.",
-    ),
+    "headline": tables.headline,
+    "diagnosis": tables.gaps,
+    "stoppers": tables.learned_stoppers,
+    "certified": tables.certified,
+    "frontiers": Figure(_every_frontier, "Frontiers", CURVES),
+    "forced_exits": Figure(lambda found: forced_exits(every_group(found)), "Forced exits by difficulty", _FORCED),
     "exit_distributions": Figure(
-        figures.every_exit_distribution,
-        "Learned exit distributions",
-        "How the model's own gate spreads its exits over the loops, on average, by difficulty.",
+        lambda found: exit_distributions(every_group(found)), "Learned exit distributions", _SPREAD
     ),
-    "signals": Figure(figures.every_signal, "Signals by difficulty", SIGNALS),
-    "depths": TableOf(tables.depths),
-    "forced": TableOf(tables.forced),
-    "ordering": TableOf(tables.ordering),
-    "paired": TableOf(tables.paired_table),
+    "signals": Figure(_every_signal, "Signals by difficulty", SIGNALS),
+    "depths": tables.depths,
+    "forced": tables.forced,
+    "ordering": tables.ordering,
+    "paired": tables.paired_table,
 }
 OVERVIEW = Catalogue(_OVERVIEW, {"overview": tuple(_OVERVIEW)})

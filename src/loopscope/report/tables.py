@@ -1,23 +1,25 @@
-"""The tables of a report, once, for the terminal and for the page."""
+"""The tables of every report, once, for the terminal, for Markdown and for the page; without rows, one is left out."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopscope.analysis import Gap, GuaranteeCheck, HeldOut, OverSeeds, Target, over_seeds
+from loopscope.analysis.bootstrap import Estimate
 from loopscope.analysis.diagnosis import NO_VERDICT
-from loopscope.analysis.schema import ModelResult, Results
-from loopscope.analysis.targets import percent_text
+from loopscope.analysis.gaps import Gap
+from loopscope.analysis.held_out import HeldOut
+from loopscope.analysis.schema import GroupResult, ModelResult, Results
+from loopscope.analysis.seeds import OverSeeds, over_seeds
+from loopscope.analysis.targets import Target, percent_text
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.signals import STOPPER
 from loopscope.exits.stopper import KINDS
 
-ORACLE = "oracle"
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
 NOTHING = "-"
 """In a cell that can have no value."""
-LISTED = 5
+MAX_LISTED_MODELS = 5
 """Models that a note names."""
 
 
@@ -29,13 +31,19 @@ class Table:
     rows: list[list[str]]
 
 
+def grouped_runs(results: Results) -> list[tuple[GroupResult, list[ModelResult]]]:
+    """Every group with its runs, which differ in their seed only."""
+    models = {model.name: model for model in results.models}
+    return [(group, [models[name] for name in group.names]) for group in results.groups]
+
+
 def of_sequences(results: Results) -> str:
     """What an example is, where it is a part of a sequence, as the end of a note; nothing where none is."""
     known = {model.label: model for model in results.models if model.sequences is not None}
     if not known:
         return ""
-    listed = "; ".join(f"{label}: {model.tested}" for label, model in list(known.items())[:LISTED])
-    more = f"; {len(known) - LISTED} more" if len(known) > LISTED else ""
+    listed = "; ".join(f"{label}: {model.tested}" for label, model in list(known.items())[:MAX_LISTED_MODELS])
+    more = f"; {len(known) - MAX_LISTED_MODELS} more" if len(known) > MAX_LISTED_MODELS else ""
     units = "/".join(dict.fromkeys(model.unit for model in known.values()))
     head = f"Examples are {units}" if len(known) == len(results.models) else f"Some examples are {units}"
     return f" {head} ({listed}{more}): means are over {units}, and intervals draw whole sequences."
@@ -45,12 +53,11 @@ def headline(results: Results) -> Table:
     """What a reader looks for first: the depth each model needs, and the part that is to blame."""
     target = results.targets[0]
     relative = next((each for each in results.targets if each.accuracy is None), target)
-    models = {model.name: model for model in results.models}
     rows = []
-    for group in results.groups:
-        members = [models[name] for name in group.names]
+    for group, members in grouped_runs(results):
         at = f" @{percent_text(min(model.targets[relative.key].reached for model in members))}"
         verdicts = Counter(model.verdict for model in members)
+        counted = [name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()]
         lower = read_lower(members, target)
         own = {name: values[relative.key] for name, values in group.depth_at.items()}
         shown = [
@@ -60,14 +67,9 @@ def headline(results: Results) -> Table:
         ]
         if without_depths(members):
             shown = [cell if cell == "no gate" else NO_VERDICT for cell in shown]
-        rows.append(
-            [
-                group.label if len(members) > 1 else members[0].label,
-                share(over_seeds([max(model.forced_accuracy) for model in members])),
-                *shown,
-                ", ".join(name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()),
-            ]
-        )
+        label = group.label if len(members) > 1 else members[0].label
+        best_loop = share(over_seeds([max(model.forced_accuracy) for model in members]))
+        rows.append([label, best_loop, *shown, ", ".join(counted)])
     missed = "@: at a lower one, where test data do not reach it"
     if target.accuracy is not None:
         missed = "N/A: none does" if relative is target else f"@: where none does, that of {relative.label}"
@@ -111,14 +113,6 @@ def without_depths(models: Sequence[ModelResult]) -> bool:
     return all(model.diagnosis.verdict == NO_VERDICT for model in models)
 
 
-def _is_silent(models: Sequence[ModelResult], target: Target) -> bool:
-    """Whether none of them gets a verdict at this target, so that none has a depth."""
-    return all(
-        model.diagnosis.verdict == NO_VERDICT or model.targets[target.key].accuracy <= model.diagnosis.chance
-        for model in models
-    )
-
-
 def read_lower(models: Sequence[ModelResult], target: Target) -> str:
     """At which accuracy a depth is read where test data do not reach the target; the lowest of several models'."""
     levels = [model.targets[target.key] for model in models]
@@ -129,10 +123,8 @@ def read_lower(models: Sequence[ModelResult], target: Target) -> str:
 
 def gaps(results: Results) -> Table:
     """The four gaps of every model."""
-    models = results.models
-    rows = []
-    for model in models:
-        rows.append([model.label, model.verdict, *gap_cells(model, has_reference(results))])
+    referenced = has_reference(results)
+    rows = [[model.label, model.verdict, *gap_cells(model, referenced).values()] for model in results.models]
     target = results.targets[0]
     sought = f"at {target.meaning}"
     if target.accuracy is None:
@@ -150,20 +142,16 @@ def gaps(results: Results) -> Table:
     return Table("Diagnosis", note + of_sequences(results), columns, rows)
 
 
-def learned_stoppers(results: Results) -> Table | None:
+def learned_stoppers(results: Results) -> Table:
     """What rules on all signals together gain over the best single readout, and what no rule has reached."""
-    models = {model.name: model for model in results.models}
     learned = [f"{STOPPER}{kind}" for kind in KINDS]
     several, rows = len(results.targets) > 1, []
-    for group in results.groups:
-        members = [models[name] for name in group.names]
+    for group, members in grouped_runs(results):
         if without_depths(members) or not any(name in group.depth_at for name in learned):
             continue
         name = group.label if len(members) > 1 else members[0].label
         for target in results.targets:
             rows.append([name, *([target.label] if several else []), *_stopper_cells(members, target, learned)])
-    if not rows:
-        return None
     note = (
         f"{'D@X' if several else results.targets[0].label} of the single readout that validation data choose, and of "
         "two rules learned from validation data on all signals together: optimal stopping by backward induction, and a "
@@ -182,12 +170,10 @@ def learned_stoppers(results: Results) -> Table | None:
 
 def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequence[str]) -> list[str]:
     """The row of runs that differ in their seed only, at one target."""
-    found = [model.rooms.get(target.key) for model in members]
-    room = [None if each is None else each.room_left for each in found]
-    reachable = [None if each is None else each.reachable_room for each in found]
-    best = [
-        gap.first if gap is not None else model.diagnosis.best_readout for gap, model in zip(room, members, strict=True)
-    ]
+    rooms = [model.rooms.get(target.key) for model in members]
+    room = [None if each is None else each.room_left for each in rooms]
+    reachable = [None if each is None else each.reachable_room for each in rooms]
+    best = [gap.first if gap else model.diagnosis.best_readout for gap, model in zip(room, members, strict=True)]
     single = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
     depths = [over_seeds([_depth_of(model, name, target.key) for model in members]) for name in learned]
     lower, signs = read_lower(members, target), [gap.sign for gap in reachable if gap is not None]
@@ -221,15 +207,17 @@ def gap_over_seeds(gaps: Sequence[Gap | None]) -> str:
 
 def depths(results: Results) -> Table:
     """D@X of every readout, and beside it the operating point that validation chose."""
-    models = {model.name: model for model in results.models}
     rows = []
-    for group in results.groups:
-        lower = {each.key: read_lower([models[name] for name in group.names], each) for each in results.targets}
-        silent = {each.key for each in results.targets if _is_silent([models[name] for name in group.names], each)}
+    for group, members in grouped_runs(results):
+        lower = {target.key: read_lower(members, target) for target in results.targets}
+        judged = [model for model in members if model.diagnosis.verdict != NO_VERDICT]
+        silent = {
+            key for key in lower if all(model.targets[key].accuracy <= model.diagnosis.chance for model in judged)
+        }
         for readout, values in group.depth_at.items():
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
             reached = [NO_VERDICT if key in silent else f"{values[key]}{at}" for key, at in lower.items()]
-            reached = [NOTHING] * len(reached) if readout == ORACLE else reached
+            reached = [NOTHING] * len(reached) if readout == "oracle" else reached
             rows.append([group.label, readout, *reached, share(accuracy), str(loops)])
     note = (
         "D@X: the least average loops on the test curve that reach X % accuracy, N/A: not reached; D@full-Y: that "
@@ -247,25 +235,28 @@ def depths(results: Results) -> Table:
 
 def forced(results: Results) -> Table:
     """Forced exits: the trajectory itself."""
-    models = results.models
-    loops = max(len(model.forced_accuracy) for model in models)
     rows = []
-    for model in models:
+    for model in results.models:
         rows.append([model.label, "accuracy", *(f"{100 * value:.1f} %" for value in model.forced_accuracy)])
         if model.forced_cross_entropy is not None:
             rows.append([model.label, "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
-    columns = ["model", "measure", *(f"loop {loop}" for loop in range(1, loops + 1))]
     note = "Every test example at the same loop, without any exit rule." + of_sequences(results)
-    return Table("Forced exits", note, columns, [row + [NOTHING] * (len(columns) - len(row)) for row in rows])
+    return loop_table("Forced exits", note, ["model", "measure"], rows, NOTHING)
+
+
+def loop_table(title: str, note: str, columns: Sequence[str], rows: Sequence[list[str]], absent: str) -> Table:
+    """A table that ends in a column a loop; models with fewer loops have `absent` in the last of them."""
+    loops = max(map(len, rows), default=len(columns)) - len(columns)
+    names = [*columns, *(f"loop {loop}" for loop in range(1, loops + 1))]
+    return Table(title, note, names, [row + [absent] * (len(names) - len(row)) for row in rows])
 
 
 def ordering(results: Results) -> Table:
     """Difficulty ordering."""
-    names = {model.name: model for model in results.models}
     rows = []
-    for group in results.groups:
+    for group, members in grouped_runs(results):
         for signal, value in group.ordering.items():
-            single = [names[name].ordering[signal].per_example for name in group.names]
+            single = [model.ordering[signal].per_example for model in members]
             known = [correlation for correlation in single if correlation is not None]
             rows.append([group.label, signal, str(value), f"{sum(known) / len(known):.2f}" if known else "N/A"])
     note = (
@@ -276,21 +267,14 @@ def ordering(results: Results) -> Table:
     return Table("Difficulty ordering", note, ["model", "signal", "bin means", "examples"], rows)
 
 
-def paired_table(results: Results) -> Table | None:
+def paired_table(results: Results) -> Table:
     """The model's own gate against readouts that need none, example by example."""
-    rows = [
-        [
-            model.label,
-            f"{each.first} - {each.second}",
-            f"{100 * each.accuracy.value:+z.2f} [{100 * each.accuracy.low:+z.2f}, {100 * each.accuracy.high:+z.2f}]",
-            f"{each.loops.value:+z.2f} [{each.loops.low:+z.2f}, {each.loops.high:+z.2f}]",
-            f"{each.only_first_right:,} / {each.only_second_right:,}",
-        ]
-        for model in results.models
-        for each in model.paired
-    ]
-    if not rows:
-        return None
+    rows = []
+    for model in results.models:
+        for each in model.paired:
+            differences = [with_bounds(each.accuracy, 100), with_bounds(each.loops)]
+            counts = f"{each.only_first_right:,} / {each.only_second_right:,}"
+            rows.append([model.label, f"{each.first} - {each.second}", *differences, counts])
     note = (
         "Both at the thresholds that validation chose, on the same test examples: difference in accuracy (points) and "
         "in average loops with paired 95 % bootstrap intervals, and how many examples only one of them gets right. The "
@@ -307,20 +291,8 @@ def certified(results: Results) -> Table:
     rows = []
     for model in results.models:
         for each in model.certified:
-            guarantee, held = each.guarantee, each.held_out
-            check = held.guarantee
-            rows.append(
-                [
-                    model.label,
-                    each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}"),
-                    "none" if guarantee is None else guarantee_cell(guarantee),
-                    f"{held.average_loops.value:.2f}"
-                    + ("" if guarantee is None else f" ({guarantee.average_loops:.2f} expected)"),
-                    _accuracies(held),
-                    NOTHING if check is None else _worst(check),
-                    NOTHING if check is None else check.verdict + (" (other difficulties)" if check.warnings else ""),
-                ]
-            )
+            rule = each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}")
+            rows.append([model.label, rule, *_guarantee_cells(each.guarantee, each.held_out)])
         rows += [[model.label, "none", f"refused: {sentence}", *[NOTHING] * 4] for sentence in model.refused]
     note = (
         "Thresholds that come with a promise: with this probability over the draw of the calibration data, exiting "
@@ -345,23 +317,27 @@ def guarantee_cell(guarantee: Guarantee) -> str:
     return f"{loss} ≤ {percent_text(guarantee.max_drop)}, {sure}{where}"
 
 
-def _accuracies(held: HeldOut) -> str:
-    if held.accuracy is None or held.full_depth_accuracy is None:
-        return NOTHING
-    return f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
-
-
-def _worst(check: GuaranteeCheck) -> str:
-    risk = check.worst
-    return NOTHING if risk is None else f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
+def _guarantee_cells(guarantee: Guarantee | None, held: HeldOut) -> list[str]:
+    """The promise, and on test data loops, accuracy, loss and whether it was kept."""
+    promise, loops, accuracy, loss, kept = "none", f"{held.average_loops.value:.2f}", NOTHING, NOTHING, NOTHING
+    if guarantee is not None:
+        promise = guarantee_cell(guarantee)
+        loops += f" ({guarantee.average_loops:.2f} expected)"
+    if held.accuracy is not None and held.full_depth_accuracy is not None:
+        accuracy = f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
+    if held.guarantee is not None:
+        kept = held.guarantee.verdict + (" (other difficulties)" if held.guarantee.warnings else "")
+        if (risk := held.guarantee.worst) is not None:
+            loss = f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
+    return [promise, loops, accuracy, loss, kept]
 
 
 def has_reference(results: Results) -> bool:
     return any(model.is_reference for model in results.models)
 
 
-def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> list[str]:
-    """The cells of all gaps; with the shares of resamples that reach the target, where not all do.
+def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> dict[str, str]:
+    """The cells of all gaps by their names; with the shares of resamples that reach the target, where not all do.
 
     `referenced`: whether the report has a reference.
     """
@@ -374,19 +350,24 @@ def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> list
         "reachable room": nothing if learned else UNLEARNED,
     }
     own = model.diagnosis.target.accuracy
-    return [_gap(gap, absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()]
+    return {name: _gap(gap, absent[name], shares, own) for name, gap in model.diagnosis.gaps.items()}
 
 
 def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
     if gap is None:
         return absent
-    text = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]"
+    text = with_bounds(gap)
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
         shares = f" ({100 * gap.first_reaches_target:.1f} %, {100 * gap.second_reaches_target:.1f} %)"
         return f"{text} @{percent_text(gap.accuracy)}{shares if with_shares else ''}"
     if gap.accuracy != target:  # the reference's own is lower
         text += f" @{percent_text(gap.accuracy)}"
     return text
+
+
+def with_bounds(found: Gap | Estimate, scale: float = 1.0) -> str:
+    """A difference with its 95 % interval."""
+    return f"{scale * found.value:+z.2f} [{scale * found.low:+z.2f}, {scale * found.high:+z.2f}]"
 
 
 def share(value: OverSeeds) -> str:

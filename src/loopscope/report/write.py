@@ -2,34 +2,29 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from loopscope.analysis import Target
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
+from loopscope.analysis.targets import Target
 from loopscope.analysis.threshold_details import ThresholdDetails
-from loopscope.arguments import as_path, check_kind, check_mapping
 from loopscope.artifacts import MANIFEST
 from loopscope.config import read_json
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
-from loopscope.exits.splits import is_pair
+from loopscope.exits.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.reading import is_file, is_folder
 from loopscope.recording_places import RECORDINGS
 from loopscope.report.charts import write_figure
-from loopscope.report.layout import figure_style
-from loopscope.report.markdown import markdown
-from loopscope.report.page import render
-from loopscope.report.page.data import Marker
-from loopscope.report.products import OVERVIEW, Product
+from loopscope.report.figure_style import STYLES
+from loopscope.report.page import Marker, render
+from loopscope.report.products import OVERVIEW, Product, markdown
 from loopscope.trajectory import Trajectory
 from loopscope.writing import is_scratch, only_writer, remove_scratch, write_bytes, write_json
 
 RESULTS, TABLES, PAGE = ("results.json", "tables.md", "report.html")
-_FIGURES = (".svg", ".png", ".pdf")
-_LIST = ("The policies of a model", "a list of exit policies")
 
 
 def report(
@@ -45,23 +40,16 @@ def report(
     `reference` names the model whose trajectory is the measure. Without targets it is made at 1 point below full
     depth. `policies` are calibrated ones, by model. `style="paper"` writes figures as wide as a column.
     """
-    if not isinstance(models, Mapping) or not all(map(is_pair, models.values())):
-        raise UserError('A report is of models by name, each with two recordings: {"mine": (validation, test)}.')
-    own = {} if policies is None else policies
-    check_mapping(models, "models")
-    check_mapping(own, "policies")
-    figure_style(style)
-    out = as_path(out, "The folder of a report")
-    check_report_place(out)
-    if any(
-        not isinstance(each, ExitPolicy) for policy in own.values() for each in check_kind(policy, Sequence, *_LIST)
-    ):
-        raise UserError(f"{_LIST[0]} must be {_LIST[1]}.")
+    own = policies or {}
+    if style not in STYLES:
+        raise UserError(f"There is no style '{style}'; choose one of {', '.join(STYLES)}.")
+    check_report_place(Path(out))
     if unknown := [name for name in own if name not in models]:
         raise UserError(f"There are policies of '{unknown[0]}', which is not among the models: {', '.join(models)}.")
-    sources = [ModelRecordings(name, *pair, policies=own.get(name, ())) for name, pair in models.items()]
-    if not sources:
-        raise UserError("A report needs at least one model: a name, and its validation and test recordings.")
+    sources = [
+        ModelRecordings(name, validation, test, policies=own.get(name, ()))
+        for name, (validation, test) in models.items()
+    ]
     results, details = analyse_models(sources, reference, targets)
     command = f"loopscope.report(models, {str(out)!r})"
     return write_report(results, details, OVERVIEW.make(results, ["overview"]), Path(out), command, style=style)
@@ -72,7 +60,7 @@ def check_report_place(folder: Path, products: Collection[str] = tuple(OVERVIEW.
     if not is_folder(folder):
         return
     found = sorted(each.name for each in folder.iterdir() if not is_scratch(each))
-    ours = {RESULTS, TABLES, PAGE, *(name + kind for name in products for kind in _FIGURES)}
+    ours = {RESULTS, TABLES, PAGE, *(f"{name}.{kind}" for name in products for kind in ("svg", "png", "pdf"))}
     others = [name for name in found if name not in ours]
     if RESULTS in found:  # beside a report notes may lie, but no recordings, and no run
         others = [name for name in others if name in (MANIFEST, RECORDINGS) or is_file(folder / name / MANIFEST)]
@@ -80,20 +68,16 @@ def check_report_place(folder: Path, products: Collection[str] = tuple(OVERVIEW.
         raise UserError(f"{folder} is not only a report's: it holds {others[0]}; choose another folder for the report.")
 
 
-class _Model(msgspec.Struct):
-    name: str
-
-
-class _Shown(msgspec.Struct):
+class _Reported(msgspec.Struct):
     """As much of `results.json` as any version has."""
 
-    models: list[_Model]
+    models: list[dict[str, Any]]
 
 
 def reported_models(folder: Path) -> list[str]:
     """The names of the models that the report in a folder is on; none where there is none."""
     try:
-        return [model.name for model in read_json(_Shown, folder / RESULTS, "results").models]
+        return [str(model.get("name")) for model in read_json(_Reported, folder / RESULTS, "results").models]
     except UserError:
         return []
 

@@ -9,6 +9,8 @@ import msgspec
 from loopscope.analysis.labels import model_label, recorded_run
 from loopscope.analysis.results import group_models
 from loopscope.analysis.schema import GroupResult, ModelResult, Results
+from loopscope.paper.published import TrainedWith
+from loopscope.report.tables import grouped_runs
 
 VariantPrior = Literal["uniform"] | float
 UNIFORM: VariantPrior = "uniform"
@@ -55,35 +57,36 @@ class TrainedVariant:
         return f"{self.words} ({len(self.models)} {'seed' if len(self.models) == 1 else 'seeds'})"
 
     @property
-    def seeds(self) -> list[int]:
-        return [model.provenance["run"]["training"]["seed"] for model in self.models]
+    def seeded(self) -> list[tuple[int, ModelResult]]:
+        """Every run with its seed."""
+        return [(model.provenance["run"]["training"]["seed"], model) for model in self.models]
+
+    def matches(self, training: TrainedWith) -> bool:
+        """Whether the paper trained a model like this one; it does not always say beta."""
+        prior = training.prior if training.prior == "uniform" else training.geometric_lambda
+        return (training.gate, prior) == (self.gate, self.prior)
 
 
 def trained_variants(results: Results, objectives: Sequence[str] = _OF_THE_PAPER) -> list[TrainedVariant]:
     """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's."""
-    models = {model.name: model for model in results.models}
-    found = []
-    for group in results.groups:
-        run = recorded_run(models[group.names[0]].provenance)
-        if run is None:
+    variants = []
+    for group, models in grouped_runs(results):
+        run = recorded_run(models[0].provenance)
+        if run is None or run["objective"]["name"] not in objectives:
             continue
         objective, gate = run["objective"], run["model"]["gate"]
-        if objective["name"] not in objectives:
-            continue
         prior: VariantPrior = "uniform" if objective["prior"] == "uniform" else float(objective["geometric_lambda"])
         beta = None if gate == "none" else float(objective["beta"])
-        found.append(
-            TrainedVariant(run["task"]["name"], gate, prior, beta, group, [models[name] for name in group.names])
-        )
-    return found
+        variants.append(TrainedVariant(run["task"]["name"], gate, prior, beta, group, models))
+    return variants
 
 
 class TaskVariants:
-    """The models of one task that were trained with one of these objectives."""
+    """The models of one task that were trained with one of the paper's objectives."""
 
-    def __init__(self, results: Results, task: str, objectives: Sequence[str] = _OF_THE_PAPER) -> None:
-        self.targets = results.targets
-        self.groups = [group for group in trained_variants(results, objectives) if group.task == task]
+    def __init__(self, results: Results, task: str) -> None:
+        self.first_target = results.targets[0].key
+        self.groups = [group for group in trained_variants(results) if group.task == task]
 
     @property
     def priors(self) -> list[VariantPrior]:
@@ -91,7 +94,7 @@ class TaskVariants:
         return sorted({group.prior for group in self.groups}, key=lambda prior: 0.0 if prior == "uniform" else prior)
 
     def fixed(self, prior: VariantPrior) -> TrainedVariant | None:
-        return next((group for group in self.gated("none", prior)), None)
+        return next(iter(self.gated("none", prior)), None)
 
     def gated(self, gate: str, prior: VariantPrior) -> list[TrainedVariant]:
         """By beta."""
@@ -109,18 +112,15 @@ class TaskVariants:
         groups = self.gated(gate, prior)
         if len(groups) < 2:
             return groups[0] if groups else None
-        common = set.intersection(*(set(group.seeds) for group in groups))
-        scores = {group.beta: self._score(group, common or set(group.seeds)) for group in groups}
+        common = set.intersection(*({seed for seed, _ in group.seeded} for group in groups))
+        scores = {group.beta: self._score(group, common) for group in groups}
         return min(groups, key=lambda group: scores[group.beta])
 
     def _score(self, group: TrainedVariant, seeds: set[int]) -> tuple[float, float]:
-        """Smaller is better."""
-        gates = [
-            frontier
-            for model, seed in zip(group.models, group.seeds, strict=True)
-            if seed in seeds and (frontier := model.frontier("gate")) is not None
-        ]
-        depths = [gate.calibration_depth_at[self.targets[0].key] for gate in gates]
+        """Smaller is better; without seeds that all have, over the group's own."""
+        models = [model for seed, model in group.seeded if seed in seeds] or group.models
+        gates = [frontier for model in models if (frontier := model.frontier("gate")) is not None]
+        depths = [gate.calibration_depth_at[self.first_target] for gate in gates]
         depth = _mean([float("inf") if depth is None else depth for depth in depths])
         return depth, -_mean([gate.selected.calibration_accuracy for gate in gates])
 

@@ -5,25 +5,16 @@ from collections.abc import Iterable, Sequence
 from loopscope.analysis.schema import Results
 from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.signals import FITTED_GATE
+from loopscope.paper.ouro_tables import BenchmarkModel, benchmark_models
+from loopscope.paper.variants import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
 from loopscope.report.charts import Drawing, difficulty_chart, frontiers
-from loopscope.report.curves import Line
-from loopscope.report.figures import (
-    SIGNAL_TITLES,
-    Seeds,
-    exit_distributions,
-    forced_exits,
-    frontier_panel,
-    readout_line,
-    readout_lines,
-    signal_panels,
-)
-from loopscope.reproduction.ouro_tables import BenchmarkModel, benchmark_models
-from loopscope.reproduction.variants import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
+from loopscope.report.curves import SIGNAL_TITLES, Line, Seeds, continued, frontier_panel, readout_lines, signal_panels
+from loopscope.report.products import exit_distributions, forced_exits
 
 _READOUTS = ("fixed", "gate", "oracle", *POST_HOC)
 _HEURISTICS = ("entropy", "top1", "margin")
 GATES = {"linear": "linear gate", "mlp": "MLP gate"}
-_MANO, _PARITY = "mano", "parity"
+_MANO = "mano"
 OURO_MODELS = ("Ouro-1.4B", "Ouro-2.6B")
 """The models with a figure of their own."""
 
@@ -39,7 +30,7 @@ def teaser(results: Results) -> Drawing | None:
 
 def posthoc_main(results: Results) -> Drawing | None:
     mano = TaskVariants(results, _MANO)
-    return _posthoc(results, [mano.fixed(GEOMETRIC), mano.at("linear", GEOMETRIC, 0.1)], [("linear", "mlp")])
+    return _posthoc([mano.fixed(GEOMETRIC), mano.at("linear", GEOMETRIC, 0.1)], [("linear", "mlp")])
 
 
 def forced_exits_by_family(results: Results, priors: Sequence[VariantPrior] | None = None) -> Drawing | None:
@@ -52,9 +43,8 @@ def exit_distributions_by_family(results: Results, priors: Sequence[VariantPrior
 
 def ouro_frontiers(results: Results) -> Drawing | None:
     shown = (("Ouro-1.4B", "hellaswag"), ("Ouro-2.6B", "mmlu"))
-    return _benchmarks(
-        [each for each in benchmark_models(results) if (each.benchmark.model, each.benchmark.name) in shown]
-    )
+    every = benchmark_models(results)
+    return _benchmarks([each for each in every if (each.benchmark.model, each.benchmark.name) in shown])
 
 
 def frontiers_of_model(results: Results, model: str) -> Drawing | None:
@@ -75,16 +65,16 @@ def _benchmarks(every: Iterable[BenchmarkModel], named: bool = True, fitted: boo
     panels = []
     for each in every:
         title = f"{each.benchmark.model}, {each.benchmark.title}" if named else each.benchmark.title
-        lines = readout_lines([each.result], ("fixed", "gate") if fitted else _READOUTS)
-        lines += [Line.of([gate], f"fitted {gate.readout.removeprefix(FITTED_GATE)}") for gate in each.fitted if fitted]
+        legend = {gate.readout: f"fitted {gate.readout.removeprefix(FITTED_GATE)}" for gate in each.fitted}
+        lines = readout_lines([each.result], ("fixed", "gate", *legend) if fitted else _READOUTS, legend)
         panels.append(frontier_panel(title, lines, [each.result]))
     return frontiers(panels, scaled_alone=True)
 
 
 def _gate_lines(groups: Sequence[TrainedVariant]) -> list[Line]:
     """The native gate of every beta, on its own trajectory; the panel says of which kind they are."""
-    lines = [readout_line(group.models, "gate", f"gate, β {group.beta:g}") for group in groups]
-    return [line for line in lines if line is not None]
+    legends = [(group.models, {"gate": f"gate, β {group.beta:g}"}) for group in groups]
+    return [line for models, legend in legends for line in readout_lines(models, legend, legend)]
 
 
 def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] | None = None) -> Drawing | None:
@@ -100,16 +90,20 @@ def fixed_prior_signals(
     results: Results, prior: VariantPrior, names: Iterable[str] = SIGNAL_TITLES, task: str = _MANO
 ) -> Drawing | None:
     group = TaskVariants(results, task).fixed(prior)
-    if group is None:
-        return None
-    return difficulty_chart(signal_panels(group.models, names, ""), shared=False)
+    runs = [model.signals for model in group.models] if group else []
+    return difficulty_chart(signal_panels(runs, names), shared=False) if runs else None
 
 
 def extrapolation(results: Results, prior: VariantPrior) -> Drawing | None:
+    """Signals whose difficulties go on with those beyond training's."""
     group = TaskVariants(results, _MANO).fixed(prior)
-    beyond = [] if group is None else [model for model in group.models if model.extrapolation is not None]
-    names = ("entropy", "margin", "hidden_change")
-    return difficulty_chart(signal_panels(beyond, names, "", harder=True), shared=False) if beyond else None
+    pairs = [(model.signals, model.extrapolation) for model in group.models] if group else []
+    runs = [
+        {name: continued(table, more.signals[name]) for name, table in known.items() if name in more.signals}
+        for known, more in pairs
+        if more is not None
+    ]
+    return difficulty_chart(signal_panels(runs, ("entropy", "margin", "hidden_change")), shared=False) if runs else None
 
 
 def gate_comparison(
@@ -146,25 +140,19 @@ def posthoc_by_prior(results: Results, gate: str) -> Drawing | None:
     """Both priors, and a panel for each kind of fitted gate."""
     mano = TaskVariants(results, _MANO)
     hosts = [mano.fixed(prior) if gate == "none" else mano.at(gate, prior, 0.1) for prior in (UNIFORM, GEOMETRIC)]
-    return _posthoc(results, hosts, [("linear",), ("mlp",)])
+    return _posthoc(hosts, [("linear",), ("mlp",)])
 
 
-def _posthoc(
-    results: Results, hosts: Sequence[TrainedVariant | None], kinds: Sequence[Sequence[str]]
-) -> Drawing | None:
+def _posthoc(hosts: Sequence[TrainedVariant | None], kinds: Sequence[Sequence[str]]) -> Drawing | None:
     """On each frozen trajectory: gates fitted to it, its own gate, the heuristics and fixed depth."""
     panels = []
-    for host in hosts:
+    for host in (host for host in hosts if host is not None):
         for shown in kinds:
-            if host is None:
-                continue
-            names = {each.readout: each.readout.removeprefix(FITTED_GATE) for each in host.first.frontiers}
-            names = {each: name for each, name in names.items() if each != name and name.split("-")[0] in shown}
-            if names:
-                lines = readout_lines(host.models, ("fixed", "gate", "oracle"))
-                fitted = (readout_line(host.models, each, f"fitted {name}") for each, name in names.items())
-                lines += [line for line in fitted if line is not None]
-                lines += readout_lines(host.models, _HEURISTICS)
+            fitted = [each.readout for each in host.first.frontiers if each.readout.startswith(FITTED_GATE)]
+            names = {readout: readout.removeprefix(FITTED_GATE) for readout in fitted}
+            legend = {readout: f"fitted {name}" for readout, name in names.items() if name.split("-")[0] in shown}
+            if legend:
+                lines = readout_lines(host.models, ("fixed", "gate", "oracle", *legend, *_HEURISTICS), legend)
                 which = f"; {GATES[shown[0]]} fitted" if len(shown) == 1 else ""
                 panels.append(frontier_panel(host.words + which, lines, host.models))
     return frontiers(panels)

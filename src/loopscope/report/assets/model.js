@@ -133,16 +133,16 @@ function exitCharts(line, place, deep, model) {
     })),
   );
   for (const part of document.querySelectorAll(".graded")) part.hidden = !deep.graded;
-  draw($("exits"), "exits", deep.graded ? head.charts.exits : head.charts.exits_of_all, { exits: rows });
+  draw($("exits"), "exits", deep.graded ? CHARTS.exits : CHARTS.exits_of_all, { exits: rows });
   if (!deep.graded) return;
-  draw($("exit-map"), "exits-by-difficulty", head.charts.map, {
+  draw($("exit-map"), "exits-by-difficulty", CHARTS.map, {
     cells: rows.map((row) => ({ ...row, text: percent(row.value) })),
   });
   const accuracies = [
     ["at full depth", deep.lines.fixed.right.at(-1).map((count, level) => count / deep.counts[level])],
     ["at this threshold", line.right[place].map((count, level) => count / deep.counts[level])],
   ];
-  draw($("level-accuracy"), "accuracy-by-difficulty", head.charts.accuracy, {
+  draw($("level-accuracy"), "accuracy-by-difficulty", CHARTS.accuracy, {
     range: [
       Math.min(
         ...line.right.flatMap((counts) => counts.map((count, level) => count / deep.counts[level])),
@@ -169,7 +169,7 @@ function mapOf(place, name, table) {
       text: percent(value),
     })),
   );
-  draw(place, name, policy.part.deep.graded ? head.charts.map : head.charts.map_of_all, { cells });
+  draw(place, name, policy.part.deep.graded ? CHARTS.map : CHARTS.map_of_all, { cells });
 }
 
 function trajectories() {
@@ -196,6 +196,6 @@ function trajectories() {
     const place = figure.querySelector(".chart");
     if (rows.every((row) => row.value === rows[0].value))
       say(place, rows.length ? `It is ${short(rows[0].value)} everywhere.` : "It has no value.");
-    else draw(place, `signal-${name}`, part.deep.graded ? head.charts.signal : head.charts.signal_of_all, { signal: rows });
+    else draw(place, `signal-${name}`, part.deep.graded ? CHARTS.signal : CHARTS.signal_of_all, { signal: rows });
   }
 }

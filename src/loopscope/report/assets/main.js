@@ -55,7 +55,7 @@ function gapCharts(groups) {
         : [{ ...every[index], value, low, high, gap: text, text: blamed ? "blamed" : "not blamed", ...look }];
     });
     const present = new Set(rows.map((row) => row.model));
-    const chart = place.clientWidth < 480 ? head.charts.gap_narrow : head.charts.gap;
+    const chart = place.clientWidth < 480 ? CHARTS.gap_narrow : CHARTS.gap;
     if (!rows.length) say(place, absent(models, gap));
     else if (rows.every(({ value, low, high }) => value === 0 && low === 0 && high === 0))
       say(place, ZERO[gap] ?? "Zero for every model here that has it.");

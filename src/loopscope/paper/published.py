@@ -69,18 +69,12 @@ class OuroBest(PublishedPoint, frozen=True, kw_only=True):
     readout: Readout
 
 
-class Latency(PublishedPoint, frozen=True, kw_only=True):
+class PublishedLatency(PublishedPoint, frozen=True, kw_only=True):
+    benchmark: BenchmarkTitle | None = None  # Ouro's
+    training: TrainedWith | None = None  # MANO's
     readout: Readout
     milliseconds: float  # an example
     speedup: float
-
-
-class OuroLatency(Latency, frozen=True, kw_only=True):
-    benchmark: BenchmarkTitle
-
-
-class ManoLatency(Latency, frozen=True, kw_only=True):
-    training: TrainedWith
 
 
 class PublishedFigure(Settings, frozen=True, kw_only=True):
@@ -88,10 +82,8 @@ class PublishedFigure(Settings, frozen=True, kw_only=True):
     number: str
     section: str  # or the appendix's letter
     title: str
-
-
-class PublishedTable(PublishedFigure, frozen=True, kw_only=True):
-    key: str  # the field of `Paper` with its rows
+    products: tuple[str, ...] = ()  # their counterparts in a report
+    key: str = ""  # of a table: the field of `Paper` with its rows
 
 
 class Claim(Settings, frozen=True, kw_only=True):
@@ -120,13 +112,13 @@ class Paper(Settings, frozen=True, kw_only=True):
     fixed_prior: tuple[PublishedFrontier, ...]
     fixed_vs_gate: tuple[PublishedFrontier, ...]
     ouro: tuple[OuroPair, ...]
-    ouro_latency: tuple[OuroLatency, ...]
-    mano_latency: tuple[ManoLatency, ...]
+    ouro_latency: tuple[PublishedLatency, ...]
+    mano_latency: tuple[PublishedLatency, ...]
     uniform_ordering: dict[str, PublishedValue]  # by readout
     geometric_ordering: dict[str, PublishedValue]
     parity: tuple[OverSeedsPoint, ...]
     ouro_thinking: tuple[OuroBest, ...]
-    tables: tuple[PublishedTable, ...]
+    tables: tuple[PublishedFigure, ...]
     figures: tuple[PublishedFigure, ...]
     claims: tuple[Claim, ...]
     inconsistencies: tuple[Inconsistency, ...]
@@ -135,4 +127,4 @@ class Paper(Settings, frozen=True, kw_only=True):
 @cache
 def published() -> Paper:
     """The paper's numbers; read once."""
-    return build(Paper, read_toml(Path(str(files("loopscope.reproduction") / "paper.toml"))), "paper.toml")
+    return build(Paper, read_toml(Path(str(files("loopscope.paper") / "paper.toml"))), "paper.toml")

@@ -11,8 +11,7 @@ from markdown_it.token import Token
 from pages import source, written
 
 from loopscope.errors import UserError, visible
-from loopscope.report.markdown import markdown, markdown_text
-from loopscope.report.products import Product
+from loopscope.report.products import Product, markdown, markdown_text
 from loopscope.report.tables import Table
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])

@@ -1,11 +1,15 @@
-"""Which colour and which mark has a line, on a light and on a dark ground?
+"""How does a figure look? Colours and marks of its lines, on a light and on a dark ground, and the sizes of a style.
 
 Colours are safe for colour-blind readers (Okabe-Ito for readouts, viridis for difficulty); every readout has its own
 mark too.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import count
+from typing import Any
+
+import numpy as np
 
 Look = tuple[str, str]
 """A colour and a mark."""
@@ -40,30 +44,26 @@ _PLACES = {
 """Those of the paper's lines, so that a line looks the same in every figure; others take what is free."""
 MODELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999999")
 """For lines of several models."""
-INK = "#000000"
+INK, GREY = "#000000", "#777777"
 
 _VIRIDIS = ("440154", "482878", "3B528B", "2C728E", "21918C", "28AE80", "5EC962", "ADDC30", "FDE725")
 _SHADES = 64
 
 
-def _viridis(place: float) -> str:
-    """The colour at a place from 0 (dark) to 1 (light)."""
-    below = min(int(place * (len(_VIRIDIS) - 1)), len(_VIRIDIS) - 2)
-    share = place * (len(_VIRIDIS) - 1) - below
-    ends = [[int(_VIRIDIS[each][start : start + 2], 16) for start in (0, 2, 4)] for each in (below, below + 1)]
-    return "#" + "".join(f"{round(a + share * (b - a)):02X}" for a, b in zip(*ends, strict=True))
-
-
-def _shades(easy: float, hard: float) -> tuple[str, ...]:
-    return tuple(_viridis(easy + (hard - easy) * each / (_SHADES - 1)) for each in range(_SHADES))
+def _shades(easy: float, hard: float) -> list[str]:
+    """Colours of viridis between two places from 0 (dark) to 1 (light)."""
+    known = [list(bytes.fromhex(colour)) for colour in _VIRIDIS]
+    places = np.linspace(easy, hard, _SHADES) * (len(known) - 1)
+    channels = [np.interp(places, range(len(known)), values) for values in zip(*known, strict=True)]
+    return [f"#{bytes(np.rint(colour).astype(np.uint8)).hex().upper()}" for colour in np.transpose(channels)]
 
 
 _ON_LIGHT, _ON_DARK = _shades(0.75, 0.0), _shades(1.0, 0.42)
 """From easy to hard: no yellow on white, no dark blue on black."""
 
 DARK = {
-    "#000000": "#F2F2F2",
-    "#777777": "#A3ADB8",  # notes and titles of keys
+    INK: "#F2F2F2",
+    GREY: "#A3ADB8",  # notes and titles of keys
     "#0072B2": "#4CA6E8",
     "#D55E00": "#FF8A3D",
     "#009E73": "#2CC79B",
@@ -108,3 +108,60 @@ def _natural(name: str) -> tuple[str, float]:
         return words, float(last)
     except ValueError:
         return name, 0.0
+
+
+@dataclass(frozen=True)
+class FigureStyle:
+    """Sizes in points (of a screen: pixels)."""
+
+    width: float  # of a panel
+    height: float
+    font: float
+    stroke: float
+    most_columns: int
+    total: float | None = None  # the width of the whole, to which panels are fitted
+    png_ppi: int = 144
+
+    @property
+    def mark(self) -> float:
+        """The area of a mark."""
+        return 0.4 * self.font**2
+
+    @property
+    def letter(self) -> float:
+        """About the width of a letter."""
+        return 0.53 * self.font
+
+    def columns(self, panels: int, per_row: int | None = None) -> int:
+        """So that at most one place of the grid is left, for the key."""
+        if per_row is not None and per_row <= self.most_columns and panels % per_row == 0:
+            return per_row
+        if panels <= min(self.most_columns, 3):
+            return panels
+        return 3 if self.most_columns >= 3 and panels % 3 != 1 else 2
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Vega-Lite's configuration: the fonts and lines that all figures have."""
+        font, thin = self.font, self.stroke / 1.5
+        title = {"fontSize": 1.1 * font, "anchor": "start", "fontWeight": "normal", "offset": 0.5 * font}
+        axis = {
+            "labelFontSize": font,
+            "titleFontSize": font,
+            "titleFontWeight": "normal",
+            "titlePadding": 0.4 * font,
+            "labelPadding": 0.2 * font,
+            "tickSize": 0.4 * font,
+            "grid": True,
+            "gridOpacity": 0.4,
+            **dict.fromkeys(("domainWidth", "tickWidth", "gridWidth"), thin),
+        }
+        page = {"font": "Helvetica, Arial, sans-serif", "background": "white", "padding": 2}
+        return {**page, "title": title, "axis": axis, "view": {"stroke": "#dddddd", "strokeWidth": thin}}
+
+
+STYLES = {
+    "page": FigureStyle(width=230, height=170, font=10, stroke=1.5, most_columns=4),
+    "paper": FigureStyle(width=85, height=68, font=6.5, stroke=0.9, most_columns=2, total=234, png_ppi=600),
+}
+"""A column of 234 points, 3.25 inches, is that of most two-column templates."""

@@ -6,15 +6,15 @@ Operating points are chosen on validation data (the most accurate threshold, tie
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from loopscope.analysis import Interval
+from loopscope.analysis.bootstrap import Interval
 from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.timings import QuestionBench, QuestionTiming
 from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.signals import FITTED, FITTED_GATE
-from loopscope.questions import BENCHMARKS
-from loopscope.report.tables import Table
-from loopscope.reproduction.published import Claim, PublishedPoint, published
+from loopscope.paper.published import PublishedPoint, published
+from loopscope.questions.benchmarks import BENCHMARKS
+from loopscope.report.tables import Table, loop_table, with_bounds
 
 _CHOSEN = (
     "Operating points chosen on validation data (the most accurate threshold, ties to fewer loops), on test data, with "
@@ -55,30 +55,23 @@ def benchmark_models(results: Results) -> list[BenchmarkModel]:
     return [BenchmarkModel(model.benchmark, model) for model in results.models if model.benchmark is not None]
 
 
-def ouro_summary(results: Results) -> Table | None:
+def ouro_summary(results: Results) -> Table:
     """The model's own gate beside the best readout without one; reasoning-tuned models have a table of their own."""
     rows = []
     for each in benchmark_models(results):
         if each.reasons or each.post_hoc is None:
             continue
         sought = (each.benchmark.model, each.benchmark.title)
-        paper = next((row for row in published().ouro if (row.model, row.benchmark) == sought), None)
-        rows.append(
-            [
-                *sought,
-                *(_selected(each.gate) if each.gate else ("no gate", "")),
-                each.post_hoc.readout,
-                *_selected(each.post_hoc),
-                _point(paper.gate) if paper else "",
-                f"{paper.readout} {_point(paper.post_hoc)}" if paper else "",
-            ]
-        )
+        row = next((row for row in published().ouro if (row.model, row.benchmark) == sought), None)
+        paper = ["", ""] if row is None else [_point(row.gate), f"{row.readout} {_point(row.post_hoc)}"]
+        gate = _selected(each.gate) if each.gate else ("no gate", "")
+        rows.append([*sought, *gate, each.post_hoc.readout, *_selected(each.post_hoc), *paper])
     columns = ["model", "benchmark", "gate: accuracy", "loops", "post-hoc", "accuracy", "loops"]
     columns += ["paper: gate", "paper: post-hoc"]
     return Table("The model's own gate and the best post-hoc readout", _CHOSEN + _THEIRS, columns, rows)
 
 
-def ouro_thinking(results: Results) -> Table | None:
+def ouro_thinking(results: Results) -> Table:
     """The best readout of reasoning-tuned models, the gate among them."""
     rows = []
     for each in benchmark_models(results):
@@ -93,34 +86,35 @@ def ouro_thinking(results: Results) -> Table | None:
     return Table("The best readout of reasoning-tuned models", note, columns, rows)
 
 
-def ouro_claims(results: Results) -> Table | None:
+def ouro_claims(results: Results) -> Table:
     """What the paper counts in its tables, counted in ours."""
     base = [each for each in benchmark_models(results) if not each.reasons and each.gate and each.post_hoc]
     pairs = [(each.gate.selected, each.post_hoc.selected) for each in base if each.gate and each.post_hoc]
     accurate = [other.accuracy > gate.accuracy for gate, other in pairs]
     fewer = [other.average_loops < gate.average_loops for gate, other in pairs]
-    found = [paired for each in base for paired in each.result.paired[:1]]  # gate minus post-hoc
-    surely = [paired.accuracy.high < 0 for paired in found], [paired.loops.low > 0 for paired in found]
+    paired = [pair for each in base for pair in each.result.paired[:1]]  # gate minus post-hoc
+    surely = [pair.accuracy.high < 0 for pair in paired], [pair.loops.low > 0 for pair in paired]
     best = [each.result.best(("gate", *POST_HOC)) for each in benchmark_models(results) if each.reasons]
+    both = [[a and b for a, b in zip(*pair, strict=True)] for pair in ((accurate, fewer), surely)]
+    not_gates = [each is not None and each.readout != "gate" for each in best]
     counted = {
         "ouro_more_accurate": (accurate, surely[0]),
         "ouro_fewer_loops": (fewer, surely[1]),
-        "ouro_both": (_both(accurate, fewer), _both(*surely)),
-        "thinking_not_the_gate": ([each is not None and each.readout != "gate" for each in best], None),
+        "ouro_both": both,
+        "thinking_not_the_gate": (not_gates, None),
     }
-    rows = [
-        [claim.about, f"{sum(ours)} of {len(ours)}", "" if sure is None else str(sum(sure)), _claimed(claim)]
-        for claim in published().claims
-        if claim.key in counted and (ours := counted[claim.key][0])
-        for sure in [counted[claim.key][1]]
-    ]
-    benches = [bench for bench in results.latency if bench.model == _TIMED]
-    speedups = [way.speedup.median for bench in benches for way in bench.policies if way.readout == "gate"]
-    rows += [
-        [claim.about, f"{min(speedups):.2f} to {max(speedups):.2f}", "", f"{claim.low:g} to {claim.high:g}"]
-        for claim in published().claims
-        if claim.key == "ouro_gate_speedup" and speedups
-    ]
+    timed = [bench for bench in results.latency if bench.model == _TIMED]
+    speedups = [way.speedup.median for bench in timed for way in bench.policies if way.readout == "gate"]
+    rows = []
+    for claim in published().claims:
+        ours, sure = counted.get(claim.key, ([], None))
+        if ours:
+            beyond = "" if sure is None else str(sum(sure))
+            paper = f"{claim.low:g} of {claim.of}" + ("" if claim.borne_out else " (its own table has another number)")
+            rows.append([claim.about, f"{sum(ours)} of {len(ours)}", beyond, paper])
+        elif claim.key == "ouro_gate_speedup" and speedups:
+            found = f"{min(speedups):.2f} to {max(speedups):.2f}"
+            rows.append([claim.about, found, "", f"{claim.low:g} to {claim.high:g}"])
     note = (
         "What the paper counts in its tables 3 and 8, in ours, whichever models they have. Beyond chance: where the "
         "paired 95 % interval on the same test questions lies on that side of zero."
@@ -128,7 +122,7 @@ def ouro_claims(results: Results) -> Table | None:
     return Table("The paper's counts", note, ["claim", "ours", "beyond chance", "paper"], rows)
 
 
-def ouro_readouts(results: Results) -> Table | None:
+def ouro_readouts(results: Results) -> Table:
     """Static depth, the gate, every readout, fitted gates and the oracle: a column a benchmark."""
     every = benchmark_models(results)
     titles = list(dict.fromkeys(each.benchmark.title for each in every))
@@ -148,14 +142,14 @@ def ouro_readouts(results: Results) -> Table | None:
     return Table("Every readout on every benchmark", note, ["model", "readout", *titles], rows)
 
 
-def ouro_refitted(results: Results) -> Table | None:
+def ouro_refitted(results: Results) -> Table:
     """Gates fitted to the frozen trajectory against the released one."""
     rows = []
     for each in benchmark_models(results):
         for gap in each.result.fitted_gaps:
             fitted, other = each.result.frontier(gap.first), each.result.frontier(gap.second)
             if fitted is not None and other is not None:
-                more = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}] @{percent_text(gap.accuracy)}"
+                more = f"{with_bounds(gap)} @{percent_text(gap.accuracy)}"
                 points = [gap.second, _at(other), gap.first, _at(fitted)]
                 rows.append([each.benchmark.model, each.benchmark.title, *points, more])
     note = (
@@ -167,60 +161,40 @@ def ouro_refitted(results: Results) -> Table | None:
     return Table("The released gate and refitted ones", note, columns, rows)
 
 
-def ouro_metrics(results: Results) -> Table | None:
+def ouro_metrics(results: Results) -> Table:
     """Both metrics of every loop."""
-    every = benchmark_models(results)
-    loops = max((len(each.result.forced_accuracy) for each in every), default=0)
     rows = []
-    for each in every:
+    for each in benchmark_models(results):
         for metric, values in each.benchmark.accuracy.items():
-            metric_cell = metric + (" (scored)" if metric == each.benchmark.metric else "")
-            shown = [_percent(value) for value in values] + [""] * (loops - len(values))
-            rows.append(
-                [each.benchmark.model, each.benchmark.title, f"{each.result.test_examples:,}", metric_cell, *shown]
-            )
+            scored = metric + (" (scored)" if metric == each.benchmark.metric else "")
+            known = [each.benchmark.model, each.benchmark.title, f"{each.result.test_examples:,}", scored]
+            rows.append([*known, *map(_percent, values)])
     note = "Every test question at the same loop; acc_norm divides the score of a choice by its characters."
-    columns = ["model", "benchmark", "questions", "metric", *(f"loop {loop}" for loop in range(1, loops + 1))]
-    return Table("Both metrics at every loop", note, columns, rows)
+    return loop_table("Both metrics at every loop", note, ["model", "benchmark", "questions", "metric"], rows, "")
 
 
-def mmlu_subjects(results: Results) -> Table | None:
+def mmlu_subjects(results: Results) -> Table:
     """Every subject, and all of them."""
     rows = []
-    every = [each for each in benchmark_models(results) if each.benchmark.subjects]
-    loops = max((len(each.result.forced_accuracy) for each in every), default=0)
-    for each in every:
+    for each in (each for each in benchmark_models(results) if each.benchmark.subjects):
         parts = [(part.name, part.questions, part.accuracy) for part in each.benchmark.subjects]
         parts.append(("all", each.result.test_examples, each.result.forced_accuracy))
-        rows += [
-            [each.benchmark.model, name, f"{count:,}", *map(_percent, values), *[""] * (loops - len(values))]
-            for name, count, values in parts
-        ]
+        rows += [[each.benchmark.model, name, f"{count:,}", *map(_percent, values)] for name, count, values in parts]
     note = "Every test question at the same loop. All: over questions, so that a large subject counts for more."
-    columns = ["model", "subject", "questions", *(f"loop {loop}" for loop in range(1, loops + 1))]
-    return Table("MMLU by subject", note, columns, rows)
+    return loop_table("MMLU by subject", note, ["model", "subject", "questions"], rows, "")
 
 
-def ouro_latency(results: Results) -> Table | None:
+def ouro_latency(results: Results) -> Table:
     """Time a question: the final loop, the gate and the best other readout, live."""
     rows = []
     for bench in results.latency:
         title = BENCHMARKS[bench.benchmark].title if bench.benchmark in BENCHMARKS else bench.benchmark
         for timing in bench.policies:
             ideal = (bench.num_loops + bench.overhead) / (timing.average_loops + bench.overhead)
-            rows.append(
-                [
-                    bench.model,
-                    title,
-                    timing.readout,
-                    _percent(timing.accuracy),
-                    f"{timing.average_loops:.2f}",
-                    str(timing.milliseconds),
-                    str(timing.speedup),
-                    f"{100 * timing.speedup.median / ideal:.0f} %",
-                    _paper_latency(bench, title, timing),
-                ]
-            )
+            point = [_percent(timing.accuracy), f"{timing.average_loops:.2f}"]
+            times = [str(timing.milliseconds), str(timing.speedup), f"{100 * timing.speedup.median / ideal:.0f} %"]
+            paper = _paper_latency(bench, title, timing)
+            rows.append([bench.model, title, timing.readout, *point, *times, paper])
     note = (
         "Questions run live, one way after the other within a round; median and quartiles over rounds. Accuracy and "
         "loops are of the questions that were timed. Realised: the speed-up as a share of loops saved (T / average "
@@ -251,14 +225,6 @@ def _selected(frontier: FrontierResult) -> tuple[str, str]:
 
 def _bounds(interval: Interval | None, scale: float, digits: int) -> str:
     return "" if interval is None else f" [{scale * interval.low:.{digits}f}, {scale * interval.high:.{digits}f}]"
-
-
-def _both(first: list[bool], second: list[bool]) -> list[bool]:
-    return [a and b for a, b in zip(first, second, strict=True)]
-
-
-def _claimed(claim: Claim) -> str:
-    return f"{claim.low:g} of {claim.of}" + ("" if claim.borne_out else " (its own table has another number)")
 
 
 def _paper_latency(bench: QuestionBench, title: str, timing: QuestionTiming) -> str:

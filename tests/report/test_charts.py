@@ -12,14 +12,12 @@ import pytest
 from conftest import random_trajectory
 from simulated import pair
 
-import loopscope as ls
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import FrontierResult, Results
 from loopscope.exits.readouts import POST_HOC
 from loopscope.report.charts import frontiers, write_figure
-from loopscope.report.colours import DARK, looks_of, shades_of
-from loopscope.report.curves import MOST, Line, Panel, chosen_lines
-from loopscope.report.layout import GREY, STYLES
+from loopscope.report.curves import MAX_KEY_ENTRIES, Line, Panel, chosen_lines
+from loopscope.report.figure_style import DARK, GREY, STYLES, looks_of, shades_of
 from loopscope.report.products import OVERVIEW
 
 WHOLE = (0.0, 1.0)
@@ -49,9 +47,10 @@ def line(name: str, accuracy: Any, loops: Any = (1, 2, 3, 4)) -> Line:
 
 
 def key_of(specification: dict[str, Any]) -> list[str]:
-    """What the key of a figure says."""
-    rows = [row for values in specification["datasets"].values() for row in values]
-    return [row["name"].replace("\n", " ") for row in rows if "middle" in row]
+    """What the key of a figure says: below its panels, or among them."""
+    grid, *below = specification["vconcat"]
+    (key,) = below or grid["concat"][-1:]
+    return [row["name"].replace("\n", " ") for row in key["data"]["values"]]
 
 
 def foot_of(specification: dict[str, Any]) -> str:
@@ -60,15 +59,11 @@ def foot_of(specification: dict[str, Any]) -> str:
 
 
 def test_every_point_of_a_curve_has_an_interval_over_examples(results: Results) -> None:
-    test = pair(right=0.8, rows=90)[1]
     margin = frontier(results, 2, "margin")
     assert len(margin.accuracy_low) == len(margin.accuracy_high) == len(margin.accuracy) > 40
-    assert np.all(np.array(margin.accuracy_low) <= np.array(margin.accuracy) + 1e-4)
-    assert np.all(np.array(margin.accuracy_high) >= np.array(margin.accuracy) - 1e-4)
     place = int(np.argmax(margin.accuracy))
-    share = margin.accuracy[place]
-    width = margin.accuracy_high[place] - margin.accuracy_low[place]
-    assert width == pytest.approx(2 * 1.96 * (share * (1 - share) / test.num_examples) ** 0.5, rel=0.3)
+    share, width = margin.accuracy[place], margin.accuracy_high[place] - margin.accuracy_low[place]
+    assert width == pytest.approx(2 * 1.96 * (share * (1 - share) / 90) ** 0.5, rel=0.3)
     for table in (results.models[2].forced_accuracy_by_difficulty, results.models[2].signals["entropy"]):
         values, low, high = (np.array(each) for each in (table.values, table.low, table.high))
         assert np.all((low <= values + 1e-4) & (values <= high + 1e-4))
@@ -142,7 +137,7 @@ def test_a_key_has_eight_entries_and_says_what_is_left_out() -> None:
     assert made is not None
     specification = made(STYLES["page"])
     names = key_of(specification)
-    assert len(names) == MOST
+    assert len(names) == MAX_KEY_ENTRIES
     assert {"fixed", "gate", "r0", "r5"} <= set(names)  # whatever panel they are of
     assert "Not drawn: r6, r7, r8, r9, r10, r11." in " ".join(specification["title"]["text"])
 
@@ -154,7 +149,7 @@ def test_a_chosen_readout_is_never_left_out() -> None:
     first, second = Panel("a", hidden, 4, 0.9, ("r0",)), Panel("b", many, 4, 0.9, ("r11",))
     drawn = chosen_lines([first, second], [WHOLE, WHOLE])
     assert "r11" in {each.name for each in drawn.panels[1].lines}
-    assert len({each.name for panel in drawn.panels for each in panel.lines}) == MOST
+    assert len({each.name for panel in drawn.panels for each in panel.lines}) == MAX_KEY_ENTRIES
     everything = chosen_lines([Panel("a", many, 4, 0.9, tuple(f"r{place}" for place in range(12)))], [WHOLE])
     assert (len(everything.panels[0].lines), everything.left_out) == (12, [])
 
@@ -218,7 +213,7 @@ def test_difficulties_share_a_short_key(results: Results) -> None:
     assert figure.figure is not None
     specification = figure.figure(STYLES["page"])
     names = key_of(specification)
-    assert (len(names), names[0], names[-1]) == (MOST, "0", "29")
+    assert (len(names), names[0], names[-1]) == (MAX_KEY_ENTRIES, "0", "29")
     assert "8 of 30 difficulties" in " ".join(specification["title"]["text"])
 
 
@@ -228,16 +223,10 @@ def luminance(colour: str) -> float:
     return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_the_hardest_difficulties_are_legible_on_a_dark_ground() -> None:
+def test_difficulties_and_notes_are_legible_on_a_dark_ground() -> None:
     ground = luminance("#14181d")
-    for colour in shades_of([float(level) for level in range(50)]).values():
+    for colour in (GREY, *shades_of([float(level) for level in range(50)]).values()):
         assert (luminance(DARK[colour]) + 0.05) / (ground + 0.05) >= 3  # what WCAG asks of graphics
-
-
-def test_an_unknown_style_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ls.UserError, match="no style 'poster'; choose one of page, paper"):
-        ls.report({"a": pair(right=0.9, rows=60)}, tmp_path, style="poster")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_without_lines_or_difficulties_gives_no_figure() -> None:
@@ -245,18 +234,11 @@ def test_a_model_without_lines_or_difficulties_gives_no_figure() -> None:
     assert frontiers([Panel("empty", [], 4, 0.9)]) is None
 
 
-def test_nothing_is_said_to_be_by_difficulty_where_there_is_none() -> None:
-    for difficulty, said in ((None, False), (np.arange(60) % 3, True)):
-        both = [
-            random_trajectory(seed, rows=60, split=split, difficulty=difficulty)
-            for seed, split in enumerate(("validation", "test"))
-        ]
-        results = analyse_models([ModelRecordings("a", *both)], None)[0]
-        made = OVERVIEW.make(results, ["forced_exits", "exit_distributions", "signals"])
+def test_nothing_is_said_to_be_by_difficulty_where_there_is_none(results: Results) -> None:
+    splits = enumerate(("validation", "test"))
+    both = [random_trajectory(seed, rows=60, split=split, difficulty=None) for seed, split in splits]
+    without = analyse_models([ModelRecordings("a", *both)], None)[0]
+    for models, said in ((results, True), (without, False)):
+        made = OVERVIEW.make(models, ["forced_exits", "exit_distributions", "signals"])
         assert len(made) == 3
         assert {"by difficulty" in f"{product.title} {product.note}" for product in made} == {said}
-
-
-def test_notes_and_titles_of_keys_can_be_read_on_a_dark_ground() -> None:
-    assert GREY in DARK
-    assert int(DARK[GREY][1:3], 16) > 0x90

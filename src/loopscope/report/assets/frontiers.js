@@ -310,7 +310,7 @@ function updateFrontiers() {
   return draw(
     $("frontier-chart"),
     "frontiers",
-    onTouch() ? head.charts.frontiers_touch : head.charts.frontiers,
+    onTouch() ? CHARTS.frontiers_touch : CHARTS.frontiers,
     { points: [...shown.flatMap(pointRows), ...besideRows(shown, stop)], target: [{ accuracy: heightOf(shown, target), sought: !isSilent() }] },
     shown.map(({ model, curve, colour, shape, fill = colour }) => ({
       line: `${model.label}, ${curve.readout}`,

@@ -142,7 +142,7 @@ function showExample(example) {
   );
   chart.parentNode.hidden = !rows.length;
   if (rows.length)
-    draw(chart, `example-${example.row}`, head.charts.example, { loops: rows, exit: [{ loop: example.loop }] });
+    draw(chart, `example-${example.row}`, CHARTS.example, { loops: rows, exit: [{ loop: example.loop }] });
   const table = detail.querySelector("table");
   const loops = example.right.map((_, loop) => loop + 1);
   table.tHead.replaceChildren(

@@ -1,0 +1,179 @@
+"""The counterparts of the paper's tables and figures, each under a name, beside those that every report has.
+
+Its numbers are also markers in the page's charts of frontiers, beside the models that match them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+
+from loopscope.analysis.schema import Results
+from loopscope.paper import ouro_tables, paper_figures as figures, trained_tables as tables
+from loopscope.paper.published import published
+from loopscope.paper.variants import GEOMETRIC, UNIFORM, TaskVariants, VariantPrior, on_paper_grid
+from loopscope.report.charts import Drawing
+from loopscope.report.page import Marker
+from loopscope.report.products import CURVES, OVERVIEW, SIGNALS, Catalogue, Figure, Recipe
+from loopscope.report.tables import Table
+
+_GRID = (
+    " Thresholds: the paper's grids (51 quantiles of the validation signal, 100 values of the gate's CDF), coarser "
+    "than those of other tables, where depths can be less, mostly by hundredths of a loop."
+)
+_GATES = CURVES + " Readouts without a gate run on the fixed-prior trajectory, gates on their own."
+_FORCED = "Accuracy of every loop, without any exit rule."
+_EXITS = "How the gates spread their exits over the loops."
+_BEYOND = SIGNALS + " Difficulties beyond those of training are included."
+_READOUTS = "Test accuracy against average loops on a benchmark; every panel has its own scale."
+
+
+def _swept(title: str, make: Callable[..., Drawing | None], note: str = CURVES, **options: object) -> Figure:
+    """A figure that stands beside the paper's: its thresholds are on the paper's grid."""
+    return Figure(lambda results: make(on_paper_grid(results), **options), title, note + _GRID)
+
+
+def _figure(title: str, make: Callable[..., Drawing | None], note: str, **options: object) -> Figure:
+    return Figure(partial(make, **options), title, note)
+
+
+def _signals(title: str, prior: VariantPrior, **options: object) -> Figure:
+    return _figure(title, figures.fixed_prior_signals, SIGNALS, prior=prior, **options)
+
+
+def _swept_table(make: Callable[[Results], Table]) -> Callable[[Results], Table]:
+    """A table that has numbers of the paper, on the paper's grid of thresholds."""
+
+    def on_grid(results: Results) -> Table:
+        table = make(on_paper_grid(results))
+        return replace(table, note=table.note + _GRID)
+
+    return on_grid
+
+
+PAPER: dict[str, Recipe] = {
+    "teaser": _swept("Teaser", figures.teaser),
+    "fixed_prior_frontiers": _swept(
+        "Frontiers of fixed-prior models", figures.fixed_prior_frontiers, priors=(UNIFORM, GEOMETRIC)
+    ),
+    "fixed_prior_summary": _swept_table(tables.fixed_prior_summary),
+    "main_signals": _signals("Signals by difficulty, geometric prior", GEOMETRIC, names=("entropy", "hidden_change")),
+    "gate_comparison": _swept("Fixed priors and learned gates", figures.gate_comparison, _GATES),
+    "gate_summary": _swept_table(tables.gate_summary),
+    "main_forced_exits": _figure(
+        "Forced exits, geometric prior", figures.forced_exits_by_family, _FORCED, priors=(GEOMETRIC,)
+    ),
+    "main_exit_distributions": _figure(
+        "Learned exit distributions, geometric prior", figures.exit_distributions_by_family, _EXITS, priors=(GEOMETRIC,)
+    ),
+    "posthoc_main": _swept("Gates fitted to frozen trajectories", figures.posthoc_main),
+    "posthoc_summary": tables.posthoc_summary,
+    "posthoc_gaps": tables.posthoc_gaps,
+    "decoupled_gate": tables.decoupled_gate,
+    "lambda_frontiers": _swept("Frontiers of fixed geometric priors", figures.fixed_prior_frontiers),
+    "uniform_signals": _signals("Signals, uniform prior", UNIFORM),
+    "uniform_ordering": partial(tables.ordering_of_fixed_prior, prior=UNIFORM),
+    "geometric_signals": _signals("Signals, geometric prior", GEOMETRIC),
+    "geometric_ordering": partial(tables.ordering_of_fixed_prior, prior=GEOMETRIC),
+    "geometric_extrapolation": _figure(
+        "Extrapolation, geometric prior", figures.extrapolation, _BEYOND, prior=GEOMETRIC
+    ),
+    "uniform_extrapolation": _figure("Extrapolation, uniform prior", figures.extrapolation, _BEYOND, prior=UNIFORM),
+    "extrapolation_summary": tables.extrapolation_summary,
+    "linear_gate_comparison": _swept(
+        "Linear gates under every prior", figures.gate_comparison, _GATES, gates=("linear",), priors=None
+    ),
+    "mlp_gate_comparison": _swept(
+        "MLP gates under every prior", figures.gate_comparison, _GATES, gates=("mlp",), priors=None
+    ),
+    "all_forced_exits": _figure("Forced exits under every prior", figures.forced_exits_by_family, _FORCED),
+    "all_exit_distributions": _figure(
+        "Learned exit distributions under every prior", figures.exit_distributions_by_family, _EXITS
+    ),
+    "parity_frontiers": _swept("Parity: fixed priors and gates", figures.gate_comparison, _GATES, task="parity"),
+    "parity_summary": _swept_table(tables.parity_summary),
+    "parity_signals": _signals(
+        "Parity: signals by length", GEOMETRIC, names=("entropy", "margin", "hidden_change"), task="parity"
+    ),
+    "posthoc_fixed": _swept("Gates fitted to fixed-prior trajectories", figures.posthoc_by_prior, gate="none"),
+    "posthoc_linear": _swept("Gates fitted to linear-gate trajectories", figures.posthoc_by_prior, gate="linear"),
+    "posthoc_mlp": _swept("Gates fitted to MLP-gate trajectories", figures.posthoc_by_prior, gate="mlp"),
+}
+OURO: dict[str, Recipe] = {
+    "ouro_summary": _swept_table(ouro_tables.ouro_summary),
+    "ouro_claims": _swept_table(ouro_tables.ouro_claims),
+    "ouro_frontiers": _swept(
+        "Ouro frontiers", figures.ouro_frontiers, _READOUTS + " The oracle exits at the first correct loop."
+    ),
+    "ouro_latency": ouro_tables.ouro_latency,
+    "ouro_14b_frontiers": _swept(
+        "Ouro-1.4B on every benchmark", figures.frontiers_of_model, _READOUTS, model="Ouro-1.4B"
+    ),
+    "ouro_26b_frontiers": _swept(
+        "Ouro-2.6B on every benchmark", figures.frontiers_of_model, _READOUTS, model="Ouro-2.6B"
+    ),
+    "ouro_thinking": _swept_table(ouro_tables.ouro_thinking),
+    "benchmark_frontiers": _figure("Every other model on every benchmark", figures.benchmark_frontiers, _READOUTS),
+    "ouro_refitted": ouro_tables.ouro_refitted,
+    "refitted_frontiers": _figure(
+        "The released gate and gates fitted to the same trajectory", figures.refitted_frontiers, _READOUTS
+    ),
+    "ouro_readouts": ouro_tables.ouro_readouts,
+    "ouro_metrics": ouro_tables.ouro_metrics,
+    "mmlu_subjects": ouro_tables.mmlu_subjects,
+}
+
+
+@cache
+def _counterparts() -> Mapping[str, str]:
+    """By product, the figure or the table of the paper that it stands for."""
+    kinds = {"figure": published().figures, "table": published().tables}
+    return {name: f"{kind} {each.number}" for kind, known in kinds.items() for each in known for name in each.products}
+
+
+PRODUCTS = Catalogue(
+    {**OVERVIEW.recipes, **PAPER, **OURO},
+    {
+        "overview": (*OVERVIEW.groups["overview"], "decoupled_gate"),
+        "paper": ("headline", "diagnosis", "stoppers", "certified", *PAPER, "paired", "depths", "forced"),
+        "ouro": (*OURO, "diagnosis", "stoppers", "certified", "paired"),
+    },
+    _counterparts,
+)
+
+
+def markers(results: Results) -> list[Marker]:
+    """D@X of MANO, the operating points of parity and Ouro: as the paper printed them, on its own scale."""
+    results = on_paper_grid(results)
+    return [*_trained_markers(results), *_ouro_markers(results)]
+
+
+def _trained_markers(results: Results) -> Iterable[Marker]:
+    paper, tasks = published(), {task: TaskVariants(results, task) for task in ("mano", "parity")}
+    known = {(row.training, row.readout): row for row in (*paper.fixed_prior, *paper.fixed_vs_gate)}
+    points = []
+    for row in known.values():
+        for target, depth in row.depth_at.items():
+            text = f"D@{100 * float(target):g} {depth.mean:.2f} ± {depth.deviation:.2f}"
+            points.append(("mano", row.training, row.readout, depth.mean, float(target), text))
+    for point in paper.parity:
+        text = f"accuracy {100 * point.accuracy.mean:.2f} %, {point.loops.mean:.2f} loops"
+        points.append(("parity", point.training, point.readout, point.loops.mean, point.accuracy.mean, text))
+    for task, training, readout, loops, accuracy, text in points:
+        for group in tasks[task].groups:
+            if group.matches(training) and group is tasks[task].best(group.gate, group.prior):
+                yield Marker(group.group.names, readout, loops, accuracy, f"{text}, {readout}, {group.words}")
+
+
+def _ouro_markers(results: Results) -> Iterable[Marker]:
+    points = [
+        (row.model, row.benchmark, readout, point)
+        for row in published().ouro
+        for readout, point in (("gate", row.gate), (row.readout, row.post_hoc))
+    ]
+    points += [(row.model, row.benchmark, row.readout, row) for row in published().ouro_thinking]
+    for model, benchmark, readout, point in points:
+        for each in ouro_tables.benchmark_models(results):
+            if (each.benchmark.model, each.benchmark.title) == (model, benchmark):
+                value = f"accuracy {100 * point.accuracy:.1f} %, {point.loops:.2f} loops"
+                words = f"{value}, {readout}, {model} on {benchmark}"
+                yield Marker([each.result.name], readout, point.loops, point.accuracy, words)

@@ -1,0 +1,269 @@
+"""The counterparts of the paper's tables on models that LoopScope trained: our numbers, and the paper's beside them."""
+
+from loopscope.analysis.bootstrap import ENOUGH, Interval
+from loopscope.analysis.schema import FrontierResult, ModelResult, Results
+from loopscope.analysis.seeds import OverSeeds, over_seeds
+from loopscope.analysis.targets import percent_text
+from loopscope.exits.signals import FITTED, FITTED_GATE
+from loopscope.paper.published import PublishedValue, published
+from loopscope.paper.variants import (
+    DECOUPLED,
+    GEOMETRIC,
+    UNIFORM,
+    TaskVariants,
+    TrainedVariant,
+    VariantPrior,
+    prior_words,
+    trained_variants,
+)
+from loopscope.report.curves import continued
+from loopscope.report.tables import Table, share, with_bounds
+
+_OURS = (
+    "Mean ± sample standard deviation over the seeds that reach it (how many of how many); then the first seed's own "
+    "value with its 95 % bootstrap interval over test examples (or the share of resamples that reach it, if they are "
+    "fewer than 95 %). N/A: no seed reaches it."
+)
+_THEIRS = " Paper: as it printed them, on its own, larger scale: compare orderings, not values."
+
+
+def fixed_prior_summary(results: Results) -> Table:
+    """D@X of fixed-prior models."""
+    mano = TaskVariants(results, "mano")
+    groups = [group for prior in mano.priors if (group := mano.fixed(prior)) is not None]
+    shown = ("fixed", "entropy", "top1", "margin")
+    rows = [_depth_row(group, readout, results) for group in groups for readout in shown]
+    return _depth_table("Fixed-prior models: depth to accuracy", rows, results)
+
+
+def gate_summary(results: Results) -> Table:
+    """D@X of fixed-prior margin beside the native gates, each with its best beta."""
+    mano = TaskVariants(results, "mano")
+    rows = [
+        _depth_row(group, readout, results)
+        for prior in mano.priors
+        for gate, readout in (("none", "margin"), ("linear", "gate"), ("mlp", "gate"))
+        if (group := mano.best(gate, prior)) is not None
+    ]
+    title = "Fixed priors and learned gates: depth to accuracy"
+    return _depth_table(title, rows, results, " β is chosen on validation.")
+
+
+def parity_summary(results: Results) -> Table:
+    """The operating points that validation chose."""
+    parity = TaskVariants(results, "parity")
+    groups = [parity.best(gate, prior) for prior in (UNIFORM, GEOMETRIC) for gate in ("none", "linear", "mlp")]
+    rows = []
+    for group in groups:
+        if group is not None:
+            readout = "gate" if group.gate != "none" else _best_confidence(group)
+            row = next((row for row in published().parity if group.matches(row.training)), None)
+            paper = ["", "", ""] if row is None else [row.readout, _paper_share(row.accuracy), _paper(row.loops)]
+            rows.append([group.counted, readout, *_selected(group, readout), *paper])
+    columns = ["training", "readout", "accuracy", "loops", "paper: readout", "paper: accuracy", "paper: loops"]
+    note = (
+        "Operating points chosen on validation data (the most accurate threshold, ties to fewer loops), on test data. "
+        "Fixed priors: the confidence readout that validation prefers. " + _OURS + _THEIRS
+    )
+    return Table("Parity: operating points", note, columns, rows)
+
+
+def posthoc_summary(results: Results) -> Table:
+    """D@X of every readout that stops a frozen trajectory, gates fitted to it among them."""
+    rows = []
+    for group in TaskVariants(results, "mano").groups:
+        over = group.group
+        fitted = [name for name in over.depth_at if name.startswith(FITTED_GATE)]
+        for readout in ("fixed", "gate", "margin", *fitted) if fitted else ():
+            if readout in over.depth_at:
+                selected = [share(over.selected_accuracy[readout]), str(over.selected_loops[readout])]
+                rows.append([group.counted, readout, *_depths(group, readout, results), *selected])
+    columns = ["trajectory", "readout", *_depth_columns(results), "selected: accuracy", "loops"]
+    note = f"Gates fitted to frozen trajectories ({FITTED_GATE}kind-objective) beside its own gate and margin. " + _OURS
+    return Table("Post-hoc gates: depth to accuracy", note, columns, rows)
+
+
+def posthoc_gaps(results: Results) -> Table:
+    """Fitted gates against the model's own gate, or against margin where it has none."""
+    rows = []
+    for group in TaskVariants(results, "mano").groups:
+        for gap in group.first.fitted_gaps:
+            over = [each for model in group.models for each in model.fitted_gaps if each.first == gap.first]
+            signs = [each.sign for each in over]
+            gaps = [str(over_seeds([each.value for each in over])), with_bounds(gap)]
+            counts = f"{signs.count(-1)}, {signs.count(1)}"
+            rows.append([group.counted, f"{gap.first} - {gap.second}", percent_text(gap.accuracy), *gaps, counts])
+    note = (
+        "D@X of a gate fitted to the frozen trajectory minus that of the model's own gate (of margin, where it has "
+        "none), paired on the same test examples and on a fine grid of thresholds: over seeds, of the first seed with "
+        "its 95 % interval, and in how many seeds the fitted gate is better or worse (interval without zero)."
+    )
+    columns = ["trajectory", "between", "at", "over seeds", "first seed", "seeds better, worse"]
+    return Table("Fitted gates against the model's own", note, columns, rows)
+
+
+def decoupled_gate(results: Results) -> Table:
+    """What one stop-gradient changes: the decoupled gate beside the joint one, the fitted one and the fixed prior."""
+    rows = []
+    for decoupled in trained_variants(results, DECOUPLED):
+        task = TaskVariants(results, decoupled.task)
+        joint = task.best(decoupled.gate, decoupled.prior)
+        if joint is None:
+            continue
+        same = task.at(decoupled.gate, decoupled.prior, decoupled.beta or 0.0)
+        fixed = task.fixed(decoupled.prior)
+        gated = [decoupled, joint] if same is joint else [decoupled, same, joint]
+        rules = [(group, "its own gate") for group in gated]
+        rules += [(fixed, "best single readout"), (fixed, "best fitted gate")]
+        for group, rule in rules:
+            if group is not None and any(_frontiers(model, rule) for model in group.models):
+                rows.append([group.task, group.counted, rule, *_remedy_cells(group, rule, decoupled, results)])
+    target = results.targets[0]
+    note = (
+        "The decoupled gate's trajectory is shaped by the fixed prior, and the gate learns behind a stop-gradient; the "
+        "joint gate shapes its trajectory, too (at the same β, and at the one that validation data choose, where that "
+        "is another). Best single readout, and gates fitted afterwards to the frozen trajectory: those that validation "
+        "data choose for every seed and target. D@X: least average loops on the test curve that reach X, mean ± "
+        "sample standard deviation over the seeds that reach it (how many of how many). Last: a rule's "
+        f"{target.label} minus that of the decoupled gate with the same seed; positive where the decoupled gate is "
+        "quicker."
+    )
+    columns = ["task", "training", "exits by", *_depth_columns(results), f"{target.label} - decoupled gate's"]
+    return Table("One stop-gradient: decoupled gates", note, columns, rows)
+
+
+def _frontiers(model: ModelResult, rule: str) -> list[FrontierResult]:
+    """Among which a rule of that table chooses."""
+    names = {frontier.readout: frontier for frontier in model.frontiers if frontier.readout != "oracle"}
+    if rule == "its own gate":
+        return [names["gate"]] if "gate" in names else []
+    prefix, wanted = (FITTED_GATE, True) if rule == "best fitted gate" else (FITTED, False)
+    return [frontier for name, frontier in names.items() if name.startswith(prefix) == wanted]
+
+
+def _remedy_cells(group: TrainedVariant, rule: str, decoupled: TrainedVariant, results: Results) -> list[str]:
+    """D@X at every target over seeds, and at the first of them how much more than the decoupled gate's."""
+    keys = [target.key for target in results.targets]
+    cells = [str(over_seeds([_best_depth(model, rule, key) for model in group.models])) for key in keys]
+    if group is decoupled:
+        return [*cells, ""]
+    gates = {seed: _best_depth(model, "its own gate", keys[0]) for seed, model in decoupled.seeded}
+    pairs = [(_best_depth(model, rule, keys[0]), gates[seed]) for seed, model in group.seeded if seed in gates]
+    more = [None if depth is None or gate is None else depth - gate for depth, gate in pairs]
+    return [*cells, str(over_seeds(more))]
+
+
+def _best_depth(model: ModelResult, rule: str, target: str) -> float | None:
+    """D@X of the readout with the least on validation data; where none reaches it there, of the most accurate one."""
+    frontiers = _frontiers(model, rule)
+    reaching = [each for each in frontiers if each.calibration_depth_at[target] is not None]
+    if reaching:
+        return min(reaching, key=lambda each: each.calibration_depth_at[target] or 0.0).depth_at[target]
+    return min(frontiers, key=lambda each: each.selected.rank).depth_at[target] if frontiers else None
+
+
+def extrapolation_summary(results: Results) -> Table:
+    """Accuracy at the last loop and entropy by difficulty, within and beyond the range of training."""
+    mano = TaskVariants(results, "mano")
+    rows, levels = [], []
+    for group in map(mano.fixed, mano.priors):
+        if group is None or group.first.extrapolation is None:
+            continue
+        model, beyond = group.first, group.first.extrapolation
+        accuracy = continued(model.forced_accuracy_by_difficulty, beyond.forced_accuracy_by_difficulty)
+        entropy = continued(model.signals["entropy"], beyond.signals["entropy"]).values
+        levels = accuracy.levels
+        last = ["" if row[-1] is None else f"{100 * row[-1]:.1f} %" for row in accuracy.values]
+        rows.append([group.words, "accuracy, last loop", *last])
+        rows.append([group.words, "entropy, loop 1", *(f"{row[0]:.3f}" for row in entropy)])
+        rows.append([group.words, "entropy, last loop", *(f"{row[-1]:.3f}" for row in entropy)])
+    note = "Bin means of the first seed; difficulties beyond those of training are out of distribution."
+    return Table("Extrapolation", note, ["training", "", *(f"{level:g}" for level in levels)], rows)
+
+
+def ordering_of_fixed_prior(results: Results, prior: VariantPrior) -> Table:
+    """How well signals order difficulties."""
+    group = TaskVariants(results, "mano").fixed(prior)
+    paper = published().uniform_ordering if prior == UNIFORM else published().geometric_ordering
+    known = {} if group is None else group.group.ordering
+    rows = [
+        [signal, str(known[signal]), _paper(paper[signal]) if signal in paper else ""]
+        for signal in ("entropy", "margin", "kl", "hidden_change")
+        if signal in known
+    ]
+    note = (
+        "Signed Spearman correlation between difficulty and the bin means of a signal, averaged over loops, mean ± "
+        "sample standard deviation over seeds: 1 means that harder examples always look harder."
+    )
+    return Table(f"Difficulty ordering, fixed prior, {prior_words(prior)}", note, ["signal", "ours", "paper"], rows)
+
+
+def _depth_table(title: str, rows: list[list[str]], results: Results, more: str = "") -> Table:
+    columns = ["training", "readout", *_depth_columns(results), *(f"paper: D@{x}" for x in (95, 98, 99))]
+    note = f"D@X: least average loops that reach X % test accuracy.{more} {_OURS}{_THEIRS}"
+    return Table(title, note, columns, rows)
+
+
+def _depth_columns(results: Results) -> list[str]:
+    return [target.label for target in results.targets]
+
+
+def _depth_row(group: TrainedVariant, readout: str, results: Results) -> list[str]:
+    """Our depths, and those that the paper printed: N/A where it did, nothing where it has no such row."""
+    rows = (*published().fixed_prior, *published().fixed_vs_gate)
+    row = next((row for row in rows if row.readout == readout and group.matches(row.training)), None)
+    known = {} if row is None else row.depth_at
+    absent = "" if row is None else "N/A"
+    printed = [_paper(known[x]) if x in known else absent for x in ("0.95", "0.98", "0.99")]
+    return [group.counted, readout, *_depths(group, readout, results), *printed]
+
+
+def _depths(group: TrainedVariant, readout: str, results: Results) -> list[str]:
+    first = group.first.frontier(readout)
+    cells = []
+    for key in (target.key for target in results.targets):
+        bounds = first.depth_interval[key] if first and readout != "fixed" else None
+        own = first.depth_at[key] if first else None
+        cells.append(f"{group.group.depth_at[readout][key]}{_first(group, own, bounds)}")
+    return cells
+
+
+def _best_confidence(group: TrainedVariant) -> str:
+    """By the mean accuracy on validation data over the seeds, ties to fewer loops."""
+
+    def rank(readout: str) -> tuple[float, float]:
+        points = [frontier.selected for model in group.models if (frontier := model.frontier(readout)) is not None]
+        return -sum(p.calibration_accuracy for p in points), sum(p.calibration_average_loops for p in points)
+
+    return min(("entropy", "top1", "margin"), key=rank)
+
+
+def _selected(group: TrainedVariant, readout: str) -> tuple[str, str]:
+    """Accuracy and loops of the operating point that validation chose."""
+    accuracy, loops = share(group.group.selected_accuracy[readout]), str(group.group.selected_loops[readout])
+    frontier = group.first.frontier(readout)
+    assert frontier is not None
+    point = frontier.selected
+    accuracy += _first(group, point.accuracy, point.accuracy_interval, percent=True)
+    return accuracy, loops + _first(group, point.average_loops, point.loops_interval)
+
+
+def _first(group: TrainedVariant, value: float | None, bounds: Interval | None, percent: bool = False) -> str:
+    """What the first seed says; an interval over the lucky resamples only would say too much."""
+    if bounds is None or bounds.reached < 0.01:
+        return ""
+    scale, digits = (100, 1) if percent else (1, 2)
+    text = f"[{scale * bounds.low:.{digits}f}, {scale * bounds.high:.{digits}f}]"
+    if bounds.reached < ENOUGH:
+        text = f"[{100 * bounds.reached:.0f} % of resamples]"
+    if len(group.models) == 1:
+        return f" {text}"
+    return "; " + (f"{scale * value:.{digits}f} " if value is not None else "") + text
+
+
+def _paper(value: PublishedValue) -> str:
+    return f"{value.mean:.2f} ± {value.deviation:.2f}"
+
+
+def _paper_share(value: PublishedValue) -> str:
+    return share(OverSeeds(value.mean, value.deviation, 3, 3))

@@ -1,0 +1,249 @@
+"""One HTML file in which a report can be explored: offline, without a server, without a request to anywhere.
+
+Python computes every number and writes it into the page, compressed; the scripts in `assets` only look numbers up, sort
+them and hand them to Vega-Lite. Texts reach the page escaped, or inside compressed JSON, never as markup; were one to
+get through, the page's policy would not let it run.
+"""
+
+import base64
+import gzip
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+import numpy as np
+import vl_convert
+from jinja2 import Environment
+
+from loopscope.analysis.diagnosis import NO_VERDICT
+from loopscope.analysis.outcomes import OUTCOMES
+from loopscope.analysis.schema import Binned, ModelResult, Results
+from loopscope.analysis.threshold_details import (
+    ExitsByThreshold,
+    ModelDetails,
+    SampledExamples,
+    ThresholdDetails,
+    rounded,
+)
+from loopscope.errors import visible
+from loopscope.report.figure_style import DARK, MODELS, STYLES, looks_of
+from loopscope.report.page_text import cards, provenances, scope, seed_of, summary
+from loopscope.report.products import Product
+from loopscope.report.tables import gap_cells, has_reference
+
+MAX_PAGE_BYTES = 8_000_000
+"""What is too much is left out of the parts of single models."""
+_STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
+"""Examples a model, characters of each, and difficulties, in the order in which they are tried."""
+_SCRIPTS = ("data", "specifications", "charts", "tables", "models", "frontiers", "model", "examples", "main")
+
+
+class Marker(msgspec.Struct, frozen=True):
+    """A published number, beside the models that match it."""
+
+    names: list[str]  # of the models that it belongs to
+    readout: str
+    loops: float
+    accuracy: float
+    text: str
+
+
+def render(
+    results: Results,
+    details: Iterable[ThresholdDetails],
+    products: Sequence[Product],
+    command: str,
+    again: str,
+    markers: Sequence[Marker] = (),
+) -> str:
+    """The page, which says by what command it was made, and its products `again` (and `--product NAME`), if by one.
+
+    `markers` are published numbers that its frontiers show beside the models' own.
+    """
+    everything = list(details)
+    style, script = _asset("page.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["verbatim"] = _Verbatim
+    template = environment.from_string(_asset("page.html"))
+    content = {
+        "version": results.loopscope,
+        "target": results.targets[0],
+        "scope": scope(results),
+        "summary": summary(results),
+        "cards": cards(results),
+        "products": products,
+        "made": provenances(results),
+        "command": _Verbatim(command),
+        "again": _Verbatim(again),
+        "head": _packed(page_head(results, everything, markers)),
+        "figures": {each.name: _packed(each.figure(STYLES["page"])) for each in products if each.figure is not None},
+        "policy": _content_security_policy([_libraries(), script], style),
+        "style": style,
+        "libraries": _libraries(),
+        "script": script,
+    }
+    bare = len(template.render(**content, deep=[], thinned="").encode())
+    deep, note = thinned(results, everything, MAX_PAGE_BYTES - bare - 100 * len(everything) - 1000)
+    return template.render(**content, deep=deep, thinned=note)
+
+
+@cache
+def _libraries() -> str:
+    """Vega and Vega-Lite, which take seconds to bundle."""
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub is wrong
+    return bundle
+
+
+def _asset(name: str) -> str:
+    return (files("loopscope.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+class _Verbatim(str):
+    """A text that a reader may copy: no blank of it is changed."""
+
+
+def _shown(value: Any) -> Any:
+    """Of texts, what a reader can see: a mark that reorders a line would turn the numbers around that follow it.
+
+    A number stays with its percent sign.
+    """
+    if type(value) is _Verbatim:
+        return visible(str(value))
+    if type(value) is str:
+        return visible(value).replace(" %", "\N{NO-BREAK SPACE}%")
+    return value  # what is marked as safe is the page's own
+
+
+def _content_security_policy(scripts: Iterable[str], style: str) -> str:
+    """What may run on the page: its own scripts, told by their hashes, and nothing else.
+
+    Whatever else finds its way into the file, the browser refuses to run: no other inline script, no handler in an
+    attribute, no `eval`, no style but the page's, no request.
+    """
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (*scripts, style)]
+    *of_scripts, of_style = (f"'sha256-{each}'" for each in hashes)
+    rules = f"default-src 'none'; script-src {' '.join(of_scripts)}; style-src {of_style}"
+    return f"{rules}; base-uri 'none'; form-action 'none'"
+
+
+def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Sequence[Marker]) -> dict[str, Any]:
+    """What charts of many models need."""
+    groups = {name: number for number, group in enumerate(results.groups) for name in group.names}
+    verdicts = {model.name: model.verdict for model in results.models}
+    models = [
+        {
+            "name": model.name,
+            "label": model.label,
+            "group": groups[model.name],
+            "seed": seed_of(model),
+            "loops": len(model.forced_accuracy),
+            "examples": model.test_examples,
+            "tested": model.tested,  # how many test examples there are, and of what
+            "target": None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
+            "chance": model.diagnosis.chance,
+            "best": model.diagnosis.compared_readouts,  # where the model is compared, first that of the gate
+            "gaps": _gaps(model, has_reference(results)),
+            "curves": own.curves,
+        }
+        for model, own in zip(results.models, details, strict=True)
+    ]
+    return {
+        "label": results.targets[0].label,  # of the depth at the report's first target
+        "verdicts": [[verdicts[name] for name in group.names] for group in results.groups],
+        "slider_targets": details[0].slider_targets,
+        "groups": [group.label for group in results.groups],
+        "models": models,
+        "paper": markers,
+        "styles": looks_of({curve.readout for own in details for curve in own.curves}),  # colour and shape
+        "colours": MODELS,
+        "dark": DARK,  # what a colour is on a dark ground
+        "outcomes": OUTCOMES,
+    }
+
+
+def _gaps(model: ModelResult, referenced: bool) -> dict[str, dict[str, Any]]:
+    cells = gap_cells(model, referenced, shares=False)
+    return {
+        name: {"text": cells[name], "blamed": name.removesuffix(" gap") in model.diagnosis.blamed}
+        | {bound: getattr(gap, bound, None) for bound in ("value", "low", "high")}
+        for name, gap in model.diagnosis.gaps.items()
+    }
+
+
+def thinned(results: Results, details: Sequence[ThresholdDetails], room: int) -> tuple[list[str], str]:
+    """The part of every model, packed into `room` characters if they can be, and what was left out of them."""
+    for most, longest, levels in _STEPS:
+        pairs = zip(results.models, details, strict=True)
+        parts = [_packed(_part(model, own.deep, most, longest, levels)) for model, own in pairs]
+        if sum(map(len, parts)) <= room:
+            break
+    coarse = " Histograms join neighbouring difficulties: the page would be too large." if levels < 50 else ""
+    note = (
+        f"Of each model at most {most} test examples are listed, drawn so that every pattern of right and wrong loops "
+        f"has its share, rare ones too, with at most {longest:,} characters of each. All counts, curves, histograms "
+        "and intervals are of all test examples. Of the 402 thresholds of a sweep about 51 are shown; D@X is of all."
+        + coarse
+    )
+    return parts, note
+
+
+def _part(model: ModelResult, details: ModelDetails, most: int, longest: int, levels: int) -> dict[str, Any]:
+    """What is looked at one model at a time."""
+    deep = _coarser(details, levels)
+    return {
+        "forced": _brief(model.forced_accuracy_by_difficulty),
+        "exit_distribution": None if model.exit_distribution is None else _brief(model.exit_distribution),
+        "signals": {name: _brief(table) for name, table in model.signals.items()},
+        "answers": "number" if model.benchmark is None else "letter",  # how an answer is written
+        "deep": msgspec.structs.replace(deep, examples=_shorter(deep.examples, most, longest)),
+    }
+
+
+def _coarser(deep: ModelDetails, most: int) -> ModelDetails:
+    """Neighbouring difficulties joined until there are at most so many."""
+    size = len(deep.levels)
+    if size <= most:
+        return deep
+    starts = [place * size // most for place in range(most)]
+
+    def joined(values: Any) -> Any:
+        return np.add.reduceat(np.asarray(values), starts, axis=1).tolist()
+
+    middles = [deep.levels[(a + b) // 2] for a, b in zip(starts, [*starts[1:], size], strict=True)]
+    lines = {
+        name: ExitsByThreshold(joined(line.exits), joined(line.right), line.outcomes)
+        for name, line in deep.lines.items()
+    }
+    return msgspec.structs.replace(deep, binned=True, levels=middles, counts=joined([deep.counts])[0], lines=lines)
+
+
+def _shorter(sheet: SampledExamples, most: int, longest: int) -> SampledExamples:
+    """The first `most` of the examples that were drawn, in the order of the recording, cut at `longest` characters."""
+    kept = sorted(range(min(most, len(sheet.rows))), key=sheet.rows.__getitem__)
+
+    def take(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {name: take(each) for name, each in values.items()}
+        return None if values is None else [_cut(values[place], longest) for place in kept]
+
+    return SampledExamples(*(take(getattr(sheet, field)) for field in SampledExamples.__struct_fields__))
+
+
+def _cut(value: Any, longest: int) -> Any:
+    """A text, if it is one, with at most so many characters."""
+    if not isinstance(value, str) or len(value) <= longest:
+        return value
+    return f"{value[:longest]} … [{len(value) - longest:,} more characters]"
+
+
+def _brief(table: Binned) -> Binned:
+    """Without its intervals, which figures have and the page's own charts do not show."""
+    return Binned(rounded(table.levels), table.counts, [rounded(row) for row in table.values], [], [])
+
+
+def _packed(value: Any) -> str:
+    """Compressed JSON as text; the same value gives the same text."""
+    return base64.b64encode(gzip.compress(msgspec.json.encode(value), mtime=0)).decode()
