@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.analysis import Gap, Subject, diagnose_subject
+from loopscope.analysis.diagnosis import diagnose_subject
+from loopscope.analysis.gaps import Gap, Subject, with_stoppers
 from loopscope.exits.sweep import curve
 from loopscope.exits.thresholds import fine_grid
 
@@ -279,17 +280,20 @@ def test_of_a_target_out_of_reach_the_readouts_are_those_of_the_gaps() -> None:
     assert silent.compared_readouts == (diagnosis.best_readout,)
 
 
-@pytest.mark.parametrize("target", [0.9, 0.9999])
-def test_printed_from_python_it_fits_eighty_columns(target: float) -> None:
+def test_printed_from_python_it_fits_eighty_columns() -> None:
     first = (1, 1, 1, 2, 9)  # some are never right
-    both = [recording(seed, split, first, "late") for seed, split in ((1, "validation"), (2, "test"))]
-    diagnosis = ls.diagnose(*both, reference=tuple(strip(each) for each in both), target=target)
-    lines = str(diagnosis).splitlines()
-    assert max(map(len, lines)) <= 80
-    words = " ".join(str(diagnosis).split())
-    assert diagnosis.sentence in words
-    assert diagnosis.room_sentence in words
-    for gap in (diagnosis.readout_gap, diagnosis.room_left, diagnosis.reachable_room):
-        assert gap is not None
-        size = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]"
-        assert sum(size in line for line in lines) >= 1  # in one piece
+    both = [
+        recording(seed, split, first, "late").take(np.arange(400)) for seed, split in ((1, "validation"), (2, "test"))
+    ]
+    model, reference = Subject(*with_stoppers(*both)), Subject(*map(strip, both))
+    for target in (0.9, 0.9999):
+        diagnosis = diagnose_subject(model, reference, target)
+        lines = str(diagnosis).splitlines()
+        assert max(map(len, lines)) <= 80
+        words = " ".join(str(diagnosis).split())
+        assert diagnosis.sentence in words
+        assert diagnosis.room_sentence in words
+        for gap in (diagnosis.readout_gap, diagnosis.room_left, diagnosis.reachable_room):
+            assert gap is not None
+            size = f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]"
+            assert sum(size in line for line in lines) >= 1  # in one piece

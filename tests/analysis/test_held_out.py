@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.analysis import hold_out
+from loopscope.analysis.held_out import hold_out
 from loopscope.exits.risk_control import risk_interval
 
 

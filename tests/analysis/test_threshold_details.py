@@ -2,23 +2,43 @@
 
 import numpy as np
 import pytest
+from conftest import outcome_of, random_trajectory
 from pages import TARGETS, source, two
 
 import loopscope as ls
-from loopscope.analysis import WITHIN_A_POINT, Target, interval, resampled_curves
+from loopscope.analysis.bootstrap import interval, resampled_curves
+from loopscope.analysis.difficulty import difficulty_bins
 from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
-from loopscope.analysis.threshold_details import ThresholdDetails, slider_targets
+from loopscope.analysis.targets import WITHIN_A_POINT, Target
+from loopscope.analysis.threshold_details import (
+    OUTCOMES,
+    ThresholdDetails,
+    count_exits,
+    exit_outcomes,
+    sample_by_pattern,
+    slider_targets,
+)
 from loopscope.exits.policy import accuracy_and_loops
+from loopscope.exits.sweep import crossings, exit_loops, laxest_first
+from loopscope.exits.thresholds import grid
 from loopscope.report.page.data import _STEPS, _coarser, _shorter, thinned
+
+Made = tuple[Results, list[ThresholdDetails]]
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Results, list[ThresholdDetails]]:
+def made() -> Made:
     return analyse_models(two(), "a", TARGETS)
 
 
-def test_every_threshold_says_what_the_policy_does(made: tuple[Results, list[ThresholdDetails]]) -> None:
+@pytest.fixture
+def unlearned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without learned stoppers, which take longest."""
+    monkeypatch.setattr("loopscope.analysis.model_analysis.with_stoppers", lambda *recordings: recordings)
+
+
+def test_every_threshold_says_what_the_policy_does(made: Made) -> None:
     for model, details in zip(two(), made[1], strict=True):
         for curve in details.curves:
             for place in range(0, len(curve.accuracy), 9):
@@ -30,7 +50,7 @@ def test_every_threshold_says_what_the_policy_does(made: tuple[Results, list[Thr
             assert curve.loops == sorted(curve.loops)  # laxest first
 
 
-def test_depths_are_those_of_the_frontier(made: tuple[Results, list[ThresholdDetails]]) -> None:
+def test_depths_are_those_of_the_frontier(made: Made) -> None:
     model, details = two()[1], made[1][1]
     subject = model.subject
     for curve in details.curves:
@@ -53,7 +73,7 @@ def test_the_targets_are_among_the_stops() -> None:
     assert stops == sorted(stops)
 
 
-def test_a_certified_threshold_is_marked_and_no_part_of_the_curve(made: tuple[Results, list[ThresholdDetails]]) -> None:
+def test_a_certified_threshold_is_marked_and_no_part_of_the_curve(made: Made) -> None:
     certified = made[0].models[1].certified[0]
     curve = next(each for each in made[1][1].curves if each.readout == "margin")
     (mark,) = curve.certified
@@ -67,7 +87,7 @@ def test_a_certified_threshold_is_marked_and_no_part_of_the_curve(made: tuple[Re
     assert curve.thresholds[curve.chosen] == frontier.selected.threshold
 
 
-def test_examples_exit_where_the_policy_says(made: tuple[Results, list[ThresholdDetails]]) -> None:
+def test_examples_exit_where_the_policy_says(made: Made) -> None:
     model, details = two()[1], made[1][1]
     sheet = details.deep.examples
     assert sheet.texts is not None
@@ -81,7 +101,7 @@ def test_examples_exit_where_the_policy_says(made: tuple[Results, list[Threshold
             assert [1 + sum(count <= place for count in row) for row in sheet.crossed[curve.readout]] == exits
 
 
-def test_a_large_study_keeps_fewer_examples() -> None:
+def test_a_large_study_keeps_fewer_examples(unlearned: None) -> None:
     rng = np.random.default_rng(0)
     noise = ["".join(map(chr, rng.integers(0x4E00, 0x9FFF, 2000))) for _ in range(200)]  # does not compress
     results, details = analyse_models([source("a", 0, examples=noise)], None, TARGETS)
@@ -93,7 +113,7 @@ def test_a_large_study_keeps_fewer_examples() -> None:
     assert sum(map(len, parts)) < 5_000_000 < 20 * len(few[0])
 
 
-def test_fewer_examples_are_of_every_pattern_still() -> None:
+def test_fewer_examples_are_of_every_pattern_still(unlearned: None) -> None:
     made = source("a", 0, rows=1500)
     _, details = analyse_models([made], None, TARGETS)
     patterns = {tuple(row) for row in made.test.correct.tolist()}
@@ -103,7 +123,7 @@ def test_fewer_examples_are_of_every_pattern_still() -> None:
     assert {tuple(made.test.correct[row].tolist()) for row in short.rows} == patterns
 
 
-def test_joined_difficulties_count_the_same_examples() -> None:
+def test_joined_difficulties_count_the_same_examples(unlearned: None) -> None:
     rng = np.random.default_rng(0)
     _, details = analyse_models([source("a", 0, rows=300, difficulty=rng.integers(0, 30, 300))], None, TARGETS)
     deep, coarse = details[0].deep, _coarser(details[0].deep, 7)
@@ -119,7 +139,7 @@ def test_joined_difficulties_count_the_same_examples() -> None:
             assert exits.sum(axis=1).tolist() == coarse.counts
 
 
-def test_histograms_become_coarser_where_fewer_examples_do_not_help() -> None:
+def test_histograms_become_coarser_where_fewer_examples_do_not_help(unlearned: None) -> None:
     """Of 32 loops and 50 difficulties histograms are what is large."""
     rng = np.random.default_rng(0)
     changes = {"rows": 400, "loops": 32, "difficulty": rng.integers(0, 50, 400)}
@@ -127,3 +147,46 @@ def test_histograms_become_coarser_where_fewer_examples_do_not_help() -> None:
     (part,), note = thinned(results, details, 170_000)
     assert len(part) < 170_000
     assert "Histograms join neighbouring difficulties" in note
+
+
+@pytest.mark.parametrize("readout", ls.READOUTS)
+def test_exits_are_those_of_the_policy(readout: str) -> None:
+    trajectory = random_trajectory(seed=3, rows=150)
+    thresholds = np.array([np.nan]) if readout == "oracle" else grid(readout, trajectory)
+    thresholds = thresholds[laxest_first(readout, thresholds)]
+    crossed = crossings(readout, thresholds, trajectory)
+    levels, bins = difficulty_bins(trajectory)
+    table = count_exits(crossed, len(thresholds), trajectory.correct, bins)
+    for place in range(0, len(thresholds), 13):
+        policy = ls.ExitPolicy(readout, None if readout == "oracle" else float(thresholds[place]))
+        loops = policy.exit_loops(trajectory)
+        assert (exit_loops(crossed, np.array([place]))[:, 0] == loops).all()
+        right = trajectory.correct[np.arange(len(loops)), loops - 1]
+        for level in range(len(levels)):
+            counts = [int(((bins == level) & (loops == loop)).sum()) for loop in (1, 2, 3, 4)]
+            assert table.exits[place][level] == counts
+            assert table.right[place][level] == (right & (bins == level)).sum()
+        said = [outcome_of(*each) for each in zip(trajectory.correct.tolist(), loops.tolist(), strict=True)]
+        assert dict(zip(OUTCOMES, table.outcomes[place], strict=True)) == {name: said.count(name) for name in OUTCOMES}
+
+
+def test_every_outcome_of_every_pattern() -> None:
+    correct = np.array([[row >> loop & 1 for loop in range(4)] for row in range(16)], dtype=bool)
+    loops = np.tile(np.arange(1, 5), (16, 1))
+    codes = exit_outcomes(correct, loops)
+    for row in range(16):
+        for place in range(4):
+            assert OUTCOMES[codes[row, place]] == outcome_of(correct[row].tolist(), place + 1)
+
+
+def test_rare_patterns_are_among_the_examples() -> None:
+    trajectory = random_trajectory(seed=5, rows=2000)
+    rows = sample_by_pattern(trajectory, 60)
+    assert len(rows) == len(set(rows.tolist())) == 60
+    patterns, sizes = np.unique(trajectory.correct, axis=0, return_counts=True)
+    shown, shares = np.unique(trajectory.correct[rows], axis=0, return_counts=True)
+    assert len(shown) == len(patterns)
+    assert all(share >= min(size, 60 // len(patterns)) for share, size in zip(shares, sizes, strict=True))
+    assert (sample_by_pattern(trajectory, 60) == rows).all()
+    assert (sample_by_pattern(trajectory, 30) == rows[:30]).all()
+    assert sorted(sample_by_pattern(trajectory, 5000).tolist()) == list(range(2000))

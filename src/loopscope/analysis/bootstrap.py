@@ -148,7 +148,8 @@ class Curves:
 
     def depth_at(self, accuracy: float) -> Sums:
         """[1 + R] D@X of the sample and of each resample; NaN where X is not reached."""
-        return self.depths_at([accuracy])[:, 0]
+        depth = np.where(self.accuracy >= accuracy - _ROUNDING, self.average_loops, np.inf).min(axis=1)
+        return np.where(np.isinf(depth), np.nan, depth)
 
     def depths_at(self, accuracies: Sequence[float]) -> Sums:
         """[1 + R, S] the same for many accuracies, in rising order."""

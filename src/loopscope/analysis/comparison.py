@@ -16,7 +16,6 @@ from loopscope.analysis.verdict_text import aligned, wrapped
 from loopscope.errors import UserError
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.recorded import counted_in
-from loopscope.exits.splits import is_pair
 from loopscope.exits.sweep import sweep
 from loopscope.trajectory import Trajectory
 
@@ -173,8 +172,6 @@ def compare(
     With `other` (validation, test) the second runs on another model's recordings of the same examples. Without a target
     D@X is 1 point below full depth, of the two models the lower one.
     """
-    if other is not None and not is_pair(other):
-        raise UserError("The other model is two recordings, as in other=(validation, test).")
     theirs = (validation, test) if other is None else other
     if first == second and (other is None or test.sha256 == theirs[1].sha256):
         raise UserError(

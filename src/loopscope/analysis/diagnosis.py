@@ -20,7 +20,6 @@ from loopscope.analysis.verdict_text import aligned, gap_text, rounded_percent, 
 from loopscope.errors import UserError
 from loopscope.exits.recorded import counted_in
 from loopscope.exits.signals import own_name
-from loopscope.exits.splits import is_pair
 from loopscope.trajectory import Trajectory
 
 NO_VERDICT = "no verdict"
@@ -124,8 +123,6 @@ def diagnose(
     Thresholds, the best readout and the target (without one: 1 point below full depth) come from `validation`, depths
     from `test`. `reference`: the same two recordings of the model whose trajectory is the measure.
     """
-    if reference is not None and not is_pair(reference):
-        raise UserError("A reference is two recordings of a model, as in reference=(validation, test).")
     subject = Subject(validation, test)
     if not without_verdict(validation, test, subject.level(as_target(target))):
         subject = Subject(*with_stoppers(validation, test))

@@ -29,10 +29,9 @@ class Target:
     def __post_init__(self) -> None:
         if (self.accuracy is None) == (self.below_full_depth is None):
             raise UserError("A target is either an accuracy, or so much below full depth.")
-        if self.accuracy is not None and not 0 < self.accuracy <= 1:
-            raise UserError(f"A target accuracy is between 0 and 1, such as 0.95; got {self.accuracy:g}.")
-        if self.below_full_depth is not None and not 0 <= self.below_full_depth < 1:
-            raise UserError(f"A target is 0 to 1 below full depth, such as 0.01; got {self.below_full_depth:g}.")
+        if not (0 < self.accuracy <= 1 if self.accuracy is not None else 0 <= (self.below_full_depth or 0) < 1):
+            given = self.below_full_depth if self.accuracy is None else self.accuracy
+            raise UserError(f"A target accuracy, or a distance below full depth, is between 0 and 1; got {given:g}.")
 
     @property
     def key(self) -> str:

@@ -59,8 +59,6 @@ def run_study(
     for step in steps:
         if isinstance(step, Train):
             step.check(store)
-    if store.exists() and not store.is_dir():
-        raise UserError(f"{store} is a file; give a folder as the store.")
     store.mkdir(parents=True, exist_ok=True)
     remove_scratch(store)
     work = StudyWork(all_steps(goals), store, device, threads, progress_callback)
@@ -335,8 +333,8 @@ def _ray_task(step: Step, store: Path, device: str, threads: int, *needed: StepR
 def _ray_result(ray: Any, ref: Any) -> StepResult:
     try:
         result: StepResult = ray.get(ref)
-    except ray.exceptions.RayTaskError:
-        raise  # a bug: its traceback is the worker's
+    except ray.exceptions.RayTaskError as error:
+        return error  # a bug: its traceback is the worker's
     except ray.exceptions.RayError as error:
         return UserError(f"it was lost {_RAY_RETRIES} times with its worker or node ({type(error).__name__}).")
     return result

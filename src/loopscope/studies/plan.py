@@ -1,5 +1,6 @@
 """From an expanded study to its steps, from its finished steps to results, and to names in the study's folder."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -126,8 +127,6 @@ class Plan:
     def results(self, store: Path) -> Results:
         """The results of the models that are analysed so far."""
         done = [model for model in self.models if model.analysis.done(store)]
-        if not done:
-            raise UserError("Nothing of this study is analysed yet; run it first.")
         timed = [bench for model in done if (bench := model.timed(store)) is not None]
         return assemble_results([model.result(store) for model in done], as_targets(self.study.targets), timed)
 
@@ -152,20 +151,27 @@ class Plan:
         A study that grows keeps its folder. One whose runs of the same names are others takes another, and so does one
         that has none of the runs there.
         """
+        if why := self._taken(folder):
+            raise UserError(f"{folder} {why}; choose another --out{_free_beside(folder)}.")
+
+    def _taken(self, folder: Path) -> str:
+        """Why the study cannot go to this folder; nothing where it can."""
         if any((folder / name).is_file() for name in (MANIFEST, CONFIG)):
-            raise UserError(
-                f"{folder} holds a run, a recording or a gate, and a study's folder is its own; choose another --out."
-            )
+            return "holds a run, a recording or a gate, and a study's folder is its own"
         models = {model.name: model for model in self.models}
         places = [place for place in sorted(folder.iterdir()) if place.is_dir()] if is_folder(folder) else []
         linked = {place.name: key for place in places if (key := _linked_key(place)) is not None}
         for place in places:
-            if place.name in models and (place / CONFIG).is_file() and not (place / CONFIG).is_symlink():
-                raise UserError(f"{place} is a run of its own, not of a study; choose another --out.")
-            if place.name in models.keys() & linked and linked[place.name] not in models[place.name].link_keys:
-                raise UserError(f"{folder} holds a study whose {_changed(place, models)}; {_elsewhere(folder)}.")
+            name, model = place.name, models.get(place.name)
+            if model is None:
+                continue
+            if (place / CONFIG).is_file() and not (place / CONFIG).is_symlink():
+                return f"holds '{name}', which is a run of its own, not of a study"
+            if name in linked and linked[name] not in model.link_keys:
+                return f"holds a study whose {_changed(place, model)}"
         if linked and not linked.keys() & models.keys():
-            raise UserError(f"{folder} holds another study, with '{min(linked)}'; {_elsewhere(folder)}.")
+            return f"holds another study, with '{min(linked)}'"
+        return ""
 
 
 def _linked_key(place: Path) -> str | None:
@@ -177,25 +183,25 @@ def _linked_key(place: Path) -> str | None:
     return None
 
 
-def _changed(place: Path, models: dict[str, Model]) -> str:
+def _changed(place: Path, model: Model) -> str:
     """What is not the same of the model that a name led to."""
-    training = models[place.name].training
-    if training is not None and (found := differences(trained_with(place) or {}, plain(training.settings))):
-        return f"run '{place.name}' has other settings ({named_settings(found)})"
+    settings = {} if model.training is None else plain(model.training.settings)
+    if settings and (found := differences(trained_with(place) or {}, settings)):
+        return f"run '{model.name}' has other settings ({named_settings(found)})"
     return (
-        f"'{place.name}' was made otherwise: of other data, in another precision, on another device, with other "
+        f"'{model.name}' was made otherwise: of other data, in another precision, on another device, with other "
         "threads or by an earlier version"
     )
 
 
-def _elsewhere(folder: Path) -> str:
-    """The advice, with a folder that is free; beside this one it has the same store."""
+def _free_beside(folder: Path) -> str:
+    """A folder that is free, as advice; beside this one it has the same store."""
     if not folder.name.strip("."):
-        return "choose another --out"
+        return ""
     number = 2
     while (free := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
-    return f"choose another --out, such as {free}"
+    return f", such as {free}"
 
 
 def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
@@ -204,11 +210,11 @@ def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
     for part, runs in zip(study.parts, expanded.runs, strict=True):
         models += _trained_models(part, runs, study, arithmetic)
     models += [_scored_model(found, study, arithmetic) for found in expanded.checkpoints]
-    names, made_by = set[str](), dict[str, str]()
+    for name, count in Counter(model.name for model in models).items():
+        if count > 1:
+            raise UserError(f"{expanded.source} lists the run '{name}' twice; list every run once.")
+    made_by: dict[str, str] = {}
     for model in models:
-        if model.name in names:
-            raise UserError(f"{expanded.source} lists the run '{model.name}' twice; list every run once.")
-        names.add(model.name)
         same = made_by.setdefault((model.training or model.analysis).key, model.name)
         if same != model.name:
             both = f"the runs '{same}' and '{model.name}'"

@@ -31,11 +31,10 @@ from loopscope.training.settings import RunSettings, read_settings
 Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Prior = Literal["uniform", "final"] | Lambda
 Target = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, msgspec.Meta(pattern="^(?!(report|store)$)[A-Za-z0-9][A-Za-z0-9._-]*$")]
 T = TypeVar("T")
 Some = Annotated[tuple[T, ...], msgspec.Meta(min_length=1)]
 
-_RESERVED_NAMES = ("report", "store")
 _MAX_RUNS = 10_000
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w.-]+)?")
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
@@ -66,17 +65,18 @@ class RunGrid(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         custom = {name for name in self.objective if name not in BUILT_IN}
-        if usual := [name for name in self.objective if name in _USUAL]:
-            raise ValueError(f"objective does not list '{usual[0]}': gate and prior decide it")
-        if custom and custom != {*self.objective}:
-            raise ValueError(
-                "objective lists built-in ones and functions of one's own; give each kind a [[parts.runs]] of its own"
-            )
-        if custom and (self.prior, self.beta) != (_PRIORS, _BETAS):
-            raise ValueError(
-                "prior and beta are of the built-in objectives; a function of one's own takes "
-                'set = ["objective.options.NAME=VALUE"]'
-            )
+        decided = [name for name in self.objective if name in _USUAL]
+        wrong = ""
+        if decided:
+            wrong = f"objective does not list '{decided[0]}': gate and prior decide it"
+        elif custom and custom != {*self.objective}:
+            wrong = "objective lists built-in ones and functions of one's own; give each a [[parts.runs]] of its own"
+        elif custom and (self.prior, self.beta) != (_PRIORS, _BETAS):
+            wrong = "prior and beta are of the built-in objectives; a function of one's own takes objective.options"
+        elif "final" in self.prior and (self.objective or {*self.gate} != {"none"}):
+            wrong = "an objective other than 'final' needs a prior over all loops: 'uniform', or a lambda"
+        if wrong:
+            raise ValueError(wrong)
 
 
 class Gates(Settings, frozen=True, kw_only=True):
@@ -133,8 +133,8 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
             if name not in BENCHMARKS:
                 hint = did_you_mean(name, BENCHMARKS)
                 raise ValueError(f"there is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}")
-        if missing := [name for name in self.latency if name not in self.benchmarks]:
-            raise ValueError(f"latency has '{missing[0]}', which is not among the benchmarks")
+            if name not in self.benchmarks:
+                raise ValueError(f"latency has '{name}', which is not among the benchmarks")
 
 
 def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
@@ -215,12 +215,16 @@ def expand_study(source: str, overrides: Sequence[str] = (), changes: Mapping[st
     if not is_file(path):
         raise no_such_toml(source, shipped, "study")
     study = build(Study, read_toml(path), source)
+    listed = [text for text in overrides if text.strip().startswith(_LISTED)]
+    wrong = ""
     if overrides and not study.parts:
-        raise UserError(f"'--set {overrides[0]}' changes training runs, and {source} has none.")
-    if changes and not study.checkpoints:
-        raise UserError(f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none.")
-    if decided := [text for text in overrides if text.strip().startswith(_LISTED)]:
-        raise UserError(f"'--set {decided[0]}': in a study the lists of its runs decide this; change its file.")
+        wrong = f"'--set {overrides[0]}' changes training runs, and {source} has none."
+    elif listed:
+        wrong = f"'--set {listed[0]}': in a study the lists of its runs decide this; change its file."
+    elif changes and not study.checkpoints:
+        wrong = f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none."
+    if wrong:
+        raise UserError(wrong)
     checkpoints = [found for entry in study.checkpoints for found in _checkpoints_of(entry, changes or {})]
     runs = [_runs_of(part, path.parent, overrides) for part in study.parts]
     return ExpandedStudy(source, study, runs, checkpoints)
@@ -269,12 +273,7 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
     source = str(beside / part.settings) if is_file(beside / part.settings) else part.settings
     runs: list[StudyRun] = []
     for entry in part.runs:
-        combinations = _combinations(entry)
-        if entry.name is not None and len(combinations) > 1:
-            raise UserError(f"'{entry.name}' names {len(combinations)} runs; a name is for one run.")
-        if entry.name in _RESERVED_NAMES:
-            raise UserError(f"'{entry.name}' cannot be the name of a run; choose another.")
-        for name, gate, prior, beta, seed in combinations:
+        for name, gate, prior, beta, seed in _combinations(entry):
             decided = [f"training.seed={seed}", f"model.gate={gate}"]
             if prior is None:
                 changes = [f'objective={{name="{name}"}}', *entry.set, *decided]
@@ -306,16 +305,14 @@ def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, floa
 
 
 def _objective_changes(objective: str, prior: Prior, beta: float | None) -> list[str]:
-    if prior == "final" and objective != "final":
-        raise UserError(f"A run with the objective '{objective}' needs a prior over all loops: 'uniform', or a lambda.")
     changes = [f"objective.name={objective}"]
     if beta is not None:
         changes.append(f"objective.beta={beta}")
+    if prior == "final":
+        return changes
     if prior == "uniform":
-        changes.append("objective.prior=uniform")
-    elif prior != "final":
-        changes += ["objective.prior=geometric", f"objective.geometric_lambda={prior}"]
-    return changes
+        return [*changes, "objective.prior=uniform"]
+    return [*changes, "objective.prior=geometric", f"objective.geometric_lambda={prior}"]
 
 
 def _run_name(objective: Objective, gate: GateKind, prior: Prior | None, beta: float | None, seed: int) -> str:
