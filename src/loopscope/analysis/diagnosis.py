@@ -143,8 +143,9 @@ def diagnose_subject(
     if sentence := without_verdict(subject.validation, subject.test, level):
         return Diagnosis(level, subject.chance, best, None, None, None, None, (), NO_VERDICT, sentence)
     readout = _readout_gap(subject, level)
-    judged = reference is not None and reference is not subject
-    trajectory = _trajectory_gap(subject, reference, level) if judged else None
+    trajectory = None
+    if reference is not None and reference is not subject:
+        trajectory = _trajectory_gap(subject, reference, level)
     room = rooms(subject, level)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)

@@ -155,8 +155,8 @@ def depth_gap(target: float | Target | None, first: tuple[Subject, str], second:
     """
     accuracy = min(subject.level(as_target(target)).accuracy for subject, _ in (first, second))
     floor = max(subject.chance for subject, _ in (first, second))
-    ways = [subject.exit_by(readout) for subject, readout in (first, second)]
-    return gap_between(accuracy, *ways, first[0].test, floor)
+    ours, theirs = (subject.exit_by(readout) for subject, readout in (first, second))
+    return gap_between(accuracy, ours, theirs, first[0].test, floor)
 
 
 def gap_between(target: float, first: Way, second: Way, test: Trajectory, floor: float) -> Gap | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from loopscope.analysis import schema
 from loopscope.analysis.bootstrap import interval, intervals, resampled_means
 from loopscope.analysis.comparison import Paired, Side, exits_of, paired
 from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_subject, rooms, without_verdict
@@ -16,18 +17,6 @@ from loopscope.analysis.difficulty import ORDERED_SIGNALS, by_difficulty, diffic
 from loopscope.analysis.gaps import Gap, Subject, depth_gap, with_stoppers
 from loopscope.analysis.held_out import hold_out
 from loopscope.analysis.results import assemble_results, model_label, recorded_run
-from loopscope.analysis.schema import (
-    BenchmarkResult,
-    Certified,
-    Extrapolation,
-    FrontierResult,
-    ModelResult,
-    PaperGrid,
-    Results,
-    Selected,
-    SubjectResult,
-    rounded,
-)
 from loopscope.analysis.targets import Target, TargetLevel, as_target, as_targets, target_level
 from loopscope.analysis.threshold_details import (
     DetailedFrontier,
@@ -106,7 +95,7 @@ def analyse_models(
     reference: str | None,
     targets: Sequence[float | Target] | None = None,
     progress: ProgressCallback = silent,
-) -> tuple[Results, list[ThresholdDetails]]:
+) -> tuple[schema.Results, list[ThresholdDetails]]:
     """Analyses every model, the others against the reference; without targets at 1 point below full depth."""
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
@@ -126,7 +115,7 @@ def analyse_models(
 class ModelAnalysis(NamedTuple):
     """What is said of a model, and what its page can look up beside it."""
 
-    result: ModelResult
+    result: schema.ModelResult
     details: ThresholdDetails
 
 
@@ -148,7 +137,9 @@ def analyse_model(
     against = None if reference is None else subject if reference is source else reference.measure
     provenance = dict(test.provenance)
     certified = [
-        Certified(policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test))
+        schema.Certified(
+            policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test)
+        )
         for policy in source.policies
     ]
     signals = _signals(test)
@@ -161,7 +152,7 @@ def analyse_model(
     frontiers = {each.frontier.readout: each.frontier for each in details}
     diagnosis = diagnose_subject(subject, against, sought[0])
     paper = {name: sweep(name, validation, evaluation, grid="paper") for name in readouts}
-    result = ModelResult(
+    result = schema.ModelResult(
         name=source.name,
         label=model_label(provenance, source.name),
         group=_group(provenance, source.name),
@@ -183,7 +174,7 @@ def analyse_model(
         },
         targets={level.target.key: level for level in levels},
         frontiers=[frontier_result(each, levels, evaluation) for each in details],
-        paper_grid=PaperGrid(
+        paper_grid=schema.PaperGrid(
             [frontier_result(whole_frontier(each, evaluation), levels, evaluation) for each in paper.values()],
             _paired(paper, source, evaluation, reference, "paper"),
         ),
@@ -208,23 +199,25 @@ def _rooms(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]
     return {first.target.key: found, **{level.target.key: rooms(subject, level) for level in others}}
 
 
-def frontier_result(detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:
+def frontier_result(
+    detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory
+) -> schema.FrontierResult:
     """A frontier whose curve has the points that are drawn, and whose depths are of all of its grid."""
     frontier, point = detail.frontier, detail.frontier.select()
     drawn = detail.resampled.at(detail.on_grid)
     bounds = intervals(drawn.accuracy)
     means = resampled_means(exits_of(point.policy, evaluation), units=evaluation.units)
-    return FrontierResult(
+    return schema.FrontierResult(
         readout=frontier.readout,
         thresholds=[] if frontier.readout == "oracle" else detail.thresholds[detail.on_grid].tolist(),
         accuracy=drawn.accuracy[0].tolist(),
         average_loops=drawn.average_loops[0].tolist(),
-        accuracy_low=rounded(bounds.low),
-        accuracy_high=rounded(bounds.high),
+        accuracy_low=schema.rounded(bounds.low),
+        accuracy_high=schema.rounded(bounds.high),
         depth_at={level.target.key: frontier.depth_at(level.reached) for level in levels},
         depth_interval={level.target.key: interval(detail.depths.depth_at(level.reached)) for level in levels},
         calibration_depth_at={level.target.key: frontier.calibration_depth_at(level.accuracy) for level in levels},
-        selected=Selected(
+        selected=schema.Selected(
             point.policy.threshold,
             point.accuracy,
             point.average_loops,
@@ -274,8 +267,8 @@ def _fitted_gaps(
     return [gap for gap in gaps if gap is not None]
 
 
-def _extrapolation(recording: Trajectory) -> Extrapolation:
-    return Extrapolation(
+def _extrapolation(recording: Trajectory) -> schema.Extrapolation:
+    return schema.Extrapolation(
         recording.num_examples,
         by_difficulty(recording.correct, recording),
         {name: by_difficulty(signal(name, recording), recording) for name in _signals(recording)},
@@ -296,7 +289,7 @@ def _group(provenance: dict[str, Any], name: str) -> str:
     return digest({**run, "training": training})[:16]
 
 
-def benchmark_result(name: str, test: Trajectory) -> BenchmarkResult | None:
+def benchmark_result(name: str, test: Trajectory) -> schema.BenchmarkResult | None:
     """What a recording of a benchmark says beside; None where the examples are not a benchmark's questions.
 
     Its logits are the metric's own scores: log-likelihoods for `acc`, the same divided by the characters of each choice
@@ -306,14 +299,14 @@ def benchmark_result(name: str, test: Trajectory) -> BenchmarkResult | None:
     if not isinstance(benchmark, str):
         return None
     known = BENCHMARKS.get(benchmark)
-    return BenchmarkResult(
+    return schema.BenchmarkResult(
         model=test.provenance.get("model", name),
         name=benchmark,
         title=known.title if known else benchmark,
         metric=test.provenance.get("metric", METRICS[0]),
         accuracy=metric_accuracies(test),
         subjects=[
-            SubjectResult(subject, int(rows.sum()), test.correct[rows].mean(axis=0).tolist())
+            schema.SubjectResult(subject, int(rows.sum()), test.correct[rows].mean(axis=0).tolist())
             for subject, rows in by_subject(test).items()
         ],
     )

@@ -10,16 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from loopscope.analysis import schema
 from loopscope.analysis.difficulty import ORDERED_SIGNALS
-from loopscope.analysis.schema import (
-    RESULTS_SCHEMA,
-    FrontierResult,
-    GroupResult,
-    ModelResult,
-    OverSeeds,
-    QuestionBench,
-    Results,
-)
 from loopscope.analysis.targets import Target
 from loopscope.artifacts import loopscope_version
 from loopscope.config import digest
@@ -29,19 +21,19 @@ _RUN_TABLES = ("task", "model", "objective", "training")
 
 
 def assemble_results(
-    models: list[ModelResult], targets: Sequence[Target], latency: Sequence[QuestionBench] = ()
-) -> Results:
+    models: list[schema.ModelResult], targets: Sequence[Target], latency: Sequence[schema.QuestionBench] = ()
+) -> schema.Results:
     """The results of several models together, under labels that tell them apart."""
     labels = _run_labels(models)
     models = [msgspec.structs.replace(model, label=label) for model, label in zip(models, labels, strict=True)]
-    return Results(
-        RESULTS_SCHEMA, loopscope_version(), list(targets), models, group_models(models, targets), list(latency)
+    return schema.Results(
+        schema.RESULTS_SCHEMA, loopscope_version(), list(targets), models, group_models(models, targets), list(latency)
     )
 
 
-def group_models(models: list[ModelResult], targets: Sequence[Target]) -> list[GroupResult]:
+def group_models(models: list[schema.ModelResult], targets: Sequence[Target]) -> list[schema.GroupResult]:
     """Runs that differ in their seed only, together."""
-    groups: dict[str, list[ModelResult]] = {}
+    groups: dict[str, list[schema.ModelResult]] = {}
     for model in models:
         groups.setdefault(model.group, []).append(model)
     firsts = [members[0] for members in groups.values()]
@@ -49,19 +41,19 @@ def group_models(models: list[ModelResult], targets: Sequence[Target]) -> list[G
     return [_group_result(members, label, targets) for members, label in zip(groups.values(), labels, strict=True)]
 
 
-def _group_result(members: list[ModelResult], label: str, targets: Sequence[Target]) -> GroupResult:
+def _group_result(members: list[schema.ModelResult], label: str, targets: Sequence[Target]) -> schema.GroupResult:
     """Every summary is over all members; one that lacks a readout or a signal counts as not reaching it."""
     frontiers = [{frontier.readout: frontier for frontier in model.frontiers} for model in members]
     readouts = list(dict.fromkeys(name for known in frontiers for name in known))
 
-    def over(readout: str, value: Callable[[FrontierResult], float | None]) -> OverSeeds:
+    def over(readout: str, value: Callable[[schema.FrontierResult], float | None]) -> schema.OverSeeds:
         return over_seeds([value(known[readout]) if readout in known else None for known in frontiers])
 
-    def depth(target: Target) -> Callable[[FrontierResult], float | None]:
+    def depth(target: Target) -> Callable[[schema.FrontierResult], float | None]:
         return lambda frontier: frontier.depth_at[target.key]
 
     orderings = [model.ordering for model in members]
-    return GroupResult(
+    return schema.GroupResult(
         label=label,
         names=[model.name for model in members],
         depth_at={name: {target.key: over(name, depth(target)) for target in targets} for name in readouts},
@@ -75,10 +67,10 @@ def _group_result(members: list[ModelResult], label: str, targets: Sequence[Targ
     )
 
 
-def over_seeds(values: Sequence[float | None]) -> OverSeeds:
+def over_seeds(values: Sequence[float | None]) -> schema.OverSeeds:
     """Summarises one value a seed; None is a seed that does not reach it."""
     reached = [value for value in values if value is not None]
-    return OverSeeds(
+    return schema.OverSeeds(
         mean=float(np.mean(reached)) if reached else None,
         deviation=float(np.std(reached, ddof=1)) if len(reached) > 1 else None,
         reached=len(reached),
@@ -86,7 +78,7 @@ def over_seeds(values: Sequence[float | None]) -> OverSeeds:
     )
 
 
-def _run_labels(models: list[ModelResult]) -> list[str]:
+def _run_labels(models: list[schema.ModelResult]) -> list[str]:
     """A label says the task where there are several, the seed where there are several, and else the folder's name."""
     runs = [recorded_run(model.provenance) for model in models]
     members = Counter(model.group for model in models)
@@ -97,7 +89,7 @@ def _run_labels(models: list[ModelResult]) -> list[str]:
     return _tell_apart(labels, models)
 
 
-def _tell_apart(labels: list[str], models: list[ModelResult]) -> list[str]:
+def _tell_apart(labels: list[str], models: list[schema.ModelResult]) -> list[str]:
     """The labels, with the folder's name where two are the same."""
     shared = Counter(labels)
     return [
@@ -106,7 +98,7 @@ def _tell_apart(labels: list[str], models: list[ModelResult]) -> list[str]:
     ]
 
 
-def _group_labels(models: list[ModelResult]) -> list[str]:
+def _group_labels(models: list[schema.ModelResult]) -> list[str]:
     tasks = [run["task"]["name"] if (run := recorded_run(model.provenance)) else "" for model in models]
     several = len(set(tasks)) > 1
     return [
@@ -115,7 +107,7 @@ def _group_labels(models: list[ModelResult]) -> list[str]:
     ]
 
 
-def _words(model: ModelResult) -> str:
+def _words(model: schema.ModelResult) -> str:
     if model.benchmark is None:
         return model_label(model.provenance, model.name)
     return model_label({}, f"{model.benchmark.model}, {model.benchmark.title}")

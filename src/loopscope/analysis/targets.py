@@ -27,11 +27,14 @@ class Target:
     below_full_depth: float | None = None  # so much less than the model's own accuracy at full depth, 0.01 for a point
 
     def __post_init__(self) -> None:
-        if (self.accuracy is None) == (self.below_full_depth is None):
-            raise UserError("A target is either an accuracy, or so much below full depth.")
-        if not (0 < self.accuracy <= 1 if self.accuracy is not None else 0 <= (self.below_full_depth or 0) < 1):
-            given = self.below_full_depth if self.accuracy is None else self.accuracy
-            raise UserError(f"A target accuracy, or a distance below full depth, is between 0 and 1; got {given:g}.")
+        accuracy, below = self.accuracy, self.below_full_depth
+        absolute = accuracy is not None and below is None and 0 < accuracy <= 1
+        relative = accuracy is None and below is not None and 0 <= below < 1
+        if not absolute and not relative:
+            raise UserError(
+                "A target is either an accuracy between 0 and 1, such as 0.95, or so much below full depth, such as "
+                f"0.01; got {accuracy} and {below}."
+            )
 
     @property
     def key(self) -> str:

@@ -213,10 +213,9 @@ def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
     for name, count in Counter(model.name for model in models).items():
         if count > 1:
             raise UserError(f"{expanded.source} lists the run '{name}' twice; list every run once.")
-    made_by: dict[str, str] = {}
+    by_key = {(model.training or model.analysis).key: model.name for model in reversed(models)}
     for model in models:
-        same = made_by.setdefault((model.training or model.analysis).key, model.name)
-        if same != model.name:
+        if (same := by_key[(model.training or model.analysis).key]) != model.name:
             both = f"the runs '{same}' and '{model.name}'"
             raise UserError(f"In {expanded.source} {both} are the same; list every run once.")
     return Plan(study, tuple(models))
@@ -306,18 +305,20 @@ def _policies(
 
 def _check(run: StudyRun, part: StudyPart) -> None:
     """Says before anything is trained what could only fail afterwards."""
-    task = run.settings.task
+    task, wrong = run.settings.task, ""
     fitted = part.gates.examples if run.of.fit else None
     if task.train_examples == 0 and (part.unseen or (run.of.fit and fitted is None)):
         reason = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
         instead = "" if part.unseen else ", or gates.examples, how many to draw"
-        raise UserError(f"{reason}, so its task needs stored training examples (train_examples above 0){instead}.")
+        wrong = f"{reason}, so its task needs stored training examples (train_examples above 0){instead}."
     for size, whole, what in (
         (fitted, task.train_examples, "gates.examples"),
         (part.extrapolation_examples, task.test_examples, "extrapolation_examples"),
     ):
         if size is not None and 0 < whole < size:
-            raise UserError(f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}.")
+            wrong = f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}."
+    if wrong:
+        raise UserError(wrong)
     if run.of.extrapolate:
         extrapolation_levels(run.settings)
 

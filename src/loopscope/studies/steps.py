@@ -7,7 +7,7 @@ appears whole (a run: once its weights are there).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -57,8 +57,8 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
 
     @property
     def needs(self) -> "tuple[Step, ...]":
-        """The steps that must be done before."""
-        return ()
+        """The steps that must be done before: those that it holds."""
+        return tuple(_steps_in(tuple(getattr(self, name) for name in self.__struct_fields__)))
 
     @cached_property
     def key(self) -> str:
@@ -146,10 +146,6 @@ class Record(Recording, frozen=True, kw_only=True):
     hidden: bool = False
     examples: int | None = None
 
-    @property
-    def needs(self) -> tuple[Step, ...]:
-        return (self.of,)
-
     def run(self, store: Path, device: torch.device) -> None:
         keep = Keep(hidden=self.hidden)
         record_task(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
@@ -199,10 +195,6 @@ class Join(Recording, frozen=True, kw_only=True):
     uses_device: ClassVar[bool] = False
     parts: tuple[Score, ...]
 
-    @property
-    def needs(self) -> tuple[Step, ...]:
-        return self.parts
-
     def run(self, store: Path, device: torch.device) -> None:
         parts = [part.load(store) for part in self.parts]
         places = [np.arange(part.num_examples) * len(parts) + number for number, part in enumerate(parts)]
@@ -213,10 +205,6 @@ class Fit(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = "gate"
     on: Recording
     gate: GateSettings
-
-    @property
-    def needs(self) -> tuple[Step, ...]:
-        return (self.on,)
 
     def run(self, store: Path, device: torch.device) -> None:
         fit_gate(self.on.load(store), self.gate).save(self.folder(store))
@@ -229,10 +217,6 @@ class Certify(Step, frozen=True, kw_only=True):
     validation: Recording
     gates: tuple[Fit, ...]
     target: RiskTarget
-
-    @property
-    def needs(self) -> tuple[Step, ...]:
-        return (self.validation, *self.gates)
 
     def run(self, store: Path, device: torch.device) -> None:
         validation, gates = self.validation.load(store), load_gates(self.gates, store)
@@ -265,11 +249,6 @@ class Analyse(Step, frozen=True, kw_only=True):
     policies: tuple[Certify, ...]
 
     @property
-    def needs(self) -> tuple[Step, ...]:
-        more = [step for step in (self.extrapolation, *self.gates, *self.policies) if step is not None]
-        return (self.validation, self.test, *(self.reference or ()), *more)
-
-    @property
     def is_reference(self) -> bool:
         return self.reference == (self.validation, self.test)
 
@@ -292,7 +271,8 @@ class Analyse(Step, frozen=True, kw_only=True):
         )
         against = source if self.is_reference else None
         if self.reference is not None and not self.is_reference:
-            against = ModelRecordings("reference", *(counted(step, step.load(store)) for step in self.reference))
+            theirs, tested = (counted(step, step.load(store)) for step in self.reference)
+            against = ModelRecordings("reference", theirs, tested)
         analysed = analyse_model(source, against, self.targets)
 
         def fill(scratch: Path) -> None:
@@ -375,6 +355,14 @@ def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: 
 def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
     """What is still missing for these steps."""
     return all_steps(steps, lambda step: step.done(store))
+
+
+def _steps_in(value: object) -> Iterator[Step]:
+    if isinstance(value, Step):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _steps_in(part)
 
 
 def _keys(value: object) -> object:

@@ -130,11 +130,12 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_guarantees(self.guarantees)
         for name in (*self.benchmarks, *self.latency):
+            wrong = "" if name in self.benchmarks else f"latency has '{name}', which is not among the benchmarks"
             if name not in BENCHMARKS:
                 hint = did_you_mean(name, BENCHMARKS)
-                raise ValueError(f"there is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}")
-            if name not in self.benchmarks:
-                raise ValueError(f"latency has '{name}', which is not among the benchmarks")
+                wrong = f"there is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}"
+            if wrong:
+                raise ValueError(wrong)
 
 
 def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
@@ -326,5 +327,4 @@ def _run_name(objective: Objective, gate: GateKind, prior: Prior | None, beta: f
         family = f"decoupled-{family}"
     elif objective.name == "random_depth":
         family = f"random-truncated{objective.truncated}" if objective.truncated else "random"
-    words = prior if isinstance(prior, str) else f"geometric{prior:g}"
-    return f"{words}-{family}-s{seed}"
+    return f"{prior if isinstance(prior, str) else f'geometric{prior:g}'}-{family}-s{seed}"
