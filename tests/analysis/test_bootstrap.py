@@ -18,7 +18,6 @@ from loopscope.analysis.bootstrap import (
     resampled_sums,
 )
 from loopscope.analysis.difficulty import by_difficulty
-from loopscope.exits.sweep import replay
 
 
 def test_the_first_row_is_the_sample_and_the_others_scatter_as_theory_says() -> None:
@@ -48,15 +47,6 @@ def test_curves_of_the_sample_are_the_frontier(name: str) -> None:
     for accuracy in (0.3, 0.6, 0.8, 0.999):
         depth = frontier.depth_at(accuracy)
         assert curves.depth_at(accuracy)[0] == pytest.approx(np.nan if depth is None else depth, nan_ok=True)
-
-
-@pytest.mark.parametrize("name", [name for name in ls.READOUTS if name not in ("fixed", "oracle")])
-def test_replay_is_the_policy_at_every_threshold(name: str) -> None:
-    trajectory = random_trajectory()
-    thresholds = [0.4, 2.0, 0.1, 0.4, 1.0]
-    loops = replay(name, thresholds, trajectory)
-    for column, threshold in enumerate(thresholds):
-        assert np.array_equal(loops[:, column], ls.ExitPolicy(name, threshold).exit_loops(trajectory))
 
 
 def test_the_label_aware_depth_by_hand() -> None:
@@ -121,11 +111,11 @@ def test_what_was_drawn_together_is_resampled_together(kind: str) -> None:
     assert known.num_units == once.num_examples == once.num_units
     grid = ls.sweep("margin", random_trajectory(seed=1), once).thresholds
     expected, found, naive = (resampled_curves("margin", grid, each) for each in (once, known, thrice))
-    assert found.accuracy == pytest.approx(expected.accuracy)
-    assert found.average_loops == pytest.approx(expected.average_loops)
+    assert np.allclose(found.accuracy, expected.accuracy)
+    assert np.allclose(found.average_loops, expected.average_loops)
     assert naive.accuracy.std(axis=0).mean() < 0.7 * found.accuracy.std(axis=0).mean()
     labels = [resampled_label_aware(each).depth_at(0.6) for each in (once, known)]
-    assert labels[0] == pytest.approx(labels[1], abs=3 / once.num_examples, nan_ok=True)
+    assert np.allclose(*labels, atol=3 / once.num_examples, equal_nan=True)
     means = [by_difficulty(each.correct, each) for each in (once, known, thrice)]
     lows, highs = ([np.array(getattr(each, side)) for each in means] for side in ("low", "high"))
     assert lows[1] == pytest.approx(lows[0])

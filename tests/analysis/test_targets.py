@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from simulated import CLASSES, pair, simulated
 
 import loopscope as ls
-from loopscope.analysis.diagnosis import diagnose_subject
-from loopscope.analysis.gaps import Subject
 from loopscope.analysis.targets import (
     WITHIN_A_POINT,
     as_targets,
@@ -131,22 +129,6 @@ def test_a_model_at_60_percent_is_diagnosed_where_it_is() -> None:
     assert ls.diagnose(*pair(right=0.47)).blamed == ()  # the same with a good gate
 
 
-def test_the_demo_like_model_is_diagnosed_within_a_point_of_full_depth() -> None:
-    diagnosis = ls.diagnose(*pair(right=0.99, late_gate=True))
-    assert diagnosis.blamed == ("readout",)
-    assert diagnosis.target.accuracy > 0.97
-    gap = diagnosis.readout_gap
-    assert gap is not None
-    depth = ls.sweep("gate", *pair(right=0.99, late_gate=True)).depth_at(gap.accuracy)
-    assert gap.first_depth == pytest.approx(depth)  # one grid for one quantity
-
-
-def test_with_a_single_loop_there_is_no_verdict() -> None:
-    diagnosis = ls.diagnose(*pair(right=0.8, loops=1))
-    assert diagnosis.verdict == "no verdict"
-    assert diagnosis.sentence == "No verdict: with a single loop there is no exit to choose."
-
-
 def test_a_model_that_forgets_is_not_silenced() -> None:
     """Right at loop 2, at chance at full depth: the target is a point below loop 2, and it says so."""
     validation, test = pair(right=0.9, forgets=True)
@@ -158,6 +140,14 @@ def test_a_model_that_forgets_is_not_silenced() -> None:
     assert "1 point below loop 2, its best, on validation data; full depth is not above chance" in " ".join(
         str(diagnosis).split()
     )
+
+
+def test_gaps_are_those_of_the_frontiers_at_an_absolute_target() -> None:
+    gap = ls.diagnose(*pair(right=0.99, late_gate=True), target=0.95).readout_gap
+    assert gap is not None
+    assert gap.target == 0.95
+    depth = ls.sweep("gate", *pair(right=0.99, late_gate=True)).depth_at(gap.accuracy)
+    assert gap.first_depth == pytest.approx(depth)  # one grid for one quantity
 
 
 def test_trajectories_are_compared_a_point_below_the_worse_model() -> None:
@@ -180,14 +170,8 @@ def test_nothing_is_compared_at_chance() -> None:
     assert "it reaches no accuracy above chance together with the reference" in diagnosis.sentence
     low = ls.diagnose(*pair(right=0.9), target=1 / CLASSES)
     assert low.sentence == "No verdict: the target, 25 %, is not above chance (25 %)."
-
-
-def test_an_absolute_target_stays_as_it_was_given() -> None:
-    subject = Subject(*pair(right=0.99, late_gate=True))
-    assert diagnose_subject(subject, None, 0.95) == ls.diagnose(*pair(right=0.99, late_gate=True), target=0.95)
-    gap = diagnose_subject(subject, None, ls.Target(0.95)).readout_gap
-    assert gap is not None
-    assert gap.target == 0.95
+    single = ls.diagnose(*pair(right=0.8, loops=1)).sentence
+    assert single == "No verdict: with a single loop there is no exit to choose."
 
 
 def test_an_interval_of_zero_is_not_open() -> None:
