@@ -38,7 +38,7 @@ def results() -> Results:
 @pytest.fixture
 def unlearned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without learned stoppers, which take longest."""
-    monkeypatch.setattr("loopscope.analysis.model_analysis.with_stoppers", lambda *recordings: recordings)
+    monkeypatch.setattr("loopscope.analysis.diagnosis.with_stoppers", lambda *recordings: recordings)
 
 
 def test_results_say_what_the_analyses_say(results: Results) -> None:

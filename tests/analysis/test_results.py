@@ -29,7 +29,7 @@ def seeded(seed: int) -> dict[str, object]:
 @pytest.fixture(autouse=True)
 def unlearned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without learned stoppers, which take longest."""
-    monkeypatch.setattr("loopscope.analysis.model_analysis.with_stoppers", lambda *recordings: recordings)
+    monkeypatch.setattr("loopscope.analysis.diagnosis.with_stoppers", lambda *recordings: recordings)
 
 
 def test_mean_and_sample_deviation_over_those_that_reach_it() -> None:

@@ -8,6 +8,7 @@ from pages import TARGETS, two
 import loopscope as ls
 from loopscope.analysis.bootstrap import interval, resampled_curves
 from loopscope.analysis.difficulty import difficulty_bins
+from loopscope.analysis.gaps import Subject
 from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.analysis.targets import WITHIN_A_POINT, Target
@@ -31,21 +32,26 @@ def made() -> Made:
     return analyse_models(two(), "a", TARGETS)
 
 
-def test_every_threshold_says_what_the_policy_does(made: Made) -> None:
-    for model, details in zip(two(), made[1], strict=True):
+@pytest.fixture(scope="module")
+def subjects() -> list[Subject]:
+    """With learned stoppers."""
+    return [model.subject_at(TARGETS[0]) for model in two()]
+
+
+def test_every_threshold_says_what_the_policy_does(made: Made, subjects: list[Subject]) -> None:
+    for subject, details in zip(subjects, made[1], strict=True):
         for curve in details.curves:
             for place in range(0, len(curve.accuracy), 9):
                 threshold = curve.thresholds[place] if curve.thresholds else None
-                accuracy, loops = accuracy_and_loops(ls.ExitPolicy(curve.readout, threshold), model.subject.test)
+                accuracy, loops = accuracy_and_loops(ls.ExitPolicy(curve.readout, threshold), subject.test)
                 assert curve.accuracy[place] == pytest.approx(accuracy, rel=1e-4)
                 assert curve.loops[place] == pytest.approx(loops, rel=1e-4)
                 assert curve.accuracy_low[place] <= curve.accuracy[place] <= curve.accuracy_high[place]
             assert curve.loops == sorted(curve.loops)  # laxest first
 
 
-def test_depths_are_those_of_the_frontier(made: Made) -> None:
-    model, details = two()[1], made[1][1]
-    subject = model.subject
+def test_depths_are_those_of_the_frontier(made: Made, subjects: list[Subject]) -> None:
+    subject, details = subjects[1], made[1][1]
     for curve in details.curves:
         frontier = ls.sweep(curve.readout, subject.validation, subject.test)
         resampled = resampled_curves(curve.readout, frontier.thresholds, subject.test)
@@ -80,7 +86,7 @@ def test_a_certified_threshold_is_marked_and_no_part_of_the_curve(made: Made) ->
     assert curve.thresholds[curve.chosen] == frontier.selected.threshold
 
 
-def test_examples_exit_where_the_policy_says(made: Made) -> None:
+def test_examples_exit_where_the_policy_says(made: Made, subjects: list[Subject]) -> None:
     model, details = two()[1], made[1][1]
     sheet = details.deep.examples
     assert sheet.texts is not None
@@ -90,7 +96,7 @@ def test_examples_exit_where_the_policy_says(made: Made) -> None:
     for curve in details.curves:
         for place in range(0, len(curve.accuracy), 13):
             policy = ls.ExitPolicy(curve.readout, curve.thresholds[place] if curve.thresholds else None)
-            exits = policy.exit_loops(model.subject.test)[sheet.rows].tolist()
+            exits = policy.exit_loops(subjects[1].test)[sheet.rows].tolist()
             assert [1 + sum(count <= place for count in row) for row in sheet.crossed[curve.readout]] == exits
 
 

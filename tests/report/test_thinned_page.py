@@ -12,7 +12,7 @@ from loopscope.report.page.data import _coarser, _shorter, thinned
 @pytest.fixture(autouse=True)
 def unlearned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without learned stoppers, which take longest."""
-    monkeypatch.setattr("loopscope.analysis.model_analysis.with_stoppers", lambda *recordings: recordings)
+    monkeypatch.setattr("loopscope.analysis.diagnosis.with_stoppers", lambda *recordings: recordings)
 
 
 def test_a_large_study_keeps_fewer_examples() -> None:

@@ -15,11 +15,21 @@ above chance gets no verdict. Thresholds are swept on a grid so fine that its st
 from dataclasses import dataclass, replace
 
 from loopscope.analysis.gaps import Gap, Subject, Way, gap_between, with_stoppers
-from loopscope.analysis.targets import Target, TargetLevel, as_target, best_loop, chance, is_above_chance, percent_text
+from loopscope.analysis.targets import (
+    Target,
+    TargetLevel,
+    as_target,
+    best_loop,
+    chance,
+    is_above_chance,
+    percent_text,
+    target_level,
+)
 from loopscope.analysis.verdict_text import aligned, gap_text, rounded_percent, verdict_sentence, wrapped
 from loopscope.errors import UserError
 from loopscope.exits.recorded import counted_in
 from loopscope.exits.signals import own_name
+from loopscope.exits.splits import check_calibration
 from loopscope.trajectory import Trajectory
 
 NO_VERDICT = "no verdict"
@@ -123,13 +133,18 @@ def diagnose(
     Thresholds, the best readout and the target (without one: 1 point below full depth) come from `validation`, depths
     from `test`. `reference`: the same two recordings of the model whose trajectory is the measure.
     """
-    subject = Subject(validation, test)
-    if not without_verdict(validation, test, subject.level(as_target(target))):
-        subject = Subject(*with_stoppers(validation, test))
+    subject = learned_subject(validation, test, target)
     if reference is None:
         return diagnose_subject(subject, None, target)
     same = reference[0] is validation and reference[1] is test
     return diagnose_subject(subject, subject if same else Subject(*reference), target)
+
+
+def learned_subject(validation: Trajectory, test: Trajectory, target: float | Target | None) -> Subject:
+    """With learned stoppers beside its readouts, unless there is no verdict: to learn them takes longest of all."""
+    check_calibration(validation, test)
+    silent = without_verdict(validation, test, target_level(as_target(target), validation, test))
+    return Subject(validation, test) if silent else Subject(*with_stoppers(validation, test))
 
 
 def diagnose_subject(

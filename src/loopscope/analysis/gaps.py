@@ -138,7 +138,6 @@ def with_stoppers(validation: Trajectory, test: Trajectory) -> tuple[Trajectory,
     On validation data their signals are cross-fitted, so that thresholds and the choice of a readout can come from
     there, as for every other readout. The recordings stay as they are where none can be learned.
     """
-    check_calibration(validation, test)
     names = stopper_signals(validation, test)
     if validation.labels is None or test.labels is None or not names or why_not_learned(validation):
         return validation, test

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from loopscope.analysis import schema
 from loopscope.analysis.bootstrap import interval, intervals, resampled_means
 from loopscope.analysis.comparison import Paired, Side, exits_of, paired
-from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_subject, rooms, without_verdict
+from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_subject, learned_subject, rooms
 from loopscope.analysis.difficulty import ORDERED_SIGNALS, by_difficulty, difficulty_ordering, exit_distribution
-from loopscope.analysis.gaps import Gap, Subject, depth_gap, with_stoppers
+from loopscope.analysis.gaps import Gap, Subject, depth_gap
 from loopscope.analysis.held_out import hold_out
 from loopscope.analysis.results import assemble_results, model_label, recorded_run
-from loopscope.analysis.targets import Target, TargetLevel, as_target, as_targets, target_level
+from loopscope.analysis.targets import Target, TargetLevel, as_targets, target_level
 from loopscope.analysis.threshold_details import (
     DetailedFrontier,
     ThresholdDetails,
@@ -59,19 +59,12 @@ class ModelRecordings:
     refused: Sequence[str] = ()  # promises that could not be made
 
     @cached_property
-    def subject(self) -> Subject:
-        """With learned stoppers beside its readouts."""
-        return Subject(*with_stoppers(self.validation, self.test))
-
-    @cached_property
     def measure(self) -> Subject:
         """As the reference of others, for which stoppers do not matter."""
         return Subject(self.validation, self.test)
 
     def subject_at(self, target: float | Target | None) -> Subject:
-        """As it is diagnosed: without a verdict nothing is learned, which would take longest of all."""
-        level = target_level(as_target(target), self.validation, self.test)
-        return self.measure if without_verdict(self.validation, self.test, level) else self.subject
+        return learned_subject(self.validation, self.test, target)
 
 
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
@@ -108,21 +101,17 @@ def analyse_models(
         progress(done, len(sources), source.name)
         analysed.append(analyse_model(source, against, targets))
     progress(len(sources), len(sources), "")
-    results = assemble_results([model.result for model in analysed], as_targets(targets))
-    return results, [model.details for model in analysed]
-
-
-class ModelAnalysis(NamedTuple):
-    """What is said of a model, and what its page can look up beside it."""
-
-    result: schema.ModelResult
-    details: ThresholdDetails
+    results = assemble_results([result for result, _ in analysed], as_targets(targets))
+    return results, [details for _, details in analysed]
 
 
 def analyse_model(
     source: ModelRecordings, reference: ModelRecordings | None, targets: Sequence[float | Target] | None = None
-) -> ModelAnalysis:
-    """Everything that is said of one model, some of it against a reference (which it may be itself)."""
+) -> tuple[schema.ModelResult, ThresholdDetails]:
+    """Everything that is said of one model, some of it against a reference (which it may be itself).
+
+    And what its page can look up beside it.
+    """
     test, sought = source.test, as_targets(targets)
     levels = [target_level(target, source.validation, test) for target in sought]
     own = {own_name(policy.readout): policy.gate for policy in source.policies if policy.gate is not None}
@@ -188,7 +177,7 @@ def analyse_model(
         benchmark=benchmark_result(source.name, test),
         sequences=None if test.sequences is None else unit_count(test),
     )
-    return ModelAnalysis(result, threshold_details(details, certified, evaluation, sought))
+    return result, threshold_details(details, certified, evaluation, sought)
 
 
 def _rooms(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]) -> dict[str, Rooms]:

@@ -273,11 +273,11 @@ class Analyse(Step, frozen=True, kw_only=True):
         if self.reference is not None and not self.is_reference:
             theirs, tested = (counted(step, step.load(store)) for step in self.reference)
             against = ModelRecordings("reference", theirs, tested)
-        analysed = analyse_model(source, against, self.targets)
+        result, details = analyse_model(source, against, self.targets)
 
         def fill(scratch: Path) -> None:
-            write_json(scratch / "model.json", analysed.result)
-            write_json(scratch / "details.json", analysed.details)
+            write_json(scratch / "model.json", result)
+            write_json(scratch / "details.json", details)
 
         self.write(store, fill)
 
