@@ -1,4 +1,4 @@
-"""Running studies: continued after any end, the same whoever runs them, on one machine or on Ray."""
+"""Running studies: continued after any end, nothing made twice, and what fails takes with it what needs it."""
 
 import fcntl
 import json
@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from loopscope.studies.executors import StudyWork, do_step, run_study
 from loopscope.studies.steps import Step, to_be_done
 
 __all__ = ["finished"]
-LONGER = ["--set", "training.steps=150", "--set", "training.checkpoint_every=10", "--set", "training.log_every=5"]
 
 
 def test_it_makes_results_and_products(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,67 +198,3 @@ def test_objectives_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ls.UserError, match=r"has no attribute 'nothing' \(study_losses.py, line 9\)"):
         run_study(planned(wrong), tmp_path / "other", silent)
     assert not (tmp_path / "other").exists()  # it is said before anything is made
-
-
-def results(folder: Path) -> bytes:
-    return (folder / "tiny" / "report" / "results.json").read_bytes()
-
-
-def words(folder: Path, *more: str) -> list[str]:
-    return ["study", "run", str(TINY), "--out", str(folder / "tiny"), *LONGER, *more]
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What the study says without Ray."""
-    folder = tmp_path_factory.mktemp("local")
-    assert main(words(folder)) == 0
-    return results(folder)
-
-
-@pytest.fixture
-def cluster() -> Any:
-    """Two nodes on this machine, one task each."""
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    nodes.add_node(num_cpus=1)
-    yield nodes
-    nodes.shutdown()
-
-
-@pytest.mark.long
-def test_a_ray_of_its_own_gives_the_same_bytes(local: bytes, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    command = [sys.executable, "-m", "loopscope.cli", *words(tmp_path, "--engine", "ray")]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    assert results(tmp_path) == local
-
-
-@pytest.mark.long
-def test_a_node_that_dies_takes_nothing_with_it(local: bytes, tmp_path: Path, cluster: Any) -> None:
-    store = tmp_path / "store"
-    command = [sys.executable, "-m", "loopscope.cli", *words(tmp_path, "--engine", "ray", "--address", cluster.address)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as study:
-        while len(running := list(store.glob("run-*/state.safetensors"))) < 2:  # one run on each node, half-way
-            assert study.poll() is None, "the study ended too early"
-            time.sleep(0.02)
-        (victim,) = cluster.worker_nodes
-        cluster.remove_node(victim, allow_graceful=False)
-        half_way = [path for path in running if not path.with_name("model.safetensors").exists()]
-        assert len(half_way) == 2
-        assert study.wait() == 0
-    assert results(tmp_path) == local
-
-
-def test_without_ray_it_says_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(words(tmp_path, "--engine", "ray")) == 2
-    assert "pip install 'loopscope[ray]'" in capsys.readouterr().err
-
-
-def test_an_address_where_nobody_is_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray")
-    assert main(words(tmp_path, "--engine", "ray", "--address", "nowhere")) == 2
-    assert "no Ray cluster" in capsys.readouterr().err
