@@ -100,17 +100,14 @@ def _tell_apart(labels: list[str], models: list[schema.ModelResult]) -> list[str
 
 def _group_labels(models: list[schema.ModelResult]) -> list[str]:
     tasks = [run["task"]["name"] if (run := recorded_run(model.provenance)) else "" for model in models]
-    several = len(set(tasks)) > 1
-    return [
-        _tidy(f"{task}: {label}") if several and task else label
-        for task, label in zip(tasks, (_words(model) for model in models), strict=True)
-    ]
-
-
-def _words(model: schema.ModelResult) -> str:
-    if model.benchmark is None:
-        return model_label(model.provenance, model.name)
-    return model_label({}, f"{model.benchmark.model}, {model.benchmark.title}")
+    labels = []
+    for model, task in zip(models, tasks, strict=True):
+        benchmark = model.benchmark
+        label = model_label(model.provenance, model.name)
+        if benchmark is not None:
+            label = _tidy(f"{benchmark.model}, {benchmark.title}")
+        labels.append(_tidy(f"{task}: {label}") if task and len(set(tasks)) > 1 else label)
+    return labels
 
 
 def model_label(provenance: dict[str, Any], name: str) -> str:
