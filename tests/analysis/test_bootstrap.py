@@ -9,6 +9,7 @@ from conftest import random_trajectory
 import loopscope as ls
 from loopscope.analysis.bootstrap import (
     Curves,
+    Interval,
     interval,
     intervals,
     resampled_curves,
@@ -16,8 +17,7 @@ from loopscope.analysis.bootstrap import (
     resampled_means,
     resampled_sums,
 )
-from loopscope.analysis.difficulty import forced_accuracy
-from loopscope.exits.sweep import replay
+from loopscope.analysis.difficulty import by_difficulty
 
 
 def test_the_first_row_is_the_sample_and_the_others_scatter_as_theory_says() -> None:
@@ -30,11 +30,8 @@ def test_the_first_row_is_the_sample_and_the_others_scatter_as_theory_says() -> 
     assert sums[1:].std() / 2000 == pytest.approx(np.sqrt(p * (1 - p) / 2000), rel=0.06)
 
 
-def test_every_resample_has_as_many_examples() -> None:
+def test_the_same_seed_pairs_the_resamples_and_each_has_as_many_examples() -> None:
     assert (resampled_sums(np.ones((77, 1), np.float32), 120) == 77).all()
-
-
-def test_the_same_seed_pairs_the_resamples() -> None:
     contributions = np.random.default_rng(1).integers(0, 6, (300, 2)).astype(np.float32)
     assert np.array_equal(resampled_sums(contributions)[:, 0], resampled_sums(contributions[:, :1])[:, 0])
     assert not np.array_equal(resampled_sums(contributions, seed=0), resampled_sums(contributions, seed=1))
@@ -52,15 +49,6 @@ def test_curves_of_the_sample_are_the_frontier(name: str) -> None:
         assert curves.depth_at(accuracy)[0] == pytest.approx(np.nan if depth is None else depth, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", [name for name in ls.READOUTS if name not in ("fixed", "oracle")])
-def test_replay_is_the_policy_at_every_threshold(name: str) -> None:
-    trajectory = random_trajectory()
-    thresholds = [0.4, 2.0, 0.1, 0.4, 1.0]
-    loops = replay(name, thresholds, trajectory)
-    for column, threshold in enumerate(thresholds):
-        assert np.array_equal(loops[:, column], ls.ExitPolicy(name, threshold).exit_loops(trajectory))
-
-
 def test_the_label_aware_depth_by_hand() -> None:
     """Ten examples: four right at loop 1, three first at loop 2, one at loop 3, two never."""
     first = [1] * 4 + [2] * 3 + [3] + [9] * 2
@@ -74,20 +62,25 @@ def test_the_label_aware_depth_by_hand() -> None:
     assert np.isnan(rule.depth_at(0.9)[0])
 
 
-def test_many_intervals_are_each_what_one_is() -> None:
+def test_intervals_are_numpy_s_percentiles_of_those_that_have_a_value() -> None:
     rng = np.random.default_rng(0)
     values = rng.normal(size=(200, 5))
     values[rng.random(values.shape) < [0.0, 0.3, 0.97, 1.0, 0.5]] = np.nan
-    values[0] = 0.0
     many = intervals(values)
-    for column in range(5):
-        one = interval(values[:, column])
-        low, high, reached = many.low[column], many.high[column], many.reached[column]
-        if one is None:
-            assert np.isnan(low)
-            assert reached == 0
-        else:
-            assert (low, high, reached) == pytest.approx((one.low, one.high, one.reached))
+    for column in (0, 1, 2, 4):
+        low, high = np.nanpercentile(values[1:, column], [2.5, 97.5])
+        assert (many.low[column], many.high[column]) == pytest.approx((low, high), abs=1e-12)
+        assert many.reached[column] == np.mean(~np.isnan(values[1:, column]))
+        assert interval(values[:, column]) == Interval(many.low[column], many.high[column], many.reached[column])
+    assert np.isnan(many.low[3])
+    assert interval(values[:, 3]) is None
+
+
+def test_kept_counts_are_those_that_are_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(3).normal(size=(500, 4)).astype(np.float32)
+    kept = resampled_sums(values, 120)
+    monkeypatch.setattr("loopscope.analysis.bootstrap._MOST_KEPT", 0)
+    assert np.array_equal(resampled_sums(values, 120), kept)
 
 
 def test_many_depths_are_each_what_one_is() -> None:
@@ -110,7 +103,7 @@ def test_many_depths_are_each_what_one_is() -> None:
 @pytest.mark.parametrize("kind", ["copies", "sequences"])
 def test_what_was_drawn_together_is_resampled_together(kind: str) -> None:
     """Every example three times over says no more than once; drawn one by one it would seem to."""
-    once = random_trajectory(seed=2)
+    once = random_trajectory(seed=2, rows=100)
     rows = np.repeat(np.arange(once.num_examples), 3)
     names = [f"input {number}" for number in rows]
     thrice = once.take(rows)
@@ -118,14 +111,15 @@ def test_what_was_drawn_together_is_resampled_together(kind: str) -> None:
     assert known.num_units == once.num_examples == once.num_units
     grid = ls.sweep("margin", random_trajectory(seed=1), once).thresholds
     expected, found, naive = (resampled_curves("margin", grid, each) for each in (once, known, thrice))
-    assert found.accuracy == pytest.approx(expected.accuracy)
-    assert found.average_loops == pytest.approx(expected.average_loops)
+    assert np.allclose(found.accuracy, expected.accuracy)
+    assert np.allclose(found.average_loops, expected.average_loops)
     assert naive.accuracy.std(axis=0).mean() < 0.7 * found.accuracy.std(axis=0).mean()
     labels = [resampled_label_aware(each).depth_at(0.6) for each in (once, known)]
-    assert labels[0] == pytest.approx(labels[1], abs=3 / once.num_examples, nan_ok=True)
-    means = [forced_accuracy(each) for each in (once, known, thrice)]
-    assert means[1].low == pytest.approx(means[0].low)
-    assert (means[2].high - means[2].low).mean() < 0.7 * (means[1].high - means[1].low).mean()
+    assert np.allclose(*labels, atol=3 / once.num_examples, equal_nan=True)
+    means = [by_difficulty(each.correct, each) for each in (once, known, thrice)]
+    lows, highs = ([np.array(getattr(each, side)) for each in means] for side in ("low", "high"))
+    assert lows[1] == pytest.approx(lows[0])
+    assert (highs[2] - lows[2]).mean() < 0.7 * (highs[1] - lows[1]).mean()
 
 
 def test_units_of_different_sizes() -> None:

@@ -5,13 +5,8 @@ import pytest
 from conftest import random_trajectory
 
 import loopscope as ls
-from loopscope.analysis import (
-    difficulty_ordering,
-    exit_distribution,
-    forced_accuracy,
-    forced_cross_entropy,
-    signal_by_difficulty,
-)
+from loopscope.analysis.difficulty import by_difficulty, difficulty_ordering, exit_distribution
+from loopscope.exits.recorded_signals import signal
 
 
 def with_signal(name: str, values: list[list[float]], difficulty: list[float]) -> ls.Trajectory:
@@ -25,37 +20,32 @@ def with_signal(name: str, values: list[list[float]], difficulty: list[float]) -
     )
 
 
-def test_forced_exits_by_hand() -> None:
+def test_means_by_hand() -> None:
     logits = np.log([[[0.8, 0.2], [0.6, 0.4]], [[0.1, 0.9], [0.7, 0.3]], [[0.3, 0.7], [0.2, 0.8]]])
     trajectory = ls.Trajectory(logits=logits, labels=[0, 0, 0], difficulty=[1, 1, 5])
-    accuracy = forced_accuracy(trajectory)
-    assert accuracy.levels == [1, 5]
-    assert accuracy.counts == [2, 1]
-    assert accuracy.values.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+    accuracy = by_difficulty(trajectory.correct, trajectory)
+    assert (accuracy.levels, accuracy.counts) == ([1, 5], [2, 1])
+    assert accuracy.values == [[0.5, 1.0], [0.0, 0.0]]
     expected = -np.log([[0.8, 0.6], [0.1, 0.7], [0.3, 0.2]])
-    assert forced_cross_entropy(trajectory).values == pytest.approx(np.array([expected[:2].mean(axis=0), expected[2]]))
-
-
-def test_without_difficulties_there_is_one_bin() -> None:
-    trajectory = random_trajectory(difficulty=None)
-    assert forced_accuracy(trajectory).values[0] == pytest.approx(trajectory.correct.mean(axis=0))
-    with pytest.raises(ls.UserError, match="no difficulties"):
-        difficulty_ordering("margin", trajectory)
+    means = by_difficulty(trajectory.cross_entropy, trajectory).values
+    assert np.array(means) == pytest.approx(np.array([expected[:2].mean(axis=0), expected[2]]))
+    bare = random_trajectory(difficulty=None)
+    assert by_difficulty(bare.correct, bare).values[0] == pytest.approx(bare.correct.mean(axis=0))
 
 
 def test_exit_distributions_are_distributions_and_by_hand() -> None:
-    values = exit_distribution(random_trajectory()).values
-    assert values.sum(axis=1) == pytest.approx(1)
+    assert np.sum(exit_distribution(random_trajectory()).values, axis=1) == pytest.approx(1)
     trajectory = ls.Trajectory(
         logits=np.zeros((1, 3, 2)), labels=[0], difficulty=[2], gate_logits=[[0.0, np.log(3), -9.0]]
     )
     assert exit_distribution(trajectory).values[0] == pytest.approx([1 / 2, 3 / 8, 1 / 8])
 
 
-def test_signals_by_difficulty_keep_loop_1_of_convergence_empty() -> None:
-    table = signal_by_difficulty("kl", random_trajectory())
-    assert np.isnan(table.values[:, 0]).all()
-    assert not np.isnan(table.values[:, 1:]).any()
+def test_loop_1_of_convergence_stays_empty() -> None:
+    trajectory = random_trajectory()
+    for first, *others in by_difficulty(signal("kl", trajectory), trajectory).values:
+        assert first is None
+        assert None not in others
 
 
 @pytest.mark.parametrize(("name", "sign"), [("entropy", 1), ("margin", -1), ("top1", -1), ("logit_change", 1)])
@@ -80,10 +70,10 @@ def test_bin_means_hide_the_scatter_of_examples() -> None:
 
 def test_fractional_difficulties_stay_apart_and_continuous_ones_are_binned() -> None:
     trajectory = with_signal("entropy", [[1.0], [2.0], [3.0]], [0.25, 0.75, 1.25])
-    assert signal_by_difficulty("entropy", trajectory).levels == [0.25, 0.75, 1.25]
+    assert by_difficulty(trajectory.correct, trajectory).levels == [0.25, 0.75, 1.25]
     rng = np.random.default_rng(0)
     continuous = random_trajectory(rows=1000, difficulty=rng.random(1000))
-    table = forced_accuracy(continuous)
+    table = by_difficulty(continuous.correct, continuous)
     assert table.counts == [100] * 10
     assert table.levels == sorted(table.levels)
 

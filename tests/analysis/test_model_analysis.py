@@ -7,21 +7,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from conftest import random_trajectory
+from conftest import answers, random_trajectory
 
 import loopscope as ls
-from loopscope.analysis import difficulty_ordering
-from loopscope.analysis.labels import model_label
-from loopscope.analysis.model_analysis import ModelRecordings, analyse_models, read_recordings
+from loopscope.analysis.difficulty import difficulty_ordering
+from loopscope.analysis.model_analysis import (
+    ModelRecordings,
+    analyse_models,
+    by_subject,
+    metric_accuracies,
+    read_recordings,
+)
 from loopscope.analysis.schema import Results
-from loopscope.reproduction.products import PRODUCTS
-
-RUN = {
-    "task": {"name": "mano"},
-    "objective": {"name": "fixed_prior", "prior": "geometric", "geometric_lambda": 0.3, "beta": 0.1},
-    "model": {"gate": "none"},
-    "training": {"seed": 0, "steps": 5},
-}
 
 
 def source(name: str, seed: int, **changes: object) -> ModelRecordings:
@@ -32,14 +29,16 @@ def source(name: str, seed: int, **changes: object) -> ModelRecordings:
     )
 
 
-def seeded(seed: int) -> dict[str, object]:
-    return {"run": {**RUN, "training": {"seed": seed, "steps": 5}}}
-
-
 @pytest.fixture(scope="module")
 def results() -> Results:
     sources = [source("a", 0, gate_logits=None), source("b", 1)]
     return analyse_models(sources, "a", [0.6, 0.9])[0]
+
+
+@pytest.fixture
+def unlearned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without learned stoppers, which take longest."""
+    monkeypatch.setattr("loopscope.analysis.diagnosis.with_stoppers", lambda *recordings: recordings)
 
 
 def test_results_say_what_the_analyses_say(results: Results) -> None:
@@ -66,54 +65,6 @@ def test_results_say_what_the_analyses_say(results: Results) -> None:
     assert results.models[1].diagnosis.trajectory_gap is not None
 
 
-def test_the_same_recordings_give_the_same_bytes(results: Results) -> None:
-    again = analyse_models([source("a", 0, gate_logits=None), source("b", 1)], "a", [0.6, 0.9])[0]
-    assert msgspec.json.encode(again) == msgspec.json.encode(results)
-
-
-def test_results_are_json_that_reads_back(results: Results) -> None:
-    data = json.loads(msgspec.json.encode(results), parse_constant=lambda word: pytest.fail(word))
-    assert data["schema_version"] == 8
-    assert data["models"][1]["signals"]["kl"]["values"][0][0] is None  # no convergence at loop 1
-
-
-def test_seeds_of_one_setting_are_a_group() -> None:
-    sources = [source(f"s{seed}", seed, provenance=seeded(seed)) for seed in range(3)]
-    results = analyse_models([*sources, source("other", 3)], None, [0.6, 0.7])[0]
-    assert [group.names for group in results.groups] == [["s0", "s1", "s2"], ["other"]]
-    summary = results.groups[0].depth_at["fixed"]["0.6"]
-    assert (summary.reached, summary.seeds) == (3, 3)
-    margin = results.groups[0].depth_at["margin"]
-    assert margin["0.6"].mean < margin["0.7"].mean
-    assert len({model.label for model in results.models}) == 4
-    assert results.models[1].label == "mano: fixed prior, geometric 0.3, seed 1"
-    (depths,) = PRODUCTS.make(results, ["depths"])
-    assert depths.table is not None
-    assert any("(3 of 3)" in cell for row in depths.table.rows for cell in row)
-
-
-def test_a_seed_that_lacks_something_counts_as_not_reaching_it() -> None:
-    sources = [
-        source("whole", 0, provenance=seeded(0)),
-        source("poor", 1, provenance=seeded(1), hidden=None, difficulty=None),
-    ]
-    group = analyse_models(sources, None, [0.6])[0].groups[0]
-    assert (group.depth_at["hidden_change"]["0.6"].reached, group.depth_at["hidden_change"]["0.6"].seeds) == (1, 2)
-    assert group.ordering["margin"].seeds == 2
-
-
-def test_results_read_back_as_their_own_type(results: Results) -> None:
-    assert msgspec.json.decode(msgspec.json.encode(results), type=Results).models[1].name == "b"
-
-
-def test_labels_are_the_paper_s_words() -> None:
-    assert model_label({"run": RUN}, "x") == "fixed prior, geometric 0.3"
-    gate = {**RUN, "model": {"gate": "mlp"}, "objective": {**RUN["objective"], "prior": "uniform"}}
-    assert model_label({"run": gate}, "x") == "MLP gate, uniform, β 0.1"
-    assert model_label({}, "my recording") == "my recording"
-    assert model_label({"run": {"id": 3}}, "foreign") == "foreign"
-
-
 def test_a_folder_with_two_recordings_is_enough(tmp_path: Path) -> None:
     for split in ("validation", "test"):
         random_trajectory(seed=len(split), split=split, seen=np.arange(200) % 4 == 0).save(tmp_path / "mine" / split)
@@ -121,7 +72,19 @@ def test_a_folder_with_two_recordings_is_enough(tmp_path: Path) -> None:
     assert read_recordings(tmp_path / "mine", unseen_only=True).test.num_examples == 150
 
 
-def test_what_is_missing_is_explained(tmp_path: Path, results: Results) -> None:
+def test_results_are_json_that_reads_back(results: Results) -> None:
+    data = json.loads(msgspec.json.encode(results), parse_constant=lambda word: pytest.fail(word))
+    assert data["schema_version"] == 8
+    assert data["models"][1]["signals"]["kl"]["values"][0][0] is None  # no convergence at loop 1
+    assert msgspec.json.decode(msgspec.json.encode(results), type=Results).models[1].name == "b"
+
+
+def test_the_same_recordings_give_the_same_bytes(unlearned: None) -> None:
+    first, again = (analyse_models([source("a", 0)], "a", [0.6])[0] for _ in range(2))
+    assert msgspec.json.encode(first) == msgspec.json.encode(again)
+
+
+def test_what_is_missing_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ls.UserError, match="There is no folder"):
         read_recordings(tmp_path / "nowhere")
     random_trajectory(split="validation").save(tmp_path / "half" / "validation")
@@ -155,3 +118,39 @@ def test_a_stopper_of_the_user_does_not_take_the_name_of_one_that_is_learned_her
     stopper = ls.fit_stopper(random_trajectory(7, rows=200), kind="classifier")
     with pytest.raises(ls.UserError, match="another name than 'induction'"):
         analyse_models([replace(given, gates={"induction": stopper})], None, [0.9])
+
+
+def recording(metric: str, logits: list[list[float]], norms: list[list[int]], **more: object) -> ls.Trajectory:
+    scores = np.array(logits)[:, None, :]
+    return ls.Trajectory(logits=scores, labels=[0] * len(logits), norms=norms, provenance={"metric": metric}, **more)
+
+
+def test_both_metrics_are_known_whichever_was_scored() -> None:
+    likely, lengths = [[-8.0, -6.0, -9.0], [-2.0, -6.0, -9.0]], [[8, 2, 3], [1, 6, 9]]
+    assert metric_accuracies(recording("acc", likely, lengths)) == {"acc": [0.5], "acc_norm": [0.5]}
+    assert metric_accuracies(recording("acc", likely[:1], lengths[:1])) == {"acc": [0.0], "acc_norm": [1.0]}
+    assert metric_accuracies(recording("acc", likely[1:], lengths[1:])) == {"acc": [1.0], "acc_norm": [0.0]}
+    assert metric_accuracies(recording("acc_norm", [[-1.0, -3.0, -3.0]], [[9, 1, 1]])) == {
+        "acc": [0.0],
+        "acc_norm": [1.0],
+    }
+
+
+def test_a_choice_that_is_not_there_is_never_chosen() -> None:
+    few = [[-4.0, -5.0, -np.inf]]
+    for metric in ("acc", "acc_norm"):
+        assert metric_accuracies(recording(metric, few, [[1, 1, 0]])) == {"acc": [1.0], "acc_norm": [1.0]}
+
+
+def test_without_lengths_only_the_scored_metric_is_known() -> None:
+    one = answers("mmlu", "test", rows=20, norms=None)
+    assert list(metric_accuracies(one)) == ["acc"]
+    assert metric_accuracies(one)["acc"] == pytest.approx(one.correct.mean(axis=0))
+
+
+def test_subjects_are_in_the_keys() -> None:
+    found = by_subject(answers("mmlu", "test", rows=10, subjects=3))
+    assert {name: rows.sum() for name, rows in found.items()} == {"s0": 4, "s1": 3, "s2": 3}
+    assert found["s1"][[1, 4, 7]].all()
+    assert by_subject(answers("arc_easy", "test", rows=10)) == {}
+    assert by_subject(answers("mmlu", "test", rows=10, subjects=3, examples=None)) == {}

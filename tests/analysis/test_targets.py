@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,12 +10,22 @@ from hypothesis import given, settings
 from simulated import CLASSES, pair, simulated
 
 import loopscope as ls
-from loopscope.analysis import WITHIN_A_POINT, Subject, as_targets, diagnose_subject, target_level
-from loopscope.analysis.bootstrap import Estimate
-from loopscope.analysis.comparison import Comparison
-from loopscope.analysis.paired import Paired
-from loopscope.analysis.stoppers import with_stoppers
-from loopscope.analysis.targets import best_loop, chance, harm_of_depth, is_above_chance, reference_loop
+from loopscope.analysis.targets import (
+    WITHIN_A_POINT,
+    as_targets,
+    best_loop,
+    chance,
+    harm_of_depth,
+    is_above_chance,
+    reference_loop,
+    target_level,
+)
+
+
+@pytest.fixture(autouse=True)
+def unlearned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without learned stoppers, which take longest."""
+    monkeypatch.setattr("loopscope.analysis.diagnosis.with_stoppers", lambda *recordings: recordings)
 
 
 def bare(labels: list[int], answers: list[list[int]]) -> ls.Trajectory:
@@ -120,22 +129,6 @@ def test_a_model_at_60_percent_is_diagnosed_where_it_is() -> None:
     assert ls.diagnose(*pair(right=0.47)).blamed == ()  # the same with a good gate
 
 
-def test_the_demo_like_model_is_diagnosed_within_a_point_of_full_depth() -> None:
-    diagnosis = ls.diagnose(*pair(right=0.99, late_gate=True))
-    assert diagnosis.blamed == ("readout",)
-    assert diagnosis.target.accuracy > 0.97
-    gap = diagnosis.readout_gap
-    assert gap is not None
-    depth = ls.sweep("gate", *pair(right=0.99, late_gate=True)).depth_at(gap.accuracy)
-    assert gap.first_depth == pytest.approx(depth)  # one grid for one quantity
-
-
-def test_with_a_single_loop_there_is_no_verdict() -> None:
-    diagnosis = ls.diagnose(*pair(right=0.8, loops=1))
-    assert diagnosis.verdict == "no verdict"
-    assert diagnosis.sentence == "No verdict: with a single loop there is no exit to choose."
-
-
 def test_a_model_that_forgets_is_not_silenced() -> None:
     """Right at loop 2, at chance at full depth: the target is a point below loop 2, and it says so."""
     validation, test = pair(right=0.9, forgets=True)
@@ -147,6 +140,14 @@ def test_a_model_that_forgets_is_not_silenced() -> None:
     assert "1 point below loop 2, its best, on validation data; full depth is not above chance" in " ".join(
         str(diagnosis).split()
     )
+
+
+def test_gaps_are_those_of_the_frontiers_at_an_absolute_target() -> None:
+    gap = ls.diagnose(*pair(right=0.99, late_gate=True), target=0.95).readout_gap
+    assert gap is not None
+    assert gap.target == 0.95
+    depth = ls.sweep("gate", *pair(right=0.99, late_gate=True)).depth_at(gap.accuracy)
+    assert gap.first_depth == pytest.approx(depth)  # one grid for one quantity
 
 
 def test_trajectories_are_compared_a_point_below_the_worse_model() -> None:
@@ -169,61 +170,8 @@ def test_nothing_is_compared_at_chance() -> None:
     assert "it reaches no accuracy above chance together with the reference" in diagnosis.sentence
     low = ls.diagnose(*pair(right=0.9), target=1 / CLASSES)
     assert low.sentence == "No verdict: the target, 25 %, is not above chance (25 %)."
-
-
-def test_an_absolute_target_stays_as_it_was_given() -> None:
-    subject = Subject(*with_stoppers(*pair(right=0.99, late_gate=True)))
-    assert diagnose_subject(subject, None, 0.95) == ls.diagnose(*pair(right=0.99, late_gate=True), target=0.95)
-    gap = diagnose_subject(subject, None, ls.Target(0.95)).readout_gap
-    assert gap is not None
-    assert gap.target == 0.95
-
-
-def test_two_readouts_compared_from_python() -> None:
-    late = pair(right=0.47, late_gate=True)
-    compared = ls.compare(*late, "gate", "margin")
-    assert compared.depth is not None
-    assert compared.depth.sign == 1
-    assert compared.depth.target == pytest.approx(late[0].correct[:, -1].mean() - 0.01)
-    at = f"{100 * compared.depth.accuracy:g} %"
-    assert str(compared).startswith(f"margin takes fewer loops than gate to reach {at}. At the thresholds that ")
-    assert f"Compared on 1,500 test examples, of which {compared.selected.only_first_right:,} are right" in str(
-        compared
-    )
-    assert str(ls.compare(*late, "margin", "gate")).startswith(f"margin takes fewer loops than gate to reach {at}.")
-    other = ls.compare(*late, "gate", "margin", other=pair(right=0.6))
-    assert (other.selected.first, other.selected.second) == ("gate on this model", "margin on the other model")
-    for words in ({}, {"other": late}):
-        with pytest.raises(ls.UserError, match="'gate' is the same as itself; give another readout"):
-            ls.compare(*late, "gate", "gate", **words)
-
-
-def test_a_comparison_says_what_its_intervals_tell() -> None:
-    """At a threshold of its own each: less is better of loops, more of accuracy, and what holds zero is open."""
-    up, down, nothing, both = (Estimate(*each) for each in ((1, 0.5, 2), (-1, -2, -0.5), (0, 0, 0), (0, -1, 1)))
-
-    def told(accuracy: Estimate, loops: Estimate, units: int = 100) -> str:
-        return Comparison(Paired("a", "b", accuracy, loops, 3, 4, 100), None, "100 test examples", units).verdict
-
-    assert told(up, down).endswith("validation chose, a takes fewer loops; a is more accurate.")
-    assert told(down, up).endswith("validation chose, b takes fewer loops; b is more accurate.")
-    assert told(nothing, nothing).endswith("both take as many loops; both are equally accurate.")
-    assert told(both, both).endswith(
-        "which of the two takes fewer loops is open; which of the two is more accurate is open."
-    )
-    assert told(up, down, 29).startswith("Which of the two is better cannot be told from 100 test examples")
-
-
-def test_readouts_are_not_compared_at_chance() -> None:
-    guesses, knows = pair(right=0.0), pair(right=0.9)
-    compared = ls.compare(*guesses, "margin", "gate")
-    assert compared.depth is None
-    assert str(compared).startswith(ls.diagnose(*guesses).sentence)
-    assert "D@" not in str(compared)
-    beside = ls.compare(*knows, "margin", "gate", other=guesses)
-    assert beside.depth is None
-    assert str(beside).startswith(f"the other model: {ls.diagnose(*guesses).sentence}")
-    assert "No verdict" not in str(ls.compare(*knows, "margin", "gate"))
+    single = ls.diagnose(*pair(right=0.8, loops=1)).sentence
+    assert single == "No verdict: with a single loop there is no exit to choose."
 
 
 def test_an_interval_of_zero_is_not_open() -> None:
@@ -264,19 +212,3 @@ def test_depth_that_harms_is_said_and_noise_is_not() -> None:
     lucky = [np.where(rng.random((300, 6)) < 0.6, 0, 1).tolist() for _ in range(200)]
     assert sum(bool(harm_of_depth(bare([0] * 300, each))) for each in lucky) <= 15
     assert not harm_of_depth(falling([0.5, 0.7, 0.9]))
-
-
-def test_what_is_no_pair_and_no_target_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    validation, test = pair(right=0.9, rows=60)
-    with pytest.raises(ls.UserError, match=r"as in reference=\(validation, test\)"):
-        ls.diagnose(validation, test, reference=validation)  # type: ignore[arg-type]
-    with pytest.raises(ls.UserError, match=r"as in other=\(validation, test\)"):
-        ls.compare(validation, test, "margin", "gate", other=validation)  # type: ignore[arg-type]
-    for wrong in (["folder"], {"mine": validation}, {"mine": ("a", "b")}):
-        with pytest.raises(ls.UserError, match="A report is of models by name"):
-            ls.report(wrong, out=tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(ls.UserError, match="A plot is of frontiers, .* got 'gate'"):
-        ls.sweep("margin", validation, test).plot("gate")  # type: ignore[arg-type]
-    for target in (lambda: ls.Target("x"), lambda: ls.diagnose(validation, test, target="x")):  # type: ignore[arg-type]
-        with pytest.raises(ls.UserError, match="A target, such as 0.95, must be a number, got 'x'"):
-            target()

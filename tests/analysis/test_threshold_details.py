@@ -2,37 +2,56 @@
 
 import numpy as np
 import pytest
-from pages import TARGETS, source, two
+from conftest import outcome_of, random_trajectory
+from pages import TARGETS, two
 
 import loopscope as ls
-from loopscope.analysis import WITHIN_A_POINT, Target, interval, resampled_curves
+from loopscope.analysis.bootstrap import interval, resampled_curves
+from loopscope.analysis.difficulty import difficulty_bins
+from loopscope.analysis.gaps import Subject
 from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
-from loopscope.analysis.threshold_details import ThresholdDetails, slider_targets
+from loopscope.analysis.targets import WITHIN_A_POINT, Target
+from loopscope.analysis.threshold_details import (
+    OUTCOMES,
+    ThresholdDetails,
+    count_exits,
+    exit_outcomes,
+    sample_by_pattern,
+    slider_targets,
+)
 from loopscope.exits.policy import accuracy_and_loops
-from loopscope.report.page.data import _STEPS, _coarser, _shorter, thinned
+from loopscope.exits.sweep import crossings, exit_loops, laxest_first
+from loopscope.exits.thresholds import grid
+
+Made = tuple[Results, list[ThresholdDetails]]
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Results, list[ThresholdDetails]]:
+def made() -> Made:
     return analyse_models(two(), "a", TARGETS)
 
 
-def test_every_threshold_says_what_the_policy_does(made: tuple[Results, list[ThresholdDetails]]) -> None:
-    for model, details in zip(two(), made[1], strict=True):
+@pytest.fixture(scope="module")
+def subjects() -> list[Subject]:
+    """With learned stoppers."""
+    return [model.subject_at(TARGETS[0]) for model in two()]
+
+
+def test_every_threshold_says_what_the_policy_does(made: Made, subjects: list[Subject]) -> None:
+    for subject, details in zip(subjects, made[1], strict=True):
         for curve in details.curves:
             for place in range(0, len(curve.accuracy), 9):
                 threshold = curve.thresholds[place] if curve.thresholds else None
-                accuracy, loops = accuracy_and_loops(ls.ExitPolicy(curve.readout, threshold), model.subject.test)
+                accuracy, loops = accuracy_and_loops(ls.ExitPolicy(curve.readout, threshold), subject.test)
                 assert curve.accuracy[place] == pytest.approx(accuracy, rel=1e-4)
                 assert curve.loops[place] == pytest.approx(loops, rel=1e-4)
                 assert curve.accuracy_low[place] <= curve.accuracy[place] <= curve.accuracy_high[place]
             assert curve.loops == sorted(curve.loops)  # laxest first
 
 
-def test_depths_are_those_of_the_frontier(made: tuple[Results, list[ThresholdDetails]]) -> None:
-    model, details = two()[1], made[1][1]
-    subject = model.subject
+def test_depths_are_those_of_the_frontier(made: Made, subjects: list[Subject]) -> None:
+    subject, details = subjects[1], made[1][1]
     for curve in details.curves:
         frontier = ls.sweep(curve.readout, subject.validation, subject.test)
         resampled = resampled_curves(curve.readout, frontier.thresholds, subject.test)
@@ -53,7 +72,7 @@ def test_the_targets_are_among_the_stops() -> None:
     assert stops == sorted(stops)
 
 
-def test_a_certified_threshold_is_marked_and_no_part_of_the_curve(made: tuple[Results, list[ThresholdDetails]]) -> None:
+def test_a_certified_threshold_is_marked_and_no_part_of_the_curve(made: Made) -> None:
     certified = made[0].models[1].certified[0]
     curve = next(each for each in made[1][1].curves if each.readout == "margin")
     (mark,) = curve.certified
@@ -67,7 +86,7 @@ def test_a_certified_threshold_is_marked_and_no_part_of_the_curve(made: tuple[Re
     assert curve.thresholds[curve.chosen] == frontier.selected.threshold
 
 
-def test_examples_exit_where_the_policy_says(made: tuple[Results, list[ThresholdDetails]]) -> None:
+def test_examples_exit_where_the_policy_says(made: Made, subjects: list[Subject]) -> None:
     model, details = two()[1], made[1][1]
     sheet = details.deep.examples
     assert sheet.texts is not None
@@ -77,53 +96,48 @@ def test_examples_exit_where_the_policy_says(made: tuple[Results, list[Threshold
     for curve in details.curves:
         for place in range(0, len(curve.accuracy), 13):
             policy = ls.ExitPolicy(curve.readout, curve.thresholds[place] if curve.thresholds else None)
-            exits = policy.exit_loops(model.subject.test)[sheet.rows].tolist()
+            exits = policy.exit_loops(subjects[1].test)[sheet.rows].tolist()
             assert [1 + sum(count <= place for count in row) for row in sheet.crossed[curve.readout]] == exits
 
 
-def test_a_large_study_keeps_fewer_examples() -> None:
-    rng = np.random.default_rng(0)
-    noise = ["".join(map(chr, rng.integers(0x4E00, 0x9FFF, 2000))) for _ in range(200)]  # does not compress
-    results, details = analyse_models([source("a", 0, examples=noise)], None, TARGETS)
-    few, note = thinned(results, details, 5_000_000)
-    assert f"at most {_STEPS[0][0]} test examples" in note
-    many = Results(results.schema_version, results.loopscope, results.targets, results.models * 20, results.groups)
-    parts, note = thinned(many, details * 20, 5_000_000)
-    assert f"at most {_STEPS[0][0]} test examples" not in note
-    assert sum(map(len, parts)) < 5_000_000 < 20 * len(few[0])
+@pytest.mark.parametrize("readout", ls.READOUTS)
+def test_exits_are_those_of_the_policy(readout: str) -> None:
+    trajectory = random_trajectory(seed=3, rows=150)
+    thresholds = np.array([np.nan]) if readout == "oracle" else grid(readout, trajectory)
+    thresholds = thresholds[laxest_first(readout, thresholds)]
+    crossed = crossings(readout, thresholds, trajectory)
+    levels, bins = difficulty_bins(trajectory)
+    table = count_exits(crossed, len(thresholds), trajectory.correct, bins)
+    for place in range(0, len(thresholds), 13):
+        policy = ls.ExitPolicy(readout, None if readout == "oracle" else float(thresholds[place]))
+        loops = policy.exit_loops(trajectory)
+        assert (exit_loops(crossed, np.array([place]))[:, 0] == loops).all()
+        right = trajectory.correct[np.arange(len(loops)), loops - 1]
+        for level in range(len(levels)):
+            counts = [int(((bins == level) & (loops == loop)).sum()) for loop in (1, 2, 3, 4)]
+            assert table.exits[place][level] == counts
+            assert table.right[place][level] == (right & (bins == level)).sum()
+        said = [outcome_of(*each) for each in zip(trajectory.correct.tolist(), loops.tolist(), strict=True)]
+        assert dict(zip(OUTCOMES, table.outcomes[place], strict=True)) == {name: said.count(name) for name in OUTCOMES}
 
 
-def test_fewer_examples_are_of_every_pattern_still() -> None:
-    made = source("a", 0, rows=1500)
-    _, details = analyse_models([made], None, TARGETS)
-    patterns = {tuple(row) for row in made.test.correct.tolist()}
-    short = _shorter(details[0].deep.examples, 25, 100)
-    assert len(short.rows) == 25
-    assert short.rows == sorted(short.rows)
-    assert {tuple(made.test.correct[row].tolist()) for row in short.rows} == patterns
+def test_every_outcome_of_every_pattern() -> None:
+    correct = np.array([[row >> loop & 1 for loop in range(4)] for row in range(16)], dtype=bool)
+    loops = np.tile(np.arange(1, 5), (16, 1))
+    codes = exit_outcomes(correct, loops)
+    for row in range(16):
+        for place in range(4):
+            assert OUTCOMES[codes[row, place]] == outcome_of(correct[row].tolist(), place + 1)
 
 
-def test_joined_difficulties_count_the_same_examples() -> None:
-    rng = np.random.default_rng(0)
-    _, details = analyse_models([source("a", 0, rows=300, difficulty=rng.integers(0, 30, 300))], None, TARGETS)
-    deep, coarse = details[0].deep, _coarser(details[0].deep, 7)
-    assert len(coarse.levels) == len(coarse.counts) == 7
-    assert coarse.levels == sorted(coarse.levels)
-    assert sum(coarse.counts) == 300
-    for name, line in deep.lines.items():
-        for place in (0, -1):
-            exits, right = np.array(coarse.lines[name].exits[place]), coarse.lines[name].right[place]
-            assert exits.shape == (7, 4)
-            assert exits.sum(axis=0).tolist() == np.array(line.exits[place]).sum(axis=0).tolist()
-            assert sum(right) == sum(line.right[place])
-            assert exits.sum(axis=1).tolist() == coarse.counts
-
-
-def test_histograms_become_coarser_where_fewer_examples_do_not_help() -> None:
-    """Of 32 loops and 50 difficulties histograms are what is large."""
-    rng = np.random.default_rng(0)
-    changes = {"rows": 400, "loops": 32, "difficulty": rng.integers(0, 50, 400)}
-    results, details = analyse_models([source("a", 0, **changes)], None, TARGETS)
-    (part,), note = thinned(results, details, 170_000)
-    assert len(part) < 170_000
-    assert "Histograms join neighbouring difficulties" in note
+def test_rare_patterns_are_among_the_examples() -> None:
+    trajectory = random_trajectory(seed=5, rows=2000)
+    rows = sample_by_pattern(trajectory, 60)
+    assert len(rows) == len(set(rows.tolist())) == 60
+    patterns, sizes = np.unique(trajectory.correct, axis=0, return_counts=True)
+    shown, shares = np.unique(trajectory.correct[rows], axis=0, return_counts=True)
+    assert len(shown) == len(patterns)
+    assert all(share >= min(size, 60 // len(patterns)) for share, size in zip(shares, sizes, strict=True))
+    assert (sample_by_pattern(trajectory, 60) == rows).all()
+    assert (sample_by_pattern(trajectory, 30) == rows[:30]).all()
+    assert sorted(sample_by_pattern(trajectory, 5000).tolist()) == list(range(2000))

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, answers
+from tiny_study import planned
 
 import loopscope as ls
-from loopscope.analysis.timings import Machine, QuestionBench, QuestionTiming, Spread
+from loopscope.analysis.schema import Machine, QuestionBench, QuestionTiming, Spread
 from loopscope.cli import main
-from loopscope.exits import ExitPolicy
 from loopscope.models.checkpoint import save_model
 from loopscope.models.ouro import Ouro, read_ouro_config
-from loopscope.questions import BENCHMARKS
-from loopscope.studies import Plan, checkpoint_steps, make_plan
-from loopscope.studies.checkpoint_steps import Join, Score, Time
-from loopscope.studies.step_runner import do_step
-from loopscope.studies.steps import Analyse, Fit, Step
+from loopscope.questions.benchmarks import BENCHMARKS
+from loopscope.studies.executors import do_step
+from loopscope.studies.plan import Plan
+from loopscope.studies.steps import Analyse, Fit, Join, Score, Step, Time
 
 OURO = "ouro"
 SMALL = """
@@ -54,7 +53,7 @@ def small(tmp_path: Path) -> Path:
 
 def plan_of(small: Path, **changes: object) -> Plan:
     places = {"models": [str(small.parent / "mine")], "data": str(small.parent / "data")}
-    return make_plan(str(small), [], "", {**places, **changes})
+    return planned(small, **{**places, **changes})
 
 
 def keys(plan: Plan, kind: type[Step]) -> set[str]:
@@ -62,11 +61,11 @@ def keys(plan: Plan, kind: type[Step]) -> set[str]:
 
 
 def test_the_plan_of_the_ouro_study() -> None:
-    plan = make_plan(OURO, [])
+    plan = planned(OURO)
     count = Counter(type(step).__name__ for step in plan.steps)
     # four models on six benchmarks: validation and four parts of test; on five (MMLU has no training questions) the
-    # train split and four gates; four are timed
-    assert count == {"Score": 24 * 5 + 20, "Join": 24, "Fit": 20 * 4, "Analyse": 24, "Time": 16}
+    # train split and four gates; every model has a guarantee, four are timed
+    assert count == {"Score": 24 * 5 + 20, "Join": 24, "Fit": 20 * 4, "Certify": 24, "Analyse": 24, "Time": 16}
     assert [model.name for model in plan.models][:2] == ["Ouro-1.4B-mmlu", "Ouro-1.4B-arc_easy"]
     seen: set[str] = set()
     for step in plan.steps:
@@ -87,36 +86,25 @@ def test_addresses_change_with_what_makes_a_recording_and_with_nothing_else(smal
     shutil.copytree(moved, small.parent / "mine")
     tokenizer = small.parent / "mine" / "tokenizer.json"
     tokenizer.write_text("{}")
-    ls_cache()
     assert not keys(plan_of(small), Score) & keys(plan, Score)
     tokenizer.unlink()
-    ls_cache()
     for changes in ({"dtype": "bfloat16"}, {"models": ["ByteDance/Ouro-1.4B"]}, {"data": None}):
         assert not keys(plan_of(small, **changes), Score) & keys(plan, Score)
     assert not keys(plan_of(small, limit=50), Analyse) & keys(plan, Analyse)
     assert len(keys(plan_of(small, limit=50), Score) & keys(plan, Score)) == 1  # 40 of a train split are as before
-    assert not keys(make_plan(str(small), [], "cuda, 1 threads"), Score) & keys(make_plan(str(small), []), Score)
+    assert not keys(planned(small, arithmetic="cuda, 1 threads"), Score) & keys(planned(small), Score)
     pinned = plan_of(small, models=["ByteDance/Ouro-1.4B@0123abc"])
     assert not keys(pinned, Score) & keys(plan_of(small, models=["ByteDance/Ouro-1.4B"]), Score)
     assert pinned.models[0].name == "Ouro-1.4B-mmlu"
     (small.parent / "data" / "arc_easy" / "test.jsonl").write_text("{ }")
-    ls_cache()
     assert len(keys(plan_of(small), Score) & keys(plan, Score)) == 3  # those of MMLU
     one = plan_of(small, benchmarks=["mmlu"])
     assert [model.name for model in one.models] == ["mine-mmlu"]
     assert not keys(one, Time)
 
 
-def ls_cache() -> None:
-    """A file that changes while one process runs is another study's."""
-    from loopscope.studies.external_sources import external_checkpoint, external_data
-
-    external_checkpoint.cache_clear()
-    external_data.cache_clear()
-
-
 def timed(
-    checkpoint: Any, benchmark: str, policies: list[ExitPolicy], recorded: ls.Trajectory, **more: Any
+    checkpoint: Any, benchmark: str, policies: list[ls.ExitPolicy], recorded: ls.Trajectory, **more: Any
 ) -> QuestionBench:
     """Stands in for the clock: what a machine without overhead would take."""
     once = [Spread(value, value, value) for value in (100.0, 1.0)]
@@ -141,7 +129,7 @@ def test_from_recordings_to_the_paper_s_tables(
             told = answers(step.benchmark, step.split, rows=rows, subjects=subjects)
             number, parts = step.shard or (0, 1)
             told.take(np.arange(number, rows, parts)).save(step.folder(store))
-    monkeypatch.setattr(checkpoint_steps, "time_benchmark", timed)
+    monkeypatch.setattr("loopscope.studies.steps.time_benchmark", timed)
     assert main(["study", "status", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["models"]["mine-arc_easy"] == "1 of 3 recordings and gates are made"
     assert main(["study", "run", *words, "--benchmark", "mmlu"]) == 0  # in processes of their own
@@ -199,13 +187,13 @@ def test_parts_are_scored_joined_and_timed_live(small: Path, tiny_ouro: Path) ->
     changes = {"models": [str(tiny_ouro)], "data": str(DATA), "benchmarks": ["arc_easy"], "limit": 7}
     store = small.parent / "store"
     store.mkdir()
-    plan = make_plan(str(small), [], "", changes)
+    plan = planned(small, **changes)
     for step in plan.steps:
         do_step(step, store, "cpu")
     (model,) = plan.models
     joined = ls.Trajectory.load(model.analysis.test.folder(store))
     small.write_text(small.read_text().replace("shards = 2", "shards = 1"))
-    (whole,) = make_plan(str(small), [], "", changes).models
+    (whole,) = planned(small, **changes).models
     assert isinstance(whole.analysis.test, Score)
     do_step(whole.analysis.test, store, "cpu")
     scored = ls.Trajectory.load(whole.analysis.test.folder(store))
@@ -261,7 +249,7 @@ def test_a_bad_file_is_explained(small: Path, old: str, new: str, told: str) -> 
     assert old in text
     small.write_text(text.replace(old, new))
     with pytest.raises(ls.UserError, match=told):
-        make_plan(str(small), [])
+        planned(small)
 
 
 def test_what_is_asked_wrongly_is_explained(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +261,7 @@ def test_what_is_asked_wrongly_is_explained(small: Path, capsys: pytest.CaptureF
     assert "There is no folder" in said(str(small), "--model", str(small.parent / "nobody"))
     (mine / "config.json").unlink()
     assert "is not a checkpoint" in said(str(small), "--model", str(mine))
-    assert "There is no benchmark 'gsm8k'" in said(str(small), "--benchmark", "gsm8k")
+    assert "there is no benchmark 'gsm8k'" in said(str(small), "--benchmark", "gsm8k")
     assert "changes training runs, and" in said(str(small), "--set", "training.steps=3")
     assert "--model is of checkpoints, and this study has none" in said("demo", "--model", "a/b")
     small.write_text('title = "Nothing"')

@@ -1,17 +1,69 @@
-"""Which of two readouts is better on the same examples? At the thresholds that validation chose, and in D@X."""
+"""Which of two readouts is better on the same examples? At the thresholds that validation chose, and in D@X.
+
+Resampling the examples resamples both at once, so what they have in common (which examples are hard) cancels out.
+"""
 
 from dataclasses import dataclass
 
-from loopscope.analysis.bootstrap import Estimate
+import numpy as np
+from numpy.typing import NDArray
+
+from loopscope.analysis.bootstrap import RESAMPLES, Estimate, estimate, resampled_means
 from loopscope.analysis.diagnosis import without_verdict
-from loopscope.analysis.gaps import FEWEST, Gap, Subject, depth_gap
-from loopscope.analysis.paired import Paired, Side, paired
+from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject, depth_gap
 from loopscope.analysis.targets import Target, as_target, percent_text
+from loopscope.analysis.verdict_text import aligned, wrapped
 from loopscope.errors import UserError
-from loopscope.exits import sweep
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.recorded import counted_in
-from loopscope.exits.splits import is_pair
+from loopscope.exits.sweep import sweep
 from loopscope.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Two policies on the same examples."""
+
+    first: str
+    second: str
+    accuracy: Estimate  # first minus second
+    loops: Estimate
+    only_first_right: int
+    only_second_right: int
+    examples: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """A policy on a recording, under a name."""
+
+    name: str
+    policy: ExitPolicy
+    trajectory: Trajectory
+
+
+def paired(first: Side, second: Side, resamples: int = RESAMPLES) -> Paired:
+    """Compares two policies; they may run on trajectories of different models, if the examples are the same."""
+    if not np.array_equal(first.trajectory.required_labels, second.trajectory.required_labels):
+        raise UserError("A paired comparison needs the same examples in both recordings, in the same order.")
+    ours, theirs = (exits_of(side.policy, side.trajectory) for side in (first, second))
+    means = resampled_means(ours - theirs, resamples, first.trajectory.units)
+    return Paired(
+        first.name,
+        second.name,
+        accuracy=estimate(means[:, 0]),
+        loops=estimate(means[:, 1]),
+        only_first_right=int((ours[:, 0] > theirs[:, 0]).sum()),
+        only_second_right=int((ours[:, 0] < theirs[:, 0]).sum()),
+        examples=len(ours),
+    )
+
+
+def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:
+    """[N, 2] whether each example is right where the policy lets it exit, and at which loop that is."""
+    loops = policy.exit_loops(trajectory)
+    right = np.take_along_axis(trajectory.correct, loops[:, None] - 1, axis=1)[:, 0]
+    return np.stack((right, loops), axis=1).astype(np.float32)
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,8 +81,8 @@ class Comparison:
         """Which of the two is better in what, as far as the intervals tell."""
         if self.without_depth:
             return self.without_depth
-        if self.units < FEWEST:
-            return f"Which of the two is better cannot be told from {self.tested}; it takes {FEWEST} drawn apart."
+        if self.units < MIN_UNITS:
+            return f"Which of the two is better cannot be told from {self.tested}; it takes {MIN_UNITS} drawn apart."
         return f"{self._on_depth} {self._on_selected}"
 
     @property
@@ -86,10 +138,7 @@ class Comparison:
         return ["", f"{self.selected.first} - {self.selected.second}", "95 % interval"]
 
     def __str__(self) -> str:
-        table = [self.columns, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-        return "\n".join([self.sentence, *lines])
+        return "\n".join([wrapped(self.sentence), *aligned([self.columns, *self.rows])])
 
     __repr__ = __str__
 
@@ -108,7 +157,7 @@ def _words(sign: int | None, names: tuple[str, str], words: tuple[str, str, str]
     return f"both {words[1]}" if sign == 0 else f"{names[0] if sign > 0 else names[1]} {words[0]}"
 
 
-def compare_readouts(
+def compare(
     validation: Trajectory,
     test: Trajectory,
     first: str,
@@ -123,8 +172,6 @@ def compare_readouts(
     With `other` (validation, test) the second runs on another model's recordings of the same examples. Without a target
     D@X is 1 point below full depth, of the two models the lower one.
     """
-    if other is not None and not is_pair(other):
-        raise UserError("The other model is two recordings, as in other=(validation, test).")
     theirs = (validation, test) if other is None else other
     if first == second and (other is None or test.sha256 == theirs[1].sha256):
         raise UserError(

@@ -6,8 +6,7 @@ resample, but never to chance.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
@@ -15,7 +14,6 @@ import numpy as np
 from loopscope.analysis.bootstrap import (
     ENOUGH,
     RESAMPLES,
-    SEED,
     Curves,
     Sums,
     interval,
@@ -24,16 +22,19 @@ from loopscope.analysis.bootstrap import (
 )
 from loopscope.analysis.targets import Target, TargetLevel, as_target, chance, target_level
 from loopscope.errors import UserError
+from loopscope.exits.fitted import Fitted, attach
 from loopscope.exits.signals import STOPPER
 from loopscope.exits.splits import check_calibration
+from loopscope.exits.stopper import KINDS
+from loopscope.exits.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.exits.sweep import curve
 from loopscope.exits.thresholds import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
 
 Way = Callable[[float], tuple[str, Sums]]
-FEWEST = 30
+MIN_UNITS = 30
 """With fewer test examples than this (sequences, distinct inputs) a bootstrap interval says nothing."""
-_PRINTED = 0.005
+MIN_PRINTED = 0.005
 """Loops: less is printed as zero."""
 
 
@@ -59,7 +60,7 @@ class Gap:
     @property
     def sign(self) -> int:
         """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
-        if self.units < FEWEST:
+        if self.units < MIN_UNITS:
             return 0
         reaches_more = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
         missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
@@ -70,18 +71,18 @@ class Gap:
     @property
     def is_nothing(self) -> bool:
         """Whether the two take as many loops: the whole interval is zero, to the hundredths that are printed."""
-        return self.units >= FEWEST and self.sign == 0 and max(abs(self.low), abs(self.high)) < _PRINTED
+        return self.units >= MIN_UNITS and self.sign == 0 and max(abs(self.low), abs(self.high)) < MIN_PRINTED
 
     @property
     def is_no_more(self) -> bool:
         """Whether the first takes no more loops than the second: the interval ends at zero, to the same hundredths."""
-        return self.units >= FEWEST and self.sign <= 0 and abs(self.high) < _PRINTED
+        return self.units >= MIN_UNITS and self.sign <= 0 and abs(self.high) < MIN_PRINTED
 
 
 class Subject:
     """A model as the diagnosis sees it: its frontiers, chosen on validation and resampled on test data."""
 
-    def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES, seed: int = SEED) -> None:
+    def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES) -> None:
         check_calibration(validation, test)
         self.validation, self.test = validation, test
         found = [name for name in available_readouts(validation, test) if name != "oracle"]
@@ -90,33 +91,60 @@ class Subject:
         self.ceiling = float(test.correct.mean(axis=0).max())
         self.chance = chance(test, validation)
         self.has_gate = "gate" in self.readouts
-        self.label_aware = resampled_label_aware(test, resamples, seed)
-        self._resamples, self._seed = resamples, seed
+        self._resamples = resamples
+        self._label_aware = resampled_label_aware(test, resamples)
         self._curves: dict[str, Curves] = {}
         self._grids = {name: fine_grid(name, validation) for name in found}
         self._validation = {name: curve(name, self._grids[name], validation) for name in found}
+
+    def level(self, target: Target) -> TargetLevel:
+        return target_level(target, self.validation, self.test)
 
     def curves(self, readout: str) -> Curves:
         if readout not in self._grids:
             raise UserError(f"The recordings do not have the readout '{readout}'; they have {', '.join(self._grids)}.")
         if readout not in self._curves:
-            thresholds = self._grids[readout]
-            self._curves[readout] = resampled_curves(readout, thresholds, self.test, self._resamples, self._seed)
+            self._curves[readout] = resampled_curves(readout, self._grids[readout], self.test, self._resamples)
         return self._curves[readout]
 
-    def level(self, target: Target) -> TargetLevel:
-        return target_level(target, self.validation, self.test)
-
-    def best(self, accuracy: float, among: Sequence[str] | None = None) -> str:
+    def best(self, accuracy: float, among: Sequence[str] = ()) -> str:
         """The readout with the least D@X on validation data; where none reaches X, the most accurate one.
 
         Of single signals, unless others are named: learned stoppers have a gap of their own.
         """
-        names = self.readouts if among is None else among
+        names = among or self.readouts
         depths = {name: _depth(self._validation[name], accuracy) for name in names}
         if min(depths.values()) < np.inf:
             return min(depths, key=depths.__getitem__)
         return max(names, key=lambda name: float(self._validation[name][0].max()))
+
+    def exit_by(self, *readouts: str) -> Way:
+        """Exit by this readout; of several (without any: of all single signals) by the best at each accuracy."""
+
+        def way(accuracy: float) -> tuple[str, Sums]:
+            name = readouts[0] if len(readouts) == 1 else self.best(accuracy, readouts)
+            return name, self.curves(name).depth_at(accuracy)
+
+        return way
+
+    def exit_by_labels(self, accuracy: float) -> tuple[str, Sums]:
+        """Exit as the cheapest rule that knows the labels."""
+        return "labels known", self._label_aware.depth_at(accuracy)
+
+
+def with_stoppers(validation: Trajectory, test: Trajectory) -> tuple[Trajectory, Trajectory]:
+    """Both recordings with the signals of one stopper of each kind, learned from all recorded signals.
+
+    On validation data their signals are cross-fitted, so that thresholds and the choice of a readout can come from
+    there, as for every other readout. The recordings stay as they are where none can be learned.
+    """
+    names = stopper_signals(validation, test)
+    if validation.labels is None or test.labels is None or not names or why_not_learned(validation):
+        return validation, test
+    learned, stoppers = dict(validation.signals), dict[str, Fitted]()
+    for kind in KINDS:
+        stoppers[kind], learned[STOPPER + kind] = fit_out_of_bag(validation, signals=names, kind=kind)
+    return replace(validation, signals=learned), attach(test, stoppers)
 
 
 def depth_gap(target: float | Target | None, first: tuple[Subject, str], second: tuple[Subject, str]) -> Gap | None:
@@ -126,28 +154,11 @@ def depth_gap(target: float | Target | None, first: tuple[Subject, str], second:
     """
     accuracy = min(subject.level(as_target(target)).accuracy for subject, _ in (first, second))
     floor = max(subject.chance for subject, _ in (first, second))
-    return gap_between(accuracy, partial(readout_way, *first), partial(readout_way, *second), first[0], floor)
+    ours, theirs = (subject.exit_by(readout) for subject, readout in (first, second))
+    return gap_between(accuracy, ours, theirs, first[0].test, floor)
 
 
-def readout_way(subject: Subject, readout: str, accuracy: float) -> tuple[str, Sums]:
-    return readout, subject.curves(readout).depth_at(accuracy)
-
-
-def best_way(subject: Subject, where: str, accuracy: float) -> tuple[str, Sums]:
-    name = subject.best(accuracy)
-    return name + where, subject.curves(name).depth_at(accuracy)
-
-
-def stopper_way(subject: Subject, accuracy: float) -> tuple[str, Sums]:
-    name = subject.best(accuracy, subject.stoppers)
-    return name, subject.curves(name).depth_at(accuracy)
-
-
-def label_aware_way(subject: Subject, accuracy: float) -> tuple[str, Sums]:
-    return "labels known", subject.label_aware.depth_at(accuracy)
-
-
-def gap_between(target: float, first: Way, second: Way, subject: Subject, floor: float = 0.0) -> Gap | None:
+def gap_between(target: float, first: Way, second: Way, test: Trajectory, floor: float) -> Gap | None:
     """The gap at the highest accuracy, from the target down to `floor`, that both reach in nearly every resample."""
     at_target: tuple[float, float] | None = None
     for accuracy in _accuracies(target, floor):
@@ -155,14 +166,12 @@ def gap_between(target: float, first: Way, second: Way, subject: Subject, floor:
         at_target = at_target or (_share(a), _share(b))
         size = min(len(a), len(b))
         difference = a[:size] - b[:size]
-        if _share(difference) < ENOUGH or np.isnan(difference[0]):
-            continue
         bounds = interval(difference)
-        assert bounds is not None
+        if bounds is None or bounds.reached < ENOUGH or np.isnan(difference[0]):
+            continue
         numbers = (float(a[0]), float(b[0]), float(difference[0]), bounds.low, bounds.high)
         shares = (bounds.reached, *at_target)
-        counted = (subject.test.num_examples, subject.test.num_units)
-        return Gap(first_name, second_name, target, accuracy, *numbers, *shares, *counted)
+        return Gap(first_name, second_name, target, accuracy, *numbers, *shares, test.num_examples, test.num_units)
     return None
 
 

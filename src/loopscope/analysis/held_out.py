@@ -1,6 +1,6 @@
 """Was a promise kept? A policy on examples that had no part in its calibration, beside full depth."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from scipy.stats import chi2_contingency
 
 from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_sums
-from loopscope.exits import ExitPolicy
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.live_runs import Recorded
 from loopscope.exits.losses import difficulty_counts, risk_groups
 from loopscope.exits.outcome import Outcome
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.recorded import outcome_of, promised_part
 from loopscope.exits.risk_control import risk_interval
 from loopscope.exits.splits import check_held_out
@@ -43,7 +43,9 @@ class GuaranteeCheck:
 
     @property
     def worst(self) -> Risk | None:
-        return _worst(self.risks, self.verdict)
+        """The largest loss of those that decide the verdict."""
+        deciding = [risk for risk in self.risks if risk.verdict == self.verdict]
+        return max(deciding, key=lambda risk: risk.loss, default=None)
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,6 @@ def hold_out(policy: ExitPolicy, recording: Recorded) -> HeldOut:
     )
 
 
-def _worst(risks: list[Risk], verdict: Verdict) -> Risk | None:
-    """The largest loss of those that decide the verdict."""
-    return max((risk for risk in risks if risk.verdict == verdict), key=lambda risk: risk.loss, default=None)
-
-
 def _check_guarantee(guarantee: Guarantee, trajectory: Recorded, outcome: Outcome) -> GuaranteeCheck:
     lost = outcome.lost(guarantee.loss)
     parts = risk_groups(trajectory, guarantee.per_difficulty)
@@ -106,7 +103,8 @@ def _check_guarantee(guarantee: Guarantee, trajectory: Recorded, outcome: Outcom
     order: tuple[Verdict, ...] = ("broken", "not refuted", "kept")
     found = {risk.verdict for risk in risks} or {"not refuted"}
     verdict = next(each for each in order if each in found)
-    return GuaranteeCheck(verdict, _sentence(guarantee, verdict, risks), risks, _warnings(guarantee, trajectory))
+    check = GuaranteeCheck(verdict, "", risks, _warnings(guarantee, trajectory))
+    return replace(check, sentence=_sentence(guarantee, check))
 
 
 def _verdict(guarantee: Guarantee, loss: float, low: float) -> Verdict:
@@ -118,8 +116,8 @@ def _verdict(guarantee: Guarantee, loss: float, low: float) -> Verdict:
 _LOST = {"gap": "are wrong where full depth is right", "disagreement": "differ from full depth"}
 
 
-def _sentence(guarantee: Guarantee, verdict: Verdict, risks: list[Risk]) -> str:
-    worst = _worst(risks, verdict)
+def _sentence(guarantee: Guarantee, check: GuaranteeCheck) -> str:
+    worst = check.worst
     if worst is None:
         return "Not refuted: none of the difficulties of the promise is here."
     where = "" if worst.difficulty is None else f" of difficulty {worst.difficulty:g}, the worst,"
@@ -128,16 +126,13 @@ def _sentence(guarantee: Guarantee, verdict: Verdict, risks: list[Risk]) -> str:
         found = f"{share} of {worst.units:,} held-out examples{where}"
     else:
         found = f"on average over {worst.units:,} held-out sequences{where.removesuffix(',')}, {share} of the answers"
-    why = (
-        " That much can be chance."
-        if worst.low <= guarantee.max_drop
-        else " One draw cannot break a promise on average."
-    )
-    why = why if verdict == "not refuted" else ""
-    return (
-        f"{verdict.capitalize()}: {found} {_LOST[guarantee.loss]} ({100 * worst.low:.2f} to {100 * worst.high:.2f}); "
-        f"promised: at most {100 * guarantee.max_drop:g} %.{why}"
-    )
+    why = ""
+    if check.verdict == "not refuted":
+        by_chance = worst.low <= guarantee.max_drop
+        why = " That much can be chance." if by_chance else " One draw cannot break a promise on average."
+    lost = f"{_LOST[guarantee.loss]} ({100 * worst.low:.2f} to {100 * worst.high:.2f})"
+    promised = f"promised: at most {100 * guarantee.max_drop:g} %"
+    return f"{check.verdict.capitalize()}: {found} {lost}; {promised}.{why}"
 
 
 def _warnings(guarantee: Guarantee, trajectory: Recorded) -> list[str]:

@@ -1,75 +1,47 @@
 """From the recordings of some models to everything that a report says, as data."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from loopscope.analysis import (
-    ORDERED_SIGNALS,
-    ByDifficulty,
-    Gap,
-    Paired,
-    Side,
-    Subject,
-    Target,
-    TargetLevel,
-    as_target,
-    as_targets,
-    depth_gap,
-    diagnose_subject,
-    difficulty_ordering,
-    exit_distribution,
-    exits_of,
-    forced_accuracy,
-    forced_cross_entropy,
-    hold_out,
-    interval,
-    paired,
-    resampled_means,
-    signal_by_difficulty,
-    target_level,
-)
-from loopscope.analysis.benchmarks import benchmark_result
-from loopscope.analysis.bootstrap import Curves, intervals, resampled_curves
-from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, rooms, without_verdict
-from loopscope.analysis.labels import model_label, recorded_run
-from loopscope.analysis.results import assemble_results
-from loopscope.analysis.schema import (
-    Binned,
-    Certified,
-    Extrapolation,
-    FrontierResult,
-    ModelResult,
-    PaperGrid,
-    Results,
-    Selected,
-)
-from loopscope.analysis.stoppers import with_stoppers
+from loopscope.analysis import schema
+from loopscope.analysis.bootstrap import interval, intervals, resampled_means
+from loopscope.analysis.comparison import Paired, Side, exits_of, paired
+from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms, diagnose_subject, learned_subject, rooms
+from loopscope.analysis.difficulty import ORDERED_SIGNALS, by_difficulty, difficulty_ordering, exit_distribution
+from loopscope.analysis.gaps import Gap, Subject, depth_gap
+from loopscope.analysis.held_out import hold_out
+from loopscope.analysis.results import assemble_results, model_label, recorded_run
+from loopscope.analysis.targets import Target, TargetLevel, as_targets, target_level
 from loopscope.analysis.threshold_details import (
     DetailedFrontier,
     ThresholdDetails,
     detailed_frontier,
-    rounded,
     threshold_details,
+    whole_frontier,
 )
 from loopscope.config import digest
-from loopscope.errors import UserError, visible
-from loopscope.exits import ExitPolicy, Frontier, attach, sweep
-from loopscope.exits.fitted import Fitted, by_readout
+from loopscope.errors import UserError
+from loopscope.exits.fitted import Fitted, attach, by_readout
 from loopscope.exits.losses import unit_count
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.readouts import POST_HOC, readout_kind
+from loopscope.exits.recorded_signals import signal
 from loopscope.exits.signals import FITTED, STOPPER, own_name
 from loopscope.exits.stopper import KINDS
-from loopscope.exits.sweep import Grid
+from loopscope.exits.sweep import Frontier, Grid, sweep
 from loopscope.exits.thresholds import available_readouts
 from loopscope.progress import ProgressCallback, silent
+from loopscope.questions.benchmarks import BENCHMARKS
 from loopscope.recording_places import ANALYSED, find_recordings, recorded_name
 from loopscope.trajectory import Trajectory
+
+METRICS = ("acc", "acc_norm")
 
 
 @dataclass(frozen=True)
@@ -87,19 +59,12 @@ class ModelRecordings:
     refused: Sequence[str] = ()  # promises that could not be made
 
     @cached_property
-    def subject(self) -> Subject:
-        """With learned stoppers beside its readouts."""
-        return Subject(*with_stoppers(self.validation, self.test))
-
-    @cached_property
     def measure(self) -> Subject:
         """As the reference of others, for which stoppers do not matter."""
         return Subject(self.validation, self.test)
 
     def subject_at(self, target: float | Target | None) -> Subject:
-        """As it is diagnosed: without a verdict nothing is learned, which would take longest of all."""
-        level = target_level(as_target(target), self.validation, self.test)
-        return self.measure if without_verdict(self.validation, self.test, level) else self.subject
+        return learned_subject(self.validation, self.test, target)
 
 
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
@@ -123,13 +88,11 @@ def analyse_models(
     reference: str | None,
     targets: Sequence[float | Target] | None = None,
     progress: ProgressCallback = silent,
-) -> tuple[Results, list[ThresholdDetails]]:
+) -> tuple[schema.Results, list[ThresholdDetails]]:
     """Analyses every model, the others against the reference; without targets at 1 point below full depth."""
     names = [source.name for source in sources]
     if len(set(names)) != len(names):
         raise UserError("Two of the runs have the same name; give their folders different names.")
-    if halves := [name for name in names if re.search("[\ud800-\udfff]", name)]:
-        raise UserError(f"The name '{visible(halves[0])}' is no UTF-8; give the folder of that run another one.")
     if reference is not None and reference not in names:
         raise UserError(f"The reference '{reference}' is not among the runs: {', '.join(names)}.")
     against = None if reference is None else sources[names.index(reference)]
@@ -138,22 +101,17 @@ def analyse_models(
         progress(done, len(sources), source.name)
         analysed.append(analyse_model(source, against, targets))
     progress(len(sources), len(sources), "")
-    return assemble_results([each.result for each in analysed], as_targets(targets)), [
-        each.details for each in analysed
-    ]
-
-
-class ModelAnalysis(NamedTuple):
-    """What is said of a model, and what its page can look up beside it."""
-
-    result: ModelResult
-    details: ThresholdDetails
+    results = assemble_results([result for result, _ in analysed], as_targets(targets))
+    return results, [details for _, details in analysed]
 
 
 def analyse_model(
     source: ModelRecordings, reference: ModelRecordings | None, targets: Sequence[float | Target] | None = None
-) -> ModelAnalysis:
-    """Everything that is said of one model, some of it against a reference (which it may be itself)."""
+) -> tuple[schema.ModelResult, ThresholdDetails]:
+    """Everything that is said of one model, some of it against a reference (which it may be itself).
+
+    And what its page can look up beside it.
+    """
     test, sought = source.test, as_targets(targets)
     levels = [target_level(target, source.validation, test) for target in sought]
     own = {own_name(policy.readout): policy.gate for policy in source.policies if policy.gate is not None}
@@ -168,7 +126,9 @@ def analyse_model(
     against = None if reference is None else subject if reference is source else reference.measure
     provenance = dict(test.provenance)
     certified = [
-        Certified(policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test))
+        schema.Certified(
+            policy.readout, policy.threshold, policy.guarantee, hold_out(policy, source.whole_test or test)
+        )
         for policy in source.policies
     ]
     signals = _signals(test)
@@ -181,7 +141,7 @@ def analyse_model(
     frontiers = {each.frontier.readout: each.frontier for each in details}
     diagnosis = diagnose_subject(subject, against, sought[0])
     paper = {name: sweep(name, validation, evaluation, grid="paper") for name in readouts}
-    result = ModelResult(
+    result = schema.ModelResult(
         name=source.name,
         label=model_label(provenance, source.name),
         group=_group(provenance, source.name),
@@ -192,10 +152,10 @@ def analyse_model(
         test_examples=test.num_examples,
         forced_accuracy=test.correct.mean(axis=0).tolist(),
         forced_cross_entropy=test.cross_entropy.mean(axis=0).tolist() if entropy else None,
-        forced_accuracy_by_difficulty=_binned(forced_accuracy(test)),
-        forced_cross_entropy_by_difficulty=_binned(forced_cross_entropy(test)) if entropy else None,
-        exit_distribution=_binned(exit_distribution(test)) if "gate" in signals else None,
-        signals={name: _binned(signal_by_difficulty(name, test)) for name in signals},
+        forced_accuracy_by_difficulty=by_difficulty(test.correct, test),
+        forced_cross_entropy_by_difficulty=by_difficulty(test.cross_entropy, test) if entropy else None,
+        exit_distribution=exit_distribution(test) if "gate" in signals else None,
+        signals={name: by_difficulty(signal(name, test), test) for name in signals},
         ordering={
             name: difficulty_ordering(name, test)
             for name in ORDERED_SIGNALS
@@ -203,8 +163,8 @@ def analyse_model(
         },
         targets={level.target.key: level for level in levels},
         frontiers=[frontier_result(each, levels, evaluation) for each in details],
-        paper_grid=PaperGrid(
-            [_paper_result(frontier, levels, evaluation) for frontier in paper.values()],
+        paper_grid=schema.PaperGrid(
+            [frontier_result(whole_frontier(each, evaluation), levels, evaluation) for each in paper.values()],
             _paired(paper, source, evaluation, reference, "paper"),
         ),
         diagnosis=diagnosis,
@@ -217,7 +177,7 @@ def analyse_model(
         benchmark=benchmark_result(source.name, test),
         sequences=None if test.sequences is None else unit_count(test),
     )
-    return ModelAnalysis(result, threshold_details(details, certified, evaluation, sought))
+    return result, threshold_details(details, certified, evaluation, sought)
 
 
 def _rooms(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]) -> dict[str, Rooms]:
@@ -228,42 +188,25 @@ def _rooms(subject: Subject, diagnosis: Diagnosis, levels: Sequence[TargetLevel]
     return {first.target.key: found, **{level.target.key: rooms(subject, level) for level in others}}
 
 
-def frontier_result(detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:
+def frontier_result(
+    detail: DetailedFrontier, levels: Sequence[TargetLevel], evaluation: Trajectory
+) -> schema.FrontierResult:
     """A frontier whose curve has the points that are drawn, and whose depths are of all of its grid."""
-    shown = detail.on_grid
-    thresholds = [] if detail.frontier.readout == "oracle" else detail.thresholds[shown].tolist()
-    return _frontier_result(
-        detail.frontier, detail.depths, (thresholds, detail.resampled.at(shown)), levels, evaluation
-    )
-
-
-def _paper_result(frontier: Frontier, levels: Sequence[TargetLevel], evaluation: Trajectory) -> FrontierResult:
-    thresholds = [] if frontier.readout == "oracle" else frontier.thresholds.tolist()
-    curves = resampled_curves(frontier.readout, frontier.thresholds, evaluation)
-    return _frontier_result(frontier, curves, (thresholds, curves), levels, evaluation)
-
-
-def _frontier_result(
-    frontier: Frontier,
-    depths: Curves,
-    points: tuple[list[float], Curves],
-    levels: Sequence[TargetLevel],
-    evaluation: Trajectory,
-) -> FrontierResult:
-    point, (thresholds, drawn) = frontier.select(), points
+    frontier, point = detail.frontier, detail.frontier.select()
+    drawn = detail.resampled.at(detail.on_grid)
     bounds = intervals(drawn.accuracy)
     means = resampled_means(exits_of(point.policy, evaluation), units=evaluation.units)
-    return FrontierResult(
-        frontier.readout,
-        thresholds,
-        drawn.accuracy[0].tolist(),
-        drawn.average_loops[0].tolist(),
-        rounded(bounds.low.tolist()),
-        rounded(bounds.high.tolist()),
-        {level.target.key: frontier.depth_at(level.reached) for level in levels},
-        {level.target.key: interval(depths.depth_at(level.reached)) for level in levels},
-        {level.target.key: frontier.calibration_depth_at(level.accuracy) for level in levels},
-        Selected(
+    return schema.FrontierResult(
+        readout=frontier.readout,
+        thresholds=[] if frontier.readout == "oracle" else detail.thresholds[detail.on_grid].tolist(),
+        accuracy=drawn.accuracy[0].tolist(),
+        average_loops=drawn.average_loops[0].tolist(),
+        accuracy_low=schema.rounded(bounds.low),
+        accuracy_high=schema.rounded(bounds.high),
+        depth_at={level.target.key: frontier.depth_at(level.reached) for level in levels},
+        depth_interval={level.target.key: interval(detail.depths.depth_at(level.reached)) for level in levels},
+        calibration_depth_at={level.target.key: frontier.calibration_depth_at(level.accuracy) for level in levels},
+        selected=schema.Selected(
             point.policy.threshold,
             point.accuracy,
             point.average_loops,
@@ -313,11 +256,11 @@ def _fitted_gaps(
     return [gap for gap in gaps if gap is not None]
 
 
-def _extrapolation(recording: Trajectory) -> Extrapolation:
-    return Extrapolation(
+def _extrapolation(recording: Trajectory) -> schema.Extrapolation:
+    return schema.Extrapolation(
         recording.num_examples,
-        _binned(forced_accuracy(recording)),
-        {name: _binned(signal_by_difficulty(name, recording)) for name in _signals(recording)},
+        by_difficulty(recording.correct, recording),
+        {name: by_difficulty(signal(name, recording), recording) for name in _signals(recording)},
     )
 
 
@@ -335,7 +278,49 @@ def _group(provenance: dict[str, Any], name: str) -> str:
     return digest({**run, "training": training})[:16]
 
 
-def _binned(table: ByDifficulty) -> Binned:
-    values = [[None if np.isnan(value) else value for value in row] for row in table.values.tolist()]
-    bounds = (rounded(each.tolist()) for each in (table.low, table.high))
-    return Binned([float(level) for level in table.levels], table.counts, values, *bounds)
+def benchmark_result(name: str, test: Trajectory) -> schema.BenchmarkResult | None:
+    """What a recording of a benchmark says beside; None where the examples are not a benchmark's questions.
+
+    Its logits are the metric's own scores: log-likelihoods for `acc`, the same divided by the characters of each choice
+    for `acc_norm`. With the characters the other metric is known too.
+    """
+    benchmark = test.provenance.get("benchmark")
+    if not isinstance(benchmark, str):
+        return None
+    known = BENCHMARKS.get(benchmark)
+    return schema.BenchmarkResult(
+        model=test.provenance.get("model", name),
+        name=benchmark,
+        title=known.title if known else benchmark,
+        metric=test.provenance.get("metric", METRICS[0]),
+        accuracy=metric_accuracies(test),
+        subjects=[
+            schema.SubjectResult(subject, int(rows.sum()), test.correct[rows].mean(axis=0).tolist())
+            for subject, rows in by_subject(test).items()
+        ],
+    )
+
+
+def metric_accuracies(recording: Trajectory) -> dict[str, list[float]]:
+    """The accuracy of every loop, by both metrics where both can be told."""
+    scored = recording.provenance.get("metric")
+    scored = scored if scored in METRICS else METRICS[0]
+    right = {scored: recording.correct}
+    if recording.norms is not None and recording.logits is not None:
+        (other,) = (metric for metric in METRICS if metric != scored)
+        norms = np.maximum(recording.norms, 1)[:, None, :].astype(np.float64)
+        scores = recording.logits / norms if scored == "acc" else recording.logits * norms
+        right[other] = scores.argmax(axis=-1) == recording.required_labels[:, None]
+    return {metric: right[metric].mean(axis=0).tolist() for metric in METRICS if metric in right}
+
+
+def by_subject(recording: Trajectory) -> dict[str, NDArray[Any]]:
+    """[N] which questions are of each subject, by name; nothing where questions have none.
+
+    The key of a question, with which its text begins, may name a subject: `mmlu/anatomy/3`.
+    """
+    keys = [text.split(maxsplit=1)[0].split("/") for text in recording.examples or () if text.strip()]
+    if len(keys) != recording.num_examples or any(len(key) != 3 for key in keys):
+        return {}
+    subjects = np.array([key[1] for key in keys])
+    return {str(subject): subjects == subject for subject in np.unique(subjects)}

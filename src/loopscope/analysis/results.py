@@ -1,52 +1,59 @@
-"""What do several models say together? Their results under labels, and runs that differ in their seed as a group."""
+"""What do several models say together? Their results under labels, and runs that differ in their seed as a group.
 
+A model is called by the settings it was trained with, in the paper's words, so that labels tell models apart.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
 
+from loopscope.analysis import schema
 from loopscope.analysis.difficulty import ORDERED_SIGNALS
-from loopscope.analysis.labels import group_labels, run_labels, tell_apart
-from loopscope.analysis.schema import RESULTS_SCHEMA, FrontierResult, GroupResult, ModelResult, Results
-from loopscope.analysis.seeds import OverSeeds, over_seeds
 from loopscope.analysis.targets import Target
-from loopscope.analysis.timings import QuestionBench
 from loopscope.artifacts import loopscope_version
+from loopscope.config import digest
+
+_LONGEST_LABEL = 100
+_RUN_TABLES = ("task", "model", "objective", "training")
 
 
 def assemble_results(
-    models: list[ModelResult], targets: Sequence[Target], latency: Sequence[QuestionBench] = ()
-) -> Results:
+    models: list[schema.ModelResult], targets: Sequence[Target], latency: Sequence[schema.QuestionBench] = ()
+) -> schema.Results:
     """The results of several models together, under labels that tell them apart."""
-    labels = run_labels(models)
+    labels = _run_labels(models)
     models = [msgspec.structs.replace(model, label=label) for model, label in zip(models, labels, strict=True)]
-    return Results(
-        RESULTS_SCHEMA, loopscope_version(), list(targets), models, group_models(models, targets), list(latency)
+    return schema.Results(
+        schema.RESULTS_SCHEMA, loopscope_version(), list(targets), models, group_models(models, targets), list(latency)
     )
 
 
-def group_models(models: list[ModelResult], targets: Sequence[Target]) -> list[GroupResult]:
+def group_models(models: list[schema.ModelResult], targets: Sequence[Target]) -> list[schema.GroupResult]:
     """Runs that differ in their seed only, together."""
-    groups: dict[str, list[ModelResult]] = {}
+    groups: dict[str, list[schema.ModelResult]] = {}
     for model in models:
         groups.setdefault(model.group, []).append(model)
     firsts = [members[0] for members in groups.values()]
-    labels = tell_apart(group_labels(firsts), firsts)
+    labels = _tell_apart(_group_labels(firsts), firsts)
     return [_group_result(members, label, targets) for members, label in zip(groups.values(), labels, strict=True)]
 
 
-def _group_result(members: list[ModelResult], label: str, targets: Sequence[Target]) -> GroupResult:
+def _group_result(members: list[schema.ModelResult], label: str, targets: Sequence[Target]) -> schema.GroupResult:
     """Every summary is over all members; one that lacks a readout or a signal counts as not reaching it."""
     frontiers = [{frontier.readout: frontier for frontier in model.frontiers} for model in members]
     readouts = list(dict.fromkeys(name for known in frontiers for name in known))
 
-    def over(readout: str, value: Callable[[FrontierResult], float | None]) -> OverSeeds:
+    def over(readout: str, value: Callable[[schema.FrontierResult], float | None]) -> schema.OverSeeds:
         return over_seeds([value(known[readout]) if readout in known else None for known in frontiers])
 
-    def depth(target: Target) -> Callable[[FrontierResult], float | None]:
+    def depth(target: Target) -> Callable[[schema.FrontierResult], float | None]:
         return lambda frontier: frontier.depth_at[target.key]
 
     orderings = [model.ordering for model in members]
-    return GroupResult(
+    return schema.GroupResult(
         label=label,
         names=[model.name for model in members],
         depth_at={name: {target.key: over(name, depth(target)) for target in targets} for name in readouts},
@@ -58,3 +65,80 @@ def _group_result(members: list[ModelResult], label: str, targets: Sequence[Targ
             if any(name in known for known in orderings)
         },
     )
+
+
+def over_seeds(values: Sequence[float | None]) -> schema.OverSeeds:
+    """Summarises one value a seed; None is a seed that does not reach it."""
+    reached = [value for value in values if value is not None]
+    return schema.OverSeeds(
+        mean=float(np.mean(reached)) if reached else None,
+        deviation=float(np.std(reached, ddof=1)) if len(reached) > 1 else None,
+        reached=len(reached),
+        seeds=len(values),
+    )
+
+
+def _run_labels(models: list[schema.ModelResult]) -> list[str]:
+    """A label says the task where there are several, the seed where there are several, and else the folder's name."""
+    runs = [recorded_run(model.provenance) for model in models]
+    members = Counter(model.group for model in models)
+    labels = _group_labels(models)
+    for place, (model, run) in enumerate(zip(models, runs, strict=True)):
+        if run is not None and members[model.group] > 1:
+            labels[place] += f", seed {run['training']['seed']}"
+    return _tell_apart(labels, models)
+
+
+def _tell_apart(labels: list[str], models: list[schema.ModelResult]) -> list[str]:
+    """The labels, with the folder's name where two are the same."""
+    shared = Counter(labels)
+    return [
+        _tidy(f"{label} [{model.name}]") if shared[label] > 1 else label
+        for label, model in zip(labels, models, strict=True)
+    ]
+
+
+def _group_labels(models: list[schema.ModelResult]) -> list[str]:
+    tasks = [run["task"]["name"] if (run := recorded_run(model.provenance)) else "" for model in models]
+    labels = []
+    for model, task in zip(models, tasks, strict=True):
+        benchmark = model.benchmark
+        label = model_label(model.provenance, model.name)
+        if benchmark is not None:
+            label = _tidy(f"{benchmark.model}, {benchmark.title}")
+        labels.append(_tidy(f"{task}: {label}") if task and len(set(tasks)) > 1 else label)
+    return labels
+
+
+def model_label(provenance: dict[str, Any], name: str) -> str:
+    """A model in the paper's words, from the settings that it was trained with."""
+    run = recorded_run(provenance)
+    if run is None:
+        return _tidy(name)
+    objective, gate = run["objective"], run["model"]["gate"]
+    if objective["name"] == "final":
+        return "final loop only"
+    gate_words = f"{'linear' if gate == 'linear' else 'MLP'} gate"
+    if ":" in objective["name"]:  # a function of the user's
+        options = [f"{key} {value}" for key, value in objective.get("options", {}).items()]
+        return _tidy(", ".join([objective["name"], *options, *([] if gate == "none" else [gate_words])]))
+    prior = "uniform" if objective["prior"] == "uniform" else f"geometric {objective['geometric_lambda']:g}"
+    if objective["name"] == "random_depth":
+        return f"random depth, {prior}" + (f", truncated {k}" if (k := objective.get("truncated")) else "")
+    if gate == "none":
+        return f"fixed prior, {prior}"
+    apart = "decoupled " if objective["name"] == "decoupled_gate" else ""
+    return f"{apart}{gate_words}, {prior}, β {objective['beta']:g}"
+
+
+def _tidy(text: str) -> str:
+    """As a figure can show it: without control characters, and not endless."""
+    shown = "".join(letter for letter in text if letter.isprintable())
+    return shown if len(shown) <= _LONGEST_LABEL else f"{shown[: _LONGEST_LABEL - 9]}…{digest(text)[:8]}"
+
+
+def recorded_run(provenance: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings of the run that made a recording, if it was one of ours."""
+    run = provenance.get("run")
+    ours = isinstance(run, dict) and all(isinstance(run.get(part), dict) for part in _RUN_TABLES)
+    return run if ours else None

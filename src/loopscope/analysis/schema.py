@@ -4,17 +4,23 @@ It holds no dates and no host names: the same artifacts give the same bytes.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from loopscope.analysis import Diagnosis, Gap, HeldOut, Interval, Ordering, OverSeeds, Paired, Target, TargetLevel
-from loopscope.analysis.diagnosis import NO_VERDICT, Rooms
-from loopscope.analysis.timings import QuestionBench
+from loopscope.analysis.bootstrap import Interval
+from loopscope.analysis.comparison import Paired
+from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms
+from loopscope.analysis.gaps import Gap
+from loopscope.analysis.held_out import HeldOut
+from loopscope.analysis.targets import Target, TargetLevel
 from loopscope.exits.guarantee import Guarantee
 from loopscope.exits.scope import Unit, counted, unit_of
 
 RESULTS_SCHEMA = 8
+_DIGITS = 5
 
 
 class Binned(msgspec.Struct, frozen=True):
@@ -23,6 +29,14 @@ class Binned(msgspec.Struct, frozen=True):
     values: list[list[float | None]]  # [levels][loops]; null where there is no value
     low: list[list[float | None]]  # of the 95 % interval over the examples of a difficulty
     high: list[list[float | None]]
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """Signed rank correlation with difficulty, averaged over loops: 1 means that harder always looks harder."""
+
+    bin_mean: float | None  # between difficulty and the bin means, as in the paper
+    per_example: float | None  # between difficulty and the signal of single examples
 
 
 class Selected(msgspec.Struct, frozen=True):
@@ -156,6 +170,20 @@ class ModelResult(msgspec.Struct, frozen=True, omit_defaults=True):
         return min(found, key=lambda frontier: frontier.selected.rank, default=None)
 
 
+@dataclass(frozen=True)
+class OverSeeds:
+    mean: float | None  # None where no seed has a value
+    deviation: float | None  # sample standard deviation; None with fewer than two values
+    reached: int
+    seeds: int
+
+    def __str__(self) -> str:
+        if self.mean is None:
+            return "N/A"
+        text = f"{self.mean:z.2f}" + ("" if self.deviation is None else f" ± {self.deviation:.2f}")
+        return text if self.seeds == 1 else f"{text} ({self.reached} of {self.seeds})"
+
+
 class GroupResult(msgspec.Struct, frozen=True):
     """Runs that differ in their seed only, together."""
 
@@ -167,6 +195,56 @@ class GroupResult(msgspec.Struct, frozen=True):
     ordering: dict[str, OverSeeds]  # signal -> the bin-mean correlation over the runs
 
 
+class Spread(msgspec.Struct, frozen=True):
+    """Over the rounds."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+
+    def __str__(self) -> str:
+        """With its quartiles; of a single round there are none."""
+        if self.lower_quartile == self.upper_quartile:
+            return _short(self.median)
+        return f"{_short(self.median)} [{_short(self.lower_quartile)}, {_short(self.upper_quartile)}]"
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What the machine could do while this was measured."""
+
+    threads: int
+    rounds: int
+    width: int
+    gigaflops: Spread  # matrix products [1024, width] x [width, 4 width]
+    by_round: list[float]  # the same
+    device: str = "cpu"  # that these were measured on, which is the one that was benched
+    dtype: str = "float32"  # and in which precision
+
+
+class QuestionTiming(msgspec.Struct, frozen=True):
+    """One policy on the questions that were timed. Ratios are taken within a round."""
+
+    readout: str
+    threshold: float | None
+    accuracy: float  # of the live answers
+    average_loops: float
+    milliseconds: Spread  # a question
+    speedup: Spread  # against the first policy
+    differing: int  # exits or answers that are not those of the recording, and not within rounding of the threshold
+
+
+class QuestionBench(msgspec.Struct, frozen=True):
+    """A checkpoint on a benchmark, timed; the first policy is what the others are compared with."""
+
+    model: str
+    benchmark: str
+    questions: int
+    num_loops: int
+    machine: Machine
+    policies: list[QuestionTiming]
+    overhead: float = 0.0  # layers before the loops and before the head, by those of a loop
+
+
 class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     schema_version: int
     loopscope: str
@@ -174,3 +252,16 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     models: list[ModelResult]
     groups: list[GroupResult]
     latency: list[QuestionBench] = []  # of checkpoints whose exits were timed
+
+
+def rounded(values: Any) -> Any:
+    """To five significant digits, whatever the shape; null where there is no number. Whole numbers stay."""
+    if isinstance(values, int):
+        return values
+    if isinstance(values, float | None):
+        return None if values is None or np.isnan(values) else float(f"{values:.{_DIGITS}g}")
+    return [rounded(value) for value in values]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"

@@ -9,12 +9,10 @@ Shapes: N examples, T loops, V classes.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 import numpy as np
 from scipy.stats import binom
 
-from loopscope.arguments import as_number, check_list
 from loopscope.errors import UserError
 from loopscope.trajectory import Trajectory
 
@@ -29,14 +27,14 @@ class Target:
     below_full_depth: float | None = None  # so much less than the model's own accuracy at full depth, 0.01 for a point
 
     def __post_init__(self) -> None:
-        if (self.accuracy is None) == (self.below_full_depth is None):
-            raise UserError("A target is either an accuracy, or so much below full depth.")
-        given = self.below_full_depth if self.accuracy is None else self.accuracy
-        as_number(given, "A target, such as 0.95,")
-        if self.accuracy is not None and not 0 < self.accuracy <= 1:
-            raise UserError(f"A target accuracy is between 0 and 1, such as 0.95; got {self.accuracy:g}.")
-        if self.below_full_depth is not None and not 0 <= self.below_full_depth < 1:
-            raise UserError(f"A target is 0 to 1 below full depth, such as 0.01; got {self.below_full_depth:g}.")
+        accuracy, below = self.accuracy, self.below_full_depth
+        absolute = accuracy is not None and below is None and 0 < accuracy <= 1
+        relative = accuracy is None and below is not None and 0 <= below < 1
+        if not absolute and not relative:
+            raise UserError(
+                "A target is either an accuracy between 0 and 1, such as 0.95, or so much below full depth, such as "
+                f"0.01; got {accuracy} and {below}."
+            )
 
     @property
     def key(self) -> str:
@@ -67,18 +65,11 @@ def as_target(target: float | Target | None) -> Target:
     """Without a target, one point below full depth."""
     if target is None:
         return WITHIN_A_POINT
-    if isinstance(target, Target):
-        return target
-    return Target(as_number(target, "A target, such as 0.95,"))
+    return target if isinstance(target, Target) else Target(float(target))
 
 
 def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
-    if isinstance(targets, Target | Real) or (isinstance(targets, np.ndarray) and not targets.ndim):
-        targets = [targets]
-    if targets is None:
-        targets = []
-    given = list(check_list(targets, "targets", "several numbers, such as [0.9, 0.95]"))
-    return [as_target(each) for each in given or (None,)]
+    return [as_target(target) for target in (() if targets is None else targets)] or [WITHIN_A_POINT]
 
 
 @dataclass(frozen=True)

@@ -2,36 +2,38 @@
 
 D@X is read from the whole grid; of its thresholds about fifty are shown, with those that matter among them. All numbers
 are computed here; the page only looks them up. `ReadoutCurve` holds what charts of many models need, `ModelDetails`
-what is looked at one model at a time.
+what is looked at one model at a time: where the examples exit, by difficulty, and whether that was the right time.
 
 Shapes: N examples and G thresholds that are shown (laxest first), T loops, L difficulties, S target accuracies.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.analysis import resampled_curves
-from loopscope.analysis.bootstrap import Curves, intervals
+from loopscope.analysis.bootstrap import Curves, intervals, resampled_curves
 from loopscope.analysis.difficulty import difficulty_bins
-from loopscope.analysis.outcomes import count_exits, sample_by_pattern
-from loopscope.analysis.schema import Certified
+from loopscope.analysis.schema import Certified, rounded
 from loopscope.analysis.targets import Target
-from loopscope.exits import ExitPolicy, Frontier, signal
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.readouts import readout_kind
+from loopscope.exits.recorded_signals import signal
 from loopscope.exits.scope import Unit, counted, unit_of
-from loopscope.exits.sweep import crossings, laxest_first
+from loopscope.exits.sweep import Frontier, crossings, exit_loops, laxest_first
 from loopscope.exits.thresholds import available_readouts
 from loopscope.trajectory import Trajectory
 
-MOST_EXAMPLES = 200
-SHOWN = 51
+Counts = NDArray[np.int64]
+
+OUTCOMES = ("just in time", "could have exited earlier", "exited too early", "exited too late", "never right")
+"""Of an exit: right, and no loop before it was; right, as a loop before it was; wrong, and a later loop is right;
+wrong, and only loops before it were right; and wrong, as every loop is."""
+MAX_EXAMPLES = 200
+MAX_DRAWN = 51
 """Thresholds of a grid that are drawn, beside the chosen one, that of D@X and the certified ones."""
-_DIGITS = 5
 
 
 class CertifiedMark(msgspec.Struct, frozen=True):
@@ -67,7 +69,7 @@ class ReadoutCurve(msgspec.Struct, frozen=True):
 class ExitsByThreshold(msgspec.Struct, frozen=True):
     exits: list[list[list[int]]]  # [G][L][T] how many of each difficulty exit at each loop
     right: list[list[int]]  # [G][L] how many of those are right
-    outcomes: list[list[int]]  # [G][5] how many have each outcome
+    outcomes: list[list[int]]  # [G][5] how many have each of OUTCOMES
 
 
 class SampledExamples(msgspec.Struct, frozen=True):
@@ -118,15 +120,22 @@ class DetailedFrontier:
         return 0 if threshold is None else int(np.flatnonzero(self.thresholds == threshold)[0])
 
 
+def whole_frontier(frontier: Frontier, evaluation: Trajectory) -> DetailedFrontier:
+    """With all thresholds of its grid."""
+    curves = resampled_curves(frontier.readout, frontier.thresholds, evaluation)
+    every = np.ones(len(frontier.thresholds), dtype=bool)
+    return DetailedFrontier(frontier, curves, frontier.thresholds, every, curves, None)
+
+
 def detailed_frontier(
     frontier: Frontier, policies: Sequence[ExitPolicy], evaluation: Trajectory, accuracy: float
 ) -> DetailedFrontier:
     """`policies` are the certified ones, of this readout and of others; `accuracy` is the first target's."""
     readout, grid = frontier.readout, frontier.thresholds
     if readout_kind(readout) == "oracle":
-        curves = resampled_curves(readout, grid, evaluation)
-        reached = 0 if frontier.depth_at(accuracy) is not None else None
-        return DetailedFrontier(frontier, curves, grid, np.array([True]), curves, reached)
+        return replace(
+            whole_frontier(frontier, evaluation), at_target=None if frontier.depth_at(accuracy) is None else 0
+        )
     special = [frontier.select().policy.threshold, frontier.threshold_at(accuracy)]
     special += [policy.threshold for policy in policies if policy.readout == readout]
     known = [each for each in special if each is not None]
@@ -135,7 +144,7 @@ def detailed_frontier(
     curves, on_grid = resampled_curves(readout, every, evaluation), np.isin(every, grid)
     shown = np.isin(every, known)
     places = np.flatnonzero(on_grid)
-    shown[places[np.linspace(0, len(places) - 1, min(SHOWN, len(places))).round().astype(int)]] = True
+    shown[places[np.linspace(0, len(places) - 1, min(MAX_DRAWN, len(places))).round().astype(int)]] = True
     place = None if special[1] is None else int(np.flatnonzero(every[shown] == special[1])[0])
     return DetailedFrontier(frontier, curves.at(on_grid), every[shown], on_grid[shown], curves.at(shown), place)
 
@@ -149,13 +158,12 @@ def threshold_details(
     """Everything that the page shows of one model; all frontiers are of the same evaluation recording."""
     stops = slider_targets(targets)
     levels, bins = difficulty_bins(evaluation)
-    rows = sample_by_pattern(evaluation, MOST_EXAMPLES)
+    rows = sample_by_pattern(evaluation, MAX_EXAMPLES)
     lines, crossed_rows = {}, {}
     for each in details:
         readout = each.frontier.readout
         crossed = crossings(readout, each.thresholds, evaluation)
-        exits = count_exits(crossed, len(each.thresholds), evaluation.correct, bins)
-        lines[readout] = ExitsByThreshold(exits.loops.tolist(), exits.right.tolist(), exits.outcomes.tolist())
+        lines[readout] = count_exits(crossed, len(each.thresholds), evaluation.correct, bins)
         crossed_rows[readout] = crossed[rows].tolist()
     difficulty = evaluation.difficulty
     graded = difficulty is not None
@@ -228,10 +236,42 @@ def _sheet(evaluation: Trajectory, rows: NDArray[np.int64], crossed: dict[str, l
     )
 
 
-def rounded(values: Any) -> Any:
-    """To five significant digits, whatever the shape; null where there is no number. Whole numbers stay."""
-    if isinstance(values, int):
-        return values
-    if isinstance(values, float | None):
-        return None if values is None or np.isnan(values) else float(f"{values:.{_DIGITS}g}")
-    return [rounded(value) for value in values]
+def count_exits(crossed: Counts, size: int, correct: NDArray[np.bool_], bins: Counts) -> ExitsByThreshold:
+    """`crossed` [N, T-1] is of `size` thresholds (see `sweep.crossings`), `bins` [N] are of the difficulties."""
+    levels, num_loops = int(bins.max()) + 1, correct.shape[1]
+    loops = exit_loops(crossed, np.arange(size))
+    place = np.arange(size) * levels + bins[:, None]
+    right = np.take_along_axis(correct, loops - 1, axis=1)
+    codes = exit_outcomes(correct, loops) + len(OUTCOMES) * np.arange(size)
+    exits = np.bincount((place * num_loops + loops - 1).ravel(), minlength=size * levels * num_loops)
+    rights = np.bincount(place[right], minlength=size * levels)
+    outcomes = np.bincount(codes.ravel(), minlength=size * len(OUTCOMES))
+    return ExitsByThreshold(
+        exits.reshape(size, levels, num_loops).tolist(),
+        rights.reshape(size, levels).tolist(),
+        outcomes.reshape(size, len(OUTCOMES)).tolist(),
+    )
+
+
+def exit_outcomes(correct: NDArray[np.bool_], loops: Counts) -> Counts:
+    """[N, G] which of OUTCOMES an exit is."""
+    before: Counts = np.cumsum(correct, axis=1) - correct  # [N, T] right loops before each one
+    earlier = np.take_along_axis(before, loops - 1, axis=1) > 0
+    right = np.take_along_axis(correct, loops - 1, axis=1)
+    later = correct.sum(axis=1, keepdims=True) > np.take_along_axis(before, loops - 1, axis=1) + right
+    return np.where(right, np.where(earlier, 1, 0), np.where(later, 2, np.where(earlier, 3, 4)))
+
+
+def sample_by_pattern(trajectory: Trajectory, size: int, seed: int = 0) -> Counts:
+    """The rows of at most `size` examples, drawn so that every pattern of right and wrong loops has its share.
+
+    A random order within each pattern, then the patterns in turn: rare ones are there, common ones do not crowd them
+    out. The first rows of the answer are what a smaller size would give.
+    """
+    rows = trajectory.num_examples
+    _, pattern = np.unique(trajectory.correct, axis=0, return_inverse=True)
+    drawn = np.random.default_rng(seed).permutation(rows)
+    drawn = drawn[np.argsort(pattern[drawn], kind="stable")]
+    sizes = np.bincount(pattern)
+    turn = np.arange(rows) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # the place of each within its pattern
+    return drawn[np.argsort(turn, kind="stable")[:size]]

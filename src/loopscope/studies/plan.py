@@ -1,6 +1,7 @@
-"""From a study's file to its steps, and from its finished steps to results."""
+"""From an expanded study to its steps, from its finished steps to results, and to names in the study's folder."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -8,34 +9,46 @@ from typing import Any
 
 import msgspec
 
-from loopscope.analysis import as_targets
 from loopscope.analysis.results import assemble_results
-from loopscope.analysis.schema import ModelResult, Results
+from loopscope.analysis.schema import ModelResult, QuestionBench, Results
+from loopscope.analysis.targets import as_targets
 from loopscope.analysis.threshold_details import ThresholdDetails
-from loopscope.analysis.timings import QuestionBench
-from loopscope.config import build
+from loopscope.artifacts import MANIFEST
+from loopscope.config import build, differences, plain
 from loopscope.errors import UserError
-from loopscope.exits.readouts import readout_kind
-from loopscope.exits.risk_target import AUTO, RiskTarget
+from loopscope.exits.risk_target import RiskTarget
+from loopscope.models.configuration import CONFIG
 from loopscope.objectives import Objective
-from loopscope.questions import BENCHMARKS, Split
-from loopscope.recording import extrapolation_levels
-from loopscope.studies.checkpoint_steps import Join, Score, Time
-from loopscope.studies.external_sources import ExternalSource, external_checkpoint, external_data
-from loopscope.studies.place import check_links
-from loopscope.studies.steps import Analyse, Fit, Record, Recording, Step, Train, all_steps
+from loopscope.questions.benchmarks import BENCHMARKS, Split
+from loopscope.reading import is_folder
+from loopscope.recording.tasks import extrapolation_levels
+from loopscope.recording_places import RECORDINGS
+from loopscope.studies.steps import (
+    POLICY,
+    Analyse,
+    Certify,
+    Fit,
+    Join,
+    Record,
+    Recording,
+    Score,
+    Step,
+    Time,
+    Train,
+    all_steps,
+)
 from loopscope.studies.study_file import (
-    Checkpoints,
+    ExpandedStudy,
+    ExternalSource,
     Gates,
     Study,
+    StudyCheckpoint,
     StudyPart,
     StudyRun,
-    check_study,
-    checkpoints_of,
-    runs_of,
     usual_objective,
 )
 from loopscope.training.gate_fitting import GateSettings, host_defaults
+from loopscope.training.run_place import named_settings, trained_with
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,38 @@ class Model:
             return None
         return msgspec.structs.replace(self.timing.result(store), model=self.checkpoint.name)
 
+    def link(self, store: Path, folder: Path) -> None:
+        """Makes `folder` look like the folder of a run, with its recordings, gates and policies."""
+        analysis = self.analysis
+        if self.training is not None:
+            if not self.training.done(store):
+                return
+            for file in self.training.folder(store).iterdir():
+                _link(folder / file.name, file)
+        for recording in (analysis.validation, analysis.test, analysis.extrapolation):
+            if recording is not None:
+                _link(folder / RECORDINGS / recording.split, recording.folder(store))
+        for gate in analysis.gates:
+            _link(folder / "gates" / gate.gate.name, gate.folder(store))
+        for place in folder.glob("policy*"):
+            if place.is_symlink():  # of an earlier analysis, whose guarantee may not hold any more
+                place.unlink()
+        certified = [step.folder(store) for step in analysis.policies if (step.folder(store) / POLICY).is_file()]
+        for number, made in enumerate(certified, start=1):
+            _link(folder / (POLICY if number == 1 else f"policy-{number}.json"), made / POLICY)
+            for weights in made.glob("policy.gate-*"):  # a policy names its gate by its hash
+                _link(folder / weights.name, weights)
+
+
+def _link(place: Path, target: Path) -> None:
+    if not target.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_symlink():
+        place.unlink()
+    if not place.exists():  # somebody's own recording stays
+        place.symlink_to(target.resolve())
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -82,8 +127,6 @@ class Plan:
     def results(self, store: Path) -> Results:
         """The results of the models that are analysed so far."""
         done = [model for model in self.models if model.analysis.done(store)]
-        if not done:
-            raise UserError("Nothing of this study is analysed yet; run it first.")
         timed = [bench for model in done if (bench := model.timed(store)) is not None]
         return assemble_results([model.result(store) for model in done], as_targets(self.study.targets), timed)
 
@@ -97,56 +140,88 @@ class Plan:
         """Every step, what is needed before what needs it."""
         return all_steps(step for model in self.models for step in model.goals)
 
-    def check_links(self, folder: Path) -> None:
-        """Refuses a folder whose names lead to other artifacts than those of this plan."""
-        check_links(folder, {model.name: model.link_keys for model in self.models})
-
     def link(self, store: Path, folder: Path) -> None:
-        """Gives every run its name: `folder/NAME` looks like the folder of a run, with its recordings and gates."""
+        """Gives every model its name in the folder of the study."""
         for model in self.models:
-            analysis = model.analysis
-            if model.training is not None:
-                if not model.training.done(store):
-                    continue
-                for file in model.training.folder(store).iterdir():
-                    _link(folder / model.name / file.name, file)
-            recordings = [analysis.validation, analysis.test, *filter(None, [analysis.extrapolation])]
-            for step in recordings:
-                _link(folder / model.name / "recordings" / step.split, step.folder(store))
-            for place in (folder / model.name).glob("policy*"):
-                if place.is_symlink():  # of an earlier analysis, whose promise may not be made any more
-                    place.unlink()
-            for file in sorted(analysis.folder(store).glob("policy*")):
-                _link(folder / model.name / file.name, file)
-            for gate in analysis.gates:
-                _link(folder / model.name / "gates" / gate.gate.name, gate.folder(store))
+            model.link(store, folder / model.name)
+
+    def check_folder(self, folder: Path) -> None:
+        """Rejects a folder of somebody's own, and one whose names lead to other artifacts than those of this plan.
+
+        A study that grows keeps its folder. One whose runs of the same names are others takes another, and so does one
+        that has none of the runs there.
+        """
+        if why := self._taken(folder):
+            raise UserError(f"{folder} {why}; choose another --out{_free_beside(folder)}.")
+
+    def _taken(self, folder: Path) -> str:
+        """Why the study cannot go to this folder; nothing where it can."""
+        if any((folder / name).is_file() for name in (MANIFEST, CONFIG)):
+            return "holds a run, a recording or a gate, and a study's folder is its own"
+        models = {model.name: model for model in self.models}
+        places = [place for place in sorted(folder.iterdir()) if place.is_dir()] if is_folder(folder) else []
+        linked = {place.name: key for place in places if (key := _linked_key(place)) is not None}
+        for place in places:
+            name, model = place.name, models.get(place.name)
+            if model is None:
+                continue
+            if (place / CONFIG).is_file() and not (place / CONFIG).is_symlink():
+                return f"holds '{name}', which is a run of its own, not of a study"
+            if name in linked and linked[name] not in model.link_keys:
+                return f"holds a study whose {_changed(place, model)}"
+        if linked and not linked.keys() & models.keys():
+            return f"holds another study, with '{min(linked)}'"
+        return ""
 
 
-def make_plan(
-    source: str, overrides: list[str], arithmetic: str = "", changes: Mapping[str, Any] | None = None
-) -> Plan:
-    """The plan of a study, shipped or in a file.
+def _linked_key(place: Path) -> str | None:
+    """The key of the run that a name leads to; of a checkpoint, that of its validation recording."""
+    for link in (place / CONFIG, place / RECORDINGS / "validation"):
+        if link.is_symlink() and link.exists():
+            target = link.readlink()
+            return target.parent.name if link.name == CONFIG else target.name
+    return None
 
-    `a.b=c` overrides change every run of it, `changes` (models, benchmarks, data, limit, dtype) its checkpoints.
-    """
-    study, beside = check_study(source, overrides, changes or {})
-    models = [model for part in study.parts for model in _models(part, study, beside, overrides, arithmetic)]
-    for entry in checkpoints_of(study, changes or {}):
-        models += _scored(entry, study, arithmetic)
-    known: dict[str, str] = {}
-    names = [model.name for model in models]
+
+def _changed(place: Path, model: Model) -> str:
+    """What is not the same of the model that a name led to."""
+    settings = {} if model.training is None else plain(model.training.settings)
+    if settings and (found := differences(trained_with(place) or {}, settings)):
+        return f"run '{model.name}' has other settings ({named_settings(found)})"
+    return (
+        f"'{model.name}' was made otherwise: of other data, in another precision, on another device, with other "
+        "threads or by an earlier version"
+    )
+
+
+def _free_beside(folder: Path) -> str:
+    """A folder that is free, as advice; beside this one it has the same store."""
+    if not folder.name.strip("."):
+        return ""
+    number = 2
+    while (free := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    return f", such as {free}"
+
+
+def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
+    """The steps of a study; `arithmetic` names devices or threads with which floats add up otherwise."""
+    study, models = expanded.study, list[Model]()
+    for part, runs in zip(study.parts, expanded.runs, strict=True):
+        models += _trained_models(part, runs, study, arithmetic)
+    models += [_scored_model(found, study, arithmetic) for found in expanded.checkpoints]
+    for name, count in Counter(model.name for model in models).items():
+        if count > 1:
+            raise UserError(f"{expanded.source} lists the run '{name}' twice; list every run once.")
+    by_key = {(model.training or model.analysis).key: model.name for model in reversed(models)}
     for model in models:
-        if names.count(model.name) > 1:
-            raise UserError(f"{source} lists the run '{model.name}' twice; list every run once.")
-        made_by = model.training or model.analysis
-        same = known.setdefault(made_by.key, model.name)
-        if same != model.name:
-            raise UserError(f"In {source} the runs '{same}' and '{model.name}' are the same; list every run once.")
+        if (same := by_key[(model.training or model.analysis).key]) != model.name:
+            both = f"the runs '{same}' and '{model.name}'"
+            raise UserError(f"In {expanded.source} {both} are the same; list every run once.")
     return Plan(study, tuple(models))
 
 
-def _models(part: StudyPart, study: Study, beside: Path, overrides: list[str], arithmetic: str) -> list[Model]:
-    runs = runs_of(part, beside, overrides)
+def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithmetic: str) -> list[Model]:
     for run in runs:
         _check(run, part)
     trained = {run.name: Train(settings=run.settings, arithmetic=arithmetic) for run in runs}
@@ -159,46 +234,47 @@ def _models(part: StudyPart, study: Study, beside: Path, overrides: list[str], a
     models = []
     for run in runs:
         of, measure = trained[run.name], measures.get(run.seed)
+        on = Record(of=of, split="train", hidden=True, examples=part.gates.examples)
+        gates = _fits(part.gates, on, run.settings.objective) if run.of.fit else ()
+        validation = recording(of, "validation")
         analysis = Analyse(
-            validation=recording(of, "validation"),
+            validation=validation,
             test=recording(of, "test"),
             reference=None if measure is None else (recording(measure, "validation"), recording(measure, "test")),
             extrapolation=recording(of, "extrapolation", part.extrapolation_examples) if run.of.extrapolate else None,
-            gates=tuple(_fits(run, part, of)) if run.of.fit else (),
+            gates=gates,
             targets=study.targets,
             unseen=part.unseen,
-            guarantees=part.guarantees,
+            policies=_policies(validation, gates, part.guarantees, part.unseen),
         )
         models.append(Model(run.name, analysis, of))
     return models
 
 
-def _scored(entry: Checkpoints, study: Study, arithmetic: str) -> list[Model]:
-    """Every checkpoint on every benchmark."""
-    _check_guarantees(entry.guarantees)
-    models = []
-    for source, benchmark in product(entry.models, entry.benchmarks):
-        checkpoint = external_checkpoint(source)
-        data = None if entry.data is None else external_data(entry.data, benchmark)
-        what: dict[str, Any] = {"checkpoint": checkpoint, "benchmark": benchmark, "data": data, "dtype": entry.dtype}
-        what |= {"arithmetic": arithmetic, "limit": entry.limit}
-        gates = entry.gates if BENCHMARKS[benchmark].has_training else None
-        whole = Score(
-            **what, split="test", shots=entry.shots, hidden=gates is not None
-        )  # fitted gates read hidden states
-        analysis = Analyse(
-            validation=_recorded(whole, "validation"),
-            test=_recorded(whole, "test", entry.shards),
-            reference=None,
-            extrapolation=None,
-            gates=() if gates is None else tuple(_refitted(gates, whole)),
-            targets=study.targets,
-            unseen=False,
-            guarantees=entry.guarantees,
-        )
-        timing = Time(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
-        models.append(Model(f"{checkpoint.name}-{benchmark}", analysis, None, checkpoint, timing))
-    return models
+def _scored_model(found: StudyCheckpoint, study: Study, arithmetic: str) -> Model:
+    """A checkpoint on a benchmark; gates are fitted on the train split, because validation chooses their thresholds."""
+    entry, benchmark = found.of, found.benchmark
+    what: dict[str, Any] = {"checkpoint": found.checkpoint, "benchmark": benchmark, "data": found.data}
+    what |= {"dtype": entry.dtype, "arithmetic": arithmetic, "limit": entry.limit}
+    fitted = entry.gates if BENCHMARKS[benchmark].has_training else None
+    whole = Score(**what, split="test", shots=entry.shots, hidden=fitted is not None)
+    gates: tuple[Fit, ...] = ()
+    if fitted is not None:
+        limit = min((size for size in (fitted.examples, entry.limit) if size is not None), default=None)
+        gates = _fits(fitted, msgspec.structs.replace(whole, split="train", limit=limit), None)
+    validation = _recorded(whole, "validation")
+    analysis = Analyse(
+        validation=validation,
+        test=_recorded(whole, "test", entry.shards),
+        reference=None,
+        extrapolation=None,
+        gates=gates,
+        targets=study.targets,
+        unseen=False,
+        policies=_policies(validation, gates, entry.guarantees, unseen=False),
+    )
+    timing = Time(**what, analysis=analysis, questions=entry.timed) if benchmark in entry.latency else None
+    return Model(f"{found.checkpoint.name}-{benchmark}", analysis, None, found.checkpoint, timing)
 
 
 def _recorded(score: Score, split: Split, shards: int = 1) -> Recording:
@@ -211,35 +287,40 @@ def _recorded(score: Score, split: Split, shards: int = 1) -> Recording:
     return Join(split=split, parts=tuple(parts))
 
 
-def _refitted(gates: Gates, score: Score) -> list[Fit]:
-    """Gates for a checkpoint that has one: on the train split, because validation chooses their thresholds."""
-    sizes = [size for size in (gates.examples, score.limit) if size is not None]
-    return _fitted(gates, msgspec.structs.replace(score, split="train", limit=min(sizes, default=None)), None)
+def _fits(gates: Gates, on: Recording, host: Objective | None) -> tuple[Fit, ...]:
+    fits = []
+    for objective, kind in product(gates.objective, gates.kind):
+        values = {**host_defaults(host), "steps": gates.steps, "kind": kind, "objective": objective}
+        values |= {"pairing": gates.pairing} if objective == "utility" else {}
+        fits.append(Fit(on=on, gate=build(GateSettings, values, "the post-hoc gates")))
+    return tuple(fits)
+
+
+def _policies(
+    validation: Recording, gates: tuple[Fit, ...], targets: tuple[RiskTarget, ...], unseen: bool
+) -> tuple[Certify, ...]:
+    sought = [msgspec.structs.replace(target, unseen=target.unseen or unseen) for target in targets]
+    return tuple(Certify(validation=validation, gates=gates, target=target) for target in sought)
 
 
 def _check(run: StudyRun, part: StudyPart) -> None:
     """Says before anything is trained what could only fail afterwards."""
-    task = run.settings.task
+    task, wrong = run.settings.task, ""
     fitted = part.gates.examples if run.of.fit else None
     if task.train_examples == 0 and (part.unseen or (run.of.fit and fitted is None)):
         reason = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
         instead = "" if part.unseen else ", or gates.examples, how many to draw"
-        raise UserError(f"{reason}, so its task needs stored training examples (train_examples above 0){instead}.")
+        wrong = f"{reason}, so its task needs stored training examples (train_examples above 0){instead}."
     for size, whole, what in (
         (fitted, task.train_examples, "gates.examples"),
         (part.extrapolation_examples, task.test_examples, "extrapolation_examples"),
     ):
         if size is not None and 0 < whole < size:
-            raise UserError(f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}.")
+            wrong = f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}."
+    if wrong:
+        raise UserError(wrong)
     if run.of.extrapolate:
         extrapolation_levels(run.settings)
-    _check_guarantees(part.guarantees)
-
-
-def _check_guarantees(guarantees: Iterable[RiskTarget]) -> None:
-    for guarantee in guarantees:
-        if guarantee.readout != AUTO and readout_kind(guarantee.readout) == "oracle":
-            raise UserError("The oracle needs the labels, so it cannot be promised; choose another readout.")
 
 
 def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]) -> dict[int, Train]:
@@ -257,27 +338,3 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
                 f"'{run.name}'."
             )
     return found
-
-
-def _fits(run: StudyRun, part: StudyPart, of: Train) -> list[Fit]:
-    on = Record(of=of, split="train", hidden=True, examples=part.gates.examples)
-    return _fitted(part.gates, on, run.settings.objective)
-
-
-def _fitted(gates: Gates, on: Recording, objective: Objective | None) -> list[Fit]:
-    host = {**host_defaults(objective), "steps": gates.steps}
-    settings = [
-        {**host, "kind": kind, "objective": objective} | ({"pairing": gates.pairing} if objective == "utility" else {})
-        for objective, kind in product(gates.objective, gates.kind)
-    ]
-    return [Fit(on=on, gate=build(GateSettings, each, "the post-hoc gates")) for each in settings]
-
-
-def _link(place: Path, target: Path) -> None:
-    if not target.exists():
-        return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if place.is_symlink():
-        place.unlink()
-    if not place.exists():  # somebody's own recording stays
-        place.symlink_to(target.resolve())

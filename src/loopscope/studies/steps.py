@@ -1,64 +1,76 @@
-"""The steps of a study: train, record, fit, analyse. Each makes one artifact, a folder addressed by what made it.
+"""The steps of a study: train, record or score, fit, certify, analyse, time.
 
-A step holds the steps that it needs, so its hash covers everything that its artifact depends on: settings, splits, the
-runs below it. The same step is never done twice, a changed setting changes the address of all that depends on it, and
-an artifact that is there is complete, because it appears whole (a run: once its weights are there).
+Each makes one artifact, a folder addressed by what made it. A step holds the steps that it needs, so its hash covers
+everything that its artifact depends on: settings, splits, the runs below it. The same step is never done twice, a
+changed setting changes the address of all that depends on it, and an artifact that is there is complete, because it
+appears whole (a run: once its weights are there).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+import numpy as np
 import torch
 
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, only_unseen
-from loopscope.analysis.schema import ModelResult
+from loopscope.analysis.schema import ModelResult, QuestionBench
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
+from loopscope.bench.questions import time_benchmark
 from loopscope.config import Settings, digest, plain, read_json
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy, FittedGate
 from loopscope.exits.calibration import certify
+from loopscope.exits.fitted_gate import FittedGate
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.readouts import POST_HOC
 from loopscope.exits.risk_target import RiskTarget
+from loopscope.exits.sweep import choose
 from loopscope.models.checkpoint import WEIGHTS
-from loopscope.recording import Keep, record_task
-from loopscope.studies.external_sources import ExternalSource
-from loopscope.training import train
+from loopscope.questions.benchmarks import Split
+from loopscope.recording.benchmarks import record_benchmark, share_recorded
+from loopscope.recording.tasks import Keep, record_task
+from loopscope.studies.study_file import ExternalSource
 from loopscope.training.gate_fitting import GateSettings, fit_gate
 from loopscope.training.loop import with_objective
 from loopscope.training.run_folder import logged_steps
 from loopscope.training.settings import RunSettings
-from loopscope.training.task_run import TaskRun
-from loopscope.trajectory import Trajectory
+from loopscope.training.task_run import TaskRun, train
+from loopscope.trajectory import Trajectory, concatenate
 from loopscope.writing import write_json
 
 SMALL = 50
 """Recording, fitting or analysing counts as much progress as this many steps of training."""
-ANALYSIS = "analysis"
+POLICY = "policy.json"
 
 
 class Step(Settings, frozen=True, kw_only=True, dict=True):
     kind: ClassVar[str]
     version: ClassVar[int] = 1
     """Raised when the same settings would make another artifact."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Fields that are no part of the address where they are empty."""
+    uses_device: ClassVar[bool] = False
 
     @property
     def needs(self) -> "tuple[Step, ...]":
-        """The steps that must be done before."""
-        return ()
+        """The steps that must be done before: those that it holds."""
+        return tuple(_steps_in(tuple(getattr(self, name) for name in self.__struct_fields__)))
 
     @cached_property
     def key(self) -> str:
         return f"{self.kind}-{digest(self.content)[:16]}"
 
-    @cached_property
+    @property
     def content(self) -> dict[str, object]:
         """What the artifact depends on; the steps that are needed go in by their keys."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {"kind": self.kind, "version": self.version} | {name: _keys(value) for name, value in fields.items()}
+        left_out = {name for name in self.optional if fields[name] in ("", None)}
+        told = {name: _keys(value) for name, value in fields.items() if name not in left_out}
+        return {"kind": self.kind, "version": self.version, **told}
 
     def folder(self, store: Path) -> Path:
         return store / self.key
@@ -78,16 +90,24 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
     def run(self, store: Path, device: torch.device) -> None:
         """Makes the artifact."""
 
+    def write(self, store: Path, fill: Callable[[Path], None]) -> None:
+        """Writes the artifact, which `fill` puts into a folder, with what it was made of."""
+        with artifact_folder(self.folder(store), self.kind) as scratch:
+            fill(scratch)
+            write_manifest(scratch, self.kind, self.version, {}, {"made_of": plain(self.content)})
+
+    def checked_folder(self, store: Path) -> Path:
+        """The folder of an artifact that `write` made, after its files were checked."""
+        read_manifest(self.folder(store), self.kind, self.version)
+        return self.folder(store)
+
 
 class Train(Step, frozen=True, kw_only=True):
     kind: ClassVar[str] = "run"
+    optional: ClassVar[tuple[str, ...]] = ("arithmetic",)
+    uses_device: ClassVar[bool] = True
     settings: RunSettings
     arithmetic: str = ""  # what else decides how floats are added: other devices or threads than one of a CPU
-
-    @cached_property
-    def content(self) -> dict[str, object]:
-        content = super().content
-        return content if self.arithmetic else {name: value for name, value in content.items() if name != "arithmetic"}
 
     def done(self, store: Path) -> bool:
         return (self.folder(store) / WEIGHTS).is_file()
@@ -112,21 +132,73 @@ class Recording(Step, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "recording"
     version: ClassVar[int] = 2
+    uses_device: ClassVar[bool] = True
     split: str
+
+    def load(self, store: Path) -> Trajectory:
+        return Trajectory.load(self.folder(store))
 
 
 class Record(Recording, frozen=True, kw_only=True):
+    """A split of the task that a run was trained on."""
+
     of: Train
     hidden: bool = False
     examples: int | None = None
 
-    @property
-    def needs(self) -> tuple[Step, ...]:
-        return (self.of,)
-
     def run(self, store: Path, device: torch.device) -> None:
         keep = Keep(hidden=self.hidden)
         record_task(self.of.folder(store), self.split, self.folder(store), keep, self.examples, device=device)
+
+
+class Score(Recording, frozen=True, kw_only=True):
+    """A split of a benchmark, by a checkpoint that is there already; or every n-th of its questions."""
+
+    optional: ClassVar[tuple[str, ...]] = ("shots",)
+    split: Split
+    checkpoint: ExternalSource
+    benchmark: str
+    data: ExternalSource | None
+    limit: int | None
+    dtype: str | None
+    hidden: bool
+    shard: tuple[int, int] | None = None  # (k, n): every n-th question, from the k-th on
+    arithmetic: str = ""  # devices or threads other than one of a CPU
+    shots: int | None = None  # in place of the benchmark's own
+
+    @property
+    def units(self) -> int:
+        return max(1, 20 * SMALL // (self.shard[1] if self.shard else 1))
+
+    def units_done(self, store: Path) -> int:
+        return self.units if self.done(store) else int(self.units * share_recorded(self.folder(store)))
+
+    def run(self, store: Path, device: torch.device) -> None:
+        record_benchmark(
+            self.checkpoint.source,
+            self.benchmark,
+            self.split,
+            self.folder(store),
+            data=None if self.data is None else Path(self.data.source),
+            limit=self.limit,
+            shots=self.shots,
+            shard=self.shard,
+            hidden=self.hidden,
+            device=device,
+            dtype=self.dtype,
+        )
+
+
+class Join(Recording, frozen=True, kw_only=True):
+    """The questions of all parts, in their order."""
+
+    uses_device: ClassVar[bool] = False
+    parts: tuple[Score, ...]
+
+    def run(self, store: Path, device: torch.device) -> None:
+        parts = [part.load(store) for part in self.parts]
+        places = [np.arange(part.num_examples) * len(parts) + number for number, part in enumerate(parts)]
+        concatenate(parts).take(np.argsort(np.concatenate(places))).save(self.folder(store))
 
 
 class Fit(Step, frozen=True, kw_only=True):
@@ -134,17 +206,39 @@ class Fit(Step, frozen=True, kw_only=True):
     on: Recording
     gate: GateSettings
 
-    @property
-    def needs(self) -> tuple[Step, ...]:
-        return (self.on,)
+    def run(self, store: Path, device: torch.device) -> None:
+        fit_gate(self.on.load(store), self.gate).save(self.folder(store))
+
+
+class Certify(Step, frozen=True, kw_only=True):
+    """A policy with the guarantee that is sought, or the reason why it cannot be made."""
+
+    kind: ClassVar[str] = "policy"
+    validation: Recording
+    gates: tuple[Fit, ...]
+    target: RiskTarget
 
     def run(self, store: Path, device: torch.device) -> None:
-        fit_gate(Trajectory.load(self.on.folder(store)), self.gate).save(self.folder(store))
+        validation, gates = self.validation.load(store), load_gates(self.gates, store)
+        try:
+            policy = certify(validation, self.target, gates=gates)
+        except UserError as error:  # not proven, or a model without this readout
+            refusal = str(error)
+            self.write(store, lambda scratch: write_json(scratch / "refusal.json", refusal))
+        else:
+            self.write(store, lambda scratch: policy.save(scratch / POLICY))
+
+    def result(self, store: Path) -> ExitPolicy | str:
+        """The policy, or why there is none."""
+        folder = self.checked_folder(store)
+        if (folder / POLICY).is_file():
+            return ExitPolicy.load(folder / POLICY)
+        return read_json(str, folder / "refusal.json", "refusal")
 
 
 class Analyse(Step, frozen=True, kw_only=True):
-    kind: ClassVar[str] = ANALYSIS
-    version: ClassVar[int] = 12
+    kind: ClassVar[str] = "analysis"
+    version: ClassVar[int] = 13
     validation: Recording
     test: Recording
     reference: tuple[Recording, Recording] | None  # validation and test of the measure; its own where it is the measure
@@ -152,12 +246,7 @@ class Analyse(Step, frozen=True, kw_only=True):
     gates: tuple[Fit, ...]
     targets: tuple[float, ...]  # none: 1 point below full depth
     unseen: bool
-    guarantees: tuple[RiskTarget, ...]
-
-    @property
-    def needs(self) -> tuple[Step, ...]:
-        more = [step for step in (self.extrapolation, *self.gates) if step is not None]
-        return (self.validation, self.test, *(self.reference or ()), *more)
+    policies: tuple[Certify, ...]
 
     @property
     def is_reference(self) -> bool:
@@ -167,49 +256,83 @@ class Analyse(Step, frozen=True, kw_only=True):
         def counted(step: Recording, whole: Trajectory) -> Trajectory:
             return only_unseen(whole, self.unseen, step.folder(store))
 
-        gates = {gate.gate.name: FittedGate.load(gate.folder(store)) for gate in self.gates}
-        validation, test = (Trajectory.load(step.folder(store)) for step in (self.validation, self.test))
-        policies, refused = self._certify(validation, gates)
+        test = self.test.load(store)
+        certified = [step.result(store) for step in self.policies]
         source = ModelRecordings(
-            "",
-            counted(self.validation, validation),
-            counted(self.test, test),
-            None if self.extrapolation is None else Trajectory.load(self.extrapolation.folder(store)),
-            gates,
-            self.unseen,
-            test,
-            policies,
-            refused,
+            name="",
+            validation=counted(self.validation, self.validation.load(store)),
+            test=counted(self.test, test),
+            extrapolation=None if self.extrapolation is None else self.extrapolation.load(store),
+            gates=load_gates(self.gates, store),
+            unseen_only=self.unseen,
+            whole_test=test,
+            policies=[policy for policy in certified if isinstance(policy, ExitPolicy)],
+            refused=[refusal for refusal in certified if isinstance(refusal, str)],
         )
         against = source if self.is_reference else None
         if self.reference is not None and not self.is_reference:
-            theirs, tested = (counted(step, Trajectory.load(step.folder(store))) for step in self.reference)
+            theirs, tested = (counted(step, step.load(store)) for step in self.reference)
             against = ModelRecordings("reference", theirs, tested)
-        analysed = analyse_model(source, against, self.targets)
-        with artifact_folder(self.folder(store), ANALYSIS) as scratch:
-            write_json(scratch / "model.json", analysed.result)
-            write_json(scratch / "details.json", analysed.details)
-            for number, policy in enumerate(policies, start=1):
-                policy.save(scratch / ("policy.json" if number == 1 else f"policy-{number}.json"))
-            write_manifest(scratch, ANALYSIS, self.version, {}, {"made_of": plain(self.content)})
+        result, details = analyse_model(source, against, self.targets)
 
-    def _certify(self, validation: Trajectory, gates: Mapping[str, FittedGate]) -> tuple[list[ExitPolicy], list[str]]:
-        """The policies that keep the promises which are sought, and why some cannot be made."""
-        policies, refused = [], []
-        for risk_target in self.guarantees:
-            target = msgspec.structs.replace(risk_target, unseen=risk_target.unseen or self.unseen)
-            try:
-                policies.append(certify(validation, target, gates=gates))
-            except UserError as error:  # not proven, or a model without this readout
-                refused.append(str(error))
-        return policies, refused
+        def fill(scratch: Path) -> None:
+            write_json(scratch / "model.json", result)
+            write_json(scratch / "details.json", details)
+
+        self.write(store, fill)
 
     def result(self, store: Path) -> ModelResult:
-        read_manifest(self.folder(store), ANALYSIS, self.version)
-        return read_json(ModelResult, self.folder(store) / "model.json", "analysis")
+        return read_json(ModelResult, self.checked_folder(store) / "model.json", "analysis")
 
     def details(self, store: Path) -> ThresholdDetails:
         return read_json(ThresholdDetails, self.folder(store) / "details.json", "analysis")
+
+
+class Time(Step, frozen=True, kw_only=True):
+    """The final loop, the model's own gate and the best other readout, live, at the points that validation chose."""
+
+    kind: ClassVar[str] = "timing"
+    uses_device: ClassVar[bool] = True
+    analysis: Analyse
+    checkpoint: ExternalSource
+    benchmark: str
+    data: ExternalSource | None
+    limit: int | None
+    dtype: str | None
+    questions: int
+    arithmetic: str = ""
+
+    @property
+    def needs(self) -> tuple[Step, ...]:
+        return (self.analysis, self.analysis.validation, self.analysis.test)
+
+    @property
+    def units(self) -> int:
+        return 20 * SMALL
+
+    def run(self, store: Path, device: torch.device) -> None:
+        validation, test = self.analysis.validation.load(store), self.analysis.test.load(store)
+        result = self.analysis.result(store)
+        readouts = [found.readout for names in (("gate",), POST_HOC) if (found := result.best(names)) is not None]
+        bench = time_benchmark(
+            self.checkpoint.source,
+            self.benchmark,
+            [ExitPolicy("fixed", test.num_loops), *(choose(readout, validation) for readout in readouts)],
+            test,
+            data=None if self.data is None else Path(self.data.source),
+            limit=self.limit,
+            questions=min(self.questions, test.num_examples),
+            device=device,
+            dtype=self.dtype,
+        )
+        self.write(store, lambda scratch: write_json(scratch / "timing.json", bench))
+
+    def result(self, store: Path) -> QuestionBench:
+        return read_json(QuestionBench, self.checked_folder(store) / "timing.json", "timing")
+
+
+def load_gates(gates: Iterable[Fit], store: Path) -> dict[str, FittedGate]:
+    return {step.gate.name: FittedGate.load(step.folder(store)) for step in gates}
 
 
 def all_steps(steps: Iterable[Step], unless: Callable[[Step], bool] = lambda _: False) -> list[Step]:
@@ -234,11 +357,19 @@ def to_be_done(steps: Iterable[Step], store: Path) -> list[Step]:
     return all_steps(steps, lambda step: step.done(store))
 
 
+def _steps_in(value: object) -> Iterator[Step]:
+    if isinstance(value, Step):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _steps_in(part)
+
+
 def _keys(value: object) -> object:
     if isinstance(value, Step):
         return value.key
     if isinstance(value, ExternalSource):
         return value.identity
     if isinstance(value, tuple):
-        return [_keys(each) for each in value]
+        return [_keys(part) for part in value]
     return msgspec.to_builtins(value)

@@ -2,11 +2,12 @@
 
 A study has parts, one a task or scale. Every `[[parts.runs]]` is the product of its lists: gates x priors x betas x
 seeds, or the user's own objectives x gates x seeds. Or it has `[[checkpoints]]`: models that are there already x
-benchmarks. docs/studies.md describes the format.
+benchmarks. `expand_study` writes all lists out, once and without PyTorch. docs/studies.md describes the format.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from itertools import product
 from math import prod
@@ -15,30 +16,30 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, plain, read_toml
+from loopscope.artifacts import sha256
+from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, digest, plain, read_toml
 from loopscope.errors import UserError, did_you_mean
-from loopscope.exits.risk_target import RiskTarget
-from loopscope.models.configuration import GateKind
+from loopscope.exits.readouts import readout_kind
+from loopscope.exits.risk_target import AUTO, RiskTarget
+from loopscope.models.configuration import CONFIG, GateKind, require_config, weight_files
 from loopscope.objectives import BUILT_IN, Objective
-from loopscope.questions import BENCHMARKS, benchmark_named
-from loopscope.reading import is_file, no_such_toml
-from loopscope.studies.external_sources import external_checkpoint, external_data
+from loopscope.questions.benchmarks import BENCHMARKS
+from loopscope.reading import is_file, is_folder, no_folder, no_such_toml
 from loopscope.training.custom_objectives import with_source
 from loopscope.training.settings import RunSettings, read_settings
 
 Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Prior = Literal["uniform", "final"] | Lambda
 Target = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Name = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[str, msgspec.Meta(pattern="^(?!(report|store)$)[A-Za-z0-9][A-Za-z0-9._-]*$")]
 T = TypeVar("T")
 Some = Annotated[tuple[T, ...], msgspec.Meta(min_length=1)]
 
-_RESERVED = ("report", "store")
-_MOST_RUNS = 10_000
+_MAX_RUNS = 10_000
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w.-]+)?")
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt")
 _LISTED = ("objective", "model.gate", "training.seed")
 """Settings that the lists of `[[parts.runs]]` decide."""
-
-
 _PRIORS: tuple[Prior, ...] = ("uniform",)
 _BETAS = (0.1,)
 _USUAL = ("final", "fixed_prior", "learned_gate")
@@ -63,21 +64,19 @@ class RunGrid(Settings, frozen=True, kw_only=True):
     name: Name | None = None  # of a single run; otherwise it is made from what the run is
 
     def __post_init__(self) -> None:
-        if usual := [name for name in self.objective if name in _USUAL]:
-            raise ValueError(f"objective does not list '{usual[0]}': gate and prior decide it")
-        if len(set(map(_is_built_in, self.objective))) > 1:
-            raise ValueError(
-                "objective lists built-in ones and functions of one's own; give each kind a [[parts.runs]] of its own"
-            )
-        if any(not _is_built_in(name) for name in self.objective) and (self.prior, self.beta) != (_PRIORS, _BETAS):
-            raise ValueError(
-                "prior and beta are of the built-in objectives; a function of one's own takes "
-                'set = ["objective.options.NAME=VALUE"]'
-            )
-
-
-def _is_built_in(objective: str) -> bool:
-    return objective in BUILT_IN
+        custom = {name for name in self.objective if name not in BUILT_IN}
+        decided = [name for name in self.objective if name in _USUAL]
+        wrong = ""
+        if decided:
+            wrong = f"objective does not list '{decided[0]}': gate and prior decide it"
+        elif custom and custom != {*self.objective}:
+            wrong = "objective lists built-in ones and functions of one's own; give each a [[parts.runs]] of its own"
+        elif custom and (self.prior, self.beta) != (_PRIORS, _BETAS):
+            wrong = "prior and beta are of the built-in objectives; a function of one's own takes objective.options"
+        elif "final" in self.prior and (self.objective or {*self.gate} != {"none"}):
+            wrong = "an objective other than 'final' needs a prior over all loops: 'uniform', or a lambda"
+        if wrong:
+            raise ValueError(wrong)
 
 
 class Gates(Settings, frozen=True, kw_only=True):
@@ -109,6 +108,9 @@ class StudyPart(Settings, frozen=True, kw_only=True):
     extrapolation_examples: Count | None = None
     guarantees: tuple[RiskTarget, ...] = ()  # sought for every run; for unseen inputs where the part is
 
+    def __post_init__(self) -> None:
+        _check_guarantees(self.guarantees)
+
 
 class Checkpoints(Settings, frozen=True, kw_only=True):
     """Checkpoints that are there already, on benchmarks: every model on every benchmark."""
@@ -126,12 +128,19 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     timed: Count = 100  # questions of each
 
     def __post_init__(self) -> None:
+        _check_guarantees(self.guarantees)
         for name in (*self.benchmarks, *self.latency):
+            wrong = "" if name in self.benchmarks else f"latency has '{name}', which is not among the benchmarks"
             if name not in BENCHMARKS:
                 hint = did_you_mean(name, BENCHMARKS)
-                raise ValueError(f"there is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}")
-        if missing := [name for name in self.latency if name not in self.benchmarks]:
-            raise ValueError(f"latency has '{missing[0]}', which is not among the benchmarks")
+                wrong = f"there is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}"
+            if wrong:
+                raise ValueError(wrong)
+
+
+def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
+    if any(each.readout != AUTO and readout_kind(each.readout) == "oracle" for each in guarantees):
+        raise ValueError("the oracle needs the labels, so it cannot be promised; choose another readout")
 
 
 class Study(Settings, frozen=True, kw_only=True):
@@ -146,7 +155,24 @@ class Study(Settings, frozen=True, kw_only=True):
             raise ValueError("a study needs [[parts]] with training runs, or [[checkpoints]]")
 
 
-class StudyRun(Settings, frozen=True, kw_only=True):
+class ExternalSource(Settings, frozen=True, kw_only=True):
+    """A checkpoint or data that is not in the store: where it is, and what tells it from anything else.
+
+    A folder is told by the hashes of its files, wherever it lies; what comes from the Hub by its id, and by its
+    revision where the study pins one (`ByteDance/Ouro-1.4B@0123abc`).
+    """
+
+    source: str
+    identity: str
+
+    @property
+    def name(self) -> str:
+        """How a reader knows it: the last part of its folder's name or its id."""
+        return Path(self.source).name.partition("@")[0]
+
+
+@dataclass(frozen=True)
+class StudyRun:
     """One training run of a study."""
 
     name: str
@@ -154,86 +180,112 @@ class StudyRun(Settings, frozen=True, kw_only=True):
     objective: str
     gate: GateKind
     prior: Prior | None  # None where the objective is a function of the user's
-    beta: NonNegative | None
-    seed: Seed
+    beta: float | None
+    seed: int
     of: RunGrid
 
 
-def read_study(source: str) -> tuple[Study, Path]:
-    """A study that ships with LoopScope, or one in a file; and the folder that its own files are beside."""
+@dataclass(frozen=True)
+class StudyCheckpoint:
+    """One checkpoint of a study on one benchmark."""
+
+    checkpoint: ExternalSource
+    benchmark: str
+    data: ExternalSource | None
+    of: Checkpoints
+
+
+@dataclass(frozen=True)
+class ExpandedStudy:
+    """A study with its lists written out."""
+
+    source: str
+    study: Study
+    runs: list[list[StudyRun]]  # of every part
+    checkpoints: list[StudyCheckpoint]
+
+
+def expand_study(source: str, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> ExpandedStudy:
+    """A study that ships with LoopScope, or one in a file, with every run and checkpoint of it.
+
+    `a.b=c` overrides change every run, `changes` (models, benchmarks, data, limit, dtype) all checkpoints.
+    """
     folder = files("loopscope.studies") / "shipped"
     shipped = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir())
     path = Path(str(folder / f"{source}.toml")) if source in shipped else Path(source)
     if not is_file(path):
         raise no_such_toml(source, shipped, "study")
-    return build(Study, read_toml(path), source), path.parent
-
-
-def check_study(source: str, overrides: list[str], changes: Mapping[str, Any]) -> tuple[Study, Path]:
-    """What `read_study` gives, after every run and checkpoint of it was read, without PyTorch."""
-    study, beside = read_study(source)
+    study = build(Study, read_toml(path), source)
+    listed = [text for text in overrides if text.strip().startswith(_LISTED)]
+    wrong = ""
     if overrides and not study.parts:
-        raise UserError(f"'--set {overrides[0]}' changes training runs, and {source} has none.")
-    for entry in checkpoints_of(study, changes):
-        for model in entry.models:
-            external_checkpoint(model)
-        for benchmark in () if entry.data is None else entry.benchmarks:
-            external_data(str(entry.data), benchmark)
-    for part in study.parts:
-        runs_of(part, beside, overrides)
-    return study, beside
+        wrong = f"'--set {overrides[0]}' changes training runs, and {source} has none."
+    elif listed:
+        wrong = f"'--set {listed[0]}': in a study the lists of its runs decide this; change its file."
+    elif changes and not study.checkpoints:
+        wrong = f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none."
+    if wrong:
+        raise UserError(wrong)
+    checkpoints = [found for entry in study.checkpoints for found in _checkpoints_of(entry, changes or {})]
+    runs = [_runs_of(part, path.parent, overrides) for part in study.parts]
+    return ExpandedStudy(source, study, runs, checkpoints)
 
 
-def checkpoints_of(study: Study, changes: Mapping[str, Any]) -> list[Checkpoints]:
-    """The checkpoints of a study, with what the command line says in place of what the file says."""
-    if changes and not study.checkpoints:
-        raise UserError(f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none.")
-    for name in changes.get("benchmarks", ()):
-        benchmark_named(name)
-    made = []
-    for entry in study.checkpoints:
-        values = {**plain(entry), **changes}
-        timed = [name for name in entry.latency if name in values["benchmarks"]]
-        made.append(build(Checkpoints, {**values, "latency": timed}, "the checkpoints"))
-    return made
+def _checkpoints_of(entry: Checkpoints, changes: Mapping[str, Any]) -> list[StudyCheckpoint]:
+    """Every checkpoint on every benchmark, with what the command line says in place of what the file says."""
+    values = {**plain(entry), **changes}
+    timed = [name for name in entry.latency if name in values["benchmarks"]]
+    entry = build(Checkpoints, {**values, "latency": timed}, "the checkpoints")
+    models = [_external_checkpoint(model) for model in entry.models]
+    data = {name: None if entry.data is None else _external_data(entry.data, name) for name in entry.benchmarks}
+    return [StudyCheckpoint(model, name, data[name], entry) for model, name in product(models, entry.benchmarks)]
 
 
-def runs_of(part: StudyPart, beside: Path, overrides: list[str]) -> list[StudyRun]:
+def _external_checkpoint(model: str) -> ExternalSource:
+    """The folder of a checkpoint, or a checkpoint of the Hub."""
+    folder = Path(model)
+    if is_folder(folder):
+        require_config(folder)
+        tokenizer = (file for kind in _TOKENIZER_FILES for file in folder.glob(kind))
+        files = {folder / CONFIG, *weight_files(folder), *tokenizer}
+        if missing := sorted(file.name for file in files if not file.is_file()):
+            raise UserError(f"The checkpoint in {folder} lacks the file {missing[0]}; fetch or make it again.")
+        return ExternalSource(source=str(folder.resolve()), identity=_hashes(folder, files))
+    if not _HUB_ID.fullmatch(model) or is_folder(Path(folder.parts[0])):
+        raise no_folder(folder, "the folder of a checkpoint, or an id such as ByteDance/Ouro-1.4B")
+    return ExternalSource(source=model, identity=model)
+
+
+def _external_data(folder: str, benchmark: str) -> ExternalSource:
+    """The local files of a benchmark."""
+    place = Path(folder) / benchmark
+    files = {file for file in place.rglob("*") if file.is_file()}
+    if not files:
+        raise UserError(f"There are no files of {benchmark} in {place}; docs/benchmarks.md shows the layout of --data.")
+    return ExternalSource(source=str(Path(folder).resolve()), identity=_hashes(place, files))
+
+
+def _hashes(folder: Path, files: set[Path]) -> str:
+    return digest({str(file.relative_to(folder)): sha256(file) for file in files})
+
+
+def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[StudyRun]:
     """Every run of a part, in the order of the file; overrides are for what the file's lists do not decide."""
-    if decided := [text for text in overrides if text.strip().startswith(_LISTED)]:
-        raise UserError(f"'--set {decided[0]}': in a study the lists of its runs decide this; change its file.")
     source = str(beside / part.settings) if is_file(beside / part.settings) else part.settings
-    made: list[StudyRun] = []
+    runs: list[StudyRun] = []
     for entry in part.runs:
-        combinations = _combinations(entry)
-        if entry.name is not None and len(combinations) > 1:
-            raise UserError(f"'{entry.name}' names {len(combinations)} runs; a name is for one run.")
-        if entry.name in _RESERVED:
-            raise UserError(f"'{entry.name}' cannot be the name of a run; choose another.")
-        for name, gate, prior, beta, seed in combinations:
+        for name, gate, prior, beta, seed in _combinations(entry):
+            decided = [f"training.seed={seed}", f"model.gate={gate}"]
             if prior is None:
-                own = [*entry.set, f"training.seed={seed}", f"model.gate={gate}"]
-                changes = [*part.set, f'objective={{name="{name}"}}', *own]
+                changes = [f'objective={{name="{name}"}}', *entry.set, *decided]
             else:
-                changes = [*part.set, *entry.set, *_changes(name, gate, prior, beta, seed)]
-            settings = read_settings(source, overrides, of_study=changes)
-            objective = with_source(settings.objective)
-            settings = msgspec.structs.replace(settings, objective=objective)
+                changes = [*entry.set, *decided, *_objective_changes(name, prior, beta)]
+            settings = read_settings(source, overrides, of_study=[*part.set, *changes])
+            settings = msgspec.structs.replace(settings, objective=with_source(settings.objective))
             task = part.name or type(settings.task).__name__.lower()
-            words = _custom_name(objective, gate, seed) if prior is None else _name(objective, gate, prior, beta, seed)
-            made.append(
-                StudyRun(
-                    name=entry.name or f"{task}-{words}",
-                    settings=settings,
-                    objective=name,
-                    gate=gate,
-                    prior=prior,
-                    beta=beta,
-                    seed=seed,
-                    of=entry,
-                )
-            )
-    return made
+            made = entry.name or f"{task}-{_run_name(settings.objective, gate, prior, beta, seed)}"
+            runs.append(StudyRun(made, settings, name, gate, prior, beta, seed, entry))
+    return runs
 
 
 def usual_objective(gate: GateKind, prior: Prior) -> str:
@@ -243,44 +295,36 @@ def usual_objective(gate: GateKind, prior: Prior) -> str:
 
 def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, float | None, int]]:
     count = prod(max(1, len(axis)) for axis in (grid.objective, grid.gate, grid.prior, grid.beta, grid.seed))
-    if count > _MOST_RUNS:
-        raise UserError(f"The lists of these runs make {count:,} of them; shorten them to {_MOST_RUNS:,} at most.")
-    if grid.objective and not _is_built_in(grid.objective[0]):
-        return [
-            (custom, gate, None, None, seed) for custom, gate, seed in product(grid.objective, grid.gate, grid.seed)
-        ]
+    if count > _MAX_RUNS:
+        raise UserError(f"The lists of these runs make {count:,} of them; shorten them to {_MAX_RUNS:,} at most.")
+    if grid.objective and grid.objective[0] not in BUILT_IN:
+        return [(name, gate, None, None, seed) for name, gate, seed in product(grid.objective, grid.gate, grid.seed)]
     every = product(grid.objective or ("",), grid.gate, grid.prior, grid.beta, grid.seed)
     return list(
         dict.fromkeys((o or usual_objective(g, p), g, p, None if g == "none" else b, s) for o, g, p, b, s in every)
     )
 
 
-def _changes(objective: str, gate: GateKind, prior: Prior, beta: float | None, seed: int) -> list[str]:
+def _objective_changes(objective: str, prior: Prior, beta: float | None) -> list[str]:
+    changes = [f"objective.name={objective}"]
+    if beta is not None:
+        changes.append(f"objective.beta={beta}")
     if prior == "final":
-        if objective != "final":
-            raise UserError(
-                f"A run with the objective '{objective}' needs a prior over all loops: 'uniform', or a lambda."
-            )
-        return [f"training.seed={seed}", "objective.name=final", "model.gate=none"]
-    changes = [f"training.seed={seed}", f"objective.name={objective}", f"model.gate={gate}"]
-    changes += [] if beta is None else [f"objective.beta={beta}"]
+        return changes
     if prior == "uniform":
         return [*changes, "objective.prior=uniform"]
     return [*changes, "objective.prior=geometric", f"objective.geometric_lambda={prior}"]
 
 
-def _name(objective: Objective, gate: GateKind, prior: Prior, beta: float | None, seed: int) -> str:
+def _run_name(objective: Objective, gate: GateKind, prior: Prior | None, beta: float | None, seed: int) -> str:
+    """By what the run is, with nothing that a folder's name cannot have."""
+    if prior is None:  # a function of the user's, with its options
+        options = [f"{key}{value}" for key, value in (objective.options or {}).items()]
+        words = [objective.name.partition(":")[2], *options, *([] if gate == "none" else [gate]), f"s{seed}"]
+        return re.sub(r"[^\w.-]", "_", "-".join(words))
     family = "fixed" if beta is None else f"{gate}-b{beta:g}"
     if objective.name == "decoupled_gate":
         family = f"decoupled-{family}"
     elif objective.name == "random_depth":
         family = f"random-truncated{objective.truncated}" if objective.truncated else "random"
-    words = prior if isinstance(prior, str) else f"geometric{prior:g}"
-    return f"{words}-{family}-s{seed}"
-
-
-def _custom_name(objective: Objective, gate: GateKind, seed: int) -> str:
-    """By the function's name and its options, with nothing that a folder's name cannot have."""
-    options = [f"{key}{value}" for key, value in (objective.options or {}).items()]
-    words = [objective.name.partition(":")[2], *options, *([] if gate == "none" else [gate]), f"s{seed}"]
-    return re.sub(r"[^\w.-]", "_", "-".join(words))
+    return f"{prior if isinstance(prior, str) else f'geometric{prior:g}'}-{family}-s{seed}"

@@ -1,0 +1,158 @@
+"""In which words is a finding told? The sentence of a verdict, and text and tables in lines of at most 80 letters."""
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.stats import rankdata
+
+from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject
+from loopscope.analysis.targets import TargetLevel, harm_of_depth, percent_text
+from loopscope.exits.recorded_signals import has_signal
+from loopscope.trajectory import Trajectory
+
+WIDTH = 80
+_HEADS = {
+    "readout": "The readout is to blame",
+    "trajectory": "The trajectory is to blame",
+    "readout and trajectory": "Both parts are to blame",
+    "neither": "Neither part is to blame",
+    "cannot tell": "Whether a part is to blame cannot be told",
+}
+_MAX_INVERTED = 0.35
+"""A gate that knows nothing has 0.5; one with its sign flipped has what is missing to 1 from a good one's."""
+_MAX_ALIKE = 0.05
+"""Loops: less than what the training of another seed changes."""
+_UNBREAKABLE = re.compile(r" (?=%)|(?<=[\d\]]) (?=\[)|(?<=,) (?=[+-]\d)|(?<=%) (?=interval)")
+"""Blanks at which no line ends: before a percent sign, in an interval and before it."""
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_BETWEEN_COLUMNS = "  "
+
+
+def verdict_sentence(
+    subject: Subject,
+    reference: Subject | None,
+    level: TargetLevel,
+    readout: Gap | None,
+    trajectory: Gap | None,
+    verdict: str,
+) -> str:
+    """What is to blame, why, and what else is remarkable about the model."""
+    remarks = [harm_of_depth(subject.validation)]
+    if subject.ceiling < level.accuracy - 1e-9:
+        at_best = rounded_percent(subject.ceiling)
+        remarks.insert(0, f"No loop of it reaches {percent_text(level.accuracy)} (at best {at_best}).")
+    if reference is subject and not subject.has_gate:
+        best = subject.best(level.accuracy)
+        depth = subject.curves(best).depth_at(level.reached)[0]
+        if not np.isnan(depth):
+            reached = f"With {best} it reaches {percent_text(level.reached)} in {depth:.2f} loops on average."
+            remarks.insert(0, reached)
+        return " ".join(filter(None, ("It is the reference, and has no gate of its own.", *remarks)))
+    if readout is not None and readout.sign > 0 and gate_is_inverted(subject.test):
+        remarks.append(
+            "Its halt probability is higher where loop 1 is wrong than where it is right: was the sign of gate_logits "
+            "flipped?"
+        )
+    findings = [_on_readout(subject, readout), _on_trajectory(subject, reference, trajectory)]
+    open_trajectory = reference is not None and (trajectory is None or not (trajectory.sign or trajectory.is_no_more))
+    if verdict == "trajectory" or (verdict == "cannot tell" and open_trajectory):
+        findings.reverse()  # the reason for the verdict comes first
+    head = _HEADS[verdict]
+    if subject.test.num_units < MIN_UNITS:
+        what = "test example" if subject.test.sequences is None else "test sequence"
+        head = f"Nothing can be told from {subject.test.num_units} {what}{'s' * (subject.test.num_units != 1)}"
+    elif reference is None and verdict == "cannot tell" and readout is not None:
+        head = "The readout is not found to be at fault"
+    return " ".join(filter(None, (f"{head}: {'; '.join(findings)}.", *remarks)))
+
+
+def gate_is_inverted(test: Trajectory) -> bool:
+    """Whether halting is clearly likelier where loop 1 is wrong, as it is if the signs of the gate's logits are."""
+    if test.gate_logits is None:
+        return False
+    right = test.correct[:, 0]
+    if min(right.sum(), (~right).sum()) < MIN_UNITS:
+        return False
+    ranks = rankdata(test.gate_logits[:, 0])
+    above = (ranks[right].mean() - (right.sum() + 1) / 2) / (~right).sum()  # the chance that a right one is above
+    return bool(above < _MAX_INVERTED)
+
+
+def _on_readout(subject: Subject, gap: Gap | None) -> str:
+    if not subject.has_gate:
+        recordings = {"validation": subject.validation, "test": subject.test}
+        lacking = [split for split, recording in recordings.items() if not has_signal("gate", recording)]
+        if len(lacking) == 1:
+            return f"the {lacking[0]} recording alone has no gate logits, and to judge the gate takes both"
+        return "the model has no gate of its own to compare with"
+    if gap is None:
+        return "the model's gate and the best readout reach no accuracy above chance together"
+    if gap.first == gap.second:
+        return f"validation data choose the model's own gate as the best readout at {percent_text(gap.accuracy)}"
+    return _compared("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
+
+
+def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None) -> str:
+    if reference is None:
+        return "without a reference the trajectory cannot be judged"
+    if reference is subject:
+        return "its trajectory is the reference itself"
+    if gap is None:
+        return "it reaches no accuracy above chance together with the reference"
+    return _compared("with its best readout it", "the reference", gap, "whether its trajectory is worse")
+
+
+def _compared(name: str, other: str, gap: Gap, question: str) -> str:
+    at, size = percent_text(gap.accuracy), gap_text(gap)
+    if gap.is_nothing:
+        return f"{name} takes as many loops as {other} to reach {at}"
+    if gap.sign == 0 and gap.units >= MIN_UNITS and max(abs(gap.low), abs(gap.high)) <= _MAX_ALIKE:
+        return f"{name} takes about as many loops as {other} to reach {at} ({size})"
+    if gap.is_no_more and (gap.sign == 0 or gap.high < 0):  # else one of them misses the target
+        return f"{name} takes no more loops than {other} to reach {at} ({size})"
+    if gap.sign == 0:
+        return f"{question} than {other} is open ({size} at {at})"
+    if gap.low > 0 or gap.high < 0:
+        low, high = sorted((abs(gap.low), abs(gap.high)))
+        more = "more" if gap.low > 0 else "fewer"
+        return f"{name} takes {abs(gap.value):.2f} loops [{low:.2f}, {high:.2f}] {more} than {other} to reach {at}"
+    misses, reaches = (name, other) if gap.sign > 0 else (other, name)
+    return f"{misses} misses the target that {reaches} reaches (at {at}, which both reach: {size})"
+
+
+def gap_text(gap: Gap) -> str:
+    return f"{gap.value:+z.2f} loops [{gap.low:+z.2f}, {gap.high:+z.2f}]"
+
+
+def rounded_percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def wrapped(text: str, width: int = WIDTH) -> str:
+    """The text in lines of this width, where no word is longer."""
+    whole = _UNBREAKABLE.sub(_NO_BREAK, text)
+    return textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False).replace(_NO_BREAK, " ")
+
+
+def aligned(rows: Sequence[Sequence[str]], width: int = WIDTH) -> list[str]:
+    """The lines of a table; its widest columns break their cells until it fits, as far as its words let it."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    least = [max(len(word) for cell in column for word in _words(cell)) for column in columns]
+    while sum(widths) + len(_BETWEEN_COLUMNS) * (len(widths) - 1) > width and widths != least:
+        _, widest = max((size, place) for place, size in enumerate(widths) if size > least[place])
+        widths[widest] -= 1
+    lines = []
+    for row in rows:
+        cells = [wrapped(cell, size).split("\n") for cell, size in zip(row, widths, strict=True)]
+        for number in range(max(map(len, cells))):
+            parts = [cell[number] if number < len(cell) else "" for cell in cells]
+            padded = (part.ljust(size) for part, size in zip(parts, widths, strict=True))
+            lines.append(_BETWEEN_COLUMNS.join(padded).rstrip())
+    return lines
+
+
+def _words(cell: str) -> list[str]:
+    return _UNBREAKABLE.sub(_NO_BREAK, cell).split(" ")

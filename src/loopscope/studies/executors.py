@@ -1,0 +1,340 @@
+"""How are the steps of a study done? By worker processes here, or as Ray tasks; all of them write to one store.
+
+With the same number of threads a worker, the results do not depend on how many workers there are, nor on where they
+run. A training run that was interrupted, or whose node died, goes on from its last checkpoint.
+"""
+
+import fcntl
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from loopscope.errors import UserError
+from loopscope.machine import cores, keep_memory, out_of_memory
+from loopscope.progress import ProgressCallback
+from loopscope.studies.plan import Model, Plan
+from loopscope.studies.steps import Step, Time, Train, all_steps, to_be_done
+from loopscope.training.estimate import TimeEstimate, estimate_time
+from loopscope.writing import remove_scratch
+
+Executor = Literal["local", "ray"]
+StepResult = BaseException | str | None
+"""What became of a step: an error, or that something it needs failed, or (None) that it is done."""
+_HELD_UP = "held up"
+_LEAVING_SECONDS = 10.0
+"""In which a worker with nothing to do ends."""
+_RAY_RETRIES = 10
+_RAY_SECONDS = 1.0
+"""Between two looks at the store."""
+
+
+def run_study(
+    plan: Plan,
+    store: Path,
+    progress_callback: ProgressCallback,
+    engine: Executor = "local",
+    address: str | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    workers: int | None = None,
+) -> int:
+    """Makes every artifact that is missing in the store; returns how many there were to make."""
+    models = sorted(plan.models, key=_seed)  # every variant with one seed, before any with the next
+    goals = [step for model in models for step in model.goals]
+    steps = to_be_done(goals, store)
+    if not steps:
+        return 0
+    for step in steps:
+        if isinstance(step, Train):
+            step.check(store)
+    store.mkdir(parents=True, exist_ok=True)
+    remove_scratch(store)
+    work = StudyWork(all_steps(goals), store, device, threads, progress_callback)
+    for timing, at_a_time in ((False, workers), (True, 1)):  # what is timed runs last, and locally by itself
+        ready = [step for step in steps if isinstance(step, Time) is timing and not work.hold_up(step)]
+        if ready and engine == "ray":
+            _run_on_ray(ready, work, address)
+        elif ready:
+            _run_locally(ready, work, at_a_time)
+    work.check_failures()
+    return len(steps)
+
+
+def _seed(model: Model) -> int:
+    return 0 if model.training is None else model.training.settings.training.seed
+
+
+def training_time(steps: Iterable[Step], store: Path, device: str = "cpu") -> list[TimeEstimate]:
+    """About how long each training run that is missing would take on this machine; runs of one shape are timed once."""
+    known: dict[object, TimeEstimate] = {}  # of one step
+    found = []
+    for step in steps:
+        if isinstance(step, Train) and not step.done(store):
+            settings = step.settings
+            shape = (settings.model, settings.task, settings.training.batch_size)
+            if shape not in known:
+                known[shape] = estimate_time(settings, torch.device(device), settings.training.steps - 1)
+            left = step.units - step.units_done(store)
+            found.append(replace(known[shape], seconds=known[shape].seconds * left))
+    return found
+
+
+class StudyWork:
+    """What is done where, how far it has come (read off the store), and what failed.
+
+    A step that fails takes with it what needs it, and nothing else.
+    """
+
+    def __init__(
+        self, everything: list[Step], store: Path, device: str, threads: int, advance: ProgressCallback
+    ) -> None:
+        self.store, self.device, self.threads, self._advance = store, device, threads, advance
+        self._units = sum(step.units for step in everything)
+        self._done = {step.key: step.units_done(store) for step in everything}
+        self._errors: dict[str, UserError] = {}
+        self._skipped: set[str] = set()
+        self.look_at([])
+
+    def look_at(self, running: Iterable[Step]) -> None:
+        """Updates the progress of steps that are running or have just ended."""
+        for step in running:
+            self._done[step.key] = step.units_done(self.store)
+        self._advance(sum(self._done.values()), self._units, "")
+
+    def end(self, step: Step, result: StepResult) -> None:
+        """Notes an error that says what to do; any other is raised."""
+        if isinstance(result, UserError):
+            self._errors[step.key] = result
+        elif isinstance(result, BaseException):
+            raise result
+        elif result is not None:
+            self._skipped.add(step.key)
+
+    def hold_up(self, step: Step) -> bool:
+        """Whether something that the step needs has failed, so that it cannot be done either."""
+        if any(needed.key in self._errors or needed.key in self._skipped for needed in step.needs):
+            self._skipped.add(step.key)
+            return True
+        return False
+
+    def check_failures(self) -> None:
+        """Says what failed, if anything did."""
+        if not self._errors:
+            return
+        key, error = next(iter(self._errors.items()))
+        counted = "One step" if len(self._errors) == 1 else f"{len(self._errors)} steps"
+        rest = f", and {len(self._skipped)} that need them were left out" if self._skipped else ""
+        raise UserError(
+            f"{counted} of the study failed{rest}; all others are done. The first, {key}: {error} Whatever is damaged "
+            "in the store can be removed: it is made again."
+        )
+
+
+def do_step(step: Step, store: Path, device: str) -> None:
+    """Does a step, unless somebody has done it meanwhile; who does it already is waited for."""
+    locks = store / ".locks"
+    locks.mkdir(exist_ok=True)
+    with (locks / step.key).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if step.done(store):
+            return
+        try:
+            step.run(store, torch.device(device))
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"there is not enough memory for it on {device}; take a device that has more, or smaller batches."
+            ) from error
+
+
+def _prepare_process(threads: int) -> None:
+    """Before steps are done in it: with another number of threads, floats add up in another order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA
+    torch.set_num_threads(threads)
+    keep_memory()
+
+
+def _run_locally(steps: list[Step], work: StudyWork, workers: int | None) -> None:
+    """Does all steps, each when what it needs is done, in their order, as many at a time as there are workers."""
+    count = min(workers or (max(1, cores() // work.threads) if work.device == "cpu" else 1), len(steps))
+    waiting = {step.key: step for step in steps}
+    with _workers(count, work) as pool:
+        while waiting or any(worker.step for worker in pool):
+            busy = {worker.step.key for worker in pool if worker.step}
+            for step in list(waiting.values()):
+                if (idle := next((worker for worker in pool if not worker.step), None)) is None:
+                    break
+                if work.hold_up(step):
+                    del waiting[step.key]
+                elif not any(needed.key in waiting or needed.key in busy for needed in step.needs):
+                    idle.begin(waiting.pop(step.key))
+                    busy.add(step.key)
+            running = {worker.pipe: worker.step for worker in pool if worker.step}
+            work.look_at(running.values())
+            ended = wait(list(running), timeout=0.5)
+            for worker in pool:
+                if worker.pipe in ended:
+                    work.end(running[worker.pipe], worker.end())
+            work.look_at(running[pipe] for pipe in running if pipe in ended)
+
+
+class _Worker:
+    """A process that does one step after the other: the steps go through its pipe, and what became of them comes back.
+
+    The standard library's pools need semaphores that have names, and a study that is killed would leave them behind.
+    """
+
+    def __init__(self, work: StudyWork) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        given = (theirs, work.store, work.device, work.threads, os.getpid())
+        self.process = context.Process(target=_serve, args=given, daemon=True)
+        self.process.start()
+        theirs.close()
+        self.step: Step | None = None
+
+    def begin(self, step: Step) -> None:
+        self.step = step
+        self.pipe.send(step)
+
+    def end(self) -> StepResult:
+        """What became of its step, which has ended."""
+        self.step = None
+        try:
+            result: StepResult = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            raise UserError(
+                "A worker process died (out of memory?); the same command continues where it stopped."
+            ) from None
+        return result
+
+
+@contextmanager
+def _workers(count: int, work: StudyWork) -> Iterator[list[_Worker]]:
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, str(work.threads)))  # their linear algebra keeps to its threads, too
+    try:
+        pool = [_Worker(work) for _ in range(count)]
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    try:
+        yield pool
+    finally:
+        for worker in pool:
+            worker.pipe.close() if worker.step is None else worker.process.terminate()  # an idle one ends by itself
+        for worker in pool:
+            worker.process.join(_LEAVING_SECONDS)
+            worker.process.terminate()
+            worker.process.join()
+
+
+def _serve(pipe: Connection, store: Path, device: str, threads: int, parent: int) -> None:
+    """A worker's life; it ends with the study that it works for, however that one ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a group: the study ends its workers itself
+    _prepare_process(threads)
+
+    def exit_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    while True:
+        try:
+            step = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            do_step(step, store, device)
+            pipe.send(None)
+        except Exception as error:
+            error.add_note(traceback.format_exc())  # an exception leaves its own behind when it is sent
+            pipe.send(error)
+
+
+def _run_on_ray(steps: list[Step], work: StudyWork, address: str | None) -> None:
+    """Does all steps on the cluster at `address`, whose nodes share the store, or on a Ray of this machine's own.
+
+    Ray starts a task when what it needs is done, and starts it again elsewhere when its node dies.
+    """
+    ray = _connect(address)
+    try:
+        _check_resources(ray, work)
+        task = ray.remote(num_cpus=work.threads, max_retries=_RAY_RETRIES)(_ray_task)
+        refs: dict[str, Any] = {}
+        for step in steps:
+            gpus = 1 if work.device.startswith("cuda") and step.uses_device else 0
+            given = (step, work.store.resolve(), work.device if gpus else "cpu", work.threads)
+            needed = [refs[need.key] for need in step.needs if need.key in refs]
+            refs[step.key] = task.options(num_gpus=gpus).remote(*given, *needed)
+        step_of = dict(zip(refs.values(), steps, strict=True))
+        waiting = list(step_of)
+        while waiting:
+            ended, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_RAY_SECONDS)
+            for ref in ended:
+                work.end(step_of[ref], _ray_result(ray, ref))
+            work.look_at(step_of[ref] for ref in (*ended, *waiting))
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None) -> Any:
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise UserError("--engine ray needs Ray; install it with: pip install 'loopscope[ray]'.") from None
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    place = {"num_cpus": cores(), "include_dashboard": False} if address is None else {"address": address}
+    try:
+        ray.init(log_to_driver=False, logging_level="error", **place)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"There is no Ray cluster to reach at '{address or 'this machine'}' ({reason}).") from None
+    return ray
+
+
+def _check_resources(ray: Any, work: StudyWork) -> None:
+    """Rejects what no node can take: such a task would wait for ever."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = 1 if work.device.startswith("cuda") else 0
+    if not any(node.get("CPU", 0) >= work.threads and node.get("GPU", 0) >= gpus for node in nodes):
+        most = max((int(node.get("CPU", 0)) for node in nodes), default=0)
+        resources = f"{work.threads} CPUs" + (" and a GPU" if gpus else "")
+        raise UserError(f"No node of the Ray cluster has {resources} (the largest has {most} CPUs); ask for less.")
+
+
+def _ray_task(step: Step, store: Path, device: str, threads: int, *needed: StepResult) -> StepResult:
+    """What a worker does; it hands on what became of it, so that what needs a failed step is not tried."""
+    if any(result is not None for result in needed):
+        return _HELD_UP
+    _prepare_process(threads)
+    try:
+        do_step(step, store, device)
+    except UserError as error:
+        return error
+    return None
+
+
+def _ray_result(ray: Any, ref: Any) -> StepResult:
+    try:
+        result: StepResult = ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        return error  # a bug: its traceback is the worker's
+    except ray.exceptions.RayError as error:
+        return UserError(f"it was lost {_RAY_RETRIES} times with its worker or node ({type(error).__name__}).")
+    return result

@@ -1,0 +1,108 @@
+"""Paired comparisons: by hand, against a bootstrap written out, in words, and what is rejected."""
+
+import numpy as np
+import pytest
+from conftest import random_trajectory
+from simulated import pair
+
+import loopscope as ls
+from loopscope.analysis.bootstrap import Estimate
+from loopscope.analysis.comparison import Comparison, Paired, Side, paired
+from loopscope.analysis.gaps import Subject, depth_gap
+
+
+def test_by_hand() -> None:
+    right = np.array([[1, 1], [0, 1], [0, 1], [1, 0]])
+    trajectory = ls.Trajectory(logits=None, labels=np.ones(4, int), predictions=right)
+    sides = [Side(str(depth), ls.ExitPolicy("fixed", depth), trajectory) for depth in (1, 2)]
+    told = paired(*sides, resamples=200)
+    assert (told.accuracy.value, told.loops.value) == (-0.25, -1.0)
+    assert (told.loops.low, told.loops.high) == (-1.0, -1.0)
+    assert (told.only_first_right, told.only_second_right, told.examples) == (1, 2, 4)
+    assert told.accuracy.low < -0.25 < told.accuracy.high
+
+
+def test_the_interval_against_a_bootstrap_written_out() -> None:
+    trajectory = random_trajectory(rows=300)
+    first, second = ls.ExitPolicy("margin", 1.0), ls.ExitPolicy("entropy", 0.9)
+    told = paired(Side("a", first, trajectory), Side("b", second, trajectory), resamples=2000)
+    rows = np.arange(300)
+    ours, theirs = (trajectory.correct[rows, policy.exit_loops(trajectory) - 1] for policy in (first, second))
+    difference = ours.astype(int) - theirs
+    rng = np.random.default_rng(5)
+    means = [difference[rng.integers(0, 300, 300)].mean() for _ in range(2000)]
+    assert told.accuracy.value == difference.mean()
+    assert [told.accuracy.low, told.accuracy.high] == pytest.approx(np.percentile(means, [2.5, 97.5]), abs=0.012)
+    apart = (ours.var() + theirs.var()) / 300
+    assert told.accuracy.high - told.accuracy.low < 2 * 1.96 * apart**0.5  # pairing narrows it
+
+
+def test_two_models_on_the_same_examples() -> None:
+    first, second = random_trajectory(seed=1), random_trajectory(seed=2)
+    second = ls.Trajectory(logits=second.logits, labels=first.labels)
+    told = paired(*(Side("m", ls.ExitPolicy("margin", 1.0), each) for each in (first, second)))
+    assert told.accuracy.value > 0
+    with pytest.raises(ls.UserError, match="same examples"):
+        paired(*(Side("m", ls.ExitPolicy("margin", 1.0), random_trajectory(seed=seed)) for seed in (1, 2)))
+
+
+def test_the_depth_gap_of_two_readouts() -> None:
+    subject = Subject(random_trajectory(seed=1), random_trajectory(seed=2))
+    gap = depth_gap(0.6, (subject, "margin"), (subject, "fixed"))
+    assert gap is not None
+    assert (gap.first, gap.second) == ("margin", "fixed")
+    assert gap.low <= gap.value <= gap.high
+    same = depth_gap(0.6, (subject, "margin"), (subject, "margin"))
+    assert same is not None
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+    with pytest.raises(ls.UserError, match="do not have the readout 'gate:x'"):
+        depth_gap(0.6, (subject, "gate:x"), (subject, "margin"))
+
+
+def test_two_readouts_compared_from_python() -> None:
+    late = pair(right=0.47, late_gate=True)
+    compared = ls.compare(*late, "gate", "margin")
+    assert compared.depth is not None
+    assert compared.depth.sign == 1
+    assert compared.depth.target == pytest.approx(late[0].correct[:, -1].mean() - 0.01)
+    at = f"{100 * compared.depth.accuracy:g} %"
+    assert compared.sentence.startswith(f"margin takes fewer loops than gate to reach {at}. At the thresholds that ")
+    assert (
+        f"Compared on 1,500 test examples, of which {compared.selected.only_first_right:,} are right"
+        in compared.sentence
+    )
+    assert max(map(len, str(compared).splitlines())) <= 80
+    assert ls.compare(*late, "margin", "gate").sentence.startswith(f"margin takes fewer loops than gate to reach {at}.")
+    other = ls.compare(*late, "gate", "margin", other=pair(right=0.6))
+    assert (other.selected.first, other.selected.second) == ("gate on this model", "margin on the other model")
+    for words in ({}, {"other": late}):
+        with pytest.raises(ls.UserError, match="'gate' is the same as itself; give another readout"):
+            ls.compare(*late, "gate", "gate", **words)
+
+
+def test_a_comparison_says_what_its_intervals_tell() -> None:
+    """At a threshold of its own each: less is better of loops, more of accuracy, and what holds zero is open."""
+    up, down, nothing, both = (Estimate(*each) for each in ((1, 0.5, 2), (-1, -2, -0.5), (0, 0, 0), (0, -1, 1)))
+
+    def told(accuracy: Estimate, loops: Estimate, units: int = 100) -> str:
+        return Comparison(Paired("a", "b", accuracy, loops, 3, 4, 100), None, "100 test examples", units).verdict
+
+    assert told(up, down).endswith("validation chose, a takes fewer loops; a is more accurate.")
+    assert told(down, up).endswith("validation chose, b takes fewer loops; b is more accurate.")
+    assert told(nothing, nothing).endswith("both take as many loops; both are equally accurate.")
+    assert told(both, both).endswith(
+        "which of the two takes fewer loops is open; which of the two is more accurate is open."
+    )
+    assert told(up, down, 29).startswith("Which of the two is better cannot be told from 100 test examples")
+
+
+def test_readouts_are_not_compared_at_chance() -> None:
+    guesses, knows = pair(right=0.0), pair(right=0.9)
+    compared = ls.compare(*guesses, "margin", "gate")
+    assert compared.depth is None
+    assert compared.sentence.startswith(ls.diagnose(*guesses).sentence)
+    assert "D@" not in str(compared)
+    beside = ls.compare(*knows, "margin", "gate", other=guesses)
+    assert beside.depth is None
+    assert beside.sentence.startswith(f"the other model: {ls.diagnose(*guesses).sentence}")
+    assert "No verdict" not in str(ls.compare(*knows, "margin", "gate"))

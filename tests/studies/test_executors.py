@@ -1,0 +1,200 @@
+"""Running studies: continued after any end, nothing made twice, and what fails takes with it what needs it."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_study import TINY, finished, one_run, planned
+
+import loopscope as ls
+from loopscope.cli import main
+from loopscope.progress import silent
+from loopscope.studies.executors import StudyWork, do_step, run_study
+from loopscope.studies.steps import Step, to_be_done
+
+__all__ = ["finished"]
+
+
+def test_it_makes_results_and_products(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = finished / "tiny" / "report"
+    results = json.loads((report / "results.json").read_bytes())
+    names = [model["name"] for model in results["models"]]
+    assert names[:2] == ["mano-geometric0.3-fixed-s0", "mano-geometric0.3-fixed-s1"]
+    assert [model["is_reference"] for model in results["models"]] == [True, True, False, False, False, False]
+    readouts = [frontier["readout"] for frontier in results["models"][0]["frontiers"]]
+    assert readouts[-2:] == ["gate:linear-ponder", "gate:linear-utility"]  # stoppers take a model with a verdict
+    assert results["models"][0]["extrapolation"]["forced_accuracy_by_difficulty"]["levels"] == [3, 4]
+    assert results["groups"][0]["names"] == names[:2]
+    made = {path.stem for path in report.glob("*.png")}
+    assert {"lambda_frontiers", "posthoc_fixed", "geometric_extrapolation", "main_exit_distributions"} <= made
+    assert "teaser" not in made  # there is no MLP gate
+    tables = (report / "tables.md").read_text()
+    assert "the counterpart of the paper's table 2" in tables
+    assert "1.38 ± 0.16" in tables
+    assert main(["study", "status", str(TINY), "--out", str(finished / "tiny"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["done"] == told["steps"] == 32
+    assert set(told["models"].values()) == {"analysed"}
+
+
+def test_one_product_leaves_the_report_alone(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["study", "report", str(TINY), "--out", str(finished / "tiny"), "--product"]
+    before = {path: path.read_bytes() for path in (finished / "tiny" / "report").glob("*.[hjm]*")}
+    assert main([*words, "gate_summary", "--product", "teaser"]) == 0
+    out, err = capsys.readouterr()
+    assert "3.58" not in out
+    assert "linear gate, geometric 0.3" in out
+    assert "teaser cannot be made" in err
+    assert main([*words, "teaser"]) == 2
+    assert main([*words, "tizer"]) == 2
+    assert "no product 'tizer'" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_nothing_is_made_twice(finished: Path) -> None:
+    plan, store = planned(TINY), finished / "store"
+    assert to_be_done([model.analysis for model in plan.models], store) == []
+    times = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
+    assert run_study(plan, store, silent) == 0
+    assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == times
+
+
+@pytest.mark.long
+def test_killed_twice_it_ends_with_the_same_bytes(finished: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loopscope.cli", "study", "run", str(TINY), "--out", str(tmp_path / "tiny")]
+    for last in ("run-*/metrics.jsonl", "analysis-*"):
+        with subprocess.Popen(
+            [*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        ) as process:
+            while not list((tmp_path / "store").glob(last)):
+                assert process.poll() is None, "it ended before it was killed"
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not (tmp_path / "tiny" / "report").exists()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for name in ("results.json", "tables.md"):
+        through, killed = (folder / "tiny" / "report" / name for folder in (finished, tmp_path))
+        assert through.read_bytes() == killed.read_bytes()
+
+
+def test_who_makes_a_step_already_is_waited_for(finished: Path, tmp_path: Path) -> None:
+    step = planned(TINY).models[-1].training
+    locks = tmp_path / ".locks"
+    locks.mkdir()
+    with ThreadPoolExecutor() as pool:
+        with (locks / step.key).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            waiting = pool.submit(do_step, step, tmp_path, "cpu")
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.5)
+            shutil.copytree(step.folder(finished / "store"), step.folder(tmp_path))
+        waiting.result(timeout=60)
+    weights = step.folder(tmp_path) / "model.safetensors"
+    assert weights.read_bytes() == (step.folder(finished / "store") / "model.safetensors").read_bytes()
+
+
+def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
+    whole, store = planned(TINY), tmp_path / "store"
+    plan = replace(whole, models=whole.models[-2:])
+    hindered = plan.models[0].training.folder(store)
+    hindered.mkdir(parents=True)
+    (hindered / "thesis.txt").write_text("mine")
+    with pytest.raises(ls.UserError, match="One step of the study failed, and 3 that need.*not a run"):
+        run_study(plan, store, silent, workers=1)
+    assert (hindered / "thesis.txt").read_text() == "mine"
+    assert [model.analysis.done(store) for model in plan.models] == [False, True]
+    assert len(plan.results(store).models) == 1
+    (hindered / "thesis.txt").unlink()
+    assert len(to_be_done(plan.steps, store)) == 4
+
+
+class Huge(Step, frozen=True):
+    kind = "huge"
+
+    def run(self, store: Path, device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Wrong(Step, frozen=True):
+    kind = "wrong"
+
+    def run(self, store: Path, device: torch.device) -> None:
+        raise RuntimeError("a bug")
+
+
+def test_a_step_without_room_fails_alone(tmp_path: Path) -> None:
+    step = Huge()
+    work = StudyWork([step], tmp_path, "cpu", 1, silent)
+    with pytest.raises(ls.UserError, match="not enough memory for it on cpu") as failed:
+        do_step(step, tmp_path, "cpu")
+    work.end(step, failed.value)  # noted, not raised: others go on
+    with pytest.raises(ls.UserError, match="One step of the study failed"):
+        work.check_failures()
+    with pytest.raises(RuntimeError, match="a bug"):
+        do_step(Wrong(), tmp_path, "cpu")
+
+
+def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "x")]
+    (tmp_path / "file").write_text("mine")
+    for words, told in (
+        (["run", "nowhere.toml", *out], "There is no file nowhere.toml; give a TOML file, or one of: demo"),
+        (["report", str(TINY), *out], "Nothing of this study is analysed yet"),
+        (["run", "paper", *out], "start it anyway with --force"),
+        (["run", str(TINY), *out, "--device", "foo"], "There is no device 'foo'"),
+        (["run", str(TINY), *out, "--store", str(tmp_path / "file")], "is a file"),
+        (["run", str(TINY), *out, "--address", "auto"], "add --engine ray"),
+    ):
+        assert main(["study", *words]) == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+CUSTOM = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+def last_two(loops, weight=1.0):
+    return loops.cross_entropy[-1] + weight * loops.cross_entropy[-2]
+def gated(loops):
+    return (loops.cross_entropy * loops.gate_logits.softmax(0)).sum(0)
+def missing(loops):
+    return loops.nothing
+"""
+
+
+def test_objectives_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module, store = tmp_path / "study_losses.py", tmp_path / "store"
+    module.write_text(CUSTOM)
+    entry = '[[parts.runs]]\nobjective = ["study_losses:{}"]\n{}\n'
+    weighted = entry.format("last_two", 'set = ["objective.options.weight=0.5"]')
+    study = one_run(tmp_path, weighted + entry.format("gated", 'gate = ["linear"]'))
+    plan = planned(study)
+    names = ["mano-geometric0.3-fixed-s0", "mano-last_two-weight0.5-s0", "mano-gated-linear-s0"]
+    assert [model.name for model in plan.models] == names
+    module.write_text(CUSTOM + "# another text\n")
+    after = planned(study)
+    same = [old.training.key == new.training.key for old, new in zip(plan.models, after.models, strict=True)]
+    assert same == [True, False, False]
+    assert not (tmp_path / "imported").exists()  # planning reads and runs nothing
+    some = replace(after, models=after.models[1:2])
+    run_study(some, store, silent, workers=1)
+    (model,) = some.results(store).models
+    assert model.label == "study_losses:last_two, weight 0.5"
+    (tmp_path / "imported").unlink()
+    assert run_study(some, store, silent) == 0  # all of it is there
+    assert not (tmp_path / "imported").exists()
+    wrong = one_run(tmp_path, entry.format("missing", ""))
+    with pytest.raises(ls.UserError, match=r"has no attribute 'nothing' \(study_losses.py, line 9\)"):
+        run_study(planned(wrong), tmp_path / "other", silent)
+    assert not (tmp_path / "other").exists()  # it is said before anything is made

@@ -1,0 +1,159 @@
+"""Plans of studies: by what makes what, with names in a folder that no other study takes over."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_study import GATE, TINY, changed, finished, one_run, planned
+
+import loopscope as ls
+from loopscope.cli import main
+from loopscope.studies.executors import do_step
+from loopscope.studies.plan import Plan
+from loopscope.studies.steps import Analyse, Certify, Fit, Record, Step, Train, to_be_done
+
+__all__ = ["finished"]
+
+
+def keys(plan: Plan, kind: type[Step]) -> set[str]:
+    return {step.key for step in plan.steps if isinstance(step, kind)}
+
+
+def test_the_plan_has_every_step_once_and_in_order() -> None:
+    steps = planned(TINY).steps
+    assert [sum(isinstance(step, kind) for step in steps) for kind in (Train, Record, Fit, Analyse)] == [6, 16, 4, 6]
+    seen: set[str] = set()
+    for step in steps:
+        assert step.key not in seen
+        assert all(need.key in seen for need in step.needs)
+        seen.add(step.key)
+
+
+@pytest.mark.parametrize("study", ["mano", "paper"])
+def test_a_plan_names_every_run_in_80_columns(
+    study: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["study", "plan", study, "--store", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    models = planned(study).models
+    rows = {tuple(line.split()[:2]) for line in out.splitlines()}
+    assert {(model.name, model.training.key[4:12]) for model in models if model.training} <= rows
+    assert all(model.name in out.partition("measured against")[2] for model in models if model.analysis.is_reference)
+
+
+def test_a_change_reaches_what_depends_on_it_and_nothing_else(tmp_path: Path) -> None:
+    plan = planned(TINY)
+    targets = planned(changed(tmp_path, "targets = [0.2, 0.9]", "targets = [0.3]"))
+    assert keys(targets, Train | Record | Fit) == keys(plan, Train | Record | Fit)
+    assert not keys(targets, Analyse) & keys(plan, Analyse)
+    fits = planned(changed(tmp_path, "steps = 20", "steps = 21"))
+    assert keys(fits, Train | Record) == keys(plan, Train | Record)
+    assert not keys(fits, Fit) & keys(plan, Fit)
+    assert len(keys(fits, Analyse) & keys(plan, Analyse)) == 4  # those without fitted gates
+    betas = planned(changed(tmp_path, "beta = [0.1, 0.5]", "beta = [0.1, 0.7]"))
+    assert len(keys(betas, Train) & keys(plan, Train)) == 5
+    steps = planned(changed(tmp_path, "training.steps=4", "training.steps=5"))
+    assert len(keys(steps, Train) & keys(plan, Train)) == 4
+    assert not keys(planned(TINY, "training.batch_size=7"), Train) & keys(plan, Train)
+    assert not keys(planned(TINY, arithmetic="cpu, 2 threads"), Train) & keys(plan, Train)
+
+
+def test_runs_have_their_names(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished / "tiny" / "mano-geometric0.3-fixed-s0"
+    assert ls.load_model(run).num_loops == 3
+    validation, test = (str(run / "recordings" / split) for split in ("validation", "test"))
+    gate = ["--gate", str(run / "gates" / "linear-ponder")]
+    assert main(["evaluate", validation, test, *gate, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["readouts"][-1]["readout"] == "gate:linear-ponder"
+
+
+def test_guarantees_are_made_or_refused_and_a_changed_one_is_certified_anew(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, run = finished / "store", tmp_path / "out" / "mano-geometric0.3-fixed-s0"
+
+    def certified(guarantees: str) -> tuple[list[str], dict[str, Path]]:
+        """The steps that this takes, and the files that lead to its policies."""
+        plan = planned(one_run(tmp_path, "", guarantees))
+        steps = to_be_done([model.analysis for model in plan.models], store)
+        for step in steps:
+            do_step(step, store, "cpu")
+        plan.link(store, tmp_path / "out")
+        (model,) = plan.results(store).models
+        results.append(model)
+        return [step.kind for step in steps], {path.name: path.readlink() for path in run.glob("policy*")}
+
+    results: list[object] = []
+    several = f"{{ {GATE} }}, {{ max_drop = 0.01 }}, {{ max_drop = 0.4, in_expectation = true }}"
+    steps, files = certified(several)
+    assert steps == ["policy", "policy", "policy", "analysis"]
+    assert sorted(name.split("-")[0] for name in files) == ["policy", "policy.gate", "policy.json"]
+    model = results[0]
+    assert [each.guarantee.max_drop for each in model.certified] == [0.3, 0.4]
+    assert all(each.held_out.guarantee.verdict for each in model.certified)
+    (sentence,) = model.refused
+    assert "takes 299 tested examples, and there are 96" in sentence
+    linked = [ls.ExitPolicy.load(run / name) for name in ("policy.json", "policy-2.json")]
+    assert [policy.threshold for policy in linked] == [each.threshold for each in model.certified]
+    assert (linked[0].readout, linked[0].model) == ("gate:linear-ponder", ls.load_model(run).weights_sha256)
+    assert main(["evaluate", str(run / "recordings" / "test"), "--policy", str(run / "policy.json")]) == 0
+    assert "Kept: " in capsys.readouterr().out
+    steps, other = certified(f"{{ {GATE}, loss = 'disagreement' }}")
+    assert steps == ["policy", "analysis"]
+    assert files["policy.json"] != other["policy.json"]
+    assert "policy-2.json" not in other
+    steps, refused = certified("{ max_drop = 0.01 }")
+    assert steps == ["analysis"]  # the refusal is there already
+    assert refused == {}  # an old promise does not stay
+
+
+def test_what_a_policy_step_made_is_not_altered_unnoticed(finished: Path, tmp_path: Path) -> None:
+    (model,) = planned(one_run(tmp_path, "", f"{{ {GATE} }}")).models
+    (step,) = model.analysis.policies
+    assert isinstance(step, Certify)
+    for needed in to_be_done([step], finished / "store"):
+        do_step(needed, finished / "store", "cpu")
+    file = step.folder(finished / "store") / "policy.json"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"gap", b"gab"))
+    with pytest.raises(ls.UserError, match="was altered"):
+        step.result(finished / "store")
+    file.write_bytes(whole)
+
+
+def test_a_study_with_other_settings_takes_another_folder(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = finished / "tiny"
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def refused(*words: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, words), "--out", str(out), "--store", str(finished / "store")]) == 2
+        (sentence,) = capsys.readouterr().err.splitlines()
+        assert sentence.endswith(f"; choose another --out, such as {finished / 'tiny-2'}.")
+        return sentence
+
+    for kind in ("run", "report"):
+        sentence = refused("study", kind, TINY, "--set", "training.batch_size=7")
+        assert "run 'mano-geometric0.3-fixed-s0' has other settings (training.batch_size)" in sentence
+    assert "was made otherwise" in refused("study", "run", TINY, "--threads", 2)
+    assert "holds another study, with 'mano-geometric0.3-fixed-s0'" in refused("demo")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    # one that grows or shrinks, and is measured otherwise, keeps its folder
+    planned(changed(tmp_path, "targets = [0.2, 0.9]", "targets = [0.3]")).check_folder(out)
+    planned(changed(tmp_path, "beta = [0.1, 0.5]", "beta = [0.1, 0.5, 0.7]")).check_folder(out)
+    planned(TINY).check_folder(out)
+
+
+def test_a_folder_of_somebody_s_own_is_not_taken(tmp_path: Path) -> None:
+    own = tmp_path / "x" / "mano-geometric0.3-fixed-s0"
+    own.mkdir(parents=True)
+    (own / "config.json").write_text("{}")
+    with pytest.raises(ls.UserError, match="is a run of its own"):
+        planned(TINY).check_folder(tmp_path / "x")
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(ls.UserError, match="holds a run, a recording or a gate"):
+        planned(TINY).check_folder(tmp_path)

@@ -1,0 +1,123 @@
+"""Study files: which runs they list, and what is wrong with one is said before anything is made."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+from tiny_study import TINY, changed, one_run, planned
+
+import loopscope as ls
+from loopscope.studies.study_file import expand_study
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("prior = [0.3]\nseed", "prior = [1.3]\nseed", "runs"),
+        ('gate = ["linear"]', 'gate = ["deep"]', "gate"),
+        ("title =", "titel =", "titel"),
+        ('reference = { gate = "none", prior = 0.3 }', "reference = { prior = 0.2 }", "not among its runs with seed 0"),
+        ("seed = [0, 1]\nfit", "seed = [1]\nfit", "not among its runs with seed 0"),
+        ("beta = [0.1, 0.5]", "beta = []", "beta"),
+        ("beta = [0.1, 0.5]", 'beta = [0.1]\nname = "../x"', "name"),
+        ("beta = [0.1, 0.5]", 'beta = [0.1]\nname = "report"', "name"),
+        ("beta = [0.1, 0.5]", 'beta = [0.1, 0.5]\nname = "x"', "lists the run 'x' twice"),
+        ('prior = ["uniform"]', 'prior = ["final"]', "needs a prior over all loops"),
+        ('prior = ["uniform"]', 'prior = ["uniform"]\nfit = true', "fits gates"),
+        ("examples = 200, steps", "examples = 2000, steps", "gates.examples asks for 2,000 examples"),
+        ("model.block_size=11", "model.block_size=7", "leaves no room"),
+        ('gate = ["linear"]\nprior = [0.3]', 'gate = ["none"]\nprior = [0.3]', "lists the run"),
+        ('settings = "demo-parity"', 'settings = "nowhere"', "There is no preset"),
+        ('settings = "demo-parity"', f'settings = "{"A" * 300}"', "There is no preset"),
+        ('settings = "demo-parity"', 'settings = "demo-parity"\nunseen = true', "stored training examples"),
+        ('gate = ["linear"]\n', 'gate = ["linear"]\nobjective = ["m:f"]\n', "prior and beta are of the built-in"),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["final"]', "does not list 'final'"),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["decoupled_gate", "m:f"]', "of its own"),
+        ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "decoupled_gate need model.gate = 'linear'"),
+        ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
+        ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "largest drop"),
+        ("gates = {", "guarantees = [{ max_loss = 0.1 }]\ngates = {", "max_loss"),
+        ("gates = {", 'guarantees = [{ readout = "mood" }]\ngates = {', "no readout 'mood'"),
+        ("gates = {", 'guarantees = [{ readout = "oracle" }]\ngates = {', "cannot be promised"),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path: Path, old: str, new: str, told: str) -> None:
+    with pytest.raises(ls.UserError, match=told):
+        planned(changed(tmp_path, old, new))
+
+
+def test_the_lists_decide_what_a_run_is(tmp_path: Path) -> None:
+    gated = '"training.validation_sample=60", "model.gate=linear", "objective.name=learned_gate",'
+    mano, _ = expand_study(str(changed(tmp_path, '"training.validation_sample=60",', gated))).runs
+    assert [run.settings.model.gate for run in mano] == ["none", "none", "linear", "linear"]
+    for decided in ("training.seed=7", "objective=final"):
+        with pytest.raises(ls.UserError, match="the lists of its runs decide this"):
+            expand_study(str(TINY), [decided])
+    final = changed(tmp_path, 'gate = ["none", "mlp"]\nprior = ["uniform"]', 'prior = ["final"]')
+    (run,) = expand_study(str(final)).runs[1]
+    assert (run.name, run.settings.objective.name) == ("parity-final-fixed-s0", "final")
+
+
+def test_gates_that_are_trained_apart(tmp_path: Path) -> None:
+    """They have names of their own, and never stand in for a reference whose gate is trained jointly."""
+    entry = '[[parts.runs]]\n{}gate = ["linear"]\nprior = [0.3]\nseed = [0]\n'
+    apart = entry.format('objective = ["decoupled_gate"]\n')
+    ((_, joint, decoupled),) = expand_study(str(one_run(tmp_path, entry.format("") + apart))).runs
+    assert joint.name == "mano-geometric0.3-linear-b0.1-s0"
+    assert decoupled.name == "mano-geometric0.3-decoupled-linear-b0.1-s0"
+    assert (joint.settings.objective.name, decoupled.settings.objective.name) == ("learned_gate", "decoupled_gate")
+    study = one_run(tmp_path, apart)
+    study.write_text(study.read_text().replace('reference = { gate = "none"', 'reference = { gate = "linear"'))
+    with pytest.raises(ls.UserError, match="not among its runs with seed 0"):
+        planned(study)
+
+
+@pytest.mark.parametrize("name", ["mano", "paper"])
+def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
+    every = [run for runs in expand_study(name).runs for run in runs]
+    runs = [run.settings for run in every]
+
+    def settings(task: str, gate: str, prior: str, decoupled: bool = False) -> set[tuple[float, float, int]]:
+        sought = (task, gate, prior, decoupled)
+        return {
+            (run.objective.geometric_lambda if prior == "geometric" else 0, run.objective.beta, run.training.seed)
+            for run in runs
+            for objective in [run.objective]
+            if (type(run.task).__name__.lower(), run.model.gate, objective.prior, objective.name == "decoupled_gate")
+            == sought
+        }
+
+    for task, gate, (prior, lam) in product(
+        ("mano", "parity"), ("none", "linear", "mlp"), (("uniform", 0), ("geometric", 0.3))
+    ):
+        assert {(lam, 0.1, seed) for seed in range(3)} <= settings(task, gate, prior)
+    assert {lam for lam, _, _ in settings("mano", "none", "geometric")} == {0.2, 0.3, 0.5, 0.7}
+    assert len({(run.gate, run.settings.objective.prior) for run in every if run.of.fit}) == 6
+    assert {run.model.loops for run in runs} == {6}
+    if name == "mano":
+        for task, gate in product(("mano", "parity"), ("linear", "mlp")):
+            for prior, lam in (("uniform", 0), ("geometric", 0.3)):
+                assert settings(task, gate, prior, decoupled=True) == {(lam, 0.1, seed) for seed in range(3)}
+        mano = [run for run in runs if run.task == runs[0].task]
+        assert max(run.training.seed for run in mano[30:]) == 0  # three seeds of the main settings come first
+        assert (len(mano), len(runs)) == (43, 73)
+    else:
+        betas = {beta for _, beta, _ in settings("mano", "linear", "uniform")}
+        assert betas == {0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5}
+        assert {beta for _, beta, _ in settings("mano", "mlp", "uniform")} == {0.001, 0.01, 0.1, 0.2}
+        for gate, swept in (("linear", (0.01, 0.05, 0.1)), ("mlp", (0.05, 0.1))):
+            pairs = {(lam, beta) for lam, beta, _ in settings("mano", gate, "geometric")}
+            assert pairs == set(product((0.2, 0.3, 0.5, 0.7), swept))
+
+
+def test_the_models_of_the_demo() -> None:
+    ((*runs,),) = expand_study("demo").runs
+    models = {run.name: run.settings for run in runs}
+    assert list(models) == ["fixed-geometric", "fixed-uniform", "linear-gate", "mlp-gate", "decoupled-gate"]
+    assert models["fixed-uniform"].objective.prior == "uniform"
+    assert (models["linear-gate"].model.gate, models["linear-gate"].objective.beta) == ("linear", 0.1)
+    task = models["fixed-geometric"].task
+    assert task.space(task.levels[-1]) >= 10_000
+    assert task.disjoint
+    with pytest.raises(ls.UserError, match="stored training examples"):
+        planned("demo", "task.train_examples=0")
