@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_language import tiny_ouro, write_ouro
 
 import loopscope as ls
-from loopscope.models import LoopedModel
-from loopscope.models.checkpoint import end_tokens, save_model, weight_files, weights_sha256
-from loopscope.models.gates import Gate
+from loopscope.models.checkpoint import save_model, weight_files, weights_sha256
+from loopscope.models.checkpoint_folder import end_tokens
+from loopscope.models.looped_model import LoopedModel
+from loopscope.models.transformer import Gate
 from loopscope.training.settings import read_run_settings
 
 TOKENS = torch.arange(20).view(2, 10)

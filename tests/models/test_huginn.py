@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import loopscope as ls
 from loopscope.engine import Request, choices, compare
-from loopscope.models import Huginn
 from loopscope.models.attention import Rotary
 from loopscope.models.checkpoint import gate_tensors
-from loopscope.models.huginn import read_huginn_config
+from loopscope.models.huginn import Huginn, read_huginn_config
 from loopscope.recording import Keep
 
 FOLDER = GOLDEN / "huginn-tiny"

@@ -8,8 +8,7 @@ import pytest
 from benchmark_slices import byte_pairs
 
 from loopscope.errors import UserError
-from loopscope.models.chat_template import render_chat
-from loopscope.models.tokenizer import chat_prompt, encode, load_tokenizer, stop_tokens
+from loopscope.models.tokenizer import chat_prompt, encode, load_tokenizer, render_chat, stop_tokens
 
 
 def test_a_tokenizer_is_read_as_data(tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_missing_or_broken_files_are_named(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_template_that_raises_or_never_ends(template: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loopscope.models.chat_template._SECONDS", 1)
+    monkeypatch.setattr("loopscope.models.tokenizer.MAX_TEMPLATE_SECONDS", 1)
     tokenizer = byte_pairs()  # which other tests have, too
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(UserError, match=words):

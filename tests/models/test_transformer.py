@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from conftest import GATED, tiny_settings
 
-from loopscope.models import LoopedTransformer, TransformerSettings
 from loopscope.models.attention import causal_attention
-from loopscope.models.transformer import parameter_count
+from loopscope.models.checkpoint_folder import TransformerSettings
+from loopscope.models.transformer import LoopedTransformer, parameter_count
 from loopscope.training import initial_model, read_settings
 
 

@@ -1,5 +1,6 @@
 """Where may a model run, and how does it get there? On the CPU, on a CUDA device, or on MPS where that works."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,14 +14,12 @@ def check_device(name: str | torch.device) -> torch.device:
     """The device of this name, after something was put there; `auto` is CUDA, MPS or the CPU, the first that works."""
     if name == "auto":
         return _best_device()
-    try:
+    with suppress(RuntimeError, AssertionError):
         device = torch.device(name)
-        if device.type not in ("cpu", "cuda", "mps"):
-            raise RuntimeError
-        _probe(device)
-    except (RuntimeError, AssertionError, TypeError, ValueError):
-        raise UserError(f"The device '{name!s:.60}' is not available here; take the CPU (--device cpu).") from None
-    return device
+        if device.type in ("cpu", "cuda", "mps"):
+            _probe(device)
+            return device
+    raise UserError(f"The device '{name!s:.60}' is not available here; take the CPU (--device cpu).")
 
 
 def _best_device() -> torch.device:

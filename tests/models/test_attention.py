@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from tiny_language import MODELS, VOCABULARY
 from torch import Tensor
 
-from loopscope.models import LoopedModel, LoopState
 from loopscope.models.kv_cache import AppendingRows, KeysValues, KVCache, SharedPrefix
-from loopscope.models.layout import Layout
+from loopscope.models.looped_model import LoopedModel, LoopState
+from loopscope.models.packing import Layout
 
+CPU = torch.device("cpu")
 Tokens = NDArray[np.int64]
 Asked = tuple[Tokens, list[Tokens]]  # a context and its choices
 Said = tuple[Tensor, Tensor]  # pooled states [T, P, D] and logits [T, P, V]
@@ -38,9 +39,9 @@ def laid_out(asked: Sequence[Asked], cache: SharedPrefix | None = None) -> tuple
     most = max(len(choices) for _, choices in asked)
     counts = [[len(choice) for choice in choices] for _, choices in asked]
     lengths = [len(context) + sum(each) for (context, _), each in zip(asked, counts, strict=True)]
-    branches = torch.tensor([each + [0] * (most - len(each)) for each in counts])
+    branches = np.array([each + [0] * (most - len(each)) for each in counts])
     tokens = np.concatenate([np.concatenate((context, *choices)) for context, choices in asked])
-    return torch.from_numpy(tokens), Layout(torch.tensor(lengths), branches=branches, cache=cache)
+    return torch.from_numpy(tokens), Layout(np.array(lengths), CPU, branches, cache)
 
 
 def said(model: LoopedModel, row: Tokens, start: int = 0) -> Said:
@@ -104,7 +105,7 @@ def remembering(model: LoopedModel, text: Tokens) -> KVCache:
     """The keys and values of a text in every loop."""
     kv_cache, nothing = KVCache(1, len(text)), np.zeros(1, dtype=np.int64)
     caches = [AppendingRows(kv_cache, nothing, nothing, np.array([at_loop])) for at_loop in range(model.num_loops + 1)]
-    state = model.begin_packed(torch.from_numpy(text), Layout(torch.tensor([len(text)]), cache=caches[0]))
+    state = model.begin_packed(torch.from_numpy(text), Layout(np.array([len(text)]), cache=caches[0]))
     for cache in caches[1:]:
         state = model.step(state.with_cache(cache))
         model.head_input(state)
@@ -129,7 +130,7 @@ def test_after_a_text_that_was_read_before(model: LoopedModel, branching: bool) 
         tokens, layout = laid_out(asked, caches[0])
     else:
         tokens = torch.from_numpy(np.concatenate([context for context, _ in asked]))
-        layout = Layout(torch.tensor([len(context) for context, _ in asked]), cache=caches[0])
+        layout = Layout(np.array([len(context) for context, _ in asked]), cache=caches[0])
     state = model.begin_packed(tokens, layout)
     expected = plainly(model, asked, [before[which] for which in whose])
     for loop in range(1, model.num_loops + 1):
@@ -157,7 +158,7 @@ def test_rows_go_on_where_they_are(model: LoopedModel) -> None:
 
         states: list[LoopState] = []
         for row, tokens in ((0, ours), (2, theirs)):
-            layout = Layout(torch.tensor([len(tokens)]), cache=cache([row], [0]))
+            layout = Layout(np.array([len(tokens)]), cache=cache([row], [0]))
             states.append(model.begin_packed(torch.from_numpy(tokens), layout))
         for loop in range(1, model.num_loops + 2):
             running = [row for row, ahead in ((0, 0), (2, 1)) if 1 <= loop - ahead <= model.num_loops]

@@ -10,8 +10,8 @@ import torch
 from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
-from loopscope.models import LoopedModel
 from loopscope.models.checkpoint import weights_sha256
+from loopscope.models.looped_model import LoopedModel
 from loopscope.training import initial_model
 
 

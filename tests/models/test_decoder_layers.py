@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopscope.models import linear
-from loopscope.models.linear import Linear
+from loopscope.models import decoder_layers
+from loopscope.models.decoder_layers import Linear
 
 
 @pytest.fixture(params=[1, 2])
@@ -40,7 +40,7 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(columns.shape[1])
         return weight @ columns
 
-    monkeypatch.setattr(linear.torch, "mm", counted)
+    monkeypatch.setattr(decoder_layers.torch, "mm", counted)
     return found
 
 
@@ -64,7 +64,7 @@ def test_wide_matrices_are_filled_up_to_sixteen_columns(
     turned: list[int], monkeypatch: pytest.MonkeyPatch, outputs: int, columns: list[int]
 ) -> None:
     """The matrix of a vocabulary, which is much taller than wide, is not."""
-    monkeypatch.setattr(linear.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(decoder_layers.torch, "get_num_threads", lambda: 2)
     layer = Linear(1024, outputs, bias=False).eval()
     with torch.inference_mode():
         for count in (5, 6, 8, 9):
@@ -76,7 +76,7 @@ def test_wide_matrices_are_filled_up_to_sixteen_columns(
 def test_one_thread_multiplies_one_token_with_a_wide_matrix_as_pytorch_does(
     turned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear.torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(decoder_layers.torch, "get_num_threads", lambda: 1)
     with torch.inference_mode():
         for width in (1024, 2048):
             for count in (1, 2):
