@@ -41,15 +41,6 @@ def test_any_precision(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(out.logits.float(), exact.logits) == (dtype == "float32")
 
 
-def test_a_file_keeps_its_own_precision(tmp_path: Path) -> None:
-    folder = write_ouro(tmp_path)
-    save_model(tiny_ouro().bfloat16().state_dict(), folder)
-    assert {tensor.dtype for tensor in ls.load_model(folder).state_dict().values()} == {torch.bfloat16}
-    assert {tensor.dtype for tensor in ls.load_model(folder, dtype="float32").state_dict().values()} == {torch.float32}
-    with pytest.raises(ls.UserError, match="no precision 'int8'; choose one of float32, bfloat16, float16"):
-        ls.load_model(folder, dtype="int8")
-
-
 def test_shards_come_back_as_one_model(tmp_path: Path) -> None:
     whole, parts = write_ouro(tmp_path / "whole"), write_ouro(tmp_path / "parts", shard_bytes=9000)
     assert [file.name for file in weight_files(whole)] == ["model.safetensors"]
@@ -145,21 +136,15 @@ def moved(to: str) -> Callable[[Path], None]:
             lambda folder: shard_of(folder, NORM).write_bytes(shard_of(folder, NORM).read_bytes()[:-1]),
             "model-.*safetensors cannot be read .*fetch or make it again",
         ),
-        (lambda folder: shard_of(folder, NORM).write_bytes(b""), "model-.*safetensors cannot be read"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").unlink(), "not a checkpoint: it has no config.json"),
         (configured(num_hidden_layers=4000), "16 tensors, too few for its 4,000 layers"),
         (configured(num_hidden_layers=10**9), "num_hidden_layers: expected a whole number <= 4096"),
-        (configured(total_ut_steps=10**9), "total_ut_steps: expected a whole number <= 1024"),
-        (configured(hidden_size=10**9), "hidden_size"),
         (configured(vocab_size=-1), "vocab_size: expected a whole number >= 1"),
-        (configured(vocab_size=10**9), "vocab_size"),
         (configured(rope_theta=-5), "rope_theta: expected a number >= 1.0"),
-        (configured(rope_theta=None, rope_parameters={"rope_theta": "x"}), "rope_parameters.rope_theta: expected"),
         (configured(rope_theta=None, rope_parameters={"rope_theta": 0}), "rope_parameters.rope_theta: expected"),
         (configured(rope_scaling={"rope_type": "yarn"}), "rope_scaling.rope_type: there is no 'yarn' here"),
-        (configured(rms_norm_eps=1e300), "rms_norm_eps"),
         (configured(num_attention_heads=3, num_key_value_heads=3), "does not divide into 3 heads"),
         (configured(num_attention_heads=32, num_key_value_heads=32), "an even width"),
         (configured(run={"model": {"total_ut_steps": 7}}), "contradicts itself: total_ut_steps is 4, and 7 in"),
@@ -184,7 +169,6 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, spoil: Callable[[Pa
     [
         ("nobody/no-such-model", "no-such-model, and the Hub does not give it .it cannot be reached.; check the"),
         ("./nobody/nothing", "no folder nobody/nothing; give the folder of a checkpoint, or its name on the Hub"),
-        ("nothing", "There is no folder nothing; give the folder of"),
         (Path("/nowhere/at/all"), "There is no folder /nowhere/at/all; give the"),
     ],
 )
@@ -205,11 +189,13 @@ def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     assert torch.equal(logits(ls.load_model(folder)), before)
 
 
-@pytest.mark.parametrize("ends", [-1, 50, [0, 10**9], 10**30, "x"])
+@pytest.mark.parametrize("ends", [-1, 50, [0, 10**9], "x"])
 def test_ends_of_texts_are_tokens_of_the_vocabulary(tmp_path: Path, ends: object) -> None:
     folder = write_ouro(tmp_path)
-    configured(eos_token_id=49)(folder)
-    assert end_tokens(folder) == {49}
+    configured(eos_token_id=[5, 49])(folder)
+    assert end_tokens(folder) == {5, 49}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 1.0}')
+    assert end_tokens(folder) == {5, 7, 49}
     configured(eos_token_id=ends)(folder)
     with pytest.raises(ls.UserError, match="eos_token_id"):
         end_tokens(folder)
@@ -220,15 +206,11 @@ def test_ends_of_texts_are_tokens_of_the_vocabulary(tmp_path: Path, ends: object
     [
         {"vocab_size": -1},
         {"vocab_size": 9},
-        {"block_size": -1},
         {"block_size": 12},
-        {"block_size": 10**12},
         {"model": {"loops": 4}},
-        {"model": {"loops": 2000}},
         {"model": {"layers": 4000}},
         {"run": {"model": {"loops": 4}}},
         {"run": {"task": {"modulus": 5}}},
-        {"run": {"task": {"operators": "+-"}}},
         {"run": {"task": {"max_operations": 900}}},
     ],
 )
@@ -260,18 +242,9 @@ def test_one_precision_for_all(tmp_path: Path) -> None:
     save_model(tensors, tmp_path)
     model = ls.load_model(tmp_path)
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
-    out = model.loops(torch.tensor([[1, 2, 3]]))
-    assert out.gate_logits is not None
-    assert out.gate_logits.dtype == torch.float32
-
-
-def test_every_token_that_ends_a_text(tmp_path: Path) -> None:
-    folder = write_ouro(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [0, 5]}))
-    assert end_tokens(folder) == {0, 5}
-    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 1.0}')
-    assert end_tokens(folder) == {0, 5, 7}
+    assert model.loops(TOKENS).gate_logits.dtype == torch.float32
+    with pytest.raises(ls.UserError, match="no precision 'int8'; choose one of float32, bfloat16, float16"):
+        ls.load_model(tmp_path, dtype="int8")
 
 
 def test_rotary_base_in_either_place(tmp_path: Path) -> None:

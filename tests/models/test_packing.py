@@ -59,11 +59,6 @@ def test_a_layout_by_hand() -> None:
     assert torch.equal(layout.unpack(layout.pack(padded), 3), padded)
 
 
-def test_training_batches_come_sorted_by_length() -> None:
-    lengths = training_batches(tiny_settings())(3).lengths
-    assert (lengths[1:] >= lengths[:-1]).all()
-
-
 def test_shared_beginnings_by_hand() -> None:
     """A tree of beginnings: 1-2-3, 1-2-4 and its own beginning 1-2, and 5."""
     tokens = torch.tensor([[1, 2, 4], [5, 0, 0], [1, 2, 3], [1, 2, 0]])

@@ -59,17 +59,11 @@ def test_missing_or_broken_files_are_named(tmp_path: Path, monkeypatch: pytest.M
     [
         ("{{ 1 / 0 }}", "does not take these messages .division by zero"),
         ("{{ raise_exception('\x1b[31mno') }}", r"does not take these messages .\\u001b\[31mno"),
-        ("{{ messages + 1 }}", "does not take these messages"),
         ("{% for %}", "does not take these messages"),
         ("{{ ''.__class__.__mro__ }}", "does not take these messages"),
         ("{{ 'x' * 10**10 }}", "too much time or memory"),
         ("{{ 'x' * 10**8 }}", "too much time or memory"),
-        ("{{ '%9999999999d' % 1 }}", "too much time or memory"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "too much time or memory"),
-        (
-            "{% set n = namespace(a=[1]) %}{% for i in range(60) %}{% set n.a = n.a + n.a %}{% endfor %}",
-            "too much time",
-        ),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "too much time or memory"),
         ("", "makes nothing of these messages"),
     ],

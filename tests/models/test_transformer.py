@@ -4,10 +4,8 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import GATED, tiny_settings
 
-from loopscope.models.attention import causal_attention
 from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.transformer import LoopedTransformer, parameter_count
 from loopscope.training import initial_model, read_settings
@@ -78,12 +76,3 @@ def test_seeds_differ_and_come_again() -> None:
     first, again, other = (initial_model(tiny_settings(f"training.seed={seed}")) for seed in (0, 0, 1))
     assert torch.equal(first.embedding.weight, again.embedding.weight)
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
-
-
-@pytest.mark.parametrize("key_heads", [4, 2])
-def test_short_attention_equals_the_fused_kernel(key_heads: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(3, 4, 10, 8, generator=generator)
-    key, value = (torch.randn(3, key_heads, 10, 8, generator=generator) for _ in range(2))
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    assert torch.allclose(causal_attention(query, key, value), expected, atol=1e-6)

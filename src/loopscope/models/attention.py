@@ -228,8 +228,7 @@ def _scatter_index(layout: Layout, heads: int) -> Tensor:
 
 def _gather(states: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
     """Rows [.., K] of states [S, heads, K], numbered over both."""
-    taken: tuple[Tensor, ...] = _Gather.apply(states, *indices)  # type: ignore[no-untyped-call]
-    return taken
+    return _Gather.apply(states, *indices)  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -274,7 +273,7 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    written: Tensor | None  # [S] where keys and values go in the cache
+    written: Any  # [S] where keys and values go in the cache; None: nowhere
     parts: list[_Part]
 
 
@@ -290,9 +289,10 @@ def cached_attention(
         angles = layout.compute_once((rotary, value.dtype), partial(_layout_angles, layout, rotary, value.dtype))
         turned = rotary.apply_rotary(turned, angles)
     query, key = turned[:, : heads[0]], turned[:, heads[0] :]
-    at_several_loops = isinstance(cache, AppendingRows) and cache.at.number is None
-    name = ("plan", cache.loops.tobytes() if at_several_loops else None)
-    plan = layout.compute_once(name, partial(_plan, layout, key.shape[1:].numel(), query.dtype))
+    name = None
+    if isinstance(cache, AppendingRows) and cache.at.number is None:
+        name = cache.loops.tobytes()  # rows at several loops have a plan for each step
+    plan = layout.compute_once(("plan", name), partial(_plan, layout, key.shape[1:].numel(), query.dtype))
     if isinstance(cache, AppendingRows):
         cache.kv_cache.write(layer, cache.at, plan.written, key, value)
     out = None
@@ -311,18 +311,18 @@ def cached_attention(
 
 def _attended(part: _Part, query: Tensor, key: Tensor, value: Tensor, layout: Layout, layer: str) -> Tensor:
     """[R, H, M, K]"""
-    dense = _dense(query, part.cells, part.scatter)
-    keys_values = [] if part.own is None else [_dense(each, part.own, part.scatter) for each in (key, value)]
-    if part.cached is None and part.mask is None:
-        return causal_attention(dense, *keys_values)
-    if part.cached is not None:
-        assert layout.cache is not None
-        stored = layout.cache.read(layer, part.cached, part.upto)
-        if part.own is None:
-            return masked_attention(dense, *stored, part.mask)
-        prefixes = (prefix.expand(len(part.own), -1, -1, -1) for prefix in stored)
-        keys_values = [torch.cat(both, 2) for both in zip(prefixes, keys_values, strict=True)]
-    return masked_attention(dense, *keys_values, part.mask)
+    cells, own, mask, scatter, cached, upto = part
+    dense = _dense(query, cells, scatter)
+    if own is not None:
+        key, value = _dense(key, own, scatter), _dense(value, own, scatter)
+    if cached is None:
+        return causal_attention(dense, key, value) if mask is None else masked_attention(dense, key, value, mask)
+    assert layout.cache is not None
+    keys, values = layout.cache.read(layer, cached, upto)
+    if own is not None:
+        keys = torch.cat((keys.expand(len(own), -1, -1, -1), key), 2)
+        values = torch.cat((values.expand(len(own), -1, -1, -1), value), 2)
+    return masked_attention(dense, keys, values, mask)
 
 
 def _dense(packed: Tensor, cells: Tensor, scatter: _Scatter) -> Tensor:

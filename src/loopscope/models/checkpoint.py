@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from loopscope.config import read_json
 from loopscope.errors import UserError
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint_folder import (
@@ -27,6 +28,7 @@ from loopscope.models.checkpoint_folder import (
     WEIGHTS,
     CheckpointConfig,
     check_hashes,
+    check_run_settings,
     find_checkpoint,
     looped_model_type,
     read_checkpoint_config,
@@ -35,28 +37,22 @@ from loopscope.models.checkpoint_folder import (
 )
 from loopscope.models.decoder_layers import NetworkConfig
 from loopscope.models.device import check_device
-from loopscope.models.huginn import Huginn, read_huginn_config
-from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig, read_looped_llama_config
+from loopscope.models.huginn import Huginn, HuginnConfig
+from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
 from loopscope.models.looped_model import LoopedModel
-from loopscope.models.ouro import Ouro, OuroConfig, read_ouro_config
+from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import Gate, LoopedTransformer
 from loopscope.reading import require_file
 from loopscope.writing import atomic_file, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_FLOATS = ("F64", "F32", "F16", "BF16")
-READERS: dict[str, Callable[[Path], CheckpointConfig | NetworkConfig]] = {
-    "loopscope": read_checkpoint_config,
-    "ouro": read_ouro_config,
-    "huginn_raven": read_huginn_config,
-    "looped_llama": read_looped_llama_config,
+NETWORKS: dict[str, tuple[type[NetworkConfig], Callable[[Any], LoopedModel]]] = {
+    "ouro": (OuroConfig, Ouro),
+    "huginn_raven": (HuginnConfig, Huginn),
+    "looped_llama": (LoopedLlamaConfig, LoopedLlama),
 }
-NETWORKS: dict[str, Callable[[Any], LoopedModel]] = {
-    "loopscope": lambda config: LoopedTransformer(config.model, config.vocab_size, config.block_size),
-    "ouro": Ouro,
-    "huginn_raven": Huginn,
-    "looped_llama": LoopedLlama,
-}
+"""Beside LoopScope's own."""
 
 
 def load_model(
@@ -81,11 +77,22 @@ def load_model(
 
 def model_without_weights(folder: Path) -> LoopedModel:
     """The model of a checkpoint as its configuration describes it, on the meta device."""
-    kind = looped_model_type(folder)
-    config = READERS[kind](folder)
+    config = read_config(folder)
     check_layers(folder, config.layers)
     with torch.device("meta"):
-        return NETWORKS[kind](config)
+        if isinstance(config, CheckpointConfig):
+            return LoopedTransformer(config.model, config.vocab_size, config.block_size)
+        return NETWORKS[looped_model_type(folder)][1](config)
+
+
+def read_config(folder: Path) -> CheckpointConfig | NetworkConfig:
+    """The configuration of a checkpoint, as a whole."""
+    kind = looped_model_type(folder)
+    if kind == "loopscope":
+        return read_checkpoint_config(folder)
+    config = read_json(NETWORKS[kind][0], folder / CONFIG, "model configuration")
+    check_run_settings(folder / CONFIG, config)
+    return config
 
 
 def check_layers(folder: Path, layers: int) -> None:
@@ -204,7 +211,7 @@ def save_model(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int = 5
 
 def gate_tensors(folder: Path) -> dict[str, str]:
     """Where a checkpoint keeps the parts of its own gate: part -> tensor; nothing without a gate."""
-    config = READERS[looped_model_type(folder)](folder)
+    config = read_config(folder)
     if isinstance(config, CheckpointConfig):
         return Gate.tensors(config.model.gate, "gate.")
     looped = isinstance(config, LoopedLlamaConfig) and config.looping.gate == "linear"
@@ -217,5 +224,5 @@ def weights_sha256(folder: Path) -> str:
 
     A run of LoopScope's own has none: `hashes.json` holds its configuration to what the run wrote.
     """
-    config = READERS[looped_model_type(folder)](folder)
+    config = read_config(folder)
     return with_configuration(stored_sha256(folder), config.sha256 if isinstance(config, NetworkConfig) else None)

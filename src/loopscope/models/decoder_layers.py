@@ -122,13 +122,13 @@ class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
     @property
     def _bases(self) -> set[float]:
         """What the configuration says of rotary positions, in either place."""
-        given = (self.rope_theta, None if self.rope_parameters is None else self.rope_parameters.rope_theta)
-        return {base for base in given if base is not None}
+        ropes = [rope for rope in (self.rope_scaling, self.rope_parameters) if rope is not None]
+        return {base for base in (self.rope_theta, *(rope.rope_theta for rope in ropes)) if base is not None}
 
     @property
     def _scalings(self) -> set[Llama3Scaling]:
-        given = (each.scaling for each in (self.rope_scaling, self.rope_parameters) if each is not None)
-        return {scaling for scaling in given if scaling is not None}
+        ropes = [rope for rope in (self.rope_scaling, self.rope_parameters) if rope is not None]
+        return {rope.scaling for rope in ropes if rope.scaling is not None}
 
     @property
     def head_width(self) -> int:
@@ -180,8 +180,7 @@ class LoopedDecoder(LoopedModel):
         return self.model.early_exit_gate
 
     def predict(self, head_input: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(head_input)
-        return logits
+        return self.lm_head(head_input)
 
     def halt(self, pooled: Tensor) -> Tensor | None:
         return None if self.gate is None else linear_halt(self.gate, pooled)
@@ -228,7 +227,7 @@ class Attention(nn.Module):
         layer: str,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        query_key_norm: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.layer_name = layer  # under which the cache keeps its keys and values
@@ -239,8 +238,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, shared, bias=qkv_bias)
         self.v_proj = Linear(config.hidden_size, shared, bias=qkv_bias)
         self.o_proj = Linear(inner, config.hidden_size, bias=output_bias)
-        self.query_key_norm = query_key_norm
-        if query_key_norm:
+        self.query_key_norm = qk_norm
+        if qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(self.head_width, config.rms_norm_eps) for _ in range(2))
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
@@ -250,8 +249,7 @@ class Attention(nn.Module):
         if self.query_key_norm:
             query, key, value = torch.split(projected, list(self.heads), 1)
             projected = torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
-        out: Tensor = self.o_proj(cached_attention(projected, self.heads, layout, self.rotary, self.layer_name))
-        return out
+        return self.o_proj(cached_attention(projected, self.heads, layout, self.rotary, self.layer_name))
 
 
 class SwiGLU(nn.Module):
@@ -262,8 +260,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return out
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class RMSNorm(nn.Module):

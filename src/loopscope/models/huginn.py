@@ -11,7 +11,6 @@ Shapes: B rows, S states, D width, V vocabulary.
 import math
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest, plain, read_json
+from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest, plain
 from loopscope.models.attention import Rotary, cached_attention
-from loopscope.models.checkpoint_folder import CONFIG, require_values
+from loopscope.models.checkpoint_folder import require_values
 from loopscope.models.decoder_layers import Linear, NetworkConfig, through
 from loopscope.models.device import upload
 from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState
@@ -73,10 +72,6 @@ class HuginnConfig(NetworkConfig, frozen=True, kw_only=True):
     def network(self) -> dict[str, Any]:
         unsaid = ("mean_recurrence", "num_key_value_heads", "head_dim")  # the last two follow from others
         return {name: value for name, value in plain(self).items() if name not in unsaid and value}
-
-
-def read_huginn_config(folder: Path) -> HuginnConfig:
-    return read_json(HuginnConfig, folder / CONFIG, "Huginn configuration")
 
 
 class Huginn(LoopedModel):
@@ -133,8 +128,7 @@ class Huginn(LoopedModel):
         hidden = through(self.transformer.coda, self.transformer.ln_f(state.hidden), layout)
         if positions is not None:
             hidden = hidden.index_select(0, layout.states_at(positions))
-        normed: Tensor = self.transformer.ln_f(hidden)
-        return normed
+        return self.transformer.ln_f(hidden)
 
     def predict(self, head_input: Tensor) -> Tensor:
         return F.linear(head_input, self.transformer.wte.weight)
@@ -177,8 +171,7 @@ class HuginnBlock(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         hidden = self.norm_2(self.attn(self.norm_1(hidden), layout) + hidden)
-        out: Tensor = self.norm_4(self.mlp(self.norm_3(hidden)) + hidden)
-        return out
+        return self.norm_4(self.mlp(self.norm_3(hidden)) + hidden)
 
 
 class HuginnAttention(nn.Module):
@@ -194,8 +187,7 @@ class HuginnAttention(nn.Module):
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projected = self.Wqkv(hidden).view(-1, 3 * self.heads, self.head_width)
         projected = projected + F.pad(self.qk_bias.view(2 * self.heads, -1), (0, 0, 0, self.heads))
-        out: Tensor = self.proj(cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name))
-        return out
+        return self.proj(cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name))
 
 
 class HuginnMLP(nn.Module):
@@ -206,5 +198,4 @@ class HuginnMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.fc(hidden).chunk(2, dim=-1)
-        out: Tensor = self.proj(F.silu(gate) * up)
-        return out
+        return self.proj(F.silu(gate) * up)

@@ -180,8 +180,10 @@ class AppendingRows:
     def take(self, rows: Integers) -> "AppendingRows":
         return AppendingRows(self.kv_cache, self.rows[rows], self.cached[rows], self.loops[rows])
 
-    def follows(self, other: "AppendingRows") -> bool:
+    def follows(self, other: "AppendingRows | SharedPrefix | None") -> bool:
         """Whether these are the same tokens, perhaps at another loop."""
+        if not isinstance(other, AppendingRows):
+            return False
         if self.rows is other.rows and self.cached is other.cached:
             return True
         return np.array_equal(self.rows, other.rows) and np.array_equal(self.cached, other.cached)

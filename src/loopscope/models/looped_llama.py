@@ -18,14 +18,13 @@ Shapes: S states, D width, V vocabulary.
 
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from torch import Tensor, nn
 
-from loopscope.config import Layers, Loops, Settings, plain, read_json
-from loopscope.models.checkpoint_folder import CONFIG, Source, require_values
+from loopscope.config import Layers, Loops, Settings, plain
+from loopscope.models.checkpoint_folder import Source, require_values
 from loopscope.models.decoder_layers import (
     Attention,
     DecoderBackbone,
@@ -89,10 +88,6 @@ class LoopedLlamaConfig(DecoderConfig, frozen=True, kw_only=True):
         return self.num_hidden_layers - self.looping.prelude - self.looping.core
 
 
-def read_looped_llama_config(folder: Path) -> LoopedLlamaConfig:
-    return read_json(LoopedLlamaConfig, folder / CONFIG, "configuration of a looped decoder")
-
-
 class LoopedLlama(LoopedDecoder):
     config: LoopedLlamaConfig
     unneeded = ("self_attn.rotary_emb.inv_freq",)
@@ -134,8 +129,7 @@ class LoopedLlama(LoopedDecoder):
         hidden = state.at(positions)
         if self.head_attends:
             return rms_normalised(hidden, self.config.rms_norm_eps)
-        normed: Tensor = self.model.norm(hidden)
-        return normed
+        return self.model.norm(hidden)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         """What the coda makes of the state; it attends, so it runs on whole rows."""
@@ -145,8 +139,7 @@ class LoopedLlama(LoopedDecoder):
         hidden = through(coda, state.hidden, state.layout)
         if positions is not None:
             hidden = hidden.index_select(0, state.layout.states_at(positions))
-        normed: Tensor = self.model.norm(hidden)
-        return normed
+        return self.model.norm(hidden)
 
 
 class LlamaLayer(nn.Module):
@@ -161,5 +154,4 @@ class LlamaLayer(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), layout)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

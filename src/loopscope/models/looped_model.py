@@ -270,8 +270,7 @@ class LoopedModel(nn.Module):
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self.step(state)
         draws = any(isinstance(each, nn.Dropout) and each.training and each.p for each in self.modules())
-        stepped: LoopState = checkpoint(self.step, state, use_reentrant=False, preserve_rng_state=draws)
-        return stepped
+        return checkpoint(self.step, state, use_reentrant=False, preserve_rng_state=draws)
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`pooled` and `head_input`, which are one tensor unless the head attends."""

@@ -6,13 +6,12 @@ state feeds the gate, the LM head and the next loop. So the pooled state r_t is 
 Shapes: S states, D width, V vocabulary.
 """
 
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from loopscope.config import Loops, Width, read_json
-from loopscope.models.checkpoint_folder import CONFIG, check_run_settings, require_values
+from loopscope.config import Loops, Width
+from loopscope.models.checkpoint_folder import require_values
 from loopscope.models.decoder_layers import (
     Attention,
     DecoderBackbone,
@@ -49,12 +48,6 @@ class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
         return {name: value for name, value in super().network.items() if name not in beside}
 
 
-def read_ouro_config(folder: Path) -> OuroConfig:
-    config = read_json(OuroConfig, folder / CONFIG, "Ouro configuration")
-    check_run_settings(folder / CONFIG, config)
-    return config
-
-
 class Ouro(LoopedDecoder):
     config: OuroConfig
 
@@ -87,5 +80,4 @@ class OuroLayer(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), layout))
-        out: Tensor = hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
-        return out
+        return hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))

@@ -54,8 +54,7 @@ class Layout:
         """What `make` returns, made once for this layout: every layer and loop needs the same indices."""
         if name not in self._computed:
             self._computed[name] = make()
-        value: _Value = self._computed[name]
-        return value
+        return self._computed[name]
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -156,12 +155,11 @@ class Layout:
         """The same rows, after these tokens; where only the loop is another, what was computed stays."""
         if cache is None and self.cache is None:
             return self
-        appending = isinstance(cache, AppendingRows) and isinstance(self.cache, AppendingRows)
-        if not (appending and cache.follows(self.cache)):
-            return replace(self, cache=cache)
-        layout = copy(self)
-        object.__setattr__(layout, "cache", cache)
-        return layout
+        if isinstance(cache, AppendingRows) and cache.follows(self.cache):
+            layout = copy(self)
+            object.__setattr__(layout, "cache", cache)
+            return layout
+        return replace(self, cache=cache)
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, M, ...] -> [S, ...]"""

@@ -66,12 +66,10 @@ class LoopedTransformer(LoopedModel):
         *before, last = self.block
         assert isinstance(last, TransformerLayer)
         hidden = through(before, state.hidden, state.layout)
-        normed: Tensor = self.norm(last.at(positions, hidden, state.layout))
-        return normed
+        return self.norm(last.at(positions, hidden, state.layout))
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        normed: Tensor = self.norm(state.at(positions))
-        return normed
+        return self.norm(state.at(positions))
 
     def predict(self, head_input: Tensor) -> Tensor:
         return F.linear(head_input, self.embedding.weight)
@@ -115,8 +113,7 @@ class TransformerLayer(nn.Module):
 
     def _residual(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + self.attention_out(attended)
-        out: Tensor = hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
-        return out
+        return hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
 
 
 class Gate(nn.Module):
