@@ -186,10 +186,10 @@ def test_interleaved_positions_turn_neighbours() -> None:
     angles = torch.arange(5)[:, None] * 50.0 ** -(torch.arange(0, 8, 2) / 8)
     expected = torch.view_as_complex(x.view(2, 3, 5, 4, 2)) * torch.polar(torch.ones_like(angles), angles)
     assert torch.allclose(rotated, torch.view_as_real(expected).flatten(-2), atol=1e-6)
-    positions = torch.tensor([[4], [1]])
-    there = Rotary(8, 50.0, interleaved=True).rotate(x[:, :, 2:3], positions)
-    again = Rotary(8, 50.0, interleaved=True).rotate(x[:, :, 2:3].expand(-1, -1, 5, -1))
-    assert torch.allclose(there[:, :, 0], torch.stack((again[0, :, 4], again[1, :, 1])), atol=1e-6)
+    rotary, positions = Rotary(8, 50.0, interleaved=True), torch.tensor([4, 1])
+    there = rotary.apply_rotary(x[:, 0, 2], rotary.angles(positions, x.dtype, 5))
+    again = rotary.rotate(x[:, :, 2:3].expand(-1, -1, 5, -1))[:, 0]
+    assert torch.allclose(there, again[torch.arange(2), positions], atol=1e-6)
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])

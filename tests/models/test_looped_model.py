@@ -94,8 +94,6 @@ def test_more_loops_than_trained_begin_the_same_way(model: LoopedModel) -> None:
 @torch.no_grad()
 def test_impossible_calls_are_refused_and_no_rows_are_no_problem(model: LoopedModel) -> None:
     tokens = random_tokens(2, 5)
-    with pytest.raises(ls.UserError, match="num_loops"):
-        model.loops(tokens, num_loops=0)
     with pytest.raises(ls.UserError, match="one number a row"):
         model.loops(tokens, torch.tensor([5, 5, 5]))
     nobody = model.step(model.begin(tokens).take(torch.tensor([], dtype=torch.long)))

@@ -54,17 +54,13 @@ class Rotary(NamedTuple):
     interleaved: bool = False
     scaling: Llama3Scaling | None = None
 
-    def rotate(self, x: Tensor, positions: Tensor | None = None, count: int | None = None) -> Tensor:
-        """x [B, H, M, K] turned by its positions [B, M] (default: 0, 1, ..), which are below `count`."""
-        if positions is None:
-            return self.apply_rotary(x, _angles(self, x.shape[2], x.dtype, x.device))
-        cos, sin = self.angles(positions, x.dtype, count)
-        return self.apply_rotary(x, (cos[:, None], sin[:, None]))
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [B, H, M, K] turned by its positions 0, 1, .. M - 1."""
+        return self.apply_rotary(x, _angles(self, x.shape[2], x.dtype, x.device))
 
-    def angles(self, positions: Tensor, dtype: torch.dtype, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., K] of these positions [...], below `count`; without one, their device is asked."""
-        last = int(positions.max()) if count is None else count - 1
-        longest = 1 << last.bit_length()  # a power of two: growing rows do not make a new table a token
+    def angles(self, positions: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., K] of these positions [...], which are below `count`."""
+        longest = 1 << (count - 1).bit_length()  # a power of two: growing rows do not make a new table a token
         cos, sin = _angles(self, longest, dtype, positions.device)
         return cos[positions], sin[positions]
 
@@ -96,15 +92,14 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[B, H, M, K]; every token attends to itself and to what stands before it."""
     length = query.shape[-2]
     if query.device.type != "cpu" or length > MAX_SHORT:
-        grouped = key.shape[1] != query.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return fused_attention(query, key, value, is_causal=True)
     return _short_attention(query, key, value, _future(length, query.dtype))
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, H, M, K]; every token attends to what it has `mask` [B or 1, 1, M, N] (None: to all N)."""
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """[B, H, M, K]; `attn_mask` [B or 1, 1, M, N] says what every token attends to (None: to all N)."""
     grouped = key.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
 
 
 def attention_at(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
@@ -181,7 +176,7 @@ def packed_attention(projected: Tensor, heads: tuple[int, int, int], layout: Lay
             query, key = rotary.rotate(query), rotary.rotate(key)
         attended.append(causal_attention(query, key, value).flatten(0, 2)[:, None])
     back = layout.compute_once(("scatter", heads[0]), partial(_scatter_index, layout, heads[0]))
-    (outputs,) = _gather(_cat(attended), back)
+    (outputs,) = _Gather.apply(_cat(attended), back)  # type: ignore[no-untyped-call]
     return outputs.view(len(projected), -1)
 
 
@@ -192,21 +187,21 @@ def packed_attention_at(
     layout.require_plain("packed_attention_at")
     if not len(projected):
         return query.flatten(1)
-    query = query[:, :, None]
     if rotary is not None:
-        query = rotary.rotate(query, positions[:, None], layout.longest)
+        cos, sin = rotary.angles(positions, query.dtype, layout.longest)
+        query = rotary.apply_rotary(query, (cos[:, None], sin[:, None]))
     attended = []
     dense = _gathered(projected, (query.shape[1],) * 2, layout)
     for (rows, _), (key, value) in zip(attention_groups(layout), dense, strict=True):
         rotated = key if rotary is None else rotary.rotate(key)
-        attended.append(attention_at(query[rows], rotated, value, positions[rows]).flatten(1))
+        attended.append(attention_at(query[rows, :, None], rotated, value, positions[rows]).flatten(1))
     return _cat(attended)
 
 
 def _gathered(projected: Tensor, heads: tuple[int, ...], layout: Layout) -> list[list[Tensor]]:
     """[S, heads, K] -> for every group [R, heads, M, K] of each kind; gathering puts the heads in front at no cost."""
     indices = layout.compute_once(("gather", heads), partial(_gather_indices, layout, heads))
-    flat = iter(_gather(projected, *(index for group in indices for index in group)))
+    flat = iter(_Gather.apply(projected, *(index for group in indices for index in group)))  # type: ignore[no-untyped-call]
     return [[next(flat) for _ in group] for group in indices]
 
 
@@ -226,13 +221,11 @@ def _scatter_index(layout: Layout, heads: int) -> Tensor:
     return layout.to_states(index + torch.arange(heads, device=layout.device) * width).flatten()
 
 
-def _gather(states: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
-    """Rows [.., K] of states [S, heads, K], numbered over both."""
-    return _Gather.apply(states, *indices)  # type: ignore[no-untyped-call]
-
-
 class _Gather(torch.autograd.Function):
-    """All gradients are added into one buffer; autograd would make one for every index and add those."""
+    """Rows [.., K] of states [S, heads, K], numbered over both.
+
+    All gradients are added into one buffer; autograd would make one for every index and add those.
+    """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
@@ -286,7 +279,7 @@ def cached_attention(
         return packed_attention(projected, heads, layout, rotary)
     turned, value = projected[:, : heads[0] + heads[1]], projected[:, heads[0] + heads[1] :]
     if rotary is not None:
-        angles = layout.compute_once((rotary, value.dtype), partial(_layout_angles, layout, rotary, value.dtype))
+        angles = layout.compute_once((rotary, value.dtype), partial(_head_angles, layout, rotary, value.dtype))
         turned = rotary.apply_rotary(turned, angles)
     query, key = turned[:, : heads[0]], turned[:, heads[0] :]
     name = None
@@ -316,13 +309,14 @@ def _attended(part: _Part, query: Tensor, key: Tensor, value: Tensor, layout: La
     if own is not None:
         key, value = _dense(key, own, scatter), _dense(value, own, scatter)
     if cached is None:
-        return causal_attention(dense, key, value) if mask is None else masked_attention(dense, key, value, mask)
+        causal = mask is None
+        return causal_attention(dense, key, value) if causal else fused_attention(dense, key, value, attn_mask=mask)
     assert layout.cache is not None
     keys, values = layout.cache.read(layer, cached, upto)
     if own is not None:
         keys = torch.cat((keys.expand(len(own), -1, -1, -1), key), 2)
         values = torch.cat((values.expand(len(own), -1, -1, -1), value), 2)
-    return masked_attention(dense, keys, values, mask)
+    return fused_attention(dense, keys, values, attn_mask=mask)
 
 
 def _dense(packed: Tensor, cells: Tensor, scatter: _Scatter) -> Tensor:
@@ -334,7 +328,8 @@ def _dense(packed: Tensor, cells: Tensor, scatter: _Scatter) -> Tensor:
     return packed.reshape(*cells.shape, *packed.shape[1:]).transpose(1, 2)
 
 
-def _layout_angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _head_angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[S, 1, K]"""
     cos, sin = rotary.angles(layout.positions, dtype, layout.max_context)
     return cos[:, None], sin[:, None]
 

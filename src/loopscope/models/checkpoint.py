@@ -85,8 +85,8 @@ def model_without_weights(folder: Path) -> LoopedModel:
         return NETWORKS[looped_model_type(folder)][1](config)
 
 
-def read_config(folder: Path) -> CheckpointConfig | NetworkConfig:
-    """The configuration of a checkpoint, as a whole."""
+def read_config(folder: Path) -> Any:
+    """The whole configuration of a checkpoint: a CheckpointConfig of LoopScope's own, or a NetworkConfig."""
     kind = looped_model_type(folder)
     if kind == "loopscope":
         return read_checkpoint_config(folder)

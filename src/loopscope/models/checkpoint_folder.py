@@ -286,15 +286,16 @@ def check_hashes(folder: Path) -> None:
     if not (folder / HASHES).is_file():
         return
     hashes = read_json(RunHashes, folder / HASHES, "list of hashes")
-    if digest(hashes.files) != hashes.digest:
-        raise UserError(f"{folder / HASHES} was altered; train the run again, or remove it if the change is yours.")
+    altered = [] if digest(hashes.files) == hashes.digest else [HASHES]
     for name, expected in hashes.files.items():
         file = folder.resolve() / name
-        if file.is_file() and known_sha256(file) != expected:
-            raise UserError(
-                f"{folder / name} was altered since its run wrote it: it does not have the hash of {HASHES}; train the "
-                f"run again in another folder, or remove {HASHES} if the change is yours."
-            )
+        if not altered and file.is_file() and known_sha256(file) != expected:
+            altered.append(name)
+    if altered:
+        raise UserError(
+            f"{folder / altered[0]} was altered since its run wrote it; train the run again in another folder, or "
+            f"remove {HASHES} if the change is yours."
+        )
 
 
 def known_sha256(file: Path) -> str:

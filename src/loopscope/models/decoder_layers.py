@@ -4,7 +4,6 @@ of decoders of the Llama family, and the keys of `config.json` that say how larg
 Shapes: S states, D width, M tokens, K inputs, N outputs.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -32,20 +31,13 @@ twice as many on, one thread is faster at a product with a vector."""
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that a network depends on; others are ignored, unsupported values rejected."""
+    """The keys of `config.json` that a network depends on; others are ignored, unsupported values rejected.
+
+    `network` is what they say of the network, in whichever way they say it; how many loops it runs is not in it.
+    """
 
     @property
-    @abstractmethod
-    def layers(self) -> int:
-        """How many there are in all."""
-
-    @property
-    @abstractmethod
-    def network(self) -> dict[str, Any]:
-        """What these keys say of the network, in whichever way they say it; how many loops it runs is not in it."""
-
-    @property
-    def sha256(self) -> str:
+    def sha256(self: Any) -> str:
         """What tells this network from another with the same weights."""
         return digest([type(self).__name__, self.network])[:16]
 

@@ -12,23 +12,17 @@ from loopscope.errors import UserError
 
 def check_device(name: str | torch.device) -> torch.device:
     """The device of this name, after something was put there; `auto` is CUDA, MPS or the CPU, the first that works."""
+    candidates = [name]
     if name == "auto":
-        return _best_device()
-    with suppress(RuntimeError, AssertionError):
-        device = torch.device(name)
-        if device.type in ("cpu", "cuda", "mps"):
-            _probe(device)
-            return device
+        candidates = [f"cuda:{torch.cuda.current_device()}"] if torch.cuda.is_available() else []
+        candidates += ["mps", "cpu"]
+    for candidate in candidates:
+        with suppress(RuntimeError, AssertionError):
+            device = torch.device(candidate)
+            if device.type in ("cpu", "cuda", "mps"):
+                _probe(device)
+                return device
     raise UserError(f"The device '{name!s:.60}' is not available here; take the CPU (--device cpu).")
-
-
-def _best_device() -> torch.device:
-    if torch.cuda.is_available():
-        return check_device(torch.device("cuda", torch.cuda.current_device()))
-    try:
-        return check_device("mps")
-    except UserError:
-        return torch.device("cpu")
 
 
 def _probe(device: torch.device) -> None:

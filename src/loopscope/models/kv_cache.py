@@ -180,7 +180,7 @@ class AppendingRows:
     def take(self, rows: Integers) -> "AppendingRows":
         return AppendingRows(self.kv_cache, self.rows[rows], self.cached[rows], self.loops[rows])
 
-    def follows(self, other: "AppendingRows | SharedPrefix | None") -> bool:
+    def follows(self, other: "CachedRows | None") -> bool:
         """Whether these are the same tokens, perhaps at another loop."""
         if not isinstance(other, AppendingRows):
             return False
@@ -228,3 +228,6 @@ class SharedPrefix:
         """[B] rows with the same key can attend together."""
         names = np.array([id(cache) for cache in self.kv_caches], dtype=np.int64)
         return np.unique(names, return_inverse=True)[1] * (int(self.loops.max(initial=0)) + 1) + self.loops
+
+
+CachedRows = AppendingRows | SharedPrefix

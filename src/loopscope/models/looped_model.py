@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from loopscope.errors import UserError
 from loopscope.model_identity import with_configuration
 from loopscope.models.device import upload
-from loopscope.models.kv_cache import AppendingRows, SharedPrefix
+from loopscope.models.kv_cache import CachedRows
 from loopscope.models.packing import Layout, share_prefixes
 
 
@@ -77,7 +77,7 @@ class LoopState:
         """The hidden state [B, D] at one position a row, or [S, D] of all."""
         return self.hidden if positions is None else self.hidden.index_select(0, self.layout.states_at(positions))
 
-    def with_cache(self, cache: AppendingRows | SharedPrefix | None) -> Self:
+    def with_cache(self, cache: CachedRows | None) -> Self:
         """The same rows, after tokens whose keys and values are cached."""
         return replace(self, layout=self.layout.with_cache(cache))
 
@@ -256,10 +256,7 @@ class LoopedModel(nn.Module):
             )
 
     def unroll(
-        self,
-        state: LoopState,
-        num_loops: int | None = None,
-        cache: Callable[[int], AppendingRows | SharedPrefix | None] | None = None,
+        self, state: LoopState, num_loops: int | None = None, cache: Callable[[int], CachedRows | None] | None = None
     ) -> Iterator[LoopState]:
         """The state after each loop (default: all of the model's); `cache(loop)` is what its rows come after there."""
         for loop in range(1, 1 + (self.num_loops if num_loops is None else num_loops)):
@@ -306,8 +303,7 @@ class LoopedModel(nn.Module):
         At every token, pooled states beyond a row's end are zero.
         """
         depth = self.num_loops if num_loops is None else num_loops
-        if depth < 1:
-            raise UserError(f"num_loops must be at least 1, got {depth}.")
+        assert depth >= 1
         state = embedded = self.begin(tokens, lengths, share=True)
         outputs = []
         for state in self.unroll(embedded, depth - 1):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from loopscope.errors import UserError
 from loopscope.models.device import upload
-from loopscope.models.kv_cache import AppendingRows, Integers, SharedPrefix
+from loopscope.models.kv_cache import AppendingRows, CachedRows, Integers
 
 CPU = torch.device("cpu")
 _Value = TypeVar("_Value")
@@ -46,7 +46,7 @@ class Layout:
     host_lengths: Integers  # [B]
     device: torch.device = CPU
     host_branches: Integers | None = None  # [B, C] tokens of each branch at the row's end; 0: there is none
-    cache: AppendingRows | SharedPrefix | None = None  # the tokens before the rows' own
+    cache: CachedRows | None = None  # the tokens before the rows' own
     sharing: Sharing | None = None  # None: every token has its own state, in order
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -151,7 +151,7 @@ class Layout:
             first += len(layout.host_lengths)
         return cls(lengths, layouts[0].device, joined if widest else None)
 
-    def with_cache(self, cache: AppendingRows | SharedPrefix | None) -> Self:
+    def with_cache(self, cache: CachedRows | None) -> Self:
         """The same rows, after these tokens; where only the loop is another, what was computed stays."""
         if cache is None and self.cache is None:
             return self

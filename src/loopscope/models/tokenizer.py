@@ -113,11 +113,10 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]], **options: A
     kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
     if kind == _TEXT and len(answer) <= MAX_CHAT_BYTES:
         return text
+    problem = "takes too much time or memory; put a template of the model's maker there"
     if kind == _REFUSED:
-        raise UserError(f"The model's chat template does not take these messages ({text}).")
-    raise UserError(
-        "The model's chat template takes too much time or memory; put a template of the model's maker there."
-    )
+        problem = f"does not take these messages ({text})"
+    raise UserError(f"The model's chat template {problem}.")
 
 
 def _in_a_fork(make: Callable[[], str]) -> bytes:
