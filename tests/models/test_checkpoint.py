@@ -27,7 +27,7 @@ def logits(model: LoopedModel) -> torch.Tensor:
         return model.loops(TOKENS).logits
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_any_precision(tmp_path: Path, dtype: str) -> None:
     """All tensors have it; the gate computes in float32 whatever they have."""
     model = ls.load_model(write_ouro(tmp_path), dtype=dtype)
@@ -54,17 +54,14 @@ def test_shards_come_back_as_one_model(tmp_path: Path) -> None:
     assert {name: tensor.tolist() for file in files for name, tensor in load_file(file).items()} == {
         name: tensor.tolist() for name, tensor in tensors.items()
     }
+    shard_of(parts, NORM).rename(tmp_path / "blob")
+    shard_of(parts, NORM).symlink_to(tmp_path / "blob")  # as in the cache of the Hub
     assert torch.equal(logits(ls.load_model(parts)), logits(ls.load_model(whole)))
     assert len({weights_sha256(parts), weights_sha256(whole), ls.load_model(parts).weights_sha256}) == 2
-
-
-def test_what_was_saved_last_is_loaded(tmp_path: Path) -> None:
-    """Whether in one file or in several."""
-    folder = write_ouro(tmp_path)
-    for shard_bytes in (9000, 1 << 30, 9000):
-        tensors = {name: torch.rand_like(tensor) for name, tensor in tiny_ouro().state_dict().items()}
-        save_model(tensors, folder, shard_bytes)
-        assert torch.equal(ls.load_model(folder).state_dict()[NORM], tensors[NORM])
+    for shard_bytes in (1 << 30, 9000):  # what was saved last is loaded, whether in one file or in several
+        tensors[NORM] = torch.rand_like(tensors[NORM])
+        save_model(tensors, parts, shard_bytes)
+        assert torch.equal(ls.load_model(parts).state_dict()[NORM], tensors[NORM])
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
@@ -178,15 +175,6 @@ def test_a_model_that_is_nowhere(source: str | Path, words: str, monkeypatch: py
         ls.load_model(source)
     assert str(refused.value).endswith(".")
     assert "\n" not in str(refused.value)
-
-
-def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
-    folder = write_ouro(tmp_path / "snapshots" / "model", shard_bytes=9000)
-    before = logits(ls.load_model(folder))
-    shard = shard_of(folder, NORM)
-    shard.rename(tmp_path / "blob")
-    shard.symlink_to("../../blob")
-    assert torch.equal(logits(ls.load_model(folder)), before)
 
 
 @pytest.mark.parametrize("ends", [-1, 50, [0, 10**9], "x"])

@@ -10,11 +10,9 @@ from tiny_language import tiny_looped_llama, write_decoder
 
 import loopscope as ls
 from loopscope.engine import compare
-from loopscope.models.checkpoint import gate_tensors
 from loopscope.models.looped_llama import LoopedLlama
 from loopscope.models.looped_model import LoopState
 from loopscope.recording import Keep
-from loopscope.training.gate_fitting import write_back
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DECODERS: dict[str, dict[str, Any]] = {
@@ -124,20 +122,3 @@ def test_live_exits_are_those_of_the_replay(readout: str, monkeypatch: pytest.Mo
     answers = list(ls.run(model, policy, requests, batch_size=7))
     assert compare(answers, policy, recorded).differing == 0
     assert sum(read) == (policy.exit_loops(recorded).sum() if readout == "margin" else 60)
-
-
-def test_a_fitted_gate_can_be_written_into_it(llama: tuple[Path, Any], tmp_path: Path) -> None:
-    ls.loop(llama[0], tmp_path / "plain", 2, 2, 3)
-    assert gate_tensors(tmp_path / "plain") == {}
-    ls.loop(llama[0], tmp_path / "gated", 2, 2, 3, gate="linear")
-    model = ls.load_model(tmp_path / "gated")
-    rows = tokens().numpy()
-    recorded = ls.record_model(model, rows, np.full(3, 40), rows[:, 0], keep=Keep(hidden=True))
-    weight, sha = np.linspace(-1, 1, 32), model.weights_sha256
-    gate = ls.FittedGate(weight, np.array(0.5), provenance={"split": "train", "weights_sha256": sha})
-    write_back(gate, tmp_path / "gated", tmp_path / "fitted")
-    again = ls.load_model(tmp_path / "fitted")
-    out = ls.record_model(again, rows, np.full(3, 40), rows[:, 0])
-    assert recorded.hidden is not None
-    assert out.gate_logits is not None
-    assert np.allclose(out.gate_logits, recorded.hidden @ weight + 0.5, atol=1e-3)

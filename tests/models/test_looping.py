@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_language import write_decoder
 
 import loopscope as ls
+from loopscope.models.checkpoint import gate_tensors
 
 TOKENS = torch.arange(40)[None]
 
@@ -35,6 +36,8 @@ def test_what_was_made_is_said(llama: tuple[Path, Any], tmp_path: Path) -> None:
     assert (model.embed_cost, model.head_cost) == (1, 0.5)
     assert model.ideal_speedup(1) == pytest.approx(5.5 / 2.5)
     assert ls.loop(folder, tmp_path / "b", 2, 2, 1).cost == pytest.approx(1)
+    assert gate_tensors(tmp_path / "b") == {}
+    assert set(gate_tensors(tmp_path / "a").values()) < set(load_file(tmp_path / "a" / "model.safetensors"))
 
 
 def test_the_files_of_the_tokenizer_come_along(tmp_path: Path) -> None:

@@ -91,9 +91,9 @@ class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         heads, divides = self.num_attention_heads, self.hidden_size % self.num_attention_heads == 0
         require_values(
-            (self._bases, "rope_theta is missing"),
-            (len(self._bases) < 2, "rope_theta is given twice, and differs"),
-            (len(self._scalings) < 2, "rope_scaling is given twice, and differs"),
+            (self._ropes("rope_theta"), "rope_theta is missing"),
+            (len(self._ropes("rope_theta")) < 2, "rope_theta is given twice, and differs"),
+            (len(self._ropes("scaling")) < 2, "rope_scaling is given twice, and differs"),
             (heads % self.key_value_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
             (
                 divides or self.head_dim,
@@ -108,19 +108,13 @@ class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
 
     @property
     def rotary(self) -> Rotary:
-        (theta,) = self._bases
-        return Rotary(self.head_width, theta, scaling=next(iter(self._scalings), None))
+        (theta,) = self._ropes("rope_theta")
+        return Rotary(self.head_width, theta, scaling=next(iter(self._ropes("scaling")), None))
 
-    @property
-    def _bases(self) -> set[float]:
-        """What the configuration says of rotary positions, in either place."""
-        ropes = [rope for rope in (self.rope_scaling, self.rope_parameters) if rope is not None]
-        return {base for base in (self.rope_theta, *(rope.rope_theta for rope in ropes)) if base is not None}
-
-    @property
-    def _scalings(self) -> set[Llama3Scaling]:
-        ropes = [rope for rope in (self.rope_scaling, self.rope_parameters) if rope is not None]
-        return {rope.scaling for rope in ropes if rope.scaling is not None}
+    def _ropes(self, key: Literal["rope_theta", "scaling"]) -> set[Any]:
+        """What the configuration says of rotary positions, in all places."""
+        ropes = (RopeParameters(rope_theta=self.rope_theta), self.rope_scaling, self.rope_parameters)
+        return {getattr(rope, key) for rope in ropes if rope is not None} - {None}
 
     @property
     def head_width(self) -> int:

@@ -121,7 +121,7 @@ class LoopedModel(nn.Module):
     """Whether tokens attend to those whose keys and values `layout.cache` has: by `cached_attention`, in every layer
     that attends."""
     branches: ClassVar[bool] = False
-    """Whether the branches of a row (`layout.branches`) see its trunk and themselves, and not each other."""
+    """Whether the branches of a row (`layout.host_branches`) see its trunk and themselves, and not each other."""
     gradient_checkpointing: bool = False
     """Whether a loop is run again where its gradients are needed, so that nothing of its inside is kept till then."""
     unneeded: tuple[str, ...] = ()
@@ -229,12 +229,12 @@ class LoopedModel(nn.Module):
         return self.embed(tokens, layout)
 
     def require_evaluation(self) -> None:
-        """Refuses a model in training mode, whose dropout would answer otherwise every time."""
+        """Reject a model in training mode, whose dropout would answer otherwise every time."""
         if self.training:
             raise UserError("The model is in training mode; call model.eval() before it is recorded, run or checked.")
 
     def require(self, capability: Literal["kv_cache", "branches", "causal"], what: str) -> None:
-        """Refuses what takes a capability that the model does not declare."""
+        """Reject a use that takes a capability that the model does not declare."""
         if not getattr(self, capability):
             raise UserError(
                 f"{what} cannot be run with this model: {type(self).__name__} declares {_LACKING[capability]}; "
@@ -248,7 +248,7 @@ class LoopedModel(nn.Module):
         return (self.num_loops + overhead) / (loops + overhead)
 
     def check_length(self, length: int) -> None:
-        """Refuses rows that are too long for the model."""
+        """Reject rows that are too long for the model."""
         if length > self.block_size:
             raise UserError(
                 f"The examples have {length} tokens, but the model's block size is {self.block_size}; nothing is cut "
