@@ -265,11 +265,6 @@ class _Part(NamedTuple):
     upto: int = 0  # how many cached tokens are read
 
 
-class _Plan(NamedTuple):
-    written: Any  # [S] where keys and values go in the cache; None: nowhere
-    parts: list[_Part]
-
-
 def cached_attention(
     projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None, layer: str
 ) -> Tensor:
@@ -285,11 +280,12 @@ def cached_attention(
     name = None
     if isinstance(cache, AppendingRows) and cache.at.number is None:
         name = cache.loops.tobytes()  # rows at several loops have a plan for each step
-    plan = layout.compute_once(("plan", name), partial(_plan, layout, key.shape[1:].numel(), query.dtype))
+    parts = layout.compute_once(("parts", name), partial(_parts, layout, key.shape[1:].numel(), query.dtype))
     if isinstance(cache, AppendingRows):
-        cache.kv_cache.write(layer, cache.at, plan.written, key, value)
+        written = layout.compute_once(("written", name), partial(_written, layout, cache))
+        cache.kv_cache.write(layer, cache.at, written, key, value)
     out = None
-    for part in plan.parts:
+    for part in parts:
         attended = _attended(part, query, key, value, layout, layer)
         if part.scatter.states is None and attended.shape[2] == 1:  # heads lie side by side already
             return attended.flatten(1)
@@ -334,24 +330,26 @@ def _head_angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Te
     return cos[:, None], sin[:, None]
 
 
-def _plan(layout: Layout, key_width: int, dtype: torch.dtype) -> _Plan:
+def _written(layout: Layout, cache: AppendingRows) -> Tensor:
+    """[S] where keys and values go in the cache."""
+    places = np.repeat(cache.places, layout.host_lengths) * cache.kv_cache.capacity + layout.host_positions
+    return upload(places, layout.device)
+
+
+def _parts(layout: Layout, key_width: int, dtype: torch.dtype) -> list[_Part]:
     """What is the same in every layer, and in every loop that all rows are at together; keys have H K numbers."""
-    cache, groups, parts = layout.cache, attention_groups(layout), []
-    if isinstance(cache, AppendingRows):
-        for group in groups:
-            if cache.cached[group.rows].any():
-                parts += _cache_parts(layout, cache, group, key_width, dtype)
-            else:
-                scatter = _appending_scatter(layout, group.cells, group.rows)
-                parts.append(_Part(group.cells, group.cells, None, scatter))
-        places = np.repeat(cache.places, layout.host_lengths) * cache.kv_cache.capacity + layout.host_positions
-        return _Plan(upload(places, layout.device), parts)
-    for group in groups:
+    cache, parts = layout.cache, []
+    for group in attention_groups(layout):
         if cache is None:
             parts += _branch_parts(layout, group)
-        else:
+        elif isinstance(cache, SharedPrefix):
             parts += _prefix_parts(layout, cache, group, key_width)
-    return _Plan(None, parts)
+        elif cache.cached[group.rows].any():
+            parts += _cache_parts(layout, cache, group, key_width, dtype)
+        else:
+            scatter = _appending_scatter(layout, group.cells, group.rows)
+            parts.append(_Part(group.cells, group.cells, None, scatter))
+    return parts
 
 
 def _cache_parts(

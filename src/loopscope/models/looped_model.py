@@ -283,11 +283,9 @@ class LoopedModel(nn.Module):
         these are all.
         """
         free = 0 if truncated is None else max(num_loops - truncated, 0)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not free):
-            for state in self.unroll(state, free):  # noqa: B007, B020 - the last one is what counts
-                pass
-        for state in self.unroll(state, num_loops - free - 1):  # noqa: B007, B020
-            pass
+        for loop in range(num_loops - 1):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= free):
+                state = self._stepped(state)
         last = None if positions is None else self.last_pooled(state, positions)
         return self.read(self._stepped(state), positions) if last is None else (last, last)
 
@@ -360,10 +358,11 @@ class SimpleLoopedModel(LoopedModel):
         """One loop: [B, M, D] -> [B, M, D]; what is padded must not be attended to."""
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        hidden = self.embed_rows(layout.unpack(tokens, layout.longest), layout.mask(layout.longest))
+        longest = layout.longest
+        hidden = self.embed_rows(layout.unpack(tokens, longest), layout.mask(longest))
         return initial_loop_state(layout.pack(hidden), layout)
 
     def step(self, state: LoopState) -> LoopState:
-        layout = state.layout
-        hidden = self.block(layout.unpack(state.hidden, layout.longest), layout.mask(layout.longest))
+        layout, longest = state.layout, state.layout.longest
+        hidden = self.block(layout.unpack(state.hidden, longest), layout.mask(longest))
         return LoopState(layout.pack(hidden), layout, state.loop + 1)
