@@ -75,20 +75,14 @@ def test_rows_that_begin_alike_share_their_states(model: LoopedModel) -> None:
 def test_one_position_a_row_is_a_row_of_all_positions(model: LoopedModel) -> None:
     tokens, positions = random_tokens(3, 7), torch.tensor([2, 6, 0])
     everywhere, there = model.loops(tokens), model.loops(tokens, positions=positions)
+    longer = model.loops(tokens, num_loops=model.num_loops + 2)
+    assert torch.equal(longer.logits[: model.num_loops], everywhere.logits)
     rows = torch.arange(3)
     assert torch.allclose(everywhere.logits[:, rows, positions], there.logits, atol=1e-6)
     assert torch.allclose(everywhere.hidden[:, rows, positions], there.hidden, atol=1e-6)
     assert (everywhere.gate_logits is None) == (there.gate_logits is None)
     if everywhere.gate_logits is not None and there.gate_logits is not None:
         assert torch.allclose(everywhere.gate_logits[:, rows, positions], there.gate_logits, atol=1e-6)
-
-
-@torch.no_grad()
-def test_more_loops_than_trained_begin_the_same_way(model: LoopedModel) -> None:
-    tokens = random_tokens(2, 6)
-    assert model.loops(tokens).logits.shape[0] == model.num_loops
-    longer = model.loops(tokens, num_loops=model.num_loops + 2)
-    assert torch.equal(longer.logits[: model.num_loops], model.loops(tokens).logits)
 
 
 @torch.no_grad()
