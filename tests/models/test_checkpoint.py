@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_language import tiny_ouro, write_ouro
 
 import loopscope as ls
-from loopscope.models import LoopedModel
-from loopscope.models.checkpoint import end_tokens, save_model, weight_files, weights_sha256
-from loopscope.models.gates import Gate
+from loopscope.models.checkpoint import save_model, weight_files, weights_sha256
+from loopscope.models.checkpoint_folder import end_tokens
+from loopscope.models.looped_model import LoopedModel
+from loopscope.models.transformer import Gate
 from loopscope.training.settings import read_run_settings
 
 TOKENS = torch.arange(20).view(2, 10)
@@ -26,7 +27,7 @@ def logits(model: LoopedModel) -> torch.Tensor:
         return model.loops(TOKENS).logits
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_any_precision(tmp_path: Path, dtype: str) -> None:
     """All tensors have it; the gate computes in float32 whatever they have."""
     model = ls.load_model(write_ouro(tmp_path), dtype=dtype)
@@ -38,15 +39,6 @@ def test_any_precision(tmp_path: Path, dtype: str) -> None:
     assert out.gate_logits.dtype == torch.float32
     assert torch.allclose(out.logits.float(), exact.logits, atol=1e-6 if dtype == "float32" else 0.1)
     assert torch.equal(out.logits.float(), exact.logits) == (dtype == "float32")
-
-
-def test_a_file_keeps_its_own_precision(tmp_path: Path) -> None:
-    folder = write_ouro(tmp_path)
-    save_model(tiny_ouro().bfloat16().state_dict(), folder)
-    assert {tensor.dtype for tensor in ls.load_model(folder).state_dict().values()} == {torch.bfloat16}
-    assert {tensor.dtype for tensor in ls.load_model(folder, dtype="float32").state_dict().values()} == {torch.float32}
-    with pytest.raises(ls.UserError, match="no precision 'int8'; choose one of float32, bfloat16, float16"):
-        ls.load_model(folder, dtype="int8")
 
 
 def test_shards_come_back_as_one_model(tmp_path: Path) -> None:
@@ -62,17 +54,14 @@ def test_shards_come_back_as_one_model(tmp_path: Path) -> None:
     assert {name: tensor.tolist() for file in files for name, tensor in load_file(file).items()} == {
         name: tensor.tolist() for name, tensor in tensors.items()
     }
+    shard_of(parts, NORM).rename(tmp_path / "blob")
+    shard_of(parts, NORM).symlink_to(tmp_path / "blob")  # as in the cache of the Hub
     assert torch.equal(logits(ls.load_model(parts)), logits(ls.load_model(whole)))
     assert len({weights_sha256(parts), weights_sha256(whole), ls.load_model(parts).weights_sha256}) == 2
-
-
-def test_what_was_saved_last_is_loaded(tmp_path: Path) -> None:
-    """Whether in one file or in several."""
-    folder = write_ouro(tmp_path)
-    for shard_bytes in (9000, 1 << 30, 9000):
-        tensors = {name: torch.rand_like(tensor) for name, tensor in tiny_ouro().state_dict().items()}
-        save_model(tensors, folder, shard_bytes)
-        assert torch.equal(ls.load_model(folder).state_dict()[NORM], tensors[NORM])
+    for shard_bytes in (1 << 30, 9000):  # what was saved last is loaded, whether in one file or in several
+        tensors[NORM] = torch.rand_like(tensors[NORM])
+        save_model(tensors, parts, shard_bytes)
+        assert torch.equal(ls.load_model(parts).state_dict()[NORM], tensors[NORM])
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
@@ -144,21 +133,15 @@ def moved(to: str) -> Callable[[Path], None]:
             lambda folder: shard_of(folder, NORM).write_bytes(shard_of(folder, NORM).read_bytes()[:-1]),
             "model-.*safetensors cannot be read .*fetch or make it again",
         ),
-        (lambda folder: shard_of(folder, NORM).write_bytes(b""), "model-.*safetensors cannot be read"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").unlink(), "not a checkpoint: it has no config.json"),
         (configured(num_hidden_layers=4000), "16 tensors, too few for its 4,000 layers"),
         (configured(num_hidden_layers=10**9), "num_hidden_layers: expected a whole number <= 4096"),
-        (configured(total_ut_steps=10**9), "total_ut_steps: expected a whole number <= 1024"),
-        (configured(hidden_size=10**9), "hidden_size"),
         (configured(vocab_size=-1), "vocab_size: expected a whole number >= 1"),
-        (configured(vocab_size=10**9), "vocab_size"),
         (configured(rope_theta=-5), "rope_theta: expected a number >= 1.0"),
-        (configured(rope_theta=None, rope_parameters={"rope_theta": "x"}), "rope_parameters.rope_theta: expected"),
         (configured(rope_theta=None, rope_parameters={"rope_theta": 0}), "rope_parameters.rope_theta: expected"),
         (configured(rope_scaling={"rope_type": "yarn"}), "rope_scaling.rope_type: there is no 'yarn' here"),
-        (configured(rms_norm_eps=1e300), "rms_norm_eps"),
         (configured(num_attention_heads=3, num_key_value_heads=3), "does not divide into 3 heads"),
         (configured(num_attention_heads=32, num_key_value_heads=32), "an even width"),
         (configured(run={"model": {"total_ut_steps": 7}}), "contradicts itself: total_ut_steps is 4, and 7 in"),
@@ -183,7 +166,6 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, spoil: Callable[[Pa
     [
         ("nobody/no-such-model", "no-such-model, and the Hub does not give it .it cannot be reached.; check the"),
         ("./nobody/nothing", "no folder nobody/nothing; give the folder of a checkpoint, or its name on the Hub"),
-        ("nothing", "There is no folder nothing; give the folder of"),
         (Path("/nowhere/at/all"), "There is no folder /nowhere/at/all; give the"),
     ],
 )
@@ -195,20 +177,13 @@ def test_a_model_that_is_nowhere(source: str | Path, words: str, monkeypatch: py
     assert "\n" not in str(refused.value)
 
 
-def test_shards_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
-    folder = write_ouro(tmp_path / "snapshots" / "model", shard_bytes=9000)
-    before = logits(ls.load_model(folder))
-    shard = shard_of(folder, NORM)
-    shard.rename(tmp_path / "blob")
-    shard.symlink_to("../../blob")
-    assert torch.equal(logits(ls.load_model(folder)), before)
-
-
-@pytest.mark.parametrize("ends", [-1, 50, [0, 10**9], 10**30, "x"])
+@pytest.mark.parametrize("ends", [-1, 50, [0, 10**9], "x"])
 def test_ends_of_texts_are_tokens_of_the_vocabulary(tmp_path: Path, ends: object) -> None:
     folder = write_ouro(tmp_path)
-    configured(eos_token_id=49)(folder)
-    assert end_tokens(folder) == {49}
+    configured(eos_token_id=[5, 49])(folder)
+    assert end_tokens(folder) == {5, 49}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 1.0}')
+    assert end_tokens(folder) == {5, 7, 49}
     configured(eos_token_id=ends)(folder)
     with pytest.raises(ls.UserError, match="eos_token_id"):
         end_tokens(folder)
@@ -219,15 +194,11 @@ def test_ends_of_texts_are_tokens_of_the_vocabulary(tmp_path: Path, ends: object
     [
         {"vocab_size": -1},
         {"vocab_size": 9},
-        {"block_size": -1},
         {"block_size": 12},
-        {"block_size": 10**12},
         {"model": {"loops": 4}},
-        {"model": {"loops": 2000}},
         {"model": {"layers": 4000}},
         {"run": {"model": {"loops": 4}}},
         {"run": {"task": {"modulus": 5}}},
-        {"run": {"task": {"operators": "+-"}}},
         {"run": {"task": {"max_operations": 900}}},
     ],
 )
@@ -259,18 +230,9 @@ def test_one_precision_for_all(tmp_path: Path) -> None:
     save_model(tensors, tmp_path)
     model = ls.load_model(tmp_path)
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
-    out = model.loops(torch.tensor([[1, 2, 3]]))
-    assert out.gate_logits is not None
-    assert out.gate_logits.dtype == torch.float32
-
-
-def test_every_token_that_ends_a_text(tmp_path: Path) -> None:
-    folder = write_ouro(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [0, 5]}))
-    assert end_tokens(folder) == {0, 5}
-    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 1.0}')
-    assert end_tokens(folder) == {0, 5, 7}
+    assert model.loops(TOKENS).gate_logits.dtype == torch.float32
+    with pytest.raises(ls.UserError, match="no precision 'int8'; choose one of float32, bfloat16, float16"):
+        ls.load_model(tmp_path, dtype="int8")
 
 
 def test_rotary_base_in_either_place(tmp_path: Path) -> None:

@@ -4,12 +4,10 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import GATED, tiny_settings
 
-from loopscope.models import LoopedTransformer, TransformerSettings
-from loopscope.models.attention import causal_attention
-from loopscope.models.transformer import parameter_count
+from loopscope.models.checkpoint_folder import TransformerSettings
+from loopscope.models.transformer import LoopedTransformer, parameter_count
 from loopscope.training import initial_model, read_settings
 
 
@@ -33,10 +31,6 @@ def test_parameter_count(gate: str, bias: bool, positions: str) -> None:
     assert count(LoopedTransformer(settings, 7, 10)) == parameter_count(settings, 7, 10)
 
 
-def test_the_block_is_shared_by_all_loops() -> None:
-    assert count(initial_model(tiny_settings("model.loops=2"))) == count(initial_model(tiny_settings("model.loops=9")))
-
-
 @pytest.mark.parametrize("gate", ["linear", "mlp"])
 def test_gate_reads_the_pooled_state(gate: str) -> None:
     model = initial_model(tiny_settings(*GATED, f"model.gate={gate}"))
@@ -55,35 +49,3 @@ def test_small_widths_start_with_logits_of_order_one() -> None:
         model = initial_model(tiny_settings(f"model.width={width}"))
         logits = model.loops(torch.randint(0, 8, (64, 7))).logits
         assert 0.3 < logits.std() < 3
-
-
-def test_residual_outputs_start_small() -> None:
-    model = LoopedTransformer(TransformerSettings(layers=8, heads=2, width=64), 7, 10)
-    layer = model.block[0]
-    assert layer.attention_in.weight.std().item() == pytest.approx(64**-0.5, rel=0.1)
-    assert layer.attention_out.weight.std().item() == pytest.approx((64 * 16) ** -0.5, rel=0.1)
-    assert layer.mlp_out.weight.std().item() == pytest.approx((256 * 16) ** -0.5, rel=0.1)
-
-
-def test_only_the_mlp_gate_bends() -> None:
-    states = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
-    for kind, bends in (("linear", False), ("mlp", True)):
-        gate = initial_model(tiny_settings(*GATED, f"model.gate={kind}")).gate
-        assert gate is not None
-        middle = gate((states[0] + states[1]) / 2)
-        assert torch.allclose(middle, (gate(states[0]) + gate(states[1])) / 2, atol=1e-6) != bends
-
-
-def test_seeds_differ_and_come_again() -> None:
-    first, again, other = (initial_model(tiny_settings(f"training.seed={seed}")) for seed in (0, 0, 1))
-    assert torch.equal(first.embedding.weight, again.embedding.weight)
-    assert not torch.equal(first.embedding.weight, other.embedding.weight)
-
-
-@pytest.mark.parametrize("key_heads", [4, 2])
-def test_short_attention_equals_the_fused_kernel(key_heads: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(3, 4, 10, 8, generator=generator)
-    key, value = (torch.randn(3, key_heads, 10, 8, generator=generator) for _ in range(2))
-    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    assert torch.allclose(causal_attention(query, key, value), expected, atol=1e-6)

@@ -1,18 +1,35 @@
-"""Causal self-attention and rotary positions, shared by the looped models.
+"""How do packed rows attend? To themselves, to the trunk that they branch off from, and to tokens in a KV cache.
 
-Shapes: B rows of one length, H heads, M tokens, S states, K head width.
+Neighbouring rows of about the same length attend as one dense batch, which may leave a few cells empty: the arithmetic
+of attention is a small part, and many small batches would cost more. Which rows attend together, what they see and
+where their outputs belong is planned once for a layout, and is the same in every layer.
+
+Shapes: B rows, S states, R rows of a group, M tokens of its longest row, N keys, H heads, K head width.
 """
 
 import math
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_SHORT = 64
+from loopscope.models.device import upload
+from loopscope.models.kv_cache import AppendingRows, Integers, SharedPrefix
+from loopscope.models.packing import Layout, count_up
+
+MAX_PADDING = 1.3
+"""Rows attend together while their cells are at most this many times their tokens."""
+MAX_SHORT = 64
 """Up to this length plain matrix products beat the fused kernel on a CPU, whose per-call work dominates there."""
+MAX_COPIED = 1 << 24
+"""Numbers of keys that are copied at a time: every row of a batch needs those of its shared prefix beside its own."""
+MAX_GATHERED = 1 << 22
+MAX_GATHERED_ON_CPU = 1 << 16
+"""Numbers of keys that are copied where that saves an attention of its own, which has a price, for rows that do not lie
+together."""
 
 
 class Llama3Scaling(NamedTuple):
@@ -37,17 +54,13 @@ class Rotary(NamedTuple):
     interleaved: bool = False
     scaling: Llama3Scaling | None = None
 
-    def rotate(self, x: Tensor, positions: Tensor | None = None, count: int | None = None) -> Tensor:
-        """x [B, H, M, K] turned by its positions [B, M] (default: 0, 1, ..), which are below `count`."""
-        if positions is None:
-            return self.apply_rotary(x, _angles(self, x.shape[2], x.dtype, x.device))
-        cos, sin = self.angles(positions, x.dtype, count)
-        return self.apply_rotary(x, (cos[:, None], sin[:, None]))
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [B, H, M, K] turned by its positions 0, 1, .. M - 1."""
+        return self.apply_rotary(x, _angles(self, x.shape[2], x.dtype, x.device))
 
-    def angles(self, positions: Tensor, dtype: torch.dtype, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., K] of these positions [...], below `count`; without one, their device is asked."""
-        last = int(positions.max()) if count is None else count - 1
-        longest = 1 << last.bit_length()  # a power of two: growing rows do not make a new table a token
+    def angles(self, positions: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., K] of these positions [...], which are below `count`."""
+        longest = 1 << (count - 1).bit_length()  # a power of two: growing rows do not make a new table a token
         cos, sin = _angles(self, longest, dtype, positions.device)
         return cos[positions], sin[positions]
 
@@ -78,26 +91,25 @@ def _angles(rotary: Rotary, longest: int, dtype: torch.dtype, device: torch.devi
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[B, H, M, K]; every token attends to itself and to what stands before it."""
     length = query.shape[-2]
-    if query.device.type != "cpu" or length > _SHORT:
-        grouped = key.shape[1] != query.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    return _attention(query, key, value, _future(length, query.dtype))
+    if query.device.type != "cpu" or length > MAX_SHORT:
+        return fused_attention(query, key, value, is_causal=True)
+    return _short_attention(query, key, value, _future(length, query.dtype))
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, H, M, K]; every token attends to what it has `mask` [B or 1, 1, M, N] (None: to all N)."""
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """[B, H, M, K]; `attn_mask` [B or 1, 1, M, N] says what every token attends to (None: to all N)."""
     grouped = key.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
 
 
 def attention_at(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
     """[B, H, 1, K]: one query a row, at `positions` [B], attends to itself and to what stands before it."""
     later = torch.arange(key.shape[-2], device=key.device) > positions[:, None]
-    mask = torch.zeros_like(later, dtype=query.dtype).masked_fill_(later, float("-inf"))
-    return _attention(query, key, value, mask.repeat_interleave(query.shape[1], 0)[:, None])
+    mask = torch.zeros_like(later, dtype=query.dtype).masked_fill_(later, -torch.inf)
+    return _short_attention(query, key, value, mask.repeat_interleave(query.shape[1], 0)[:, None])
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def _short_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """`mask` is added to the scores [B H, M, M]."""
     if key.shape[1] != query.shape[1]:
         repeats = query.shape[1] // key.shape[1]
@@ -107,8 +119,316 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tenso
     return (scores.softmax(dim=-1) @ value.flatten(0, 1)).view_as(query)
 
 
-@lru_cache(maxsize=_SHORT)
+@lru_cache(maxsize=MAX_SHORT)
 def _future(length: int, dtype: torch.dtype) -> Tensor:
     """[M, M] minus infinity where a token must not look."""
     with torch.inference_mode(False):
-        return torch.full((length, length), float("-inf"), dtype=dtype).triu(1)
+        return torch.full((length, length), -torch.inf, dtype=dtype).triu(1)
+
+
+class AttentionGroup(NamedTuple):
+    """Neighbouring rows that attend as one dense batch."""
+
+    rows: slice
+    cells: Tensor  # [R, M] the state in each cell; those beyond a row's end hold its last one
+
+
+def attention_groups(layout: Layout) -> list[AttentionGroup]:
+    return layout.compute_once("groups", partial(_attention_groups, layout))
+
+
+def _attention_groups(layout: Layout) -> list[AttentionGroup]:
+    lengths = layout.host_lengths
+    if not len(lengths):
+        return []
+    keys = layout.cache.group_keys if isinstance(layout.cache, SharedPrefix) else np.zeros_like(lengths)
+    differs = (lengths[1:] != lengths[:-1]) | (keys[1:] != keys[:-1])
+    firsts = np.concatenate(([0], np.flatnonzero(differs) + 1))
+    counts = np.diff(firsts, append=len(lengths))
+    groups = []
+    for rows, longest in _neighbours(lengths[firsts], keys[firsts], counts):
+        cells = torch.arange(longest, device=layout.device).minimum(layout.lengths[rows, None] - 1)
+        groups.append(AttentionGroup(rows, layout.states(layout.starts[rows, None] + cells)))
+    return groups
+
+
+def _neighbours(lengths: Integers, keys: Integers, counts: Integers) -> list[tuple[slice, int]]:
+    """Which rows of one key leave few cells empty together, and the longest of them; `counts` rows are alike each."""
+    found, first, row, tokens, longest, previous = [], 0, 0, 0, 0, None
+    for length, key, count in zip(lengths.tolist(), keys.tolist(), counts.tolist(), strict=True):
+        wider = max(longest, length)
+        padded = (row - first + count) * wider > MAX_PADDING * (tokens + count * length)
+        if row > first and (key != previous or padded):
+            found.append((slice(first, row), longest))
+            first, tokens, wider = row, 0, length
+        row, tokens, longest, previous = row + count, tokens + count * length, wider, key
+    return [*found, (slice(first, row), longest)]
+
+
+def packed_attention(projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None) -> Tensor:
+    """[S, query, key and value heads, K] -> [S, H K]; every token attends to itself and to its row before it."""
+    layout.require_plain("packed_attention")
+    if not len(projected):
+        return projected[:, : heads[0]].flatten(1)
+    attended = []
+    for query, key, value in _gathered(projected, heads, layout):
+        if rotary is not None:
+            query, key = rotary.rotate(query), rotary.rotate(key)
+        attended.append(causal_attention(query, key, value).flatten(0, 2)[:, None])
+    back = layout.compute_once(("scatter", heads[0]), partial(_scatter_index, layout, heads[0]))
+    (outputs,) = _Gather.apply(_cat(attended), back)  # type: ignore[no-untyped-call]
+    return outputs.view(len(projected), -1)
+
+
+def packed_attention_at(
+    query: Tensor, projected: Tensor, positions: Tensor, layout: Layout, rotary: Rotary | None
+) -> Tensor:
+    """One query a row [B, H, K], at `positions` [B]; key and value heads [S, 2 H, K] of all states -> [B, H K]."""
+    layout.require_plain("packed_attention_at")
+    if not len(projected):
+        return query.flatten(1)
+    if rotary is not None:
+        cos, sin = rotary.angles(positions, query.dtype, layout.longest)
+        query = rotary.apply_rotary(query, (cos[:, None], sin[:, None]))
+    attended = []
+    dense = _gathered(projected, (query.shape[1],) * 2, layout)
+    for (rows, _), (key, value) in zip(attention_groups(layout), dense, strict=True):
+        rotated = key if rotary is None else rotary.rotate(key)
+        attended.append(attention_at(query[rows, :, None], rotated, value, positions[rows]).flatten(1))
+    return _cat(attended)
+
+
+def _gathered(projected: Tensor, heads: tuple[int, ...], layout: Layout) -> list[list[Tensor]]:
+    """[S, heads, K] -> for every group [R, heads, M, K] of each kind; gathering puts the heads in front at no cost."""
+    indices = layout.compute_once(("gather", heads), partial(_gather_indices, layout, heads))
+    flat = iter(_Gather.apply(projected, *(index for group in indices for index in group)))  # type: ignore[no-untyped-call]
+    return [[next(flat) for _ in group] for group in indices]
+
+
+def _gather_indices(layout: Layout, heads: tuple[int, ...]) -> list[list[Tensor]]:
+    """The rows [R, heads, M] of states [S heads, K] that every group gathers, kind by kind."""
+    numbers = torch.arange(sum(heads), device=layout.device)[:, None]
+    rows = (cells[:, None] * sum(heads) + numbers for _, cells in attention_groups(layout))
+    return [[kind.contiguous() for kind in torch.split(group, list(heads), dim=1)] for group in rows]
+
+
+def _scatter_index(layout: Layout, heads: int) -> Tensor:
+    """[S H] where the attention of every state lies among the rows [R, H, M] of all groups."""
+    widths = np.concatenate([np.full(*cells.shape) for _, cells in attention_groups(layout)])
+    first = count_up(heads * (widths.cumsum() - widths), layout.host_lengths)
+    index = upload(first, layout.device)[:, None]
+    width = upload(np.repeat(widths, layout.host_lengths), layout.device)[:, None]
+    return layout.to_states(index + torch.arange(heads, device=layout.device) * width).flatten()
+
+
+class _Gather(torch.autograd.Function):
+    """Rows [.., K] of states [S, heads, K], numbered over both.
+
+    All gradients are added into one buffer; autograd would make one for every index and add those.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.indices = states.shape, indices
+        rows = states.flatten(0, 1)
+        return tuple(rows.index_select(0, index.flatten()).view(*index.shape, -1) for index in indices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states = gradients[0].new_zeros(ctx.shape)
+        for index, gradient in zip(ctx.indices, gradients, strict=True):
+            states.flatten(0, 1).index_add_(0, index.flatten(), gradient.reshape(-1, ctx.shape[-1]))
+        return states, *(None for _ in ctx.indices)
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Scatter(NamedTuple):
+    """Where the outputs of a dense batch belong."""
+
+    cells: Tensor | None  # of the batch [R M], without those that are empty; None: none is
+    states: Tensor | None  # theirs, in the packed layout; None: all of them, in order
+
+
+class _Part(NamedTuple):
+    """Rows that attend together: who asks, what they read, and what they see of it."""
+
+    cells: Tensor  # [R, M] the states that ask
+    own: Tensor | None  # [R, N] the states whose keys they read; None: only cached ones
+    mask: (
+        Tensor | None
+    )  # [R, 1, M, N] added to the scores, or true where a key is seen; None: causal, or all of a cache
+    scatter: _Scatter
+    cached: Any = None  # where the cache is read: rows of it, or a row of the batch; None: nowhere
+    upto: int = 0  # how many cached tokens are read
+
+
+def cached_attention(
+    projected: Tensor, heads: tuple[int, int, int], layout: Layout, rotary: Rotary | None, layer: str
+) -> Tensor:
+    """[S, query, key and value heads, K] -> [S, H K], in the layer that is called `layer`."""
+    cache = layout.cache
+    if layout.host_branches is None and cache is None:
+        return packed_attention(projected, heads, layout, rotary)
+    turned, value = projected[:, : heads[0] + heads[1]], projected[:, heads[0] + heads[1] :]
+    if rotary is not None:
+        angles = layout.compute_once((rotary, value.dtype), partial(_head_angles, layout, rotary, value.dtype))
+        turned = rotary.apply_rotary(turned, angles)
+    query, key = turned[:, : heads[0]], turned[:, heads[0] :]
+    name = None
+    if isinstance(cache, AppendingRows) and cache.at.number is None:
+        name = cache.loops.tobytes()  # rows at several loops have a plan for each step
+    parts = layout.compute_once(("parts", name), partial(_parts, layout, key.shape[1:].numel(), query.dtype))
+    if isinstance(cache, AppendingRows):
+        written = layout.compute_once(("written", name), partial(_written, layout, cache))
+        cache.kv_cache.write(layer, cache.at, written, key, value)
+    out = None
+    for part in parts:
+        attended = _attended(part, query, key, value, layout, layer)
+        if part.scatter.states is None and attended.shape[2] == 1:  # heads lie side by side already
+            return attended.flatten(1)
+        tokens = attended.transpose(1, 2).flatten(0, 1)
+        if part.scatter.states is None:
+            return tokens.flatten(1)
+        tokens = tokens if part.scatter.cells is None else tokens.index_select(0, part.scatter.cells)
+        out = query.new_empty(query.shape) if out is None else out
+        out.index_copy_(0, part.scatter.states, tokens)
+    return query.flatten(1) if out is None else out.flatten(1)  # None: there are no rows
+
+
+def _attended(part: _Part, query: Tensor, key: Tensor, value: Tensor, layout: Layout, layer: str) -> Tensor:
+    """[R, H, M, K]"""
+    cells, own, mask, scatter, cached, upto = part
+    dense = _dense(query, cells, scatter)
+    if own is not None:
+        key, value = _dense(key, own, scatter), _dense(value, own, scatter)
+    if cached is None:
+        causal = mask is None
+        return causal_attention(dense, key, value) if causal else fused_attention(dense, key, value, attn_mask=mask)
+    assert layout.cache is not None
+    keys, values = layout.cache.read(layer, cached, upto)
+    if own is not None:
+        keys = torch.cat((keys.expand(len(own), -1, -1, -1), key), 2)
+        values = torch.cat((values.expand(len(own), -1, -1, -1), value), 2)
+    return fused_attention(dense, keys, values, attn_mask=mask)
+
+
+def _dense(packed: Tensor, cells: Tensor, scatter: _Scatter) -> Tensor:
+    """[S, H, K] -> [R, H, M, K]"""
+    if scatter.states is not None:
+        return packed.index_select(0, cells.flatten()).view(*cells.shape, *packed.shape[1:]).transpose(1, 2)
+    if cells.shape[1] == 1:
+        return packed.unsqueeze(2)
+    return packed.reshape(*cells.shape, *packed.shape[1:]).transpose(1, 2)
+
+
+def _head_angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[S, 1, K]"""
+    cos, sin = rotary.angles(layout.positions, dtype, layout.max_context)
+    return cos[:, None], sin[:, None]
+
+
+def _written(layout: Layout, cache: AppendingRows) -> Tensor:
+    """[S] where keys and values go in the cache."""
+    places = np.repeat(cache.places, layout.host_lengths) * cache.kv_cache.capacity + layout.host_positions
+    return upload(places, layout.device)
+
+
+def _parts(layout: Layout, key_width: int, dtype: torch.dtype) -> list[_Part]:
+    """What is the same in every layer, and in every loop that all rows are at together; keys have H K numbers."""
+    cache, parts = layout.cache, []
+    for group in attention_groups(layout):
+        if cache is None:
+            parts += _branch_parts(layout, group)
+        elif isinstance(cache, SharedPrefix):
+            parts += _prefix_parts(layout, cache, group, key_width)
+        elif cache.cached[group.rows].any():
+            parts += _cache_parts(layout, cache, group, key_width, dtype)
+        else:
+            scatter = _appending_scatter(layout, group.cells, group.rows)
+            parts.append(_Part(group.cells, group.cells, None, scatter))
+    return parts
+
+
+def _cache_parts(
+    layout: Layout, cache: AppendingRows, group: AttentionGroup, key_width: int, dtype: torch.dtype
+) -> list[_Part]:
+    """Neighbours in the cache that have about as many tokens are read where they are; few tokens are copied."""
+    contexts, places = layout.host_contexts[group.rows], cache.places[group.rows]
+    runs = _neighbours(contexts, places - np.arange(len(places)), np.ones_like(places))
+    few = MAX_GATHERED_ON_CPU if layout.device.type == "cpu" else MAX_GATHERED
+    copied = len(contexts) * int(contexts.max()) * key_width <= few * (len(runs) - 1)
+    if copied:
+        runs = [(slice(0, len(contexts)), int(contexts.max()))]
+    parts = []
+    for run, upto in runs:
+        rows = slice(group.rows.start + run.start, group.rows.start + run.stop)
+        cells = group.cells[run, : int(layout.host_lengths[rows].max())]
+        mask = None
+        if int(cache.cached[rows].min()) + 1 < upto:
+            # It is added to the scores: every layer would make that of a mask of truths.
+            later = torch.arange(upto, device=cells.device) > layout.positions[cells][:, :, None]
+            mask = torch.zeros(later.shape, dtype=dtype, device=cells.device).masked_fill_(later, -torch.inf)[:, None]
+        start = int(places[run.start])
+        there = upload(places, layout.device) if copied else slice(start, start + run.stop - run.start)
+        parts.append(_Part(cells, None, mask, _appending_scatter(layout, cells, rows), there, upto))
+    return parts
+
+
+def _branch_parts(layout: Layout, group: AttentionGroup) -> list[_Part]:
+    """The trunks by the kernel for causal attention, which reads no mask; then the tails, which are short."""
+    rows, cells = group
+    trunks = layout.host_trunks[rows]
+    tails = layout.host_lengths[rows] - trunks
+    trunk = cells[:, : int(trunks.max())]
+    parts = [_Part(trunk, trunk, None, _scatter_of(trunk, trunks))]
+    if tails.any():
+        local = layout.trunks[rows, None] + torch.arange(int(tails.max()), device=cells.device)
+        local = local.minimum(layout.lengths[rows, None] - 1)
+        tail = cells.gather(1, local)
+        parts.append(_Part(tail, cells, _own_mask(layout, cells, local)[:, None], _scatter_of(tail, tails)))
+    return parts
+
+
+def _prefix_parts(layout: Layout, cache: SharedPrefix, group: AttentionGroup, key_width: int) -> list[_Part]:
+    """A few rows at a time: each reads a copy of the prefix beside its own keys."""
+    rows, cells = group
+    upto, counts = int(cache.cached[rows.start]), layout.host_lengths[rows]
+    cached = None if cache.kv_caches[rows.start] is None else rows.start
+    own = _own_mask(layout, cells, torch.arange(cells.shape[1], device=cells.device).expand_as(cells))
+    mask = torch.cat((own.new_ones((*own.shape[:2], upto)), own), 2)[:, None]
+    size = max(1, MAX_COPIED // ((upto + cells.shape[1]) * key_width))
+    parts = []
+    for first in range(0, len(counts), size):
+        some = slice(first, first + size)
+        scatter = _scatter_of(cells[some], counts[some])
+        parts.append(_Part(cells[some], cells[some], mask[some], scatter, cached, upto))
+    return parts
+
+
+def _own_mask(layout: Layout, cells: Tensor, local: Tensor) -> Tensor:
+    """[R, W, M] what the tokens at `local` [R, W] of a row see: all before them of the trunk or of their own branch."""
+    mask = torch.arange(cells.shape[1], device=cells.device) <= local[:, :, None]
+    if layout.host_branches is None:
+        return mask
+    branch = layout.branch[cells]
+    own = branch.gather(1, local)
+    return mask & ((branch[:, None] == 0) | (branch[:, None] == own[:, :, None]))
+
+
+def _appending_scatter(layout: Layout, cells: Tensor, rows: slice) -> _Scatter:
+    """Of rows that may be all there are, of one length: as one batch they lie where they do already."""
+    counts, everything = layout.host_lengths[rows], layout.host_lengths
+    if len(counts) == len(everything) and cells.numel() == everything.sum() and layout.sharing is None:
+        return _Scatter(None, None)
+    return _scatter_of(cells, counts)
+
+
+def _scatter_of(cells: Tensor, counts: Integers) -> _Scatter:
+    """Of cells [R, M], of which the first `counts` [R] of every row are tokens of their own."""
+    if int(counts.sum()) == cells.numel():
+        return _Scatter(None, cells.flatten())
+    chosen = upload(count_up(np.arange(len(counts)) * cells.shape[1], counts), cells.device)
+    return _Scatter(chosen, cells.flatten().index_select(0, chosen))

@@ -1,9 +1,10 @@
-"""What do decoders of the Llama family have in common? RMSNorm, SwiGLU, rotary attention with grouped heads, and the
-keys of `config.json` that say how large they are; all in the parameter names of the Hub.
+"""What do language models have in common? RMSNorm, SwiGLU, rotary attention with grouped heads, the head and the gate
+of decoders of the Llama family, and the keys of `config.json` that say how large they are; in the names of the Hub.
 
-Shapes: S states, D width.
+Shapes: S states, D width, M tokens, K inputs, N outputs.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -12,12 +13,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loopscope.config import Epsilon, Layers, Positions, Positive, RotaryBase, Vocabulary, Width, digest, plain
-from loopscope.models.attention import Llama3Scaling, Rotary
-from loopscope.models.cached_attention import cached_attention
-from loopscope.models.layout import Layout
-from loopscope.models.linear import Linear
+from loopscope.models.attention import Llama3Scaling, Rotary, cached_attention
+from loopscope.models.checkpoint_folder import require_values
+from loopscope.models.looped_model import LoopedModel
+from loopscope.models.packing import Layout
 
 RopeType = Literal["default", "llama3"]
+LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+MAX_TURNED = 64
+"""Tokens up to which the product the other way round was measured and, but for small matrices, faster:
+docs/decisions.md says where."""
+MAX_TURNED_ON_ONE_THREAD = 3
+MIN_WIDE = 1024
+"""Inputs from which on sixteen columns take less time than six to eight, of a matrix that is not much taller; from
+twice as many on, one thread is faster at a product with a vector."""
+
+
+class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of `config.json` that a network depends on; others are ignored, unsupported values rejected.
+
+    `network` is what they say of the network, in whichever way they say it; how many loops it runs is not in it.
+    """
+
+    @property
+    def sha256(self: Any) -> str:
+        """What tells this network from another with the same weights."""
+        return digest([type(self).__name__, self.network])[:16]
 
 
 class RopeParameters(msgspec.Struct, frozen=True):
@@ -33,29 +55,22 @@ class RopeParameters(msgspec.Struct, frozen=True):
     original_max_position_embeddings: Positions | None = None
 
     def __post_init__(self) -> None:
-        if self.partial_rotary_factor not in (None, 1):
-            raise ValueError("partial_rotary_factor other than 1 is not supported")
-        if "llama3" in (self.rope_type, self.type):
-            for name in ("factor", *_BOUNDS):
-                if getattr(self, name) is None:
-                    raise ValueError(f"{name} is missing")
-            low, high, _ = (getattr(self, name) for name in _BOUNDS)
-            if low >= high:
-                raise ValueError("low_freq_factor must be below high_freq_factor")
+        require_values((self.partial_rotary_factor in (None, 1), "partial_rotary_factor other than 1 is not supported"))
+        if "llama3" not in (self.rope_type, self.type):
+            return
+        for name in LLAMA3_KEYS:
+            require_values((getattr(self, name), f"{name} is missing"))
+        low, high = (getattr(self, name) for name in LLAMA3_KEYS[1:3])
+        require_values((low < high, "low_freq_factor must be below high_freq_factor"))
 
     @property
     def scaling(self) -> Llama3Scaling | None:
         if "llama3" not in (self.rope_type, self.type):
             return None
-        return Llama3Scaling(*(getattr(self, name) for name in ("factor", *_BOUNDS)))
+        return Llama3Scaling(*(getattr(self, name) for name in LLAMA3_KEYS))
 
 
-_BOUNDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that the networks depend on; others are ignored, unsupported values refused."""
-
+class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
     vocab_size: Vocabulary
     hidden_size: Width
     intermediate_size: Width
@@ -74,36 +89,32 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_parameters: RopeParameters | None = None
 
     def __post_init__(self) -> None:
-        if len(self._bases) != 1:
-            what = "is missing" if not self._bases else "is given twice, and differs"
-            raise ValueError(f"rope_theta {what}")
-        if len(self._scalings) > 1:
-            raise ValueError("rope_scaling is given twice, and differs")
-        if self.num_attention_heads % self.key_value_heads:
-            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} heads, and there is "
-                "no head_dim"
-            )
-        if self.head_width % 2:
-            raise ValueError(f"heads must have an even width for rotary positions, got {self.head_width}")
+        heads, divides = self.num_attention_heads, self.hidden_size % self.num_attention_heads == 0
+        require_values(
+            (self._ropes("rope_theta"), "rope_theta is missing"),
+            (len(self._ropes("rope_theta")) < 2, "rope_theta is given twice, and differs"),
+            (len(self._ropes("scaling")) < 2, "rope_scaling is given twice, and differs"),
+            (heads % self.key_value_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads"),
+            (
+                divides or self.head_dim,
+                f"hidden_size {self.hidden_size} does not divide into {heads} heads, and there is no head_dim",
+            ),
+            (self.head_width % 2 == 0, f"heads must have an even width for rotary positions, got {self.head_width}"),
+        )
+
+    @property
+    def layers(self) -> int:
+        return self.num_hidden_layers
 
     @property
     def rotary(self) -> Rotary:
-        (theta,) = self._bases
-        return Rotary(self.head_width, theta, scaling=next(iter(self._scalings), None))
+        (theta,) = self._ropes("rope_theta")
+        return Rotary(self.head_width, theta, scaling=next(iter(self._ropes("scaling")), None))
 
-    @property
-    def _bases(self) -> set[float]:
-        """What the configuration says of rotary positions, in either place."""
-        given = (self.rope_theta, None if self.rope_parameters is None else self.rope_parameters.rope_theta)
-        return {base for base in given if base is not None}
-
-    @property
-    def _scalings(self) -> set[Llama3Scaling]:
-        given = (each.scaling for each in (self.rope_scaling, self.rope_parameters) if each is not None)
-        return {scaling for scaling in given if scaling is not None}
+    def _ropes(self, key: Literal["rope_theta", "scaling"]) -> set[Any]:
+        """What the configuration says of rotary positions, in all places."""
+        ropes = (RopeParameters(rope_theta=self.rope_theta), self.rope_scaling, self.rope_parameters)
+        return {getattr(rope, key) for rope in ropes if rope is not None} - {None}
 
     @property
     def head_width(self) -> int:
@@ -115,24 +126,82 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def network(self) -> dict[str, Any]:
-        """What these keys say of the network, in whichever way they say it; how many loops it runs is not in it."""
         given = {name: value for name, value in plain(self).items() if name not in _RESOLVED and value}
         rotary = self.rotary
-        scaling = None if rotary.scaling is None else list(rotary.scaling)
         return given | {
             "head_width": self.head_width,
             "key_value_heads": self.key_value_heads,
-            "rotary": [rotary.theta, scaling],
+            "rotary": [rotary.theta, None if rotary.scaling is None else list(rotary.scaling)],
         }
-
-    @property
-    def sha256(self) -> str:
-        """What tells this network from another with the same weights."""
-        return digest([type(self).__name__, self.network])[:16]
 
 
 _RESOLVED = ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
 """What can be written in two ways, or left out; the network has what it comes to."""
+
+
+class LoopedDecoder(LoopedModel):
+    """What Ouro and looped Llamas have in common: `model` is the network without the head."""
+
+    kv_cache = branches = True
+
+    def __init__(self, config: DecoderConfig, loops: int, model: "DecoderBackbone") -> None:
+        super().__init__()
+        self.config = config
+        self.num_loops = loops
+        self.block_size = config.max_position_embeddings
+        self.vocab_size = config.vocab_size
+        self.model = model
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = model.embed_tokens.weight
+            self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @property
+    def configuration_sha256(self) -> str:
+        return self.config.sha256
+
+    @property
+    def gate(self) -> nn.Linear | None:
+        """What `halt` applies."""
+        return self.model.early_exit_gate
+
+    def predict(self, head_input: Tensor) -> Tensor:
+        return self.lm_head(head_input)
+
+    def halt(self, pooled: Tensor) -> Tensor | None:
+        return None if self.gate is None else linear_halt(self.gate, pooled)
+
+
+class DecoderBackbone(nn.Module):
+    def __init__(
+        self, config: DecoderConfig, layer: Callable[[Any, str], nn.Module], gate: bool, injection: bool = False
+    ) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.layers = nn.ModuleList(layer(config, str(number)) for number in range(config.num_hidden_layers))
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.injection = Linear(width, width, bias=False) if injection else None
+        self.early_exit_gate = nn.Linear(width, 1) if gate else None
+
+
+def through(layers: Iterable[nn.Module], hidden: Tensor, layout: Layout) -> Tensor:
+    """[S, D] -> [S, D]"""
+    for layer in layers:
+        hidden = layer(hidden, layout)
+    return hidden
+
+
+def linear_halt(gate: nn.Linear, pooled: Tensor) -> Tensor:
+    """Halt logits [...] of a language model's gate; in float32, since in bf16 the exit CDF would round to 1 too early.
+
+    One with an adapter around it is more than its weights, and computes in the precision of these.
+    """
+    if hasattr(gate, "base_layer"):
+        adapted: Tensor = gate(pooled.to(gate.weight.dtype))
+        return adapted.float().squeeze(-1)
+    with torch.autocast(pooled.device.type, enabled=False):
+        return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
 
 
 class Attention(nn.Module):
@@ -144,7 +213,7 @@ class Attention(nn.Module):
         layer: str,
         qkv_bias: bool = False,
         output_bias: bool = False,
-        query_key_norm: bool = False,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.layer_name = layer  # under which the cache keeps its keys and values
@@ -155,9 +224,9 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, shared, bias=qkv_bias)
         self.v_proj = Linear(config.hidden_size, shared, bias=qkv_bias)
         self.o_proj = Linear(inner, config.hidden_size, bias=output_bias)
-        if query_key_norm:
+        self.query_key_norm = qk_norm
+        if qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(self.head_width, config.rms_norm_eps) for _ in range(2))
-        self.query_key_norm = query_key_norm
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projections = (self.q_proj, self.k_proj, self.v_proj)
@@ -166,8 +235,7 @@ class Attention(nn.Module):
         if self.query_key_norm:
             query, key, value = torch.split(projected, list(self.heads), 1)
             projected = torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
-        out: Tensor = self.o_proj(cached_attention(projected, self.heads, layout, self.rotary, self.layer_name))
-        return out
+        return self.o_proj(cached_attention(projected, self.heads, layout, self.rotary, self.layer_name))
 
 
 class SwiGLU(nn.Module):
@@ -178,8 +246,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return out
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class RMSNorm(nn.Module):
@@ -198,3 +265,45 @@ class RMSNorm(nn.Module):
 def rms_normalised(hidden: Tensor, eps: float) -> Tensor:
     """[..., D] of mean square 1; computed in float32, whatever the model's precision, and rounded to it."""
     return F.rms_norm(hidden.float(), hidden.shape[-1:], eps=eps).to(hidden.dtype)
+
+
+class Linear(nn.Linear):
+    """nn.Linear, also for few tokens on a CPU; in training, and where it is compiled, just that.
+
+    A linear layer of PyTorch computes x W^T. For one token that is a product with a vector, which the library's kernel
+    runs on one thread; for two to about a dozen it packs the whole matrix first, every time, which takes longer than to
+    read it. The product W x^T of at least two columns does neither. It is the same sum of the same products up to
+    rounding. Some numbers of columns take up to twice as long as the next multiple of eight, so tokens are filled up to
+    that.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N]"""
+        if torch.compiler.is_compiling() or self.training or torch.is_grad_enabled() or not self._few(input):
+            return super().forward(input)
+        columns = self._filled_up(input).t()
+        if self.bias is None:
+            product = torch.mm(self.weight, columns)
+        else:
+            product = torch.addmm(self.bias[:, None], self.weight, columns)
+        return product[:, : len(input)].t().contiguous()  # so that the next one can turn it round again
+
+    def _filled_up(self, input: Tensor) -> Tensor:
+        """[.., K] with rows of anything after these, as many as make the product faster."""
+        tokens = len(input)
+        if tokens == 1:
+            return torch.cat((input, input))
+        if tokens > 8:
+            missing = -tokens % 8
+        else:
+            wide = self.in_features >= MIN_WIDE and self.out_features <= 4 * self.in_features
+            missing = 16 - tokens if tokens > 5 and wide else 0
+        return F.pad(input, (0, 0, 0, missing)) if missing else input.contiguous()
+
+    def _few(self, input: Tensor) -> bool:
+        """Whether these are few tokens [M, K] on a CPU in single precision; others have kernels of their own."""
+        if input.dim() != 2 or input.device.type != "cpu" or not input.dtype == self.weight.dtype == torch.float32:
+            return False
+        if torch.get_num_threads() == 1:
+            return (1 if self.in_features < 2 * MIN_WIDE else 2) <= len(input) <= MAX_TURNED_ON_ONE_THREAD
+        return 0 < len(input) <= MAX_TURNED

@@ -1,5 +1,6 @@
 """Where may a model run, and how does it get there? On the CPU, on a CUDA device, or on MPS where that works."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,25 +12,17 @@ from loopscope.errors import UserError
 
 def check_device(name: str | torch.device) -> torch.device:
     """The device of this name, after something was put there; `auto` is CUDA, MPS or the CPU, the first that works."""
+    candidates = [name]
     if name == "auto":
-        return _best_device()
-    try:
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda", "mps"):
-            raise RuntimeError
-        _probe(device)
-    except (RuntimeError, AssertionError, TypeError, ValueError):
-        raise UserError(f"The device '{name!s:.60}' is not available here; take the CPU (--device cpu).") from None
-    return device
-
-
-def _best_device() -> torch.device:
-    if torch.cuda.is_available():
-        return check_device(torch.device("cuda", torch.cuda.current_device()))
-    try:
-        return check_device("mps")
-    except UserError:
-        return torch.device("cpu")
+        candidates = [f"cuda:{torch.cuda.current_device()}"] if torch.cuda.is_available() else []
+        candidates += ["mps", "cpu"]
+    for candidate in candidates:
+        with suppress(RuntimeError, AssertionError):
+            device = torch.device(candidate)
+            if device.type in ("cpu", "cuda", "mps"):
+                _probe(device)
+                return device
+    raise UserError(f"The device '{name!s:.60}' is not available here; take the CPU (--device cpu).")
 
 
 def _probe(device: torch.device) -> None:

@@ -9,29 +9,25 @@ Shapes: B rows, S states, D width, V vocabulary.
 """
 
 import math
-from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest, plain, read_json
-from loopscope.models.attention import Rotary
-from loopscope.models.cached_attention import cached_attention
-from loopscope.models.contract import InjectedState, LoopedModel, LoopState
+from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest, plain
+from loopscope.models.attention import Rotary, cached_attention
+from loopscope.models.checkpoint_folder import require_values
+from loopscope.models.decoder_layers import Linear, NetworkConfig, through
 from loopscope.models.device import upload
-from loopscope.models.layout import Layout
-from loopscope.models.linear import Linear
+from loopscope.models.looped_model import InjectedState, LoopedModel, LoopState
+from loopscope.models.packing import Layout
 
 
-class HuginnConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that the network depends on; others are ignored, unsupported values refused."""
-
+class HuginnConfig(NetworkConfig, frozen=True, kw_only=True):
     vocab_size: Vocabulary
     n_embd: Width
     n_heads: Width
@@ -55,33 +51,27 @@ class HuginnConfig(msgspec.Struct, frozen=True, kw_only=True):
     test_time_noise: float = 0
 
     def __post_init__(self) -> None:
-        if self.test_time_noise:
-            raise ValueError("test_time_noise is not supported")
-        if self.n_embd % self.n_heads or self.head_width % 2:
-            raise ValueError(f"n_embd {self.n_embd} does not divide into {self.n_heads} heads of an even width")
-        if self.num_key_value_heads not in (None, self.n_heads):
-            raise ValueError("num_key_value_heads other than n_heads is not supported")
-        if self.head_dim not in (None, self.head_width):
-            raise ValueError(f"head_dim must be n_embd / n_heads = {self.head_width}, got {self.head_dim}")
+        width, heads, head_width = self.n_embd, self.n_heads, self.head_width
+        even = width % heads == 0 and head_width % 2 == 0
+        require_values(
+            (not self.test_time_noise, "test_time_noise is not supported"),
+            (even, f"n_embd {width} does not divide into {heads} heads of an even width"),
+            (self.num_key_value_heads in (None, heads), "num_key_value_heads other than n_heads is not supported"),
+            (self.head_dim in (None, head_width), f"head_dim must be n_embd / n_heads = {head_width}"),
+        )
 
     @property
     def head_width(self) -> int:
         return self.n_embd // self.n_heads
 
     @property
-    def network(self) -> dict[str, Any]:
-        """What these keys say of the network; how many loops it runs is not in it."""
-        unsaid = ("mean_recurrence", "num_key_value_heads", "head_dim")  # the last two follow from others
-        return {name: value for name, value in plain(self).items() if name not in unsaid and value}
+    def layers(self) -> int:
+        return self.n_layers_in_prelude + self.n_layers_in_recurrent_block + self.n_layers_in_coda
 
     @property
-    def sha256(self) -> str:
-        """What tells this network from another with the same weights."""
-        return digest([type(self).__name__, self.network])[:16]
-
-
-def read_huginn_config(folder: Path) -> HuginnConfig:
-    return read_json(HuginnConfig, folder / "config.json", "Huginn configuration")
+    def network(self) -> dict[str, Any]:
+        unsaid = ("mean_recurrence", "num_key_value_heads", "head_dim")  # the last two follow from others
+        return {name: value for name, value in plain(self).items() if name not in unsaid and value}
 
 
 class Huginn(LoopedModel):
@@ -119,7 +109,7 @@ class Huginn(LoopedModel):
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         embedded = self.transformer.wte(tokens) * math.sqrt(self.config.n_embd)
-        embedded = _through(self.transformer.prelude, embedded, layout)
+        embedded = through(self.transformer.prelude, embedded, layout)
         start = torch.zeros_like(embedded)
         if self.initial_state == "random":
             noise = _noise(self.seed, layout.max_context, self.config.n_embd)
@@ -129,26 +119,19 @@ class Huginn(LoopedModel):
     def step(self, state: LoopState) -> LoopState:
         assert isinstance(state, InjectedState)
         mixed = self.transformer.adapter(torch.cat((state.hidden, state.embedded), dim=1))
-        hidden = _through(self.transformer.core_block, mixed, state.layout)
-        return InjectedState(hidden, state.layout, state.loop + 1, state.embedded)
+        hidden = through(self.transformer.core_block, mixed, state.layout)
+        return replace(state, hidden=hidden, loop=state.loop + 1)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         """What the coda makes of the state; it attends, so it runs on whole rows."""
         layout = state.layout
-        hidden = _through(self.transformer.coda, self.transformer.ln_f(state.hidden), layout)
+        hidden = through(self.transformer.coda, self.transformer.ln_f(state.hidden), layout)
         if positions is not None:
-            hidden = hidden.index_select(0, layout.states(layout.starts + positions))
-        normed: Tensor = self.transformer.ln_f(hidden)
-        return normed
+            hidden = hidden.index_select(0, layout.states_at(positions))
+        return self.transformer.ln_f(hidden)
 
     def predict(self, head_input: Tensor) -> Tensor:
         return F.linear(head_input, self.transformer.wte.weight)
-
-
-def _through(blocks: Iterable[nn.Module], hidden: Tensor, layout: Layout) -> Tensor:
-    for block in blocks:
-        hidden = block(hidden, layout)
-    return hidden
 
 
 @lru_cache(maxsize=8)
@@ -188,8 +171,7 @@ class HuginnBlock(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         hidden = self.norm_2(self.attn(self.norm_1(hidden), layout) + hidden)
-        out: Tensor = self.norm_4(self.mlp(self.norm_3(hidden)) + hidden)
-        return out
+        return self.norm_4(self.mlp(self.norm_3(hidden)) + hidden)
 
 
 class HuginnAttention(nn.Module):
@@ -205,8 +187,7 @@ class HuginnAttention(nn.Module):
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projected = self.Wqkv(hidden).view(-1, 3 * self.heads, self.head_width)
         projected = projected + F.pad(self.qk_bias.view(2 * self.heads, -1), (0, 0, 0, self.heads))
-        out: Tensor = self.proj(cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name))
-        return out
+        return self.proj(cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name))
 
 
 class HuginnMLP(nn.Module):
@@ -217,5 +198,4 @@ class HuginnMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.fc(hidden).chunk(2, dim=-1)
-        out: Tensor = self.proj(F.silu(gate) * up)
-        return out
+        return self.proj(F.silu(gate) * up)

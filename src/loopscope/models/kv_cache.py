@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Integers = NDArray[np.int64]
-_ROUND = 64
+CAPACITY_STEP = 64
 """Rows are made longer by multiples of this."""
 
 
@@ -88,15 +88,13 @@ class KVCache:
 
     def write_states(self, name: str, loop: int, indices: Tensor, states: Tensor) -> None:
         """States [P, D] of tokens (row times capacity plus position), from which their next loop can begin later."""
-        stored = self._states.get((name, loop))
-        if stored is None:
-            stored = self._states[name, loop] = states.new_zeros((self.rows, self.capacity, states.shape[1]))
-        stored.view(-1, states.shape[1]).index_copy_(0, indices, states)
+        if (name, loop) not in self._states:
+            self._states[name, loop] = states.new_zeros((self.rows, self.capacity, states.shape[1]))
+        self._states[name, loop].flatten(0, 1).index_copy_(0, indices, states)
 
     def read_states(self, name: str, loop: int, indices: Tensor) -> Tensor:
         """[P, D]"""
-        stored = self._states[name, loop]
-        return stored.view(-1, stored.shape[2]).index_select(0, indices)
+        return self._states[name, loop].flatten(0, 1).index_select(0, indices)
 
     def propagate(self, loop: int, loops: Iterable[int], indices: Tensor) -> None:
         """Fills the deeper `loops` of tokens (row times capacity plus position) with what their `loop` has."""
@@ -115,7 +113,7 @@ class KVCache:
         self.rows = max(rows, self.rows)
         self._views.clear()
         if capacity > self.capacity:
-            self.capacity = -(-max(capacity, self.capacity * 5 // 4) // _ROUND) * _ROUND
+            self.capacity = -(-max(capacity, self.capacity * 5 // 4) // CAPACITY_STEP) * CAPACITY_STEP
         for key, found in self._keys_values.items():  # one after the other, so that no more than one is there twice
             self._keys_values[key] = KeysValues(*(self._grown(stored, len(stored)) for stored in found))
         for name, states in self._states.items():
@@ -149,17 +147,18 @@ class KVCache:
     def _allocate(self, layer: str, at: CachedLoops, keys: Tensor, values: Tensor) -> None:
         """Makes tensors for a layer, with room for the loops from these on that were asked for."""
         key, end = (layer, at.looped), len(self._numbers) if at.looped and not self.latest_only else 1
-        found = self._keys_values.get(key)
-        if found is None:
+        if key not in self._keys_values:
             self._firsts[key] = at.first
             shapes = ((end - at.first, self.rows, self.capacity, *each.shape[1:]) for each in (keys, values))
             self._keys_values[key] = KeysValues(*(keys.new_zeros(shape) for shape in shapes))
-        elif (before := max(0, self._firsts[key] - at.first)) or end - self._firsts[key] > len(found.keys):
+            return
+        found = self._keys_values[key]
+        before = max(0, self._firsts[key] - at.first)
+        if before or end - self._firsts[key] > len(found.keys):
             self._views.clear()
             self._firsts[key] -= before
-            needed = end - self._firsts[key]
             room = min(self.most_loops - self._firsts[key], 2 * len(found.keys))
-            loops = max(needed, before + len(found.keys), room)
+            loops = max(end - self._firsts[key], before + len(found.keys), room)
             self._keys_values[key] = KeysValues(*(self._grown(stored, loops, before) for stored in found))
 
     def _grown(self, stored: Tensor, loops: int, before: int = 0) -> Tensor:
@@ -181,8 +180,10 @@ class AppendingRows:
     def take(self, rows: Integers) -> "AppendingRows":
         return AppendingRows(self.kv_cache, self.rows[rows], self.cached[rows], self.loops[rows])
 
-    def follows(self, other: "AppendingRows") -> bool:
+    def follows(self, other: "CachedRows | None") -> bool:
         """Whether these are the same tokens, perhaps at another loop."""
+        if not isinstance(other, AppendingRows):
+            return False
         if self.rows is other.rows and self.cached is other.cached:
             return True
         return np.array_equal(self.rows, other.rows) and np.array_equal(self.cached, other.cached)
@@ -190,25 +191,20 @@ class AppendingRows:
     @cached_property
     def at(self) -> CachedLoops:
         """Where their loops lie in the cache; all or none of them are 0."""
-        loops = set(self.loops.tolist())
-        if len(loops) == 1:
-            return self.kv_cache.at(*loops)
-        numbers = set(self._numbers.tolist()) or {0}
+        numbers = {self.kv_cache.number(loop) for loop in dict.fromkeys(self.loops.tolist())} or {0}
         return CachedLoops(bool(self.loops.any()), min(numbers) if len(numbers) == 1 else None, min(numbers))
 
     @cached_property
     def places(self) -> Integers:
         """[B] where they lie among the rows of their loop, or of all loops where they are at several."""
-        return self.rows if self.at.number is not None else self._numbers * self.kv_cache.rows + self.rows
+        if self.at.number is not None:
+            return self.rows
+        numbers = np.array([self.kv_cache.number(loop) for loop in self.loops.tolist()], dtype=np.int64)
+        return numbers * self.kv_cache.rows + self.rows
 
-    @cached_property
-    def _numbers(self) -> Integers:
-        return np.array([self.kv_cache.number(loop) for loop in self.loops.tolist()], dtype=np.int64)
-
-    @property
-    def group_keys(self) -> Integers:
-        """[B] rows with the same key can attend together."""
-        return np.zeros_like(self.loops)
+    def read(self, layer: str, places: Tensor | slice, upto: int) -> KeysValues:
+        """[B, H, `upto`, K] the first tokens at these places."""
+        return self.kv_cache.read(layer, self.at, places, upto)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +218,16 @@ class SharedPrefix:
     def take(self, rows: Integers) -> "SharedPrefix":
         return SharedPrefix(self.kv_caches[rows], self.cached[rows], self.loops[rows])
 
+    def read(self, layer: str, row: int, upto: int) -> KeysValues:
+        """[1, H, `upto`, K] what this row comes after."""
+        kv_cache: KVCache = self.kv_caches[row]
+        return kv_cache.read(layer, kv_cache.at(int(self.loops[row])), slice(0, 1), upto)
+
     @property
     def group_keys(self) -> Integers:
+        """[B] rows with the same key can attend together."""
         names = np.array([id(cache) for cache in self.kv_caches], dtype=np.int64)
         return np.unique(names, return_inverse=True)[1] * (int(self.loops.max(initial=0)) + 1) + self.loops
+
+
+CachedRows = AppendingRows | SharedPrefix

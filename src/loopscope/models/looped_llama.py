@@ -16,20 +16,27 @@ every loop, one of the state or of the gate at the exit.
 Shapes: S states, D width, V vocabulary.
 """
 
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from torch import Tensor, nn
 
-from loopscope.config import Layers, Loops, Settings, plain, read_json
-from loopscope.models.configuration import Source
-from loopscope.models.contract import InjectedState, LoopedModel, LoopState, initial_loop_state
-from loopscope.models.decoder_layers import Attention, DecoderConfig, RMSNorm, SwiGLU, rms_normalised
-from loopscope.models.gates import linear_halt
-from loopscope.models.layout import Layout
-from loopscope.models.linear import Linear
+from loopscope.config import Layers, Loops, Settings, plain
+from loopscope.models.checkpoint_folder import Source, require_values
+from loopscope.models.decoder_layers import (
+    Attention,
+    DecoderBackbone,
+    DecoderConfig,
+    LoopedDecoder,
+    RMSNorm,
+    SwiGLU,
+    rms_normalised,
+    through,
+)
+from loopscope.models.looped_model import InjectedState, LoopState, initial_loop_state
+from loopscope.models.packing import Layout
 
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, lt=4096)]
 Damping = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -61,17 +68,14 @@ class LoopedLlamaConfig(DecoderConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        looping = self.looping
-        if self.coda < 0:
-            raise ValueError(
-                f"the prelude ({looping.prelude}) and the core ({looping.core}) are more than the "
-                f"{self.num_hidden_layers} layers"
-            )
-        window = self.sliding_window if looping.source == "mistral" else None
-        if window is not None and window < self.max_position_embeddings:
-            raise ValueError(f"a sliding window (of {window} tokens) is not supported")
-        if looping.source == "qwen3" and self.head_dim is None:
-            raise ValueError("head_dim is missing")
+        looping, window = self.looping, self.sliding_window
+        layers = f"the prelude ({looping.prelude}) and the core ({looping.core})"
+        whole = looping.source != "mistral" or window is None or window >= self.max_position_embeddings
+        require_values(
+            (self.coda >= 0, f"{layers} are more than the {self.num_hidden_layers} layers"),
+            (whole, f"a sliding window (of {window} tokens) is not supported"),
+            (looping.source != "qwen3" or self.head_dim, "head_dim is missing"),
+        )
 
     @property
     def network(self) -> dict[str, Any]:
@@ -84,34 +88,19 @@ class LoopedLlamaConfig(DecoderConfig, frozen=True, kw_only=True):
         return self.num_hidden_layers - self.looping.prelude - self.looping.core
 
 
-def read_looped_llama_config(folder: Path) -> LoopedLlamaConfig:
-    return read_json(LoopedLlamaConfig, folder / "config.json", "configuration of a looped decoder")
-
-
-class LoopedLlama(LoopedModel):
-    kv_cache = branches = True
+class LoopedLlama(LoopedDecoder):
+    config: LoopedLlamaConfig
+    unneeded = ("self_attn.rotary_emb.inv_freq",)
 
     def __init__(self, config: LoopedLlamaConfig) -> None:
-        super().__init__()
-        self.config = config
         looping = config.looping
-        self.num_loops = looping.loops
-        self.block_size = config.max_position_embeddings
-        self.vocab_size = config.vocab_size
+        backbone = DecoderBackbone(config, LlamaLayer, looping.gate == "linear", looping.injection)
+        super().__init__(config, looping.loops, backbone)
         self.head_attends = config.coda > 0
         self.embed_cost, self.head_cost = looping.prelude / looping.core, config.coda / looping.core
-        self.model = LoopedLlamaModel(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.unneeded = [
-            f"model.layers.{number}.self_attn.rotary_emb.inv_freq" for number in range(config.num_hidden_layers)
-        ]
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-            self.tied = {"lm_head.weight": "model.embed_tokens.weight"}
-
-    @property
-    def configuration_sha256(self) -> str:
-        return self.config.sha256
+        for added in (backbone.injection, backbone.early_exit_gate):
+            for parameter in () if added is None else added.parameters():
+                nn.init.zeros_(parameter)  # at the start it says nothing
 
     @property
     def block(self) -> nn.Module:
@@ -119,68 +108,38 @@ class LoopedLlama(LoopedModel):
         looping = self.config.looping
         return nn.ModuleList(islice(self.model.layers, looping.prelude, looping.prelude + looping.core))
 
-    @property
-    def gate(self) -> nn.Linear | None:
-        """What `halt` applies."""
-        return self.model.early_exit_gate
-
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        embedded = self._through(0, self.config.looping.prelude, self.model.embed_tokens(tokens), layout)
+        layers = islice(self.model.layers, self.config.looping.prelude)
+        embedded = through(layers, self.model.embed_tokens(tokens), layout)
         state = initial_loop_state(embedded, layout)
-        if self.model.injection is None:
-            return state
-        return InjectedState(embedded, layout, state.loop, embedded)
+        return state if self.model.injection is None else InjectedState(embedded, layout, state.loop, embedded)
 
     def step(self, state: LoopState) -> LoopState:
-        looping, hidden, given = self.config.looping, state.hidden, {}
+        looping, hidden = self.config.looping, state.hidden
         if self.model.injection is not None:
             assert isinstance(state, InjectedState)
-            hidden, given = hidden + self.model.injection(state.embedded), {"embedded": state.embedded}
-        updated = self._through(looping.prelude, looping.prelude + looping.core, hidden, state.layout)
+            hidden = hidden + self.model.injection(state.embedded)
+        layers = islice(self.model.layers, looping.prelude, looping.prelude + looping.core)
+        updated = through(layers, hidden, state.layout)
         if looping.damping != 1:
             updated = state.hidden + looping.damping * (updated - state.hidden)
-        return type(state)(updated, state.layout, state.loop + 1, **given)
+        return replace(state, hidden=updated, loop=state.loop + 1)
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         hidden = state.at(positions)
         if self.head_attends:
             return rms_normalised(hidden, self.config.rms_norm_eps)
-        normed: Tensor = self.model.norm(hidden)
-        return normed
+        return self.model.norm(hidden)
 
     def head_input(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
         """What the coda makes of the state; it attends, so it runs on whole rows."""
         if not self.head_attends:
             return self.pooled(state, positions)
-        layout, first = state.layout, self.config.looping.prelude + self.config.looping.core
-        hidden = self._through(first, self.config.num_hidden_layers, state.hidden, layout)
+        coda = islice(self.model.layers, self.config.looping.prelude + self.config.looping.core, None)
+        hidden = through(coda, state.hidden, state.layout)
         if positions is not None:
-            hidden = hidden.index_select(0, layout.states(layout.starts + positions))
-        normed: Tensor = self.model.norm(hidden)
-        return normed
-
-    def predict(self, head_input: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(head_input)
-        return logits
-
-    def halt(self, pooled: Tensor) -> Tensor | None:
-        return None if self.gate is None else linear_halt(self.gate, pooled)
-
-    def _through(self, first: int, last: int, hidden: Tensor, layout: Layout) -> Tensor:
-        for layer in islice(self.model.layers, first, last):
-            hidden = layer(hidden, layout)
-        return hidden
-
-
-class LoopedLlamaModel(nn.Module):
-    def __init__(self, config: LoopedLlamaConfig) -> None:
-        super().__init__()
-        width, looping = config.hidden_size, config.looping
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.layers = nn.ModuleList(LlamaLayer(config, str(number)) for number in range(config.num_hidden_layers))
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.injection = _zeros(Linear(width, width, bias=False)) if looping.injection else None
-        self.early_exit_gate = _zeros(nn.Linear(width, 1)) if looping.gate == "linear" else None
+            hidden = hidden.index_select(0, state.layout.states_at(positions))
+        return self.model.norm(hidden)
 
 
 class LlamaLayer(nn.Module):
@@ -195,12 +154,4 @@ class LlamaLayer(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), layout)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
-
-
-def _zeros(linear: nn.Linear) -> nn.Linear:
-    """At the start it says nothing."""
-    for parameter in linear.parameters():
-        nn.init.zeros_(parameter)
-    return linear
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

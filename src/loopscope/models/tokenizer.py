@@ -2,41 +2,51 @@
 that it names, no model configuration.
 
 Where does generated text end? At the configuration's eos and at the end of a chat turn, which is another token.
+
+How does a chat become text? By the template of the checkpoint, which is a program of somebody else's. transformers runs
+it in Jinja's sandbox, which keeps it from files and from Python, and not from memory and time. So it runs in a fork of
+this process with limits to both, and only its text comes back, which has a limit too.
 """
 
-from collections.abc import Collection, Sequence
+import os
+import resource
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopscope.errors import UserError
-from loopscope.models.chat_template import render_chat
+from loopscope.errors import UserError, brief
+from loopscope.models.checkpoint_folder import explained, optional_module
 from loopscope.reading import is_folder
 
 FILE = "tokenizer.json"
 ENDS_OF_TURN = ("<|im_end|>", "<|end_turn|>")
 """Ouro's (2, while its configuration says eos 0) and Huginn's (65508)."""
+MAX_TEMPLATE_SECONDS = 5
+"""Of computing; of waiting for it, where others compute too, six times as many."""
+MAX_TEMPLATE_BYTES = 1 << 30
+"""That the template may take beside what this process has."""
+MAX_CHAT_BYTES = 1 << 24
+_NO_TRANSFORMERS = "Text needs transformers; install it with: pip install 'loopscope[lm]'."
+_PIECE = 1 << 16
+_TEXT, _REFUSED = b"+", b"-"
 
 
 def load_tokenizer(source: str | Path) -> Any:
     """transformers' `PreTrainedTokenizerFast` from a checkpoint's folder or a Hub id."""
-    try:
-        from transformers import PreTrainedTokenizerFast
-    except ImportError:
-        raise UserError("Text needs transformers; install it with: pip install 'loopscope[lm]'.") from None
+    transformers = optional_module("transformers", _NO_TRANSFORMERS)
     require_tokenizer(source)
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(source))
+    with explained(f"No tokenizer could be read from {source}"):
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(source))
         tokenizer.eos_token_id  # noqa: B018 - of the wrong type where the file is wrong
-        return tokenizer
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the Hub out of reach, or a file that is no tokenizer, over which Rust may panic
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"No tokenizer could be read from {source} ({reason}).") from None
+    return tokenizer
 
 
 def require_tokenizer(source: str | Path) -> None:
-    """Refuses a folder without one."""
+    """Reject a folder without one."""
     if is_folder(Path(source)) and not (Path(source) / FILE).is_file():
         raise UserError(f"{source} has no {FILE}; put the model's tokenizer files there.")
 
@@ -48,37 +58,28 @@ def stop_tokens(tokenizer: Any, configured: Collection[int] = ()) -> set[int]:
     return ends if tokenizer.eos_token_id is None else ends | {tokenizer.eos_token_id}
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """The tokens of a chat (messages with `role` and `content`), up to where the model's turn begins."""
-    ids: list[int] = encode(tokenizer, render_chat(tokenizer, messages, add_generation_prompt=True), False)
-    if not ids:
-        raise UserError("The model's chat template makes nothing of these messages; give them as plain text.")
-    return ids
-
-
 def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     """The tokens of a text, with those that the tokenizer adds by itself (`special`) or without."""
     try:
         text.encode()
-        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     except UnicodeEncodeError:  # which a JSON file can write and no text can hold
         raise UserError(f"'{text[:60]}' is not text in Unicode: it holds half a character.") from None
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"The model's tokenizer cannot be used ({error}); fetch its files again.") from None
+    with explained("The model's tokenizer cannot be used; fetch its files again"):
+        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
+
+
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of these tokens, without special ones."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class Detokenizer:
     """Tokens become text as they come."""
 
     def __init__(self, tokenizer: Any) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        if not hasattr(tokenizer, "backend_tokenizer"):
-            raise UserError(
-                "Text is spelt by a fast tokenizer (transformers' PreTrainedTokenizerFast); give one of those."
-            )
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        decoders = optional_module("tokenizers.decoders", _NO_TRANSFORMERS)
+        self._tokenizer, self._stream = tokenizer, decoders.DecodeStream(skip_special_tokens=True)
         self.tokens: list[int] = []
         self.text = ""
         """What is sure by now; the rest of a character may be still to come."""
@@ -95,6 +96,75 @@ class Detokenizer:
         return decode(self._tokenizer, self.tokens)[len(self.text) :]
 
 
-def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of these tokens, without special ones."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+def chat_prompt(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """The tokens of a chat (messages with `role` and `content`), up to where the model's turn begins."""
+    ids = encode(tokenizer, render_chat(tokenizer, messages, add_generation_prompt=True), False)
+    if not ids:
+        raise UserError("The model's chat template makes nothing of these messages; give them as plain text.")
+    return ids
+
+
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
+    """The chat (messages with `role` and `content`) as the model's template writes it; `options` are transformers'."""
+    if tokenizer.chat_template is None:
+        raise UserError("This tokenizer has no chat template: the model is no chat model; give it plain text.")
+    optional_module("transformers.utils.chat_template_utils", _NO_TRANSFORMERS)  # here, so that no fork has to
+    answer = _in_a_fork(lambda: tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
+    if kind == _TEXT and len(answer) <= MAX_CHAT_BYTES:
+        return text
+    problem = "takes too much time or memory; put a template of the model's maker there"
+    if kind == _REFUSED:
+        problem = f"does not take these messages ({text})"
+    raise UserError(f"The model's chat template {problem}.")
+
+
+def _in_a_fork(make: Callable[[], str]) -> bytes:
+    """What `make` returns or raises, after a mark that says which; nothing where it went beyond the limits."""
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the fork needs nothing of theirs
+        child = os.fork()
+    if child == 0:
+        _answer(make, reads, writes)
+    os.close(writes)
+    received, end = bytearray(), time.monotonic() + 6 * MAX_TEMPLATE_SECONDS
+    try:
+        while select.select([reads], [], [], max(0.0, end - time.monotonic()))[0]:
+            piece = os.read(reads, _PIECE)
+            if not piece:
+                return bytes(received)
+            received += piece
+        return b""
+    finally:
+        os.close(reads)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _answer(make: Callable[[], str], reads: int, writes: int) -> None:
+    """In the fork: makes the text within the limits, writes it, and ends without any of what this process would do."""
+    try:
+        os.close(reads)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _limit()
+        try:
+            answer = _TEXT + str(make()).encode("utf-8", "surrogatepass")
+        except (MemoryError, RecursionError):
+            answer = b""
+        except Exception as error:  # a template may be particular about roles and their order, or wrong
+            answer = _REFUSED + (brief(str(error), 200) or type(error).__name__).encode()
+        for start in range(0, min(len(answer), MAX_CHAT_BYTES + 1), _PIECE):
+            os.write(writes, answer[start : start + _PIECE])
+    finally:
+        os._exit(0)
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_TEMPLATE_SECONDS, MAX_TEMPLATE_SECONDS))
+    pages = Path("/proc/self/statm")
+    if pages.is_file():  # where it is not, memory ends with the time
+        used = int(pages.read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = used + MAX_TEMPLATE_BYTES if hard == resource.RLIM_INFINITY else min(used + MAX_TEMPLATE_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))

@@ -3,23 +3,24 @@
 h_t = block(h_{t-1}), without a norm between the loops. The pooled state is r_t = LayerNorm(h_t) at the position that
 is read, the same final norm for all loops; the tied head and the gate both read r_t. Attention is causal.
 
-Shapes: B rows, P tokens of all rows, D width, V vocabulary.
+Shapes: B rows, S states, D width, V vocabulary.
 """
 
 import math
+from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from loopscope.models.attention import Rotary
-from loopscope.models.cached_attention import cached_attention
-from loopscope.models.configuration import TransformerSettings
-from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
-from loopscope.models.gates import Gate
-from loopscope.models.layout import Layout
-from loopscope.models.packed_attention import packed_attention_at
+from loopscope.models.attention import Rotary, cached_attention, packed_attention_at
+from loopscope.models.checkpoint_folder import GateKind, TransformerSettings
+from loopscope.models.decoder_layers import through
+from loopscope.models.looped_model import LoopedModel, LoopState, initial_loop_state
+from loopscope.models.packing import Layout
 
-_ROTARY_BASE = 10_000.0
+ROTARY_BASE = 10_000.0
 
 
 class LoopedTransformer(LoopedModel):
@@ -58,24 +59,17 @@ class LoopedTransformer(LoopedModel):
         return initial_loop_state(hidden, layout)
 
     def step(self, state: LoopState) -> LoopState:
-        hidden = state.hidden
-        for layer in self.block:
-            hidden = layer(hidden, state.layout)
-        return LoopState(hidden, state.layout, state.loop + 1)
+        return LoopState(through(self.block, state.hidden, state.layout), state.layout, state.loop + 1)
 
     def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
         """The last layer's keys and values come from all tokens, all else only from where it is read."""
-        hidden = state.hidden
         *before, last = self.block
         assert isinstance(last, TransformerLayer)
-        for layer in before:
-            hidden = layer(hidden, state.layout)
-        normed: Tensor = self.norm(last.at(positions, hidden, state.layout))
-        return normed
+        hidden = through(before, state.hidden, state.layout)
+        return self.norm(last.at(positions, hidden, state.layout))
 
     def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        normed: Tensor = self.norm(state.at(positions))
-        return normed
+        return self.norm(state.at(positions))
 
     def predict(self, head_input: Tensor) -> Tensor:
         return F.linear(head_input, self.embedding.weight)
@@ -92,7 +86,7 @@ class TransformerLayer(nn.Module):
         self.layer_name = layer  # under which the cache keeps its keys and values
         width, bias = settings.width, settings.bias
         self.heads, self.head_width = settings.heads, width // settings.heads
-        self.rotary = Rotary(self.head_width, _ROTARY_BASE) if settings.positions == "rotary" else None
+        self.rotary = Rotary(self.head_width, ROTARY_BASE) if settings.positions == "rotary" else None
         self.attention_norm = nn.LayerNorm(width, bias=bias)
         self.attention_in = nn.Linear(width, 3 * width, bias=bias)
         self.attention_out = nn.Linear(width, width, bias=bias)
@@ -102,27 +96,51 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         projected = self.attention_in(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_width)
-        return self._residual(
-            hidden, cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name)
-        )
+        attended = cached_attention(projected, (self.heads,) * 3, layout, self.rotary, self.layer_name)
+        return self._residual(hidden, attended)
 
     def at(self, positions: Tensor, hidden: Tensor, layout: Layout) -> Tensor:
         """What `forward` makes of one position a row [B, D]: from all states only keys and values are needed."""
-        index = layout.states(layout.starts + positions)
+        index = layout.states_at(positions)
         normed, width = self.attention_norm(hidden), hidden.shape[1]
         weight, bias = self.attention_in.weight, self.attention_in.bias
         query_bias, other_bias = (None, None) if bias is None else (bias[:width], bias[width:])
-        query = F.linear(normed.index_select(0, index), weight[:width], query_bias).view(
-            -1, self.heads, self.head_width
-        )
+        query = F.linear(normed.index_select(0, index), weight[:width], query_bias)
         others = F.linear(normed, weight[width:], other_bias).view(-1, 2 * self.heads, self.head_width)
+        query = query.view(-1, self.heads, self.head_width)
         attended = packed_attention_at(query, others, positions, layout, self.rotary)
         return self._residual(hidden.index_select(0, index), attended)
 
     def _residual(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + self.attention_out(attended)
-        out: Tensor = hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
-        return out
+        return hidden + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
+
+
+class Gate(nn.Module):
+    """A linear projection, or a two-layer network as wide as the model, to one halt logit."""
+
+    def __init__(self, kind: Literal["linear", "mlp"], width: int) -> None:
+        super().__init__()
+        self.net: nn.Module = nn.Linear(width, 1)
+        if kind == "mlp":
+            self.net = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
+
+    @staticmethod
+    def tensors(kind: GateKind, prefix: str = "") -> dict[str, str]:
+        """The names of its tensors by part: `weight` and `bias`, with `_1` those of the hidden layer."""
+        if kind == "mlp":
+            parts = {"weight_1": "net.0.weight", "bias_1": "net.0.bias", "weight": "net.2.weight", "bias": "net.2.bias"}
+        else:
+            parts = {} if kind == "none" else {"weight": "net.weight", "bias": "net.bias"}
+        return {part: prefix + name for part, name in parts.items()}
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """In float32 at least: in bf16 the exit distribution would round to 1 too early."""
+        wide = torch.promote_types(pooled.dtype, torch.float32)
+        parameters = {name: value.to(wide) for name, value in self.net.named_parameters()}
+        with torch.autocast(pooled.device.type, enabled=False):
+            logit: Tensor = functional_call(self.net, parameters, pooled.to(wide)).squeeze(-1)
+        return logit
 
 
 def parameter_count(settings: TransformerSettings, vocab_size: int, block_size: int) -> int:

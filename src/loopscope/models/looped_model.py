@@ -5,8 +5,10 @@ Four things: `embed` (tokens -> state), `step` (the shared block, once), `predic
 with rows at other loops, because the block is the same at every depth.
 
 What else a model can do it declares: `kv_cache` (its tokens attend to cached ones, so that it writes text), `branches`
-(a row may end in several continuations, the choices of a question), `causal` (a token sees none after it). Whatever is
-not declared is refused, and `check_model` holds what is declared against the plain pass.
+(a row may end in several continuations, the choices of a question), `causal` (a token sees none after it). LoopScope
+rejects what a model does not declare, and `check_model` compares what it declares with the plain pass.
+
+`SimpleLoopedModel` adapts a network that knows padded batches and nothing else.
 
 Shapes: B rows, M tokens of the longest row, P tokens of all rows, S their states, T loops, D width, V vocabulary.
 """
@@ -15,7 +17,6 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
@@ -28,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from loopscope.errors import UserError
 from loopscope.model_identity import with_configuration
 from loopscope.models.device import upload
-from loopscope.models.kv_cache import AppendingRows, SharedPrefix
-from loopscope.models.layout import Layout, share_prefixes
+from loopscope.models.kv_cache import CachedRows
+from loopscope.models.packing import Layout, share_prefixes
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,21 @@ class LoopState:
 
     def take(self, rows: Tensor | NDArray[Any]) -> Self:
         """The rows at these indices (or where this mask is true), in that order."""
-        numbers = self.layout.row_numbers(rows)
+        chosen = rows if isinstance(rows, np.ndarray) else rows.cpu().numpy()
+        numbers = np.arange(len(self.loop))[chosen]
         layout, tokens = self.layout.take(numbers)
         index = upload(numbers, self.loop.device)
-        parts = {name: getattr(self, name) for name in self._tensors()}
-        parts = {
-            name: value.index_select(0, tokens if name in self.tokenwise else index) for name, value in parts.items()
-        }
-        return type(self)(layout=layout, **parts)
+        tensors = {}
+        for name in self._tensors():
+            tensors[name] = getattr(self, name).index_select(0, tokens if name in self.tokenwise else index)
+        return type(self)(layout=layout, **tensors)
 
     @classmethod
     def join(cls, states: Sequence[Self]) -> Self:
         """All rows of `states`, in that order."""
         states = [state if state.layout.sharing is None else state.take(np.arange(len(state.loop))) for state in states]
-        parts = {name: torch.cat([getattr(state, name) for state in states]) for name in cls._tensors()}
-        return cls(layout=Layout.join([state.layout for state in states]), **parts)
+        tensors = {name: torch.cat([getattr(state, name) for state in states]) for name in cls._tensors()}
+        return cls(layout=Layout.join([state.layout for state in states]), **tensors)
 
     @classmethod
     def _tensors(cls) -> list[str]:
@@ -74,11 +75,9 @@ class LoopState:
 
     def at(self, positions: Tensor | None) -> Tensor:
         """The hidden state [B, D] at one position a row, or [S, D] of all."""
-        if positions is None:
-            return self.hidden
-        return self.hidden.index_select(0, self.layout.states(self.layout.starts + positions))
+        return self.hidden if positions is None else self.hidden.index_select(0, self.layout.states_at(positions))
 
-    def with_cache(self, cache: AppendingRows | SharedPrefix | None) -> Self:
+    def with_cache(self, cache: CachedRows | None) -> Self:
         """The same rows, after tokens whose keys and values are cached."""
         return replace(self, layout=self.layout.with_cache(cache))
 
@@ -122,11 +121,11 @@ class LoopedModel(nn.Module):
     """Whether tokens attend to those whose keys and values `layout.cache` has: by `cached_attention`, in every layer
     that attends."""
     branches: ClassVar[bool] = False
-    """Whether the branches of a row (`layout.branches`) see its trunk and themselves, and not each other."""
+    """Whether the branches of a row (`layout.host_branches`) see its trunk and themselves, and not each other."""
     gradient_checkpointing: bool = False
     """Whether a loop is run again where its gradients are needed, so that nothing of its inside is kept till then."""
-    unneeded: Sequence[str] = ()
-    """Tensors that a checkpoint may have and that follow from others."""
+    unneeded: tuple[str, ...] = ()
+    """How the names of tensors end that a checkpoint may have and that follow from others."""
 
     _identity: tuple[list[Any], str | Callable[[], str]] | None = None
     """What the tensors held, in short, and the hash of it, or what will hash it."""
@@ -139,7 +138,7 @@ class LoopedModel(nn.Module):
         the network follows from a configuration, too, the hash of that comes after it (`loopscope.model_identity`).
         """
         if not self.is_identified:
-            self.identify_by(partial(parameters_sha256, self))
+            self.identify_by(lambda: tensors_sha256(self.state_dict()))
         assert self._identity is not None
         fingerprint, known = self._identity
         if not isinstance(known, str):
@@ -170,12 +169,12 @@ class LoopedModel(nn.Module):
 
         PyTorch's own counts of changes miss a fused optimizer's.
         """
-        found: list[Any] = []
+        fingerprint: list[Any] = []
         for name, tensor in self.state_dict().items():
             bits = tensor.detach().flatten().view(_BITS[tensor.element_size()])
-            some = bits[:: max(1, len(bits) // _SAMPLED)]
-            found.append((name, tensor.dtype, tensor.shape, int(bits.sum(dtype=torch.int64)), some.tolist()))
-        return found
+            some = bits[:: max(1, len(bits) // SAMPLED_WEIGHTS)]
+            fingerprint.append((name, tensor.dtype, tensor.shape, int(bits.sum(dtype=torch.int64)), some.tolist()))
+        return fingerprint
 
     @abstractmethod
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
@@ -212,33 +211,30 @@ class LoopedModel(nn.Module):
         that are on the CPU go to the model's device, and the host need not wait for that.
         """
         rows, longest = tokens.shape
-        if lengths is None:
-            lengths = torch.full((rows,), longest)
+        lengths = torch.full((rows,), longest) if lengths is None else lengths
         if lengths.shape != (rows,):
             raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
         device = next(self.parameters(), tokens).device
-        if share and self.causal:
-            layout = share_prefixes(tokens, lengths, device)
-        else:
-            layout = Layout.from_host(lengths.cpu().numpy(), device)
+        shares = share and self.causal
+        layout = share_prefixes(tokens, lengths, device) if shares else Layout(lengths.cpu().numpy(), device)
         return self.begin_packed(layout.pack(upload(tokens, device)), layout)
 
     def begin_packed(self, tokens: Tensor, layout: Layout) -> LoopState:
         """The same of tokens [S] that lie as `layout` says."""
         if layout.cache is not None:
             self.require("kv_cache", "Rows after cached tokens")
-        if layout.branches is not None:
+        if layout.host_branches is not None:
             self.require("branches", "Questions with choices")
         self.check_length(layout.max_context)
         return self.embed(tokens, layout)
 
     def require_evaluation(self) -> None:
-        """Refuses a model in training mode, whose dropout would answer otherwise every time."""
+        """Reject a model in training mode, whose dropout would answer otherwise every time."""
         if self.training:
             raise UserError("The model is in training mode; call model.eval() before it is recorded, run or checked.")
 
     def require(self, capability: Literal["kv_cache", "branches", "causal"], what: str) -> None:
-        """Refuses what takes a capability that the model does not declare."""
+        """Reject a use that takes a capability that the model does not declare."""
         if not getattr(self, capability):
             raise UserError(
                 f"{what} cannot be run with this model: {type(self).__name__} declares {_LACKING[capability]}; "
@@ -252,7 +248,7 @@ class LoopedModel(nn.Module):
         return (self.num_loops + overhead) / (loops + overhead)
 
     def check_length(self, length: int) -> None:
-        """Refuses rows that are too long for the model."""
+        """Reject rows that are too long for the model."""
         if length > self.block_size:
             raise UserError(
                 f"The examples have {length} tokens, but the model's block size is {self.block_size}; nothing is cut "
@@ -260,10 +256,7 @@ class LoopedModel(nn.Module):
             )
 
     def unroll(
-        self,
-        state: LoopState,
-        num_loops: int | None = None,
-        cache: Callable[[int], AppendingRows | SharedPrefix | None] | None = None,
+        self, state: LoopState, num_loops: int | None = None, cache: Callable[[int], CachedRows | None] | None = None
     ) -> Iterator[LoopState]:
         """The state after each loop (default: all of the model's); `cache(loop)` is what its rows come after there."""
         for loop in range(1, 1 + (self.num_loops if num_loops is None else num_loops)):
@@ -274,8 +267,7 @@ class LoopedModel(nn.Module):
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return self.step(state)
         draws = any(isinstance(each, nn.Dropout) and each.training and each.p for each in self.modules())
-        stepped: LoopState = checkpoint(self.step, state, use_reentrant=False, preserve_rng_state=draws)
-        return stepped
+        return checkpoint(self.step, state, use_reentrant=False, preserve_rng_state=draws)
 
     def read(self, state: LoopState, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`pooled` and `head_input`, which are one tensor unless the head attends."""
@@ -291,11 +283,9 @@ class LoopedModel(nn.Module):
         these are all.
         """
         free = 0 if truncated is None else max(num_loops - truncated, 0)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not free):
-            for state in self.unroll(state, free):  # noqa: B007, B020 - the last one is what counts
-                pass
-        for state in self.unroll(state, num_loops - free - 1):  # noqa: B007, B020
-            pass
+        for loop in range(num_loops - 1):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and loop >= free):
+                state = self._stepped(state)
         last = None if positions is None else self.last_pooled(state, positions)
         return self.read(self._stepped(state), positions) if last is None else (last, last)
 
@@ -310,10 +300,11 @@ class LoopedModel(nn.Module):
 
         At every token, pooled states beyond a row's end are zero.
         """
-        if num_loops is not None and num_loops < 1:
-            raise UserError(f"num_loops must be at least 1, got {num_loops}.")
-        state, outputs = (embedded := self.begin(tokens, lengths, share=True)), []
-        for state in self.unroll(embedded, (num_loops or self.num_loops) - 1):
+        depth = self.num_loops if num_loops is None else num_loops
+        assert depth >= 1
+        state = embedded = self.begin(tokens, lengths, share=True)
+        outputs = []
+        for state in self.unroll(embedded, depth - 1):
             outputs.append(self.read(state, positions))
         outputs.append(self.deepest(state, 1, positions))
         if positions is None:
@@ -324,7 +315,8 @@ class LoopedModel(nn.Module):
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLED = 64
+SAMPLED_WEIGHTS = 64
+"""Numbers of every tensor that tell at once whether it was changed."""
 _LACKING = {
     "kv_cache": "no KV cache (kv_cache = True)",
     "branches": "no branches (branches = True)",
@@ -332,20 +324,45 @@ _LACKING = {
 }
 
 
-def parameters_sha256(model: nn.Module) -> str:
-    """The hash of all parameters and buffers, with their names; large models take a while."""
-    return tensors_sha256(model.state_dict())
-
-
 def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """The hash of tensors, with their names, in this order."""
-    found = hashlib.sha256()
+    """The hash of tensors, with their names, in this order; large models take a while."""
+    sha256 = hashlib.sha256()
     for name, tensor in tensors.items():
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha256.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
 
 
 def initial_loop_state(hidden: Tensor, layout: Layout) -> LoopState:
     """The state of rows that have gone through no loop yet."""
     return LoopState(hidden, layout, torch.zeros_like(layout.lengths))
+
+
+class SimpleLoopedModel(LoopedModel):
+    """The simple tier of the contract: four methods around a network that knows padded batches and nothing else.
+
+    Embed the tokens, apply the block to a padded batch with a mask, predict, and (if there is a gate) halt. That is
+    enough to be recorded, diagnosed, calibrated and run row by row. `predict(hidden [..., D]) -> [..., V]` and
+    `halt(hidden [..., D]) -> [...]` are as in `LoopedModel`. Text and questions with choices need a KV cache and
+    branches: `LoopedModel` itself, with `cached_attention`.
+    """
+
+    causal = False  # the careful answer: set it to True where a token sees none after it, and states can be shared
+
+    @abstractmethod
+    def embed_rows(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """The hidden states [B, M, D] before the first loop, of tokens [B, M]; `mask` [B, M] is false where padded."""
+
+    @abstractmethod
+    def block(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """One loop: [B, M, D] -> [B, M, D]; what is padded must not be attended to."""
+
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
+        longest = layout.longest
+        hidden = self.embed_rows(layout.unpack(tokens, longest), layout.mask(longest))
+        return initial_loop_state(layout.pack(hidden), layout)
+
+    def step(self, state: LoopState) -> LoopState:
+        layout, longest = state.layout, state.layout.longest
+        hidden = self.block(layout.unpack(state.hidden, longest), layout.mask(longest))
+        return LoopState(layout.pack(hidden), layout, state.loop + 1)

@@ -5,14 +5,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from tiny_language import MODELS, VOCABULARY
 from torch import Tensor
 
-from loopscope.models import LoopedModel, LoopState
-from loopscope.models.kv_cache import AppendingRows, KeysValues, KVCache, SharedPrefix
-from loopscope.models.layout import Layout
+from loopscope.models.attention import Rotary, causal_attention
+from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
+from loopscope.models.looped_model import LoopedModel, LoopState
+from loopscope.models.packing import Layout
 
+CPU = torch.device("cpu")
 Tokens = NDArray[np.int64]
 Asked = tuple[Tokens, list[Tokens]]  # a context and its choices
 Said = tuple[Tensor, Tensor]  # pooled states [T, P, D] and logits [T, P, V]
@@ -38,9 +41,9 @@ def laid_out(asked: Sequence[Asked], cache: SharedPrefix | None = None) -> tuple
     most = max(len(choices) for _, choices in asked)
     counts = [[len(choice) for choice in choices] for _, choices in asked]
     lengths = [len(context) + sum(each) for (context, _), each in zip(asked, counts, strict=True)]
-    branches = torch.tensor([each + [0] * (most - len(each)) for each in counts])
+    branches = np.array([each + [0] * (most - len(each)) for each in counts])
     tokens = np.concatenate([np.concatenate((context, *choices)) for context, choices in asked])
-    return torch.from_numpy(tokens), Layout(torch.tensor(lengths), branches=branches, cache=cache)
+    return torch.from_numpy(tokens), Layout(np.array(lengths), CPU, branches, cache)
 
 
 def said(model: LoopedModel, row: Tokens, start: int = 0) -> Said:
@@ -104,7 +107,7 @@ def remembering(model: LoopedModel, text: Tokens) -> KVCache:
     """The keys and values of a text in every loop."""
     kv_cache, nothing = KVCache(1, len(text)), np.zeros(1, dtype=np.int64)
     caches = [AppendingRows(kv_cache, nothing, nothing, np.array([at_loop])) for at_loop in range(model.num_loops + 1)]
-    state = model.begin_packed(torch.from_numpy(text), Layout(torch.tensor([len(text)]), cache=caches[0]))
+    state = model.begin_packed(torch.from_numpy(text), Layout(np.array([len(text)]), cache=caches[0]))
     for cache in caches[1:]:
         state = model.step(state.with_cache(cache))
         model.head_input(state)
@@ -129,7 +132,7 @@ def test_after_a_text_that_was_read_before(model: LoopedModel, branching: bool) 
         tokens, layout = laid_out(asked, caches[0])
     else:
         tokens = torch.from_numpy(np.concatenate([context for context, _ in asked]))
-        layout = Layout(torch.tensor([len(context) for context, _ in asked]), cache=caches[0])
+        layout = Layout(np.array([len(context) for context, _ in asked]), cache=caches[0])
     state = model.begin_packed(tokens, layout)
     expected = plainly(model, asked, [before[which] for which in whose])
     for loop in range(1, model.num_loops + 1):
@@ -157,7 +160,7 @@ def test_rows_go_on_where_they_are(model: LoopedModel) -> None:
 
         states: list[LoopState] = []
         for row, tokens in ((0, ours), (2, theirs)):
-            layout = Layout(torch.tensor([len(tokens)]), cache=cache([row], [0]))
+            layout = Layout(np.array([len(tokens)]), cache=cache([row], [0]))
             states.append(model.begin_packed(torch.from_numpy(tokens), layout))
         for loop in range(1, model.num_loops + 2):
             running = [row for row, ahead in ((0, 0), (2, 1)) if 1 <= loop - ahead <= model.num_loops]
@@ -176,88 +179,23 @@ def test_rows_go_on_where_they_are(model: LoopedModel) -> None:
     assert kv_cache.capacity == 128  # it grew
 
 
-def put(kv_cache: KVCache, layer: str, loop: int, cells: list[int], keys: torch.Tensor) -> None:
-    """Keys, and values that are their opposites, at these cells of a loop."""
-    kv_cache.write(layer, kv_cache.at(loop), torch.tensor(cells), keys.view(-1, 1, 1), -keys.view(-1, 1, 1))
+def test_interleaved_positions_turn_neighbours() -> None:
+    """Against complex numbers, one for each pair."""
+    x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
+    rotated = Rotary(8, 50.0, interleaved=True).rotate(x)
+    angles = torch.arange(5)[:, None] * 50.0 ** -(torch.arange(0, 8, 2) / 8)
+    expected = torch.view_as_complex(x.view(2, 3, 5, 4, 2)) * torch.polar(torch.ones_like(angles), angles)
+    assert torch.allclose(rotated, torch.view_as_real(expected).flatten(-2), atol=1e-6)
+    rotary, positions = Rotary(8, 50.0, interleaved=True), torch.tensor([4, 1])
+    there = rotary.apply_rotary(x[:, 0, 2], rotary.angles(positions, x.dtype, 5))
+    again = rotary.rotate(x[:, :, 2:3].expand(-1, -1, 5, -1))[:, 0]
+    assert torch.allclose(there, again[torch.arange(2), positions], atol=1e-6)
 
 
-def read(kv_cache: KVCache, layer: str, loop: int, rows: slice | torch.Tensor, upto: int) -> KeysValues:
-    return kv_cache.read(layer, kv_cache.at(loop), rows, upto)
-
-
-def test_what_a_cache_propagates() -> None:
-    kv_cache = KVCache(2, 3, most_loops=4)
-    for loop in (1, 2, 3):
-        put(kv_cache, "a", loop, [0, 1, 2, 3, 4, 5], loop * torch.arange(6.0))
-    put(kv_cache, "b", 2, [4], torch.ones(1))
-    kv_cache.propagate(2, range(3, 5), torch.tensor([1, 4]))
-    both = torch.tensor([0, 1])
-    assert read(kv_cache, "a", 1, both, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert read(kv_cache, "a", 3, both, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
-    assert read(kv_cache, "a", 4, both, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
-    assert read(kv_cache, "b", 4, torch.tensor([1]), 2).keys.flatten().tolist() == [0, 1]
-    in_place = read(kv_cache, "a", 2, slice(1, 2), 3).keys
-    assert in_place.flatten().tolist() == [6, 8, 10]
-    assert in_place.untyped_storage().nbytes() > in_place.nbytes  # no copy
-    assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 3)
-
-
-def test_a_cache_has_room_for_the_loops_that_were_asked_for() -> None:
-    kv_cache, taken = KVCache(1, 2, most_loops=5), []
-    for loop in (3, 1, 5, 2, 4):
-        put(kv_cache, "a", loop, [0], torch.tensor([float(loop)]))
-        taken.append(kv_cache.nbytes // 16)
-    assert taken == [1, 2, 4, 4, 5]
-    put(kv_cache, "a", 0, [0], torch.tensor([9.0]))  # what comes before the loops lies elsewhere
-    for loop, more in ((4, 1), (5, 2), (1, 1)):  # a layer that begins with the last of them has none before it
-        before = kv_cache.nbytes
-        put(kv_cache, "late", loop, [1], torch.tensor([10.0 * loop]))
-        assert kv_cache.nbytes == before + 16 * more
-    kv_cache.take(torch.tensor([0, 0]))
-    for row in (0, 1):
-        found = [read(kv_cache, "a", loop, torch.tensor([row]), 1).keys.item() for loop in range(6)]
-        assert found == [9, 1, 2, 3, 4, 5]
-        found = [read(kv_cache, "late", loop, torch.tensor([row]), 2).keys[0, 0, 1].item() for loop in (1, 4, 5)]
-        assert found == [10, 40, 50]
-
-
-def test_one_place_for_all_loops() -> None:
-    kv_cache = KVCache(1, 2, latest_only=True)
-    for loop in (0, 1, 2):
-        put(kv_cache, "a", loop, [0], torch.tensor([float(loop)]))
-    found = [read(kv_cache, "a", loop, torch.tensor([0]), 1).keys.item() for loop in (0, 1, 2, 7)]
-    assert found == [0, 2, 2, 2]
-    kv_cache.grow(3)
-    kv_cache.grow(2, rows=2)
-    assert (kv_cache.rows, kv_cache.capacity) == (2, 64)
-    assert read(kv_cache, "a", 2, torch.tensor([1]), 1).keys.item() == 0
-    assert read(kv_cache, "a", 2, torch.tensor([0]), 3).keys.flatten().tolist() == [2, 0, 0]
-
-
-def test_rows_at_several_loops_lie_where_each_loop_finds_them() -> None:
-    """Also where a layer has its first keys late, and an earlier loop comes after it; and after the cache has grown."""
-    kv_cache, rows = KVCache(2, 3, most_loops=3), np.array([0, 1])
-    put(kv_cache, "a", 1, [0, 3], torch.tensor([1.0, 2.0]))
-    kv_cache.number(2)
-    put(kv_cache, "late", 3, [0], torch.tensor([5.0]))
-    assert kv_cache.nbytes == 4 * 2 * 6 * (1 + 1)  # of one loop in either layer
-    mixed = AppendingRows(kv_cache, rows, rows, np.array([3, 1]))
-    assert mixed.at.number is None
-    for layer in ("a", "late"):
-        cells = torch.from_numpy(mixed.places * kv_cache.capacity + 1)
-        kv_cache.write(layer, mixed.at, cells, torch.tensor([7.0, 8.0]).view(-1, 1, 1), torch.zeros(2, 1, 1))
-        for reading in (torch.from_numpy(mixed.places), None):
-            if reading is None:  # one after the other, in place
-                found = [
-                    kv_cache.read(layer, mixed.at, slice(int(each), int(each) + 1), 2).keys for each in mixed.places
-                ]
-            else:
-                found = list(kv_cache.read(layer, mixed.at, reading, 2).keys)
-            assert [keys.flatten()[1] for keys in found] == [7, 8]
-    kv_cache.grow(70)
-    assert read(kv_cache, "a", 1, slice(0, 2), 2).keys.flatten().tolist() == [1, 0, 2, 8]
-    assert read(kv_cache, "a", 3, slice(0, 2), 2).keys.flatten().tolist() == [0, 7, 0, 0]
-    assert read(kv_cache, "late", 1, slice(1, 2), 2).keys.flatten().tolist() == [0, 8]
-    assert read(kv_cache, "late", 3, slice(0, 1), 2).keys.flatten().tolist() == [5, 7]
-    put(kv_cache, "late", 3, [0], torch.tensor([9.0]))
-    assert read(kv_cache, "late", 3, slice(0, 1), 2).keys.flatten().tolist() == [9, 7]
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_short_attention_equals_the_fused_kernel(key_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, 10, 8, generator=generator)
+    key, value = (torch.randn(3, key_heads, 10, 8, generator=generator) for _ in range(2))
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    assert torch.allclose(causal_attention(query, key, value), expected, atol=1e-6)

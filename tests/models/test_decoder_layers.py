@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopscope.models import linear
-from loopscope.models.linear import Linear
+from loopscope.models.decoder_layers import Linear
 
 
 @pytest.fixture(params=[1, 2])
@@ -40,7 +39,7 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(columns.shape[1])
         return weight @ columns
 
-    monkeypatch.setattr(linear.torch, "mm", counted)
+    monkeypatch.setattr(torch, "mm", counted)
     return found
 
 
@@ -59,26 +58,27 @@ def test_only_few_tokens_on_a_cpu_go_the_other_way_round(turned: list[int], thre
     assert len(turned) == (3 if threads == 1 else 8)
 
 
-@pytest.mark.parametrize(("outputs", "columns"), [(64, [5, 16, 16, 16]), (8192, [5, 6, 8, 16])])
+@pytest.mark.parametrize(
+    ("count", "shape", "tokens", "columns"),
+    [
+        (2, (1024, 64), (5, 6, 8, 9), [5, 16, 16, 16]),
+        (2, (1024, 8192), (5, 6, 8, 9), [5, 6, 8, 16]),  # the matrix of a vocabulary is much taller than wide
+        (1, (1024, 8), (1, 2), [2, 2]),
+        (1, (2048, 8), (1, 2), [2]),  # one thread multiplies one token with a wide matrix as PyTorch does
+    ],
+)
 def test_wide_matrices_are_filled_up_to_sixteen_columns(
-    turned: list[int], monkeypatch: pytest.MonkeyPatch, outputs: int, columns: list[int]
+    turned: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    shape: tuple[int, int],
+    tokens: tuple[int, ...],
+    columns: list[int],
 ) -> None:
-    """The matrix of a vocabulary, which is much taller than wide, is not."""
-    monkeypatch.setattr(linear.torch, "get_num_threads", lambda: 2)
-    layer = Linear(1024, outputs, bias=False).eval()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    layer = Linear(*shape, bias=False).eval()
     with torch.inference_mode():
-        for count in (5, 6, 8, 9):
-            rows = torch.randn(count, 1024)
+        for each in tokens:
+            rows = torch.randn(each, shape[0])
             torch.testing.assert_close(layer(rows), F.linear(rows, layer.weight), rtol=1e-4, atol=1e-4)
     assert turned == columns
-
-
-def test_one_thread_multiplies_one_token_with_a_wide_matrix_as_pytorch_does(
-    turned: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear.torch, "get_num_threads", lambda: 1)
-    with torch.inference_mode():
-        for width in (1024, 2048):
-            for count in (1, 2):
-                Linear(width, 8, bias=False).eval()(torch.randn(count, width))
-    assert turned == [2, 2, 2]

@@ -1,0 +1,309 @@
+"""What does a checkpoint's folder say before its weights are read? All of it without PyTorch: where the folder is, what
+model its `config.json` describes, which files hold the weights, and whether a run's files are as the run wrote them.
+
+A checkpoint is a folder, or a name on the Hub, which may pin its revision: `ByteDance/Ouro-1.4B@0123abc`. LoopScope
+fetches only its data, never its code.
+
+`hashes.json` holds the hash of every file that a run of LoopScope wrote. It is written before the weights appear, and
+they come last: a run that is killed in between has no weights, so it goes on and writes both again. A folder without
+hashes (a checkpoint from the Hub, weights copied by themselves) is taken as it is.
+"""
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+
+from loopscope.artifacts import sha256
+from loopscope.config import Layers, Loops, Positions, Settings, Vocabulary, Width, digest, read_json
+from loopscope.errors import UserError
+from loopscope.reading import is_file, is_folder, is_plain_name, no_folder
+from loopscope.writing import write_json
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HASHES = "hashes.json"
+BESIDE_WEIGHTS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
+"""What a checkpoint may have beside its configuration and weights, and keeps when another is made of it."""
+FETCHED = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+
+LOOPED = ("loopscope", "ouro", "huginn_raven", "looped_llama")
+"""The `model_type` of what LoopScope reads."""
+Source = Literal["llama", "mistral", "qwen2", "qwen3"]
+SOURCES: tuple[Source, ...] = ("llama", "mistral", "qwen2", "qwen3")
+"""That of what can be looped; SmolLM is a Llama."""
+GateKind = Literal["none", "linear", "mlp"]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_REASONS = {
+    "LocalEntryNotFoundError": "it cannot be reached",
+    "RepositoryNotFoundError": "it has none of this name, or not for you",
+    "GatedRepoError": "its owner wants terms to be accepted there before",
+    "RevisionNotFoundError": "it has no such revision",
+}
+"""By the names of huggingface_hub's errors, whose texts are for programmers."""
+
+
+def optional_module(name: str, sentence: str) -> Any:
+    """A module of an optional library; `sentence` says how to install the library if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UserError(sentence) from None
+
+
+@contextmanager
+def explained(sentence: str) -> Iterator[None]:
+    """Whatever another library raises over a file becomes this sentence, with its reason; one of Rust may panic."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        raise UserError(f"{sentence} ({reason}).") from None
+
+
+def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
+    """The folder itself, or that into which the Hub's files were fetched."""
+    path = Path(source)
+    if is_folder(path):
+        return path
+    name, _, pinned = str(source).partition("@")
+    if is_file(path) or not _HUB_NAME.fullmatch(name) or str(source).startswith("."):
+        raise no_folder(path, "the folder of a checkpoint, or its name on the Hub")
+    missing = f"There is no folder {path}; to fetch it from the Hub install: pip install 'loopscope[lm]'."
+    hub = optional_module("huggingface_hub", missing)
+    try:
+        return Path(hub.snapshot_download(name, revision=revision or pinned or None, allow_patterns=list(FETCHED)))
+    except Exception as error:  # out of reach, unknown, not allowed: each library below has errors of its own
+        message = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = _HUB_REASONS.get(type(error).__name__, message)
+        raise UserError(
+            f"There is no folder {path}, and the Hub does not give it ({reason}); check the name and the connection."
+        ) from None
+
+
+def require_values(*rules: tuple[object, str]) -> None:
+    """Reject a configuration with the message of the first rule that does not hold."""
+    for holds, message in rules:
+        if not holds:
+            raise ValueError(message)
+
+
+class TransformerSettings(Settings, frozen=True, kw_only=True):
+    """Defaults are the paper's."""
+
+    layers: Layers = 4
+    heads: Width = 4
+    width: Width = 512
+    loops: Loops = 6
+    block_size: Positions | None = None  # None: as many positions as the task needs
+    bias: bool = True
+    gate: GateKind = "none"
+    positions: Literal["rotary", "learned"] = "rotary"
+
+    def __post_init__(self) -> None:
+        even = self.positions == "learned" or self.width // self.heads % 2 == 0
+        message = f"width {self.width} does not divide into {self.heads} heads of an even width"
+        require_values((self.width % self.heads == 0 and even, message))
+
+
+class ModelType(msgspec.Struct, frozen=True):
+    model_type: str
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The `config.json` of LoopScope's own checkpoints."""
+
+    model_type: Literal["loopscope"] = "loopscope"
+    schema_version: Literal[1] = 1
+    vocab_size: Vocabulary
+    block_size: Positions
+    model: TransformerSettings
+    run: dict[str, Any]  # the settings of the run that trained it
+
+    @property
+    def layers(self) -> int:
+        return self.model.layers
+
+
+class _Run(msgspec.Struct, frozen=True):
+    model: dict[str, Any] = {}
+
+
+class _Trained(msgspec.Struct, frozen=True):
+    run: _Run | None = None  # of one that was trained here
+
+
+def read_checkpoint_config(folder: Path) -> CheckpointConfig:
+    config = read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")
+    check_run_settings(folder / CONFIG, config.model)
+    return config
+
+
+def check_run_settings(file: Path, settings: msgspec.Struct) -> None:
+    """Reject a configuration whose model is not that of the run which trained it."""
+    run = read_json(_Trained, file, "model configuration").run
+    for name, value in (run.model if run else {}).items():
+        if value is not None and value != getattr(settings, name, value):
+            raise UserError(
+                f"{file} contradicts itself: {name} is {getattr(settings, name)}, and {value} in the settings of the "
+                "run that trained it; put the file back as training wrote it."
+            )
+
+
+def require_config(folder: Path) -> None:
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is not a checkpoint: it has no {CONFIG}; give the folder of a model.")
+
+
+def read_model_type(folder: Path) -> str:
+    require_config(folder)
+    return read_json(ModelType, folder / CONFIG, "model configuration").model_type
+
+
+def is_of_task(folder: Path) -> bool:
+    """Whether it is a model of a task's examples, not of text."""
+    return read_model_type(folder) == "loopscope"
+
+
+def looped_model_type(folder: Path) -> str:
+    """The `model_type` of a checkpoint, if it is a looped model's."""
+    kind = read_model_type(folder)
+    if kind not in LOOPED:
+        loops = "; loop it first (`loopscope loop`)" if kind in SOURCES else ""
+        raise UserError(f"{folder} holds a model of type '{kind}'; LoopScope reads {', '.join(LOOPED)}{loops}.")
+    return kind
+
+
+class ModelShape(NamedTuple):
+    num_loops: int
+    block_size: int  # tokens of the longest row
+
+
+class _Looping(msgspec.Struct, frozen=True):
+    loops: Loops
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """Each kind of model has its own keys."""
+
+    model: _Looping | None = None  # LoopScope's own
+    total_ut_steps: Loops | None = None  # Ouro
+    mean_recurrence: Loops | None = None  # Huginn
+    looping: _Looping | None = None  # looped Llamas
+    block_size: Positions | None = None
+    max_position_embeddings: Positions | None = None
+
+
+def read_model_shape(folder: Path) -> ModelShape:
+    """How deep the model of a checkpoint is, and how long a row it takes."""
+    looped_model_type(folder)
+    shape = read_json(_Shape, folder / CONFIG, "model configuration")
+    looping = shape.model or shape.looping
+    loops = shape.total_ut_steps or shape.mean_recurrence if looping is None else looping.loops
+    longest = shape.block_size or shape.max_position_embeddings
+    if loops is None or longest is None:
+        raise UserError(f"{folder / CONFIG} does not say how deep the model is, or how long a text it takes.")
+    return ModelShape(loops, longest)
+
+
+class _Ends(msgspec.Struct, frozen=True):
+    eos_token_id: TokenId | list[TokenId] | None = None
+    vocab_size: int | None = None
+
+
+def end_tokens(folder: Path) -> set[int]:
+    """The tokens that end a text, by the configurations of the model and of its generation."""
+    ends: set[int] = set()
+    size: int | None = None
+    for name in (CONFIG, "generation_config.json"):
+        if (folder / name).is_file():
+            config = read_json(_Ends, folder / name, "model configuration")
+            size = size or config.vocab_size
+            if config.eos_token_id is not None:
+                ends |= {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id)
+    if size is not None and ends and max(ends) >= size:
+        raise UserError(
+            f"The checkpoint in {folder} ends texts with the token {max(ends)}, and its vocabulary has {size:,}; "
+            "correct its eos_token_id."
+        )
+    return ends
+
+
+class _ShardIndex(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise UserError(
+            f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} is there; if it is a run that is not finished, "
+            "continue it with `loopscope train`."
+        )
+    names = sorted(set(read_json(_ShardIndex, folder / INDEX, "shard index").weight_map.values()))
+    for name in names:
+        if not is_plain_name(name):
+            raise UserError(
+                f"{folder / INDEX} names the file '{name}', which does not lie beside it; fetch or make it again."
+            )
+    return [folder / name for name in names]
+
+
+def stored_sha256(folder: Path) -> str:
+    """The hash of a checkpoint's weights alone: of their file, or of the hashes of several."""
+    files = weight_files(folder)
+    if len(files) == 1:
+        return known_sha256(files[0])
+    return digest({file.name: known_sha256(file) for file in files})
+
+
+class RunHashes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    files: dict[str, str]
+    digest: str  # of the above
+
+
+def write_hashes(folder: Path, files: Mapping[str, str]) -> None:
+    """Notes these files of `folder`, each with its hash."""
+    write_json(folder / HASHES, RunHashes(dict(files), digest(files)))
+
+
+def check_hashes(folder: Path) -> None:
+    """Reject a file of `folder` that is not as its run wrote it; one that is not there can mislead nobody."""
+    if not (folder / HASHES).is_file():
+        return
+    hashes = read_json(RunHashes, folder / HASHES, "list of hashes")
+    altered = [] if digest(hashes.files) == hashes.digest else [HASHES]
+    for name, expected in hashes.files.items():
+        file = folder.resolve() / name
+        if not altered and file.is_file() and known_sha256(file) != expected:
+            altered.append(name)
+    if altered:
+        raise UserError(
+            f"{folder / altered[0]} was altered since its run wrote it; train the run again in another folder, or "
+            f"remove {HASHES} if the change is yours."
+        )
+
+
+def known_sha256(file: Path) -> str:
+    """Computed once in a process, for a file as it was then: the parts of a study are many, checkpoints are large."""
+    now = file.stat()
+    return _hash(file, (now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns))
+
+
+@lru_cache(maxsize=64)
+def _hash(file: Path, _: tuple[int, ...]) -> str:
+    return sha256(file)

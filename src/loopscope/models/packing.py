@@ -1,0 +1,225 @@
+"""How do rows of different lengths share a batch without waste? Their tokens lie one row after the other.
+
+Everything that looks at one token at a time (projections, norms, MLPs, heads) runs on all states at once, without
+padding. Attention is causal, so rows that begin with the same tokens have the same states there, and a layout can keep
+them once. Only attention (attention.py) looks at rows.
+
+A row may end in branches, which continue its trunk each for itself (the choices of a question), and a row may come
+after tokens whose keys and values are cached (kv_cache.py).
+
+Where tokens lie follows from how many tokens each row has. LoopScope computes it on the host, which need not wait for
+the device; only finished indices go there. Names with `host` are NumPy arrays, the others are tensors on the device.
+
+Shapes: B rows, P tokens of all rows, S states (P, or fewer where prefixes are shared), M tokens of the longest row,
+C branches.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loopscope.errors import UserError
+from loopscope.models.device import upload
+from loopscope.models.kv_cache import AppendingRows, CachedRows, Integers
+
+CPU = torch.device("cpu")
+_Value = TypeVar("_Value")
+
+
+class Sharing(NamedTuple):
+    """Which tokens have a state in common."""
+
+    places: Tensor  # [P] the state of every token
+    owners: Tensor  # [S] the first token of every state
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the rows of a packed batch lie. Sorted by length they leave the fewest cells empty in attention."""
+
+    host_lengths: Integers  # [B]
+    device: torch.device = CPU
+    host_branches: Integers | None = None  # [B, C] tokens of each branch at the row's end; 0: there is none
+    cache: CachedRows | None = None  # the tokens before the rows' own
+    sharing: Sharing | None = None  # None: every token has its own state, in order
+    _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def compute_once(self, name: Hashable, make: Callable[[], _Value]) -> _Value:
+        """What `make` returns, made once for this layout: every layer and loop needs the same indices."""
+        if name not in self._computed:
+            self._computed[name] = make()
+        return self._computed[name]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[B] tokens of every row."""
+        return upload(self.host_lengths, self.device)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """[B] the first token of every row."""
+        return upload(self.host_starts, self.device)
+
+    @cached_property
+    def host_starts(self) -> Integers:
+        return self.host_lengths.cumsum() - self.host_lengths
+
+    @cached_property
+    def trunks(self) -> Tensor:
+        """[B] the tokens of every row before its branches."""
+        return upload(self.host_trunks, self.device)
+
+    @cached_property
+    def host_trunks(self) -> Integers:
+        return self.host_lengths if self.host_branches is None else self.host_lengths - self.host_branches.sum(1)
+
+    @property
+    def _host_parts(self) -> Integers:
+        """[B, 1 + C] the tokens of trunk and branches."""
+        assert self.host_branches is not None
+        return np.concatenate((self.host_trunks[:, None], self.host_branches), 1)
+
+    @cached_property
+    def branch(self) -> Tensor:
+        """[P] the branch of every token, from 1; 0: the trunk."""
+        parts = self._host_parts
+        return upload(np.repeat(np.tile(np.arange(parts.shape[1]), len(parts)), parts.ravel()), self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[S] how many tokens come before every state's own."""
+        return self.to_states(upload(self.host_positions, self.device))
+
+    @cached_property
+    def host_positions(self) -> Integers:
+        """[P] how many tokens come before every one in its row, or in its branch and the trunk before that."""
+        first = np.zeros_like(self.host_lengths) if self.cache is None else self.cache.cached
+        if self.host_branches is None:
+            return count_up(first, self.host_lengths)
+        parts = self._host_parts
+        starts = np.repeat(first[:, None], parts.shape[1], axis=1)
+        starts[:, 1:] += self.host_trunks[:, None]
+        return count_up(starts.ravel(), parts.ravel())
+
+    @cached_property
+    def host_contexts(self) -> Integers:
+        """[B] how many tokens the one of each row that sees most sees, itself and the cached ones included."""
+        longest = self.host_trunks if self.host_branches is None else self.host_trunks + self.host_branches.max(1)
+        return longest if self.cache is None else longest + self.cache.cached
+
+    @cached_property
+    def max_context(self) -> int:
+        return int(self.host_contexts.max(initial=0))
+
+    @cached_property
+    def longest(self) -> int:
+        """The tokens of the longest row."""
+        return int(self.host_lengths.max(initial=0))
+
+    def states(self, tokens: Tensor) -> Tensor:
+        """The states of these tokens (numbered over all rows)."""
+        return tokens if self.sharing is None else self.sharing.places[tokens]
+
+    def states_at(self, positions: Tensor) -> Tensor:
+        """[B] the states at one position of every row."""
+        return self.states(self.starts + positions)
+
+    def take(self, rows: Integers) -> tuple[Self, Tensor]:
+        """The layout of the rows of these numbers alone, sharing nothing, and where its states lie in this one."""
+        lengths = self.host_lengths[rows]
+        branches = None if self.host_branches is None else self.host_branches[rows]
+        taken = type(self)(lengths, self.device, branches, None if self.cache is None else self.cache.take(rows))
+        return taken, self.states(upload(count_up(self.host_starts[rows], lengths), self.device))
+
+    @classmethod
+    def join(cls, layouts: Sequence[Self]) -> Self:
+        """The rows of all, in that order, without any cache."""
+        lengths = np.concatenate([layout.host_lengths for layout in layouts])
+        given = [layout.host_branches for layout in layouts]
+        widest = max(0 if branches is None else branches.shape[1] for branches in given)
+        joined = np.zeros((len(lengths), widest), dtype=np.int64)
+        first = 0
+        for layout, branches in zip(layouts, given, strict=True):
+            if branches is not None:
+                joined[first : first + len(branches), : branches.shape[1]] = branches
+            first += len(layout.host_lengths)
+        return cls(lengths, layouts[0].device, joined if widest else None)
+
+    def with_cache(self, cache: CachedRows | None) -> Self:
+        """The same rows, after these tokens; where only the loop is another, what was computed stays."""
+        if cache is None and self.cache is None:
+            return self
+        if isinstance(cache, AppendingRows) and cache.follows(self.cache):
+            layout = copy(self)
+            object.__setattr__(layout, "cache", cache)
+            return layout
+        return replace(self, cache=cache)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """[B, M, ...] -> [S, ...]"""
+        self.require_plain("Layout.pack")
+        return self.to_states(padded.flatten(0, 1).index_select(0, self._cells_inside(padded.shape[1])))
+
+    def unpack(self, packed: Tensor, longest: int) -> Tensor:
+        """[S, ...] -> [B, M, ...], zeros beyond the rows' ends."""
+        self.require_plain("Layout.unpack")
+        rows, tokens = len(self.host_lengths), packed if self.sharing is None else packed[self.sharing.places]
+        cells = packed.new_zeros((rows * longest, *packed.shape[1:]))
+        return cells.index_copy(0, self._cells_inside(longest), tokens).view(rows, longest, *packed.shape[1:])
+
+    def mask(self, longest: int) -> Tensor:
+        """[B, M] which cells of a padded batch are tokens."""
+        return torch.arange(longest, device=self.device) < self.lengths[:, None]
+
+    def require_plain(self, function: str) -> None:
+        """Reject rows that attend beyond themselves, for a function that would ignore it."""
+        if self.cache is not None or self.host_branches is not None:
+            what = "a KV cache" if self.cache is not None else "branches"
+            raise UserError(
+                f"{function} knows rows alone, and these have {what}: attend with cached_attention, or do not declare "
+                "kv_cache and branches for this model."
+            )
+
+    def _cells_inside(self, longest: int) -> Tensor:
+        """[P] where the tokens lie in a padded batch of this length."""
+        first = np.arange(len(self.host_lengths)) * longest
+        return self.compute_once(("inside", longest), lambda: upload(count_up(first, self.host_lengths), self.device))
+
+    def to_states(self, values: Tensor) -> Tensor:
+        """[P, ...] -> [S, ...]"""
+        return values if self.sharing is None else values[self.sharing.owners]
+
+
+def count_up(first: Integers, counts: Integers) -> Integers:
+    """For each of `first` so many numbers, counting up from it."""
+    if (counts == 1).all():  # text that goes on by a token
+        return first.copy()
+    return np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
+
+
+def share_prefixes(tokens: Tensor, lengths: Tensor, device: torch.device | None = None) -> Layout:
+    """The layout of padded tokens [B, M] in which rows that begin alike keep the states of their prefix once.
+
+    It lies on the device (default: that of the tokens); the host waits for neither if both are given on the CPU.
+    """
+    counts = lengths.cpu().numpy()
+    inside = np.arange(tokens.shape[1]) < counts[:, None]
+    padded = np.where(inside, tokens.cpu().numpy(), -1)
+    order = np.lexsort(padded.T[::-1])
+    ordered = padded[order]
+    new = inside[order]
+    new[1:] &= ~np.logical_and.accumulate(ordered[1:] == ordered[:-1], axis=1)
+    number = np.where(new, new.cumsum().reshape(new.shape) - 1, -1)
+    places = np.empty_like(number)
+    places[order] = np.maximum.accumulate(number, axis=0)  # what is not new has the state of the last new one above
+    states = places[inside]
+    owners = np.empty(new.sum(), dtype=np.int64)
+    owners[states[::-1]] = np.arange(len(states))[::-1]
+    device = tokens.device if device is None else device
+    return Layout(counts, device, sharing=Sharing(upload(states, device), upload(owners, device)))
