@@ -11,47 +11,50 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.inputs import find_run
+from loopscope.cli.inputs import POLICIES, add_custom_readouts, find_run, load_policy, policies_by_model
 from loopscope.cli.options import (
     AT,
     RECORDED,
     REFERENCE,
+    add_report_options,
     add_shared,
-    add_verb,
-    check_folder,
+    option,
     option_words,
+    out_folder,
+    share,
     target_accuracies,
 )
 from loopscope.cli.output import watched
-from loopscope.cli.policies import POLICIES, check_any_model, load_policy, policies_by_model
-from loopscope.cli.report_output import check_open, check_products, check_report_out, show_products, write_and_show
+from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
 from loopscope.recording_places import find_recordings, recorded_name, run_of_recordings
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "report", __doc__, execute)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"{RECORDED}; or several of them")
-    parser.add_argument("--reference", metavar="RUN", help=REFERENCE)
-    parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
+    option(parser, "runs", f"{RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
+    option(parser, "--reference RUN", REFERENCE)
+    option(parser, "--policy FILE", POLICIES, action="append")
     add_shared(parser, "--any-model")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
-    parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
-    add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--style", "--open")
+    parser.needs("--any-model", "--policy")
+    option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
+    option(parser, "--at X", f"{AT}; repeatable", type=share, action="append")
+    add_shared(parser, "--unseen", "--json")
+    add_custom_readouts(parser)
+    add_report_options(parser)
 
 
 def execute(options: argparse.Namespace) -> None:
-    targets = target_accuracies(options.at or [])
-    check_any_model(options)
-    check_open(options)
-    check_folder(options.out)
+    targets = target_accuracies(options.at)
     runs, reference = _runs(options)
     for path in options.policy:
         load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
-    check_products(options.product or ())
+    from loopscope.analysis.model_analysis import analyse_models, read_recordings
+    from loopscope.cli.report_output import check_products, check_report_out, show_products, write_and_show
+
+    check_products(options.product)
     if not options.product:
         check_report_out(options.out)
-    from loopscope.analysis.model_analysis import analyse_models, read_recordings
 
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
@@ -62,10 +65,10 @@ def execute(options: argparse.Namespace) -> None:
     if options.product:
         show_products(results, options.product, options.out, options.json, options.style)
         return
-    given = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
-    given |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
-    given |= {"out": options.out, "style": None if options.style == "page" else options.style}
-    command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(given)])
+    words = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
+    words |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
+    words |= {"out": options.out, "style": None if options.style == "page" else options.style}
+    command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(words)])
     write_and_show(results, details, options, options.out, ("overview",), (command, command))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import loopscope as ls
 from cli.conftest import read_json, recording_of, refusal, run
-from loopscope.cli.policies import policies_by_model
+from loopscope.cli.inputs import policies_by_model
 
 
 def test_on_another_model_it_is_refused(
