@@ -215,13 +215,6 @@ def test_a_file_is_never_overwritten(mine: Path, policy: Path, capsys: pytest.Ca
     before = policy.read_bytes()
     assert "is there already" in refusal(capsys, "calibrate", recording_of(mine, "validation"), *MILD, "--out", policy)
     assert policy.read_bytes() == before
-    for words, sentence in (  # what is wrong is said first
-        ((recording_of(mine, "test"),), "of the test split"),
-        ((recording_of(mine, "validation"), "--max-drop", 2), "The largest drop lies between 0 and 1"),
-        ((policy,), "is a file; give a recording"),
-    ):
-        assert sentence in refusal(capsys, "calibrate", *words, "--out", policy)
-    assert policy.read_bytes() == before
 
 
 def test_data_have_one_part_only(mine: Path, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

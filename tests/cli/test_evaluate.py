@@ -113,7 +113,7 @@ def test_evaluate_takes_two_recordings_or_one_with_a_policy(
     both = (recording_of(mine, "validation"), recording_of(mine, "test"))
     assert "or two recordings" in refusal(capsys, "evaluate", *[recording_of(mine, "test")] * 3)
     assert "give one run or recording" in refusal(capsys, "evaluate", *both, "--policy", policy)
-    assert "no readouts" in refusal(
+    assert "--policy excludes --readout" in refusal(
         capsys, "evaluate", recording_of(mine, "test"), "--policy", policy, "--readout", "margin"
     )
 
@@ -156,8 +156,8 @@ def test_what_cannot_be_monitored_is_refused(
     mine: Path, policy: Path, foreign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     test = recording_of(mine, "test")
-    assert "give it with --policy" in refusal(capsys, "evaluate", test, "--monitor")
-    assert "are for --monitor" in refusal(capsys, "evaluate", test, "--policy", policy, "--audit", 0.5)
+    assert "--monitor goes with --policy" in refusal(capsys, "evaluate", test, "--monitor")
+    assert "--audit goes with --monitor" in refusal(capsys, "evaluate", test, "--policy", policy, "--audit", 0.5)
     watch = ("evaluate", test, "--monitor", "--policy")
     assert "audited lies between 0 and 1" in refusal(capsys, *watch, policy, "--audit", -1)
     assert "false alarms lies between 0 and 1" in refusal(capsys, *watch, policy, "--alpha", 1)

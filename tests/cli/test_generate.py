@@ -288,10 +288,10 @@ def test_a_chat_ends_with_its_turn(checkpoint: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "Give a prompt"),
-        (("x", "--prompts", "y"), "not both"),
+        ((), "Missing: prompt or --prompts"),
+        (("x", "--prompts", __file__), "leave one of them out"),
         (("x", "--readout", "gate"), "--threshold"),
-        (("x", "--lossless"), "--lossless needs a rule that says which tokens are drafts"),
+        (("x", "--lossless"), "full depth drafts nothing"),
         (("x", "--lossless", "--loops", "4"), "full depth drafts nothing"),
         (("x", "--lossless", "--loops", "1", "--cache", "latest"), "the cache 'full', not 'latest'"),
         (("x", "--temperature", "-1"), "temperature"),
@@ -299,7 +299,7 @@ def test_a_chat_ends_with_its_turn(checkpoint: str, capsys: pytest.CaptureFixtur
         (("x", "--seed", "9" * 23), "seed"),
         (("x", "--seed", "-1"), "seed"),
         (("x", "--top-k", "9" * 23), "--top-k"),
-        (("x", "--dtype", "int8"), "There is no precision 'int8'"),
+        (("x", "--dtype", "int8"), "--dtype: there is no 'int8'"),
         (("x", "--loops", "9"), "beyond the model's 4 loops"),
         (("--prompts", "nowhere.txt"), "There is no file nowhere.txt"),
         (("--prompts", "/dev/zero"), "a device or a pipe"),

@@ -28,7 +28,8 @@ from loopscope.exits.thresholds import fine_grid
 from loopscope.models import LoopedModel, load_model
 from loopscope.models.layout import Layout
 from loopscope.progress import ProgressCallback
-from loopscope.recording import forward
+from loopscope.recording.tasks import forward
+from loopscope.recording_places import ANALYSED, find_recordings
 from loopscope.tasks import Examples
 from loopscope.training import initial_model, read_settings
 from loopscope.training.settings import read_run_settings
@@ -84,14 +85,10 @@ class BenchedModel:
 def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> BenchedModel:
     """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation."""
     settings = read_run_settings(folder)
-    paths = {split: folder / "recordings" / split for split in ("validation", "test")}
-    for split, path in paths.items():
-        if not path.is_dir():
-            raise UserError(f"{path} is not there; record it with `loopscope record task {folder} --split {split}`.")
-    validation, test = (Trajectory.load(path) for path in paths.values())
+    validation, test = (Trajectory.load(find_recordings(folder) / split) for split in ANALYSED)
     examples = settings.task.split("test", test.num_examples)
     if not np.array_equal(examples.labels, test.required_labels):
-        raise UserError(f"{paths['test']} is not a recording of the first {test.num_examples:,} test examples.")
+        raise UserError(f"The recording of {folder} is not one of the first {test.num_examples:,} test examples.")
     names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]

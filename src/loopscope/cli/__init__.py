@@ -1,45 +1,5 @@
-"""The command line: one verb per stage, in the order of the stages, and one sentence for whatever is wrong.
+"""Adaptive depth in looped Transformers: is the trajectory to blame, or the readout?
 
-Only the module of the verb that was typed is imported.
-"""
-
-import argparse
-import os
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
-
-from loopscope.cli.parser import Parser, VersionAction, add_verbs
-from loopscope.errors import RecordingWarning, UserError, brief, visible
-from loopscope.machine import out_of_memory
-
-VERBS = {
-    "train": "Train a looped Transformer",
-    "pretrain": "Train an Ouro on a text, with its tokenizer; or train a checkpoint further",
-    "loop": "Loop the middle of an ordinary language model",
-    "record": "Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under exit policies",
-    "evaluate": "Sweep the readouts of a recording",
-    "diagnose": "Say which part is to blame, the trajectory or the readout",
-    "compare": "Compare two readouts on the same examples",
-    "report": "Write tables, figures and a page on some runs, or on folders of recordings",
-    "calibrate": "Choose a threshold that comes with a promise",
-    "run": "Answer a file of examples with adaptive depth",
-    "generate": "Continue text with a looped language model",
-    "bench": "Measure speed-ups side by side, interleaved",
-    "harness": "Run lm_eval's tasks on a language model",
-    "selfcheck": "Check a model on this machine: contract, precision, batches, caches, exits, speed",
-    "gate": "Fit an exit gate or a stopper to a frozen trajectory, or put a gate into a checkpoint",
-    "study": "Run a study: many runs, one file, one report",
-    "demo": "Train, record, diagnose and report five small models",
-}
-"""Each verb, with the sentence that its help begins with."""
-_ELSEWHERE = {"demo": "study"}
-"""The module of a verb, where it is not called like the verb."""
-
-_EPILOG = """\
 All of it at once, on a small task (about 10 minutes on two CPU cores):
   loopscope demo --out runs/demo
 
@@ -58,6 +18,44 @@ Or stage by stage:
   loopscope run runs/mine examples.txt --policy policy.json
   loopscope bench exits runs/mine
 """
+# One verb per stage, in the order of the stages; only the module of the verb that was typed is imported. The docstrings
+# of this module, of the verbs' modules and of what they execute are what `--help` prints.
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from loopscope.cli.parser import Parser, VersionAction, add_verbs
+from loopscope.errors import RecordingWarning, UserError, brief, visible
+from loopscope.machine import out_of_memory
+
+VERBS = {
+    "train": "Train a looped Transformer",
+    "pretrain": "Train an Ouro on a text, with its tokenizer; or train a checkpoint further",
+    "loop": "Loop the middle of an ordinary language model",
+    "record": "Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under a policy",
+    "evaluate": "Sweep the readouts of a recording",
+    "diagnose": "Say which part is to blame, the trajectory or the readout",
+    "compare": "Compare two readouts on the same examples",
+    "report": "Write tables, figures and a page on some runs, or on folders of recordings",
+    "calibrate": "Choose a threshold that comes with a promise",
+    "run": "Answer a file of examples with adaptive depth",
+    "generate": "Continue text with a looped language model",
+    "bench": "Measure speed-ups side by side, interleaved",
+    "harness": "Run lm_eval's tasks on a language model",
+    "selfcheck": "Check a model on this machine: contract, precision, batches, caches, exits, speed",
+    "gate": "Fit an exit gate or a stopper to a frozen trajectory, or put a gate into a checkpoint",
+    "study": "Run a study: many runs, one file, one report",
+    "demo": "Train, record, diagnose and report five small models",
+}
+"""Each verb, with the sentence that its help begins with."""
+_ELSEWHERE = {"demo": "study"}
+"""The module of a verb, where it is not called like the verb."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,12 +108,10 @@ def _print_error(text: str) -> None:
 def _check_words(words: Sequence[str]) -> None:
     """Rejects what no name, path or text can be, before it gets anywhere."""
     for word in words:
-        if "\0" in word:
-            raise UserError(f"The argument '{word}' holds a NUL character; leave it out.")
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"The argument '{word}' is not UTF-8; convert it, or rename the file.") from None
+        no_text = any("\ud800" <= letter <= "\udfff" for letter in word)  # bytes that are not UTF-8
+        if no_text or "\0" in word:
+            reason = "is not UTF-8; convert it" if no_text else "holds a NUL character; leave it out"
+            raise UserError(f"The argument '{word}' {reason}, or rename the file.")
 
 
 @contextmanager
@@ -143,11 +139,8 @@ def _follows() -> bool:
 
 def make_parser(verbs: Sequence[str] = tuple(VERBS)) -> Parser:
     """The parser of the command line, in which these verbs are defined and the others only listed."""
-    parser = Parser(
-        prog="loopscope",
-        description="Adaptive depth in looped Transformers: is the trajectory to blame, or the readout?",
-        epilog=_EPILOG,
-    )
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    parser = Parser(prog="loopscope", description=description, epilog=epilog)
     parser.add_argument(
         "--version", action=VersionAction, nargs=0, default=argparse.SUPPRESS, help="print the version and exit"
     )

@@ -9,22 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import loopscope as ls
+from loopscope.cli import inputs
 from loopscope.cli.compute import device_of, working
-from loopscope.cli.inputs import (
-    POLICIES,
-    add_custom_readouts,
-    check_readouts,
-    check_runnable,
-    check_runs_on,
-    find_model,
-    finished_run,
-    load_policy,
-    policies_by_model,
-    policy_by_hand,
-    readout_name,
-    run_weights,
-)
-from loopscope.cli.options import CHECKPOINT, READOUT_NAMES, add_shared, existing_file, option
+from loopscope.cli.options import CHECKPOINT, READOUT_NAMES, add_shared, option, text_file
 from loopscope.cli.output import machine_line, percent, print_json, print_note, print_table
 from loopscope.cli.parser import add_group, add_verb
 from loopscope.documents import read_documents, tokenize_documents
@@ -48,21 +35,14 @@ def define(subparsers: Any) -> None:
 
 
 def _define_exits(kinds: Any) -> None:
-    text = """Measure adaptive depth against full depth.
-
-loopscope bench exits --waiting  # the paper's model, random weights, about 1.3 loops
-loopscope bench exits runs/demo/fixed-geometric runs/demo/linear-gate
-loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json
-loopscope bench exits runs/demo/fixed-geometric --policy runs/demo/fixed-geometric/policy.json
-"""
-    parser = add_verb(kinds, "exits", text, _bench_exits)
-    option(parser, "runs", "recorded runs to measure (default: random weights)", type=Path, nargs="*", metavar="RUN")
+    parser = add_verb(kinds, "exits", _bench_exits.__doc__, _bench_exits)
+    measured = "recorded runs to measure (default: random weights)"
+    option(parser, "runs", measured, type=Path, nargs="*", default=[], metavar="RUN")
     rules = f"exit by this readout: {READOUT_NAMES} (repeatable; default: several)"
-    option(parser, "--readout NAME", rules, type=readout_name, action="append")
-    option(parser, "--policy FILE", POLICIES, action="append")
+    option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
+    option(parser, "--policy FILE", inputs.POLICIES, action="append")
     add_shared(parser, "--any-model")
-    parser.needs("--any-model", "--policy")
-    add_custom_readouts(parser)
+    inputs.add_custom_readouts(parser)
     option(parser, "--batch-size N", "rows of a batch (default: 64 of random weights, else the fastest)")
     option(parser, "--waiting", "measure also the batch in which all wait for the slowest")
     random = f"settings of the random model: a TOML file, or {', '.join(presets())}"
@@ -71,28 +51,19 @@ loopscope bench exits runs/demo/fixed-geometric --policy runs/demo/fixed-geometr
     option(parser, "--examples N", "examples for random weights", default=2048)
     option(parser, "--loops X", "average loops of the random model", default=1.3)
     add_shared(parser, "--rounds N", "--threads N", "--json")
+    parser.needs(policy="runs")
 
 
 def _define_generation(kinds: Any) -> None:
-    text = """Measure policies and caches on a text, against full depth.
-
-loopscope bench generation runs/small-ouro --text validation.txt --policy policy.json
-loopscope bench generation runs/small-ouro --text validation.txt --readout gate --threshold 0.5 --cache propagate
-loopscope bench generation runs/small-ouro --text validation.txt --readout top1 --threshold 0.8 --lossless --plain
-
-Every way continues the beginnings of documents with what really follows, so that all meet the same tokens; lossless
-text writes as many of its own, which are held against full depth's.
-"""
-    parser = add_verb(kinds, "generation", text, _bench_generation)
+    parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
     option(parser, "model", CHECKPOINT)
     continued = "text files whose documents are continued"
-    option(parser, "--text FILE", continued, type=existing_file("text file"), nargs="+", required=True)
+    option(parser, "--text FILE", continued, type=text_file, nargs="+", required=True)
     option(parser, "--policy FILE", "measure this policy (repeatable)", action="append")
     add_shared(parser, "--any-model")
-    parser.needs("--any-model", "--policy")
-    add_custom_readouts(parser)
+    inputs.add_custom_readouts(parser)
     rules = f"measure this readout, with --threshold: {READOUT_NAMES} (repeatable)"
-    option(parser, "--readout NAME", rules, type=readout_name, action="append")
+    option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--threshold X", "threshold of a readout, in the same order (repeatable)", action="append")
     caches = f"measure this KV cache: {', '.join(get_args(CacheMode))} (repeatable; default: every one)"
     option(parser, "--cache MODE", caches, action="append", choices=get_args(CacheMode))
@@ -106,16 +77,23 @@ text writes as many of its own, which are held against full depth's.
 
 
 def _bench_exits(options: argparse.Namespace) -> None:
-    if options.policy and not options.runs:
-        raise UserError("A policy needs the run that it was calibrated for; give its folder, too.")
+    """Measure adaptive depth against full depth.
+
+    loopscope bench exits --waiting  # the paper's model, random weights, about 1.3 loops
+    loopscope bench exits runs/demo/fixed-geometric runs/demo/linear-gate
+    loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json
+    loopscope bench exits runs/demo/fixed-geometric --policy runs/demo/fixed-geometric/policy.json
+    """
     for run in options.runs:
-        finished_run(run)
+        inputs.finished_run(run)
         find_recordings(run)
-    check_readouts(*options.readout)
-    policies = policies_by_model(options.policy, [run_weights(run) for run in options.runs], options.any_model)
+    inputs.check_readouts(*options.readout)
+    policies = inputs.policies_by_model(
+        options.policy, [inputs.run_weights(run) for run in options.runs], options.any_model
+    )
     for run, own in zip(options.runs, policies, strict=True):
         for policy in own:
-            check_runs_on(policy, run)
+            inputs.check_runs_on(policy, run)
     if not options.runs:
         read_settings(options.settings, options.set)
     from loopscope.bench.exit_timing import bench_exits, random_model, trained_model
@@ -169,13 +147,20 @@ def _print_exits(result: "ExitBench") -> None:
 
 
 def _bench_generation(options: argparse.Namespace) -> None:
-    if len(options.readout) != len(options.threshold):
-        raise UserError("Every --readout needs its --threshold.")
-    if not options.policy and not options.readout:
-        raise UserError("Give a --policy, or a --readout with its --threshold.")
-    policies = [load_policy(path, options.any_model) for path in options.policy]
-    policies += [policy_by_hand(name, at) for name, at in zip(options.readout, options.threshold, strict=True)]
-    folder = find_model(options.model, text=True)
+    """Measure policies and caches on a text, against full depth.
+
+    loopscope bench generation runs/small-ouro --text validation.txt --policy policy.json
+    loopscope bench generation runs/small-ouro --text validation.txt --readout gate --threshold 0.5 --cache propagate
+    loopscope bench generation runs/small-ouro --text validation.txt --readout top1 --threshold 0.8 --lossless --plain
+
+    Every way continues the beginnings of documents with what really follows, so that all meet the same tokens; lossless
+    text writes as many of its own, which are held against full depth's.
+    """
+    if len(options.readout) != len(options.threshold) or not options.policy + options.readout:
+        raise UserError("Give a --policy, or every --readout with its --threshold.")
+    policies = [inputs.load_policy(path, options.any_model) for path in options.policy]
+    policies += [inputs.policy_by_hand(name, at) for name, at in zip(options.readout, options.threshold, strict=True)]
+    folder = inputs.find_model(options.model, text=True)
     shape, size = read_model_shape(folder), options.prompt_tokens + options.new_tokens
     if size > shape.block_size:
         raise UserError(
@@ -183,7 +168,7 @@ def _bench_generation(options: argparse.Namespace) -> None:
             f"{shape.block_size:,} that the model takes; ask for fewer (--prompt-tokens, --new-tokens)."
         )
     for policy in policies:
-        check_runnable(policy, shape.num_loops, Scope(unit="tokens"))
+        inputs.check_runnable(policy, shape.num_loops, Scope(unit="tokens"))
     from loopscope.bench.text_timing import bench_generation, ways_of
 
     model = ls.load_model(folder, device_of(options), options.dtype)

@@ -100,14 +100,12 @@ def execute(options: argparse.Namespace) -> None:
 def _check_cache(recording: Recorded, cache: str | None) -> None:
     """Refuses to promise for one cache what another has shown."""
     here = (recording.scope if isinstance(recording, LiveRuns) else scope_of(recording)).cache
-    if cache is None or cache == here:
-        return
-    if here is None:
-        raise UserError("A cache is for text, and this recording is of answers; leave out --cache.")
-    raise UserError(
-        f"This is text with the cache '{here}', which says nothing of the cache '{cache}', where later tokens see "
-        f"other keys; run candidates with `loopscope record live MODEL FILE --recording DIR --cache {cache}`."
-    )
+    if cache not in (None, here):
+        kind = "a recording of answers" if here is None else f"text with the cache '{here}'"
+        raise UserError(
+            f"This is {kind}, which says nothing of the cache '{cache}', where later tokens see other keys; run "
+            f"candidates with `loopscope record live MODEL FILE --recording DIR --cache {cache}`."
+        )
 
 
 def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namespace) -> None:

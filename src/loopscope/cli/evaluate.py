@@ -18,14 +18,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.inputs import (
-    add_custom_readouts,
-    check_readouts,
-    load_gates,
-    load_policy,
-    note_unknown_model,
-    readout_name,
-)
+from loopscope.cli import inputs
 from loopscope.cli.options import AT, READOUT_NAMES, add_shared, option, share, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table
 from loopscope.cli.parser import add_verb
@@ -57,7 +50,7 @@ def define(subparsers: Any) -> None:
     option(parser, "recordings", two, type=Path, nargs="+", metavar="RUN|RECORDING")
     option(parser, "--policy FILE", "check this policy on one held-out recording")
     add_shared(parser, "--any-model")
-    add_custom_readouts(parser)
+    inputs.add_custom_readouts(parser)
     option(parser, "--monitor", "watch the recording as a stream under the policy")
     alarms = f"with --monitor: share of streams that may give a false alarm (default: {_ALPHA:g})"
     option(parser, "--alpha A", alarms, type=float)
@@ -66,23 +59,28 @@ def define(subparsers: Any) -> None:
     )
     option(parser, "--audit S", audits, type=float)
     swept = f"sweep only this readout: {READOUT_NAMES} (repeatable; default: all)"
-    option(parser, "--readout NAME", swept, type=readout_name, action="append")
+    option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")
     add_shared(parser, "--gate DIR")
     option(parser, "--at X", f"{AT}; repeatable", type=share, action="append")
     add_shared(parser, "--json")
-    for name, other in (("any-model", "policy"), ("monitor", "policy"), ("alpha", "monitor"), ("audit", "monitor")):
-        parser.needs(f"--{name}", f"--{other}")
+    parser.needs(monitor="policy", alpha="monitor", audit="monitor")
+    parser.excludes("policy", "readout", "gate", "at")
 
 
 def execute(options: argparse.Namespace) -> int:
+    if len(options.recordings) > (2 if options.policy is None else 1):
+        raise UserError(
+            "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "
+            "evaluated on; with --policy, give one run or recording, of held-out examples."
+        )
     return _evaluate_readouts(options) if options.policy is None else _evaluate_policy(options)
 
 
 def _evaluate_readouts(options: argparse.Namespace) -> int:
     folders = _two_recordings(options.recordings)
-    check_readouts(*options.readout, oracle=True)
+    inputs.check_readouts(*options.readout, oracle=True)
     calibration, evaluation = (Trajectory.load(path) for path in folders)
-    gates = load_gates(options.gate, calibration)
+    gates = inputs.load_gates(options.gate, calibration)
     calibration, evaluation = attach(calibration, gates), attach(evaluation, gates)
     names = options.readout or available_readouts(calibration, evaluation)
     frontiers = [sweep(name, calibration, evaluation) for name in names]
@@ -100,7 +98,7 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
         (print_note if options.json else print_sentences)(sentence)
     if not options.json:
         _print_frontiers(frontiers, evaluation, [level for level in levels if not silent[level.target]])
-    note_unknown_model(*(each.provenance.get("weights_sha256") for each in (calibration, evaluation)))
+    inputs.note_unknown_model(*(each.provenance.get("weights_sha256") for each in (calibration, evaluation)))
     return 0
 
 
@@ -109,11 +107,6 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
     if len(given) == 1:
         folder = find_recordings(given[0])
         return folder / "validation", folder / "test"
-    if len(given) != 2:
-        raise UserError(
-            "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "
-            "evaluated on."
-        )
     first, second = find_recording(given[0], "validation"), find_recording(given[1], "test")
     if first != given[0] and second != given[1] and first.parent.resolve() != second.parent.resolve():
         raise UserError(
@@ -156,12 +149,8 @@ def _depth(loops: float | None) -> str:
 
 
 def _evaluate_policy(options: argparse.Namespace) -> int:
-    if len(options.recordings) != 1 or options.readout or options.gate or options.at:
-        raise UserError(
-            "With --policy, give one run or recording, of held-out examples, and no readouts, gates or targets."
-        )
     folder = find_recording(options.recordings[0], "test")
-    policy = load_policy(options.policy, options.any_model)
+    policy = inputs.load_policy(options.policy, options.any_model)
     recording = load_recorded(folder)
     models = [] if options.any_model else [policy.model, recording.provenance.get("weights_sha256")]
     if options.monitor:
@@ -169,7 +158,7 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
     from loopscope.analysis.held_out import hold_out  # with scipy.stats, which takes a second
 
     held = hold_out(policy, recording)
-    note_unknown_model(*models)
+    inputs.note_unknown_model(*models)
     if options.json:
         print_json(held)
     else:
@@ -204,7 +193,7 @@ def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit 
 def _monitor(policy: ExitPolicy, recording: Recorded, options: argparse.Namespace, models: list[str | None]) -> int:
     monitor = Monitor(policy, _ALPHA if options.alpha is None else options.alpha)
     result = monitor.replay(recording, options.audit)
-    note_unknown_model(*models)
+    inputs.note_unknown_model(*models)
     if options.json:
         print_json(result)
     else:

@@ -34,23 +34,7 @@ def define(subparsers: Any) -> None:
 
 
 def _define_fit(kinds: Any) -> None:
-    text = """Fit a gate or a stopper to a recording of the train split.
-
-loopscope record task runs/mine --split train --hidden --examples 20000
-loopscope gate fit runs/mine --out gates/linear
-loopscope gate fit runs/mine --kind mlp --objective utility --out gates/mlp-utility
-loopscope gate fit runs/mine --kind induction --out gates/price
-loopscope evaluate runs/mine --gate gates/linear  # its splits recorded with --hidden
-loopscope calibrate runs/mine --gate gates/price --readout stopper:price --out policy.json
-loopscope run runs/mine examples.txt --gate gates/linear
-
-ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility: whether
-another loop lowers the cross-entropy by more than 0.005. Prior and beta are the model's own unless they are given.
-
-linear and mlp read states, so the recording keeps them (--hidden). A stopper reads all recorded signals of a loop and
-of the one before: induction, by backward induction, how much going on is worth; classifier, whether exiting loses.
-"""
-    parser = add_verb(kinds, "fit", text, _fit)
+    parser = add_verb(kinds, "fit", _fit.__doc__, _fit)
     from_where = "a run whose train split is recorded, or a recording that is not of the test split"
     option(parser, "recording", from_where, type=Path, metavar="RUN|RECORDING")
     option(parser, "--out DIR", "folder of the gate or the stopper", type=new_path, required=True)
@@ -69,19 +53,31 @@ of the one before: induction, by backward induction, how much going on is worth;
 
 
 def _define_write(kinds: Any) -> None:
-    text = """Write a fitted gate into a copy of a checkpoint.
-
-loopscope gate write gates/linear runs/ouro --out runs/ouro-refitted
-
-The checkpoint's own gate must have the same form: Ouro's is linear.
-"""
-    parser = add_verb(kinds, "write", text, _write)
+    parser = add_verb(kinds, "write", _write.__doc__, _write)
     option(parser, "gate", "the folder of a fitted gate", type=Path)
     option(parser, "checkpoint", "the folder of the checkpoint", type=Path)
     option(parser, "--out DIR", "folder of the new checkpoint", type=new_path, required=True)
 
 
 def _fit(options: argparse.Namespace) -> None:
+    """Fit a gate or a stopper to a recording of the train split.
+
+    loopscope record task runs/mine --split train --hidden --examples 20000
+    loopscope gate fit runs/mine --out gates/linear
+    loopscope gate fit runs/mine --kind mlp --objective utility --out gates/mlp-utility
+    loopscope gate fit runs/mine --kind induction --out gates/price
+    loopscope evaluate runs/mine --gate gates/linear  # its splits recorded with --hidden
+    loopscope calibrate runs/mine --gate gates/price --readout stopper:price --out policy.json
+    loopscope run runs/mine examples.txt --gate gates/linear
+
+    ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility:
+    whether another loop lowers the cross-entropy by more than 0.005. Prior and beta are the model's own unless they are
+    given.
+
+    linear and mlp read states, so the recording keeps them (--hidden). A stopper reads all recorded signals of a loop
+    and of the one before: induction, by backward induction, how much going on is worth; classifier, whether exiting
+    loses.
+    """
     is_stopper = options.kind in _STOPPERS
     theirs, others = (_OF_STOPPERS, _OF_GATES) if is_stopper else (_OF_GATES, _OF_STOPPERS)
     fields = {name: "geometric_lambda" if name == "lambda" else name for name in (*theirs, *others)}
@@ -111,6 +107,12 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _write(options: argparse.Namespace) -> None:
+    """Write a fitted gate into a copy of a checkpoint.
+
+    loopscope gate write gates/linear runs/ouro --out runs/ouro-refitted
+
+    The checkpoint's own gate must have the same form: Ouro's is linear.
+    """
     find_model(options.checkpoint)
     gate = FittedGate.load(options.gate)
     from loopscope.training.gate_fitting import write_back

@@ -26,27 +26,9 @@ import msgspec
 import numpy as np
 
 import loopscope as ls
+from loopscope.cli import inputs
 from loopscope.cli.compute import announce_device, device_of
-from loopscope.cli.inputs import (
-    add_custom_readouts,
-    check_readouts,
-    check_runnable,
-    find_model,
-    readout_name,
-    unnamed_model,
-)
-from loopscope.cli.options import (
-    CHECKPOINT,
-    COMPUTE,
-    READOUT_NAMES,
-    add_shared,
-    existing_file,
-    given,
-    number,
-    option,
-    share,
-    whole,
-)
+from loopscope.cli.options import CHECKPOINT, COMPUTE, READOUT_NAMES, add_shared, given, number, option, share, whole
 from loopscope.cli.output import print_note
 from loopscope.cli.parser import add_verb
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
@@ -76,16 +58,15 @@ def define(subparsers: Any) -> None:
     option(parser, "model", CHECKPOINT)
     prompts = parser.add_mutually_exclusive_group(required=True)
     option(prompts, "prompt", "the text to be continued", nargs="?")
-    many = existing_file("file with a prompt a line")
-    option(prompts, "--prompts FILE", "many prompts: one per line, or .jsonl", type=many)
+    option(prompts, "--prompts FILE", "many prompts: one per line, or .jsonl")
     option(parser, "--chat", "the prompt is a user's turn, in the model's chat template")
     rule = parser.add_mutually_exclusive_group()
     option(rule, "--policy FILE", "the exit policy (default: all loops)")
-    option(rule, "--readout NAME", f"an exit rule, with --threshold: {READOUT_NAMES}", type=readout_name)
+    option(rule, "--readout NAME", f"an exit rule, with --threshold: {READOUT_NAMES}", type=inputs.readout_name)
     option(rule, "--loops N", "run every token through this many loops")
     option(parser, "--threshold X", "threshold of --readout at which a token exits")
     add_shared(parser, "--any-model")
-    add_custom_readouts(parser)
+    inputs.add_custom_readouts(parser)
     caches = (
         "what later tokens find of one that exited early. full: every loop's keys and values, made when they are "
         "needed; propagate: its exit loop's in the deeper ones; latest: one place for all loops (default: the one that "
@@ -98,7 +79,7 @@ def define(subparsers: Any) -> None:
     )
     option(parser, "--lossless", lossless)
     option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
-    option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_stop)
+    option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_not_empty)
     draws = "randomness of the draw (default: 0, the likeliest token)"
     option(parser, "--temperature X", draws, type=number, default=0.0)
     option(parser, "--top-k N", "draw among the likeliest N", type=whole, default=0)
@@ -108,27 +89,24 @@ def define(subparsers: Any) -> None:
     option(parser, "--show-loops", "print the loops that each token took")
     option(parser, "--out FILE", "write JSON lines, one per prompt; resumes after a kill", type=new_texts)
     add_shared(parser, "--dtype NAME", *COMPUTE)
-    for name, other in (("any-model", "policy"), ("readout", "threshold"), ("threshold", "readout")):
-        parser.needs(f"--{name}", f"--{other}")
-    parser.needs("--top-k", "--temperature")
-    parser.needs("--top-p", "--temperature")
+    parser.needs(readout="threshold", threshold="readout", top_k="temperature", top_p="temperature")
 
 
-def _stop(text: str) -> str:
+def _not_empty(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("give a text of at least one character")
+        raise UserError("--stop takes a text of at least one character.")
     return text
 
 
 def execute(options: argparse.Namespace) -> int:
     asked = _given_prompts(options)
-    check_readouts(*filter(None, [options.readout]))
+    inputs.check_readouts(*filter(None, [options.readout]))
     file = None if options.policy is None else str(options.policy)
     usual = Rule(file, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
     rules = {each.rule: each.rule.exit_policy(options.any_model) for each in asked}  # a policy is loaded once
     calibrated = usual.scope.cache if usual is not None and not options.lossless else None
     options.cache = options.cache or calibrated or "full"
-    folder = find_model(options.model, text=True)
+    folder = inputs.find_model(options.model, text=True)
     _check_rules(options, [policy or usual for policy in rules.values()], folder)
     from loopscope.engine import generation, sampling, stop_strings
     from loopscope.models.checkpoint import end_tokens
@@ -143,7 +121,7 @@ def execute(options: argparse.Namespace) -> int:
     # of all of them before anything is printed, not when their turn comes
     room = {prompt.key: generation.token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
     used_rules = {Rule(file): usual, **rules}
-    notes = [note for rule, policy in used_rules.items() for note in unnamed_model(rule.policy, policy)]
+    notes = [note for rule, policy in used_rules.items() for note in inputs.unnamed_model(rule.policy, policy)]
     notes += _lossless_notes(options, model, len(prompts)) if options.lossless else []
     texts, stats = stop_strings.StopStrings(tokenizer, options.stop), generation.GenerationStats()
     ends, start, cut = stop_tokens(tokenizer, end_tokens(folder)), time.perf_counter(), 0
@@ -200,9 +178,10 @@ def _lossless_notes(options: argparse.Namespace, model: "LoopedModel", prompts: 
 def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None], folder: Path) -> None:
     """Rejects a rule of a text that the model cannot be run with, by its configuration."""
     num_loops = read_model_shape(folder).num_loops
+    here = Scope(unit="tokens", cache=None if options.lossless else options.cache)
     for policy in policies:
         if policy is not None:
-            check_runnable(policy, num_loops, Scope(unit="tokens", cache=None if options.lossless else options.cache))
+            inputs.check_runnable(policy, num_loops, here)
         if options.lossless:
             check_drafts(policy or ExitPolicy("fixed", num_loops), num_loops)
 
@@ -267,10 +246,9 @@ def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
             "--cache."
         )
     asked = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
-    if not asked:
-        raise UserError(f"There is no prompt in {options.prompts}; write one per line.")
-    if not options.chat and any(each.prompt == "" for each in asked):
-        raise UserError("A prompt is empty; give it at least one word.")
+    if not asked or (not options.chat and any(each.prompt == "" for each in asked)):
+        there = "A prompt is empty" if asked else f"There is no prompt in {options.prompts}"
+        raise UserError(f"{there}; give at least one word a line.")
     return asked
 
 

@@ -38,7 +38,6 @@ def define(subparsers: Any) -> None:
     option(depth, "--loops N", "run so many loops of every token (default: all)")
     option(depth, "--policy FILE", "policy file to exit by")
     add_shared(parser, "--any-model")
-    parser.needs("--any-model", "--policy")
     add_custom_readouts(parser)
     option(parser, "--limit N", "run only the first N documents of every task")
     option(parser, "--shots N", "few-shot examples of a question (default: the task's own)", type=whole)

@@ -1,6 +1,5 @@
 """What do the arguments name? Models, runs, readouts, gates and policies, found and checked without PyTorch."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -41,51 +40,35 @@ def readout_name(given: str) -> str:
 
 
 def _custom_readout(given: str) -> str:
-    try:
-        return _import_readout(given)
-    except UserError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _import_readout(given: str) -> str:
     """Registers what is written as MODULE:NAME; a file that names a readout never imports anything."""
-    module, colon, attribute = given.partition(":")
-    if not colon or given.startswith((FITTED_GATE, STOPPER)):
-        raise UserError(f"--with-readout takes MODULE:NAME, where a readout of your own is defined, got '{given}'.")
+    module, _, attribute = given.partition(":")
     here = sys.path[:]
     sys.path.insert(0, "")  # as `python -m` does: the module may lie in the current folder
     try:
-        found = getattr(import_module(module), attribute, None)
-    except UserError:
-        raise
+        found = getattr(import_module(module), attribute, None) if attribute else None
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"There is no module '{module}' for the readout '{given}'; it must be in the current folder, in "
-                "PYTHONPATH, or installed."
-            ) from None
-        raise UserError(f"The module of the readout '{given}' cannot be imported: {reason(error)}.") from error
+            why = f"There is no module '{module}' for the readout '{given}'; it must be in the current folder, in "
+            why += "PYTHONPATH, or installed."
+        else:
+            why = f"The module of the readout '{given}' cannot be imported: {reason(error)}."
+        raise UserError(why) from error
     finally:
         sys.path[:] = here
     if not isinstance(found, Readout):
-        raise UserError(f"'{given}' is not a readout: in {module}, {attribute} must be a loopscope.Readout.")
+        raise UserError(f"'{given}' is not a readout; write MODULE:NAME, where NAME is a loopscope.Readout.")
     return register_readout(found).name
 
 
 def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> None:
     """Rejects names of no readout; `oracle`, `auto`: whether the verb takes these."""
     for name in names:
-        if "," in name:
-            raise UserError(f"'{name}' is not one readout; give one at a time, and --readout again for the next.")
-        if (auto and name == AUTO) or find_readout(name) is not None:
-            continue
         known = [AUTO] * auto + [each for each, kind in READOUTS.items() if oracle or kind != "oracle"]
-        if name == "oracle" and not oracle:
-            raise UserError(
-                f"The {name} needs the labels, so only `loopscope evaluate` takes it; choose one of {', '.join(known)}."
-            )
-        if name not in known:
-            raise no_readout(name, known)
+        if name in known or find_readout(name) is not None:
+            continue
+        others = f"choose one of {', '.join(known)}"
+        labels = UserError(f"The oracle needs the labels, so only `loopscope evaluate` takes it; {others}.")
+        raise labels if name == "oracle" else no_readout(name, known)
 
 
 def policy_by_hand(readout: str, threshold: float | None, gate: Fitted | None = None) -> ExitPolicy:

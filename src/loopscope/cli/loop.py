@@ -18,8 +18,6 @@ from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, count, new_path, number_range, option, whole
 from loopscope.cli.output import print_json, print_text
 from loopscope.cli.parser import add_verb
-from loopscope.errors import UserError
-from loopscope.reading import is_file
 
 if TYPE_CHECKING:
     from loopscope.models.looping import LoopedCheckpoint
@@ -42,9 +40,7 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> None:
     path = Path(options.checkpoint)
-    if is_file(path) and path.suffix != ".gguf":
-        raise UserError(f"{path} is a file; give the folder of a checkpoint, its name on the Hub, or a GGUF file.")
-    if not is_file(path) and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
+    if path.suffix != ".gguf" and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
         find_model(options.checkpoint)
     made = ls.loop(
         options.checkpoint,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from loopscope.cli.parser import Parser
 from loopscope.errors import UserError, did_you_mean
@@ -28,9 +28,13 @@ FINISHED_RUN = "the folder of a finished run"
 CHECKPOINT = "the folder of a checkpoint, or its name on the Hub"
 
 
+def _reject(text: str, expected: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"'{text}' is {expected}")
+
+
 def whole_number(text: str, least: int, most: int = 10**15 - 1) -> int:
     if not re.fullmatch("[0-9]{1,15}", text) or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {least} to {most:,}")
+        _reject(text, f"not a whole number from {least} to {most:,}")
     return int(text)
 
 
@@ -52,7 +56,7 @@ def _real(text: str, fits: Callable[[float], bool], which: str) -> float:
     except ValueError:
         value = float("nan")
     if not fits(value):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number {which}")
+        _reject(text, f"not a number {which}")
     return value
 
 
@@ -60,45 +64,37 @@ def number_range(text: str) -> range:
     """12, or 12-15."""
     found = re.fullmatch("([0-9]{1,4})(?:-([0-9]{1,4}))?", text)
     if found is None or int(found[2] or found[1]) < int(found[1]):
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a number such as 12 nor a range such as 12-15")
+        _reject(text, "neither a number such as 12 nor a range such as 12-15")
     return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
 def device_name(text: str) -> str:
-    if re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text):
-        return text
-    meant = "cuda" if text.lower() in ("gpu", "nvidia") else text
-    hint = did_you_mean(meant, ("auto", "cpu", "cuda", "mps"))
-    raise argparse.ArgumentTypeError(f"There is no device '{text}'{hint}; choose auto, cpu, cuda, cuda:1 or mps.")
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", text):
+        meant = "cuda" if text.lower() in ("gpu", "nvidia") else text
+        hint = did_you_mean(meant, ("auto", "cpu", "cuda", "mps"))
+        raise UserError(f"There is no device '{text}'{hint}; choose auto, cpu, cuda, cuda:1 or mps.")
+    return text
 
 
-def existing_file(what: str) -> Callable[[str], Path]:
-    """The type of a file that is read: `what` names it, as in `text file`."""
-
-    def checked(text: str) -> Path:
-        try:
-            require_file(Path(text), what)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return Path(text)
-
-    return checked
+def text_file(text: str, what: str = "text file") -> Path:
+    require_file(Path(text), what)
+    return Path(text)
 
 
 def out_folder(text: str) -> Path:
     """A folder to write to: no file is in its way."""
     for place in (Path(text), *Path(text).parents):
         if is_file(place):
-            raise argparse.ArgumentTypeError(f"{place} is a file; give a folder.")
+            raise UserError(f"{place} is a file; give a folder.")
     return Path(text)
 
 
-def new_path(text: str) -> Path:
+def new_path(text: str | Path) -> Path:
     """What is written and not there yet; in an empty file nothing is."""
     out = Path(text)
     if out.exists() and not (out.is_file() and not out.stat().st_size):
         remove_leftovers(out)
-        raise argparse.ArgumentTypeError(f"{out} is there already; choose another --out, or remove it.")
+        raise UserError(f"{out} is there already; choose another --out, or remove it.")
     return out
 
 
@@ -166,6 +162,8 @@ def add_shared(parser: Any, *names: str) -> None:
     for name in names:
         text, more = _SHARED[name]
         option(parser, name, text, **more)
+    if "--any-model" in names:
+        parser.needs(any_model="policy")
 
 
 def target_accuracies(values: Sequence[float]) -> list[float]:

@@ -1,6 +1,7 @@
 """How is a command line read? By argparse, whose complaints become one plain sentence with what was probably meant."""
 
 import argparse
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -36,30 +37,40 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, formatter_class=HelpFormatter, **options)
-        self._pairs: list[tuple[str, str]] = []
+        self._needs: list[tuple[str, str]] = []
+        self._excludes: list[tuple[str, str]] = []
 
-    def needs(self, option: str, *others: str) -> None:
-        """Rejects `option`, such as --alpha, without one of the `others`, such as --monitor."""
-        self._pairs.append((option, " or ".join(others)))
+    def needs(self, **others: str) -> None:
+        """Rejects an option without another: `alpha="monitor"` rejects --alpha without --monitor."""
+        self._needs += others.items()
+
+    def excludes(self, option: str, *others: str) -> None:
+        """Rejects an option together with any of these."""
+        self._excludes += [(option, other) for other in others]
 
     def check_pairs(self, options: argparse.Namespace) -> None:
-        actions = {name: action for action in self._actions for name in action.option_strings}
+        actions = {action.dest: action for action in self._actions}
+        given = {name for name in actions if getattr(options, name, None) != actions[name].default}
+        names = {name: (*action.option_strings, action.metavar)[0] for name, action in actions.items()}
+        for option, other in self._needs:
+            if option in given and other not in given:
+                raise UserError(f"{names[option]} goes with {names[other]}; add it, or leave out {names[option]}.")
+        for option, other in self._excludes:
+            if {option, other} <= given:
+                raise UserError(f"{names[option]} excludes {names[other]}; leave one of them out.")
 
-        def given(name: str) -> bool:
-            action = actions[name]
-            return bool(getattr(options, action.dest) != action.default)
-
-        for option, others in self._pairs:
-            if given(option) and not any(map(given, others.split(" or "))):
-                raise UserError(f"{option} goes with {others}; add it, or leave out {option}.")
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """What the type of an argument says in a sentence of its own is said as it is."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            raise (error.__context__ if isinstance(error.__context__, UserError) else error) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = list(args or ())
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        if message.endswith("."):  # a sentence of ours, said by the type of an argument
-            raise UserError(message.partition(": ")[2])
         sentence = self._sentence(message)  # without the usage: its ten lines would hide it
         raise UserError(f"{sentence[0].upper()}{sentence[1:]}; see {self.prog} --help.")
 
@@ -122,8 +133,8 @@ class VersionAction(argparse.Action):
 
 
 def described(text: str) -> dict[str, str]:
-    """The help of a verb from the docstring of its module: a sentence, a paragraph of examples, and notes."""
-    sentence, examples, *notes = [*text.strip().split("\n\n"), ""]
+    """The help of a verb from a docstring: a sentence, a paragraph of examples, and notes."""
+    sentence, examples, *notes = [*inspect.cleandoc(text).split("\n\n"), ""]
     return {"description": sentence, "epilog": "\n\n".join(["examples:\n" + re.sub("(?m)^", "  ", examples), *notes])}
 
 

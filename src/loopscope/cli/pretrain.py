@@ -16,12 +16,13 @@ A killed or interrupted run continues with the same command and ends bit-identic
 
 import argparse
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.compute import device_of, with_workers, working
 from loopscope.cli.inputs import find_model
-from loopscope.cli.options import COMPUTE, add_shared, existing_file, option, out_folder
+from loopscope.cli.options import COMPUTE, add_shared, option, out_folder, text_file
 from loopscope.cli.output import print_trained
 from loopscope.cli.parser import add_verb
 from loopscope.progress import clock, silent
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "pretrain", __doc__, execute, resumes=True)
-    texts = {"type": existing_file("text file"), "nargs": "+", "required": True}
-    option(parser, "settings", "a TOML file with the settings", type=existing_file("TOML file"))
+    texts = {"type": text_file, "nargs": "+", "required": True}
+    option(parser, "settings", "a TOML file with the settings", type=partial(text_file, what="TOML file"))
     option(parser, "--text FILE", "text files to train on", **texts)
     option(parser, "--validation FILE", "text files with other documents, to validate on", **texts)
     option(parser, "--out DIR", "folder of the run, which becomes a checkpoint", type=out_folder, required=True)
     option(parser, "--start CHECKPOINT", "train this checkpoint further, in place of a new one", type=Path)
     option(parser, "--teacher CHECKPOINT", "checkpoint to follow, with targets = 'teacher'", type=Path)
-    parser.needs("--teacher", "--start")
+    parser.needs(teacher="start")
     add_shared(parser, "--set A.B=C", "--force", *COMPUTE)
 
 

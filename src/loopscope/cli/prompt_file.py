@@ -7,12 +7,17 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 
 from loopscope.cli.inputs import load_policy, policy_by_hand
+from loopscope.config import Loops
 from loopscope.errors import UserError
 from loopscope.exits.policy import ExitPolicy
 from loopscope.reading import DEEPEST, json_depth, read_text
 
 T = TypeVar("T")
 Some = msgspec.Meta(min_length=1)
+
+
+_NO_PROMPT = 'is neither {"prompt": "..."} nor {"messages": [{"role": "...", "content": "..."}, ...]}; correct it'
+_NO_RULE = 'has a rule of its own that is none: give "loops", or "readout" with "threshold", or "policy" with a file'
 
 
 class _Message(msgspec.Struct):
@@ -30,16 +35,15 @@ class _Line(msgspec.Struct):
 class Rule(msgspec.Struct, frozen=True):
     """What a prompt has to say of its exits: a policy's file, a readout with its threshold, or a depth."""
 
-    policy: Annotated[str, Some] | None = None
+    policy: Annotated[str, msgspec.Meta(pattern=r"^[^\0]+$")] | None = None
     readout: str | None = None
     threshold: float | None = None
-    loops: Annotated[int, msgspec.Meta(ge=1, lt=2**63)] | None = None
+    loops: Loops | None = None
 
     def __post_init__(self) -> None:
-        if sum(given is not None for given in (self.policy, self.readout, self.loops)) > 1:
-            raise ValueError("a prompt has one rule")
-        if (self.readout is None) != (self.threshold is None):
-            raise ValueError("a readout has a threshold")
+        rules = sum(given is not None for given in (self.policy, self.readout, self.loops))
+        if rules > 1 or (self.readout is None) != (self.threshold is None):
+            raise ValueError("a prompt has one rule, and a readout has a threshold")
 
     def exit_policy(self, any_model: bool) -> ExitPolicy | None:
         if self.policy is not None:
@@ -64,16 +68,8 @@ def read_prompts(path: Path) -> Iterator[GivenPrompt]:
         entry = _parsed(line)
         text, rule = _converted(entry, _Line), _converted(entry, Rule)
         prompt = None if text is None else text.prompt if text.messages is None else entry["messages"]
-        if prompt is None:
-            raise UserError(
-                f'{path}, line {number} is neither {{"prompt": "..."}} nor {{"messages": [{{"role": "...", "content": '
-                '"..."}, ...]}; correct it.'
-            )
-        if rule is None or "\0" in (rule.policy or ""):
-            raise UserError(
-                f'{path}, line {number} has a rule of its own that is none: give "loops": 2, or "readout": "..." with '
-                '"threshold": 0.5, or "policy": "FILE".'
-            )
+        if prompt is None or rule is None:
+            raise UserError(f"{path}, line {number} {_NO_PROMPT if prompt is None else _NO_RULE}.")
         if rule.policy is not None:
             rule = msgspec.structs.replace(rule, policy=str(path.parent / rule.policy))
         yield GivenPrompt(prompt, rule)

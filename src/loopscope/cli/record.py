@@ -1,4 +1,4 @@
-"""Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under exit policies.
+"""Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under a policy.
 
 loopscope record task runs/mine --split validation
 loopscope record text runs/ouro mine.txt --out recordings/mine
@@ -14,16 +14,8 @@ from typing import Any, get_args
 
 import loopscope as ls
 from loopscope.arguments import SPLITS
+from loopscope.cli import inputs
 from loopscope.cli.compute import device_of, working
-from loopscope.cli.inputs import (
-    add_custom_readouts,
-    check_readouts,
-    find_model,
-    finished_run,
-    load_gates,
-    load_policy,
-    readout_name,
-)
 from loopscope.cli.options import (
     CHECKPOINT,
     COMPUTE,
@@ -31,11 +23,11 @@ from loopscope.cli.options import (
     FINISHED_RUN,
     MAX_DROP,
     add_shared,
-    existing_file,
     given,
     number_range,
     option,
     out_folder,
+    text_file,
     whole,
 )
 from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table
@@ -52,7 +44,7 @@ from loopscope.questions.benchmarks import BENCHMARKS, Split, benchmark_named
 from loopscope.questions.lm_eval_tasks import check_data
 from loopscope.trajectory import Trajectory
 
-_TEXT_FILES: dict[str, Any] = {"type": existing_file("text file"), "nargs": "+", "metavar": "FILE"}
+_TEXT_FILES: dict[str, Any] = {"type": text_file, "nargs": "+", "metavar": "FILE"}
 
 
 def define(subparsers: Any) -> None:
@@ -64,13 +56,7 @@ def define(subparsers: Any) -> None:
 
 
 def _define_task(kinds: Any) -> None:
-    text = """Record a split of the task that a run was trained on.
-
-loopscope record task runs/mine --split validation
-loopscope record task runs/mine --split test --hidden
-loopscope record task runs/paper --split extrapolation --levels 11-14 --examples 10000
-"""
-    parser = add_verb(kinds, "task", text, _record_task, resumes=True)
+    parser = add_verb(kinds, "task", _record_task.__doc__, _record_task, resumes=True)
     option(parser, "run", FINISHED_RUN, type=Path)
     option(parser, "--split NAME", f"split to record: {', '.join(SPLITS)}", choices=SPLITS, required=True)
     option(parser, "--examples N", "number of examples to record (default: the task's)")
@@ -79,19 +65,11 @@ loopscope record task runs/paper --split extrapolation --levels 11-14 --examples
     option(parser, "--no-logits", "keep signals and predictions in place of the logits")
     option(parser, "--out DIR", "folder of the recording (default: RUN/recordings/SPLIT)", type=out_folder)
     add_shared(parser, "--hidden", *COMPUTE)
-    add_custom_readouts(parser)
+    inputs.add_custom_readouts(parser)
 
 
 def _define_text(kinds: Any) -> None:
-    text = """Record every next token of a text.
-
-loopscope record text runs/ouro mine.txt --out recordings/mine
-loopscope record text runs/small-ouro train.txt --split train --limit 100000 --hidden --out recordings/train
-
-A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Promises count
-documents, so give many. --split says what the text is to the model: calibrating on test is refused, for instance.
-"""
-    parser = add_verb(kinds, "text", text, _record_text, resumes=True)
+    parser = add_verb(kinds, "text", _record_text.__doc__, _record_text, resumes=True)
     option(parser, "model", CHECKPOINT)
     option(parser, "files", "text files to record", **_TEXT_FILES)
     _add_split(parser)
@@ -99,22 +77,11 @@ documents, so give many. --split says what the text is to the model: calibrating
     option(parser, "--limit N", "record at most so many tokens")
     option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=out_folder)
     add_shared(parser, "--hidden", "--dtype NAME", *COMPUTE)
-    add_custom_readouts(parser)
+    inputs.add_custom_readouts(parser)
 
 
 def _define_live(kinds: Any) -> None:
-    text = """Run a recorded text live: with candidates for a promise, or with one policy to check it.
-
-loopscope record live MODEL mine.txt --recording rec/mine --cache propagate --max-drop 0.05 --out rec/live
-loopscope calibrate rec/live --loss disagreement --max-drop 0.05 --out text.json
-loopscope record live MODEL other.txt --recording rec/test --cache propagate --policy text.json --out rec/check
-loopscope evaluate rec/check --policy text.json
-
-With the caches propagate and latest, later tokens see other keys than at full depth, and a recording says nothing of
-them. A fifth of the documents of --recording is used to select candidates, from cautious to bold; the others run
-token by token with each, up to the first that is not proven to lose at most --max-drop.
-"""
-    parser = add_verb(kinds, "live", text, _record_live, resumes=True)
+    parser = add_verb(kinds, "live", _record_live.__doc__, _record_live, resumes=True)
     option(parser, "model", CHECKPOINT)
     option(parser, "files", "the text files of the recording", **_TEXT_FILES)
     option(parser, "--recording DIR", "recording of these files, made by `record text`", required=True)
@@ -126,11 +93,11 @@ token by token with each, up to the first that is not proven to lose at most --m
     losses = "what counts as lost, as in `calibrate` (default: disagreement)"
     option(parser, "--loss", losses, choices=get_args(Loss))
     replayed = "readout of the candidates (default: auto, the one with the fewest loops in a replay)"
-    option(parser, "--readout NAME", replayed, type=readout_name)
+    option(parser, "--readout NAME", replayed, type=inputs.readout_name)
     option(parser, "--candidates N", "run at most so many candidates (default: 12)")
     add_shared(parser, "--gate DIR", "--any-model")
-    parser.needs("--any-model", "--policy")
-    add_custom_readouts(parser)
+    parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
+    inputs.add_custom_readouts(parser)
     option(parser, "--seed N", "random seed of the selection", type=int, default=0)
     option(parser, "--batch-size N", "windows to run at a time", default=32)
     option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
@@ -138,12 +105,7 @@ token by token with each, up to the first that is not proven to lose at most --m
 
 
 def _define_benchmark(kinds: Any) -> None:
-    text = """Record the questions of a benchmark, in one pass.
-
-loopscope record benchmark runs/ouro arc_easy --split test --data DIR
-loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16 --out recordings/mmlu
-"""
-    parser = add_verb(kinds, "benchmark", text, _record_benchmark, resumes=True)
+    parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
     option(parser, "model", CHECKPOINT)
     option(parser, "name", f"a benchmark: {', '.join(BENCHMARKS)}", metavar="NAME", choices=list(BENCHMARKS))
     _add_split(parser)
@@ -153,7 +115,7 @@ loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16
     option(parser, "--batch-tokens N", "tokens to compute at a time (default: 8192)")
     option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/NAME/SPLIT)", type=out_folder)
     add_shared(parser, "--data DIR", "--hidden", "--dtype NAME", *COMPUTE)
-    add_custom_readouts(parser)
+    inputs.add_custom_readouts(parser)
 
 
 def _add_split(parser: Parser) -> None:
@@ -162,7 +124,13 @@ def _add_split(parser: Parser) -> None:
 
 
 def _record_task(options: argparse.Namespace) -> None:
-    finished_run(options.run)
+    """Record a split of the task that a run was trained on.
+
+    loopscope record task runs/mine --split validation
+    loopscope record task runs/mine --split test --hidden
+    loopscope record task runs/paper --split extrapolation --levels 11-14 --examples 10000
+    """
+    inputs.finished_run(options.run)
     from loopscope.recording.tasks import Keep, record_task
 
     out = options.out or options.run / "recordings" / options.split
@@ -178,8 +146,17 @@ def _record_task(options: argparse.Namespace) -> None:
 
 
 def _record_text(options: argparse.Namespace) -> None:
+    """Record every next token of a text.
+
+    loopscope record text runs/ouro mine.txt --out recordings/mine
+    loopscope record text runs/small-ouro train.txt --split train --limit 100000 --hidden --out recordings/train
+
+    A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Promises
+    count documents, so give many. --split says what the text is to the model: calibrating on test is refused, for
+    instance.
+    """
     out = _out(options, options.split)
-    shape = read_model_shape(find_model(options.model, text=True))
+    shape = read_model_shape(inputs.find_model(options.model, text=True))
     check_context(options.context or shape.block_size, shape.block_size)
     read_documents(options.files)
     from loopscope.recording.text import record_text
@@ -202,17 +179,26 @@ def _record_text(options: argparse.Namespace) -> None:
 
 
 def _record_live(options: argparse.Namespace) -> None:
+    """Run a recorded text live: with candidates for a promise, or with one policy to check it.
+
+    loopscope record live MODEL mine.txt --recording rec/mine --cache propagate --max-drop 0.05 --out rec/live
+    loopscope calibrate rec/live --loss disagreement --max-drop 0.05 --out text.json
+    loopscope record live MODEL other.txt --recording rec/test --cache propagate --policy text.json --out rec/check
+    loopscope evaluate rec/check --policy text.json
+
+    With the caches propagate and latest, later tokens see other keys than at full depth, and a recording says nothing
+    of them. A fifth of the documents of --recording is used to select candidates, from cautious to bold; the others run
+    token by token with each, up to the first that is not proven to lose at most --max-drop.
+    """
     risk_options = given(options, "max_drop", "confidence", "loss", "readout")
-    if options.policy is not None and (risk_options or options.gate or options.candidates is not None):
-        raise UserError("A policy is run as it is; leave out --max-drop, --confidence, --loss, --readout and the like.")
-    check_readouts(*filter(None, [options.readout]), auto=True)
-    find_model(options.model, text=True)
+    inputs.check_readouts(*filter(None, [options.readout]), auto=True)
+    inputs.find_model(options.model, text=True)
     read_documents(options.files)
     recording = Trajectory.load(options.recording)
-    gates = load_gates(options.gate, recording)
+    gates = inputs.load_gates(options.gate, recording)
     what: ExitPolicy | RiskTarget = RiskTarget(**{"loss": "disagreement", **risk_options})
     if options.policy is not None:
-        what = load_policy(options.policy, options.any_model)
+        what = inputs.load_policy(options.policy, options.any_model)
         what.scope.check(Scope(cache=options.cache))
     from loopscope.recording.live_text import record_live
 
@@ -246,9 +232,14 @@ def _record_live(options: argparse.Namespace) -> None:
 
 
 def _record_benchmark(options: argparse.Namespace) -> None:
+    """Record the questions of a benchmark, in one pass.
+
+    loopscope record benchmark runs/ouro arc_easy --split test --data DIR
+    loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16 --out recordings/mmlu
+    """
     check_data(benchmark_named(options.name), options.split, options.data)
     out = _out(options, options.name, options.split)
-    find_model(options.model, text=True)
+    inputs.find_model(options.model, text=True)
     from loopscope.analysis.benchmarks import metric_accuracies
 
     device, chosen = device_of(options), given(options, "data", "limit", "shots", "hidden", "dtype", "batch_tokens")

@@ -26,8 +26,7 @@ from loopscope.cli.options import (
 )
 from loopscope.cli.output import watched
 from loopscope.cli.parser import add_verb
-from loopscope.errors import UserError
-from loopscope.recording_places import find_recordings, recorded_name, run_of_recordings
+from loopscope.recording_places import find_recordings, recorded_name
 
 
 def define(subparsers: Any) -> None:
@@ -36,7 +35,6 @@ def define(subparsers: Any) -> None:
     option(parser, "--reference RUN", REFERENCE)
     option(parser, "--policy FILE", POLICIES, action="append")
     add_shared(parser, "--any-model")
-    parser.needs("--any-model", "--policy")
     option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
     option(parser, "--at X", f"{AT}; repeatable", type=share, action="append")
     add_shared(parser, "--unseen", "--json")
@@ -50,11 +48,9 @@ def execute(options: argparse.Namespace) -> None:
     for path in options.policy:
         load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
-    from loopscope.cli.report_output import check_products, check_report_out, show_products, write_and_show
+    from loopscope.cli.report_output import check_report, show_products, write_and_show
 
-    check_products(options.product)
-    if not options.product:
-        check_report_out(options.out)
+    check_report(options.product, options.out)
 
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
@@ -75,16 +71,9 @@ def execute(options: argparse.Namespace) -> None:
 def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
     """The runs that are shown, and the name of the reference, which is one of them."""
     runs = [find_recordings(run) for run in options.runs]
-    known = [(recorded_name(run), run.resolve()) for run in runs]
-    for run, given, place in zip(runs, options.runs, known, strict=True):
-        if known.count(place) > 1:
-            raise UserError(
-                f"{given} and another of the runs are the same one ({run_of_recordings(run)}); give it once."
-            )
     if options.reference is None:
         return runs, None
     measure = find_recordings(find_run(options.reference, options.runs))
-    name = recorded_name(measure)
-    if (name, measure.resolve()) not in known:
+    if (recorded_name(measure), measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
         runs.insert(0, measure)
-    return runs, name
+    return runs, recorded_name(measure)

@@ -12,7 +12,7 @@ from pathlib import Path
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
-from loopscope.errors import UserError, did_you_mean
+from loopscope.errors import UserError
 
 try:
     from loopscope.report.charts import write_figure
@@ -26,21 +26,11 @@ except ImportError as error:
 _HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
 
 
-def check_products(names: Sequence[str]) -> None:
-    """Rejects names of no product, before anything is computed."""
-    known = (*PRODUCTS.groups, *PRODUCTS.recipes)
-    for name in names:
-        if name not in known:
-            groups = ", ".join(PRODUCTS.groups)
-            raise UserError(
-                f"There is no product '{name}'{did_you_mean(name, known)}; choose a group ({groups}), or one of those "
-                "that docs/paper.md lists."
-            )
-
-
-def check_report_out(folder: Path) -> None:
-    """Refuses to write a report among the files of something else."""
-    check_report_place(folder, PRODUCTS.recipes)
+def check_report(names: Sequence[str], folder: Path) -> None:
+    """Rejects names of no product, and without names a folder with the files of something else."""
+    PRODUCTS.names(names)
+    if not names:
+        check_report_place(folder, PRODUCTS.recipes)
 
 
 def show_products(results: Results, names: Sequence[str], folder: Path, as_json: bool, style: str) -> None:

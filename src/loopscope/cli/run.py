@@ -23,25 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import loopscope as ls
+from loopscope.cli import inputs
 from loopscope.cli.compute import announce_device, device_of
-from loopscope.cli.inputs import (
-    add_custom_readouts,
-    check_readouts,
-    check_runs_on,
-    finished_run,
-    load_policy,
-    policy_by_hand,
-    readout_name,
-    unnamed_model,
-)
-from loopscope.cli.options import FINISHED_RUN, READOUT_NAMES, add_shared, existing_file, new_path, option
+from loopscope.cli.options import FINISHED_RUN, READOUT_NAMES, add_shared, new_path, option, text_file
 from loopscope.cli.output import percent, print_note
 from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
 from loopscope.exits.fitted import attach, load_fitted
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.sweep import choose
-from loopscope.tasks import Examples
+from loopscope.recording_places import find_recording
+from loopscope.tasks.task import Examples
 from loopscope.trajectory import Trajectory
 from loopscope.writing import atomic_file
 
@@ -61,12 +53,12 @@ def define(subparsers: Any) -> None:
     option(parser, "run", FINISHED_RUN, type=Path)
     option(parser, "examples", "a file with one example a line, or - for standard input", type=_examples_file)
     rule = parser.add_mutually_exclusive_group()
-    option(rule, "--readout NAME", f"the exit rule: {READOUT_NAMES}", type=readout_name, default="margin")
+    option(rule, "--readout NAME", f"the exit rule: {READOUT_NAMES}", type=inputs.readout_name, default="margin")
     option(rule, "--gate DIR", "folder of a fitted gate or stopper, as the exit rule")
     option(rule, "--policy FILE", "policy file with the exit rule and its threshold")
     add_shared(parser, "--any-model")
-    parser.needs("--any-model", "--policy")
-    add_custom_readouts(parser)
+    parser.excludes("policy", "threshold")
+    inputs.add_custom_readouts(parser)
     option(parser, "--threshold X", "threshold of the exit rule (default: as validation data choose)")
     option(parser, "--batch-size N", "rows to run at a time", default=256)
     option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)
@@ -75,15 +67,15 @@ def define(subparsers: Any) -> None:
 
 def _examples_file(text: str) -> str:
     if text != "-" and not _already_open(Path(text)):
-        existing_file("file with one example a line (- is the standard input)")(text)
+        text_file(text, "file with one example a line (- is the standard input)")
     return text
 
 
 def execute(options: argparse.Namespace) -> None:
-    settings = finished_run(options.run)
-    check_readouts(options.readout)
+    settings = inputs.finished_run(options.run)
+    inputs.check_readouts(options.readout)
     policy = _policy(options)
-    check_runs_on(policy, options.run)
+    inputs.check_runs_on(policy, options.run)
     with _lines(options.examples) as lines:
         reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
         if Path(options.examples).is_file():  # whoever writes to a pipe need not have begun
@@ -98,7 +90,7 @@ def _answer(options: argparse.Namespace, policy: ExitPolicy, reader: "_Reader") 
     from loopscope.engine.scheduler import in_order, run
 
     model = ls.load_model(options.run, device_of(options))
-    notes, total, right, loops = unnamed_model(options.policy, policy), 0, 0, 0
+    notes, total, right, loops = inputs.unnamed_model(options.policy, policy), 0, 0, 0
     with _output(options.out) as out:
         for answer in in_order(run(model, policy, reader.requests(), options.batch_size)):
             announce_device(options)  # now nothing but a line is refused any more
@@ -143,22 +135,14 @@ def _output(path: Path | None) -> Iterator[TextIO]:
 
 def _policy(options: argparse.Namespace) -> ExitPolicy:
     if options.policy is not None:
-        if options.threshold is not None:
-            raise UserError("A policy file has its own threshold; leave out --threshold.")
-        return load_policy(options.policy, options.any_model)
+        return inputs.load_policy(options.policy, options.any_model)
     readout, gate = options.readout, None
     if options.gate is not None:
         gate = load_fitted(options.gate)
         readout = gate.prefix + options.gate.absolute().name
     if options.threshold is not None:
-        return policy_by_hand(readout, options.threshold, gate)
-    recording = options.run / "recordings" / "validation"
-    if not recording.is_dir():
-        raise UserError(
-            f"Without --threshold it is chosen on the validation recording, and {recording} is not there; record it "
-            f"with `loopscope record task {options.run} --split validation`."
-        )
-    validation = Trajectory.load(recording)
+        return inputs.policy_by_hand(readout, options.threshold, gate)
+    validation = Trajectory.load(find_recording(options.run, "validation"))
     if gate is not None:
         gate.check_calibration(validation)
         validation = attach(validation, {options.gate.absolute().name: gate})
@@ -201,10 +185,12 @@ class _Reader:
         try:
             return self._parse(texts)
         except UserError:
-            for place, (number, text) in enumerate(chunk):
+            good = 0
+            for number, text in chunk:
                 try:
                     self._parse([text])
                 except UserError as error:
                     self.error = UserError(f"{self._name}, line {number}: {error}")
-                    return self._parse(texts[:place])
-            raise
+                    break
+                good += 1
+            return self._parse(texts[:good])

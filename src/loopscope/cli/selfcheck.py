@@ -19,7 +19,7 @@ import loopscope as ls
 from loopscope.checks.check import CHECK_KINDS, Check
 from loopscope.cli.compute import device_of, working
 from loopscope.cli.inputs import find_model
-from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, existing_file, option, rounds
+from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, option, rounds, text_file
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table
 from loopscope.cli.parser import add_verb
 from loopscope.models.tokenizer import FILE, encode, load_tokenizer
@@ -34,7 +34,7 @@ def define(subparsers: Any) -> None:
     option(parser, "model", "a run's folder, the folder of a checkpoint, or its name on the Hub")
     option(parser, "--dtype NAME", "precision to check", choices=PRECISIONS, default="float32")
     text = "text to check on (default: a sample of our own)"
-    option(parser, "--text FILE", text, type=existing_file("text file"))
+    option(parser, "--text FILE", text, type=text_file)
     kinds = f"check only this: {', '.join(CHECK_KINDS)} (repeatable; default: all)"
     option(parser, "--only KIND", kinds, action="append", choices=CHECK_KINDS)
     option(parser, "--rounds N", "rounds of the speed check", type=rounds, default=3)

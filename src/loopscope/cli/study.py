@@ -33,48 +33,13 @@ _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 """What of a study's checkpoints the command line can change."""
 _HASH_DIGITS = 8
 """Of an artifact: as many as tell runs apart, and leave room for their names."""
-_DEMO = """Train, record, diagnose and report five small models.
-
-loopscope demo --out runs/demo
-loopscope demo --out runs/quick --set training.steps=300
-
-The same as `loopscope study run demo`. An interrupted demo continues with the same command; what is finished is used
-again.
-"""
-
-_KIND_HELP = {
-    "plan": """List what a study makes, and what of it is there.
-
-loopscope study plan mano
-loopscope study plan paper --json
-""",
-    "run": """Make whatever is missing, then the report.
-
-loopscope study run mano
-loopscope study run mano --workers 4 --threads 2
-loopscope study run paper --engine ray --address auto --device cuda --out /shared/paper
-loopscope study run ouro --device cuda
-loopscope study run ouro --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
-
-An interrupted study continues with the same command. Whatever another study made already is used again.
-""",
-    "status": """Say how far a study has come.
-
-loopscope study status mano
-""",
-    "report": """Write the report of what is finished.
-
-loopscope study report mano  # of what is finished so far
-loopscope study report mano --product gate_summary  # one table; docs/paper.md lists all products
-""",
-}
 
 
 def define(subparsers: Any) -> None:
     kinds = add_group(subparsers, "study", __doc__)
     shipped = sorted(entry.name.removesuffix(".toml") for entry in (files("loopscope.studies") / "shipped").iterdir())
-    for name, execute in (("plan", _plan), ("run", execute_run), ("status", _status), ("report", _report_finished)):
-        parser = add_verb(kinds, name, _KIND_HELP[name], execute, resumes=name == "run")
+    for name, execute in (("plan", _plan), ("run", _run), ("status", _status), ("report", _report_finished)):
+        parser = add_verb(kinds, name, execute.__doc__, execute, resumes=name == "run")
         option(parser, "study", f"a TOML file, or a study that ships with LoopScope: {', '.join(shipped)}")
         option(parser, "--out DIR", "folder of the study (default: runs/NAME-OF-THE-FILE)", type=out_folder)
         _add_compute(parser)
@@ -95,8 +60,7 @@ def define(subparsers: Any) -> None:
 
 
 def define_demo(subparsers: Any) -> None:
-    """A verb of its own for the study that ships with LoopScope."""
-    parser = add_verb(subparsers, "demo", _DEMO, execute_run, resumes=True)
+    parser = add_verb(subparsers, "demo", _run_demo.__doc__, _run_demo, resumes=True)
     option(parser, "--out DIR", "folder of the demo", type=out_folder, default="runs/demo")
     _add_compute(parser)
     _add_execution(parser)
@@ -115,17 +79,27 @@ def _add_execution(parser: Parser) -> None:
     engines = "run tasks in processes here (default), or on Ray"
     option(parser, "--engine", engines, choices=("local", "ray"), default="local")
     option(parser, "--address HOST:PORT", "address of a Ray cluster (auto: the one this machine is in)")
-    parser.needs("--address", "--engine")
+    parser.needs(address="engine")
     option(parser, "--workers N", "tasks to run at a time here (default: as there are cores)")
     add_shared(parser, "--force", "--open")
 
 
-def execute_run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> None:
+    """Make whatever is missing, then the report.
+
+    loopscope study run mano
+    loopscope study run mano --workers 4 --threads 2
+    loopscope study run paper --engine ray --address auto --device cuda --out /shared/paper
+    loopscope study run ouro --device cuda
+    loopscope study run ouro --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
+
+    An interrupted study continues with the same command. Whatever another study made already is used again.
+    """
     study = _check_place(options)
-    from loopscope.cli.report_output import check_products
+    from loopscope.cli.report_output import PRODUCTS
     from loopscope.studies.run import run_study, training_time
 
-    check_products(study.products)
+    PRODUCTS.names(study.products)
     plan, store = _make_plan(options)
     plan.check_links(_out(options))
     if options.engine == "local" and not options.force:
@@ -140,16 +114,33 @@ def execute_run(options: argparse.Namespace) -> None:
     _report(options, plan, store)
 
 
+def _run_demo(options: argparse.Namespace) -> None:
+    """Train, record, diagnose and report five small models.
+
+    loopscope demo --out runs/demo
+    loopscope demo --out runs/quick --set training.steps=300
+
+    The same as `loopscope study run demo`. An interrupted demo continues with the same command; what is finished is
+    used again.
+    """
+    _run(options)
+
+
 def _report_finished(options: argparse.Namespace) -> None:
+    """Write the report of what is finished.
+
+    loopscope study report mano  # of what is finished so far
+    loopscope study report mano --product gate_summary  # one table; docs/paper.md lists all products
+    """
     products = options.product or _check(options)[0].products
     device = None if options.device == "auto" else options.device
     nothing = UserError(f"Nothing of this study is analysed yet; run it with: {_command(options, 'run', device)}.")
     if not any(_store(options).glob("analysis-*")):  # which needs no plan, and so no PyTorch
         raise nothing
     _check_place(options)
-    from loopscope.cli.report_output import check_products
+    from loopscope.cli.report_output import PRODUCTS
 
-    check_products(products)
+    PRODUCTS.names(products)
     plan, store = _make_plan(options)
     plan.check_links(_out(options))
     missing = sum(not model.analysis.done(store) for model in plan.models)
@@ -207,6 +198,11 @@ def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    """List what a study makes, and what of it is there.
+
+    loopscope study plan mano
+    loopscope study plan paper --json
+    """
     plan, store = _make_plan(options)
     from loopscope.studies.run import training_time
 
@@ -253,6 +249,10 @@ def _print_models(plan: "Plan") -> None:
 
 
 def _status(options: argparse.Namespace) -> None:
+    """Say how far a study has come.
+
+    loopscope study status mano
+    """
     plan, store = _make_plan(options)
     steps = plan.steps
     states = {model.name: _state(model, store) for model in plan.models}

@@ -53,10 +53,7 @@ def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJour
     journal = unfinished(out)
     digest = _hash(json.dumps(settings, sort_keys=True))
     with room_for(out), locked(journal):
-        if out.exists() and out.stat().st_size:
-            raise UserError(f"{out} is there already; choose another --out, or remove it.")
-        if journal.exists() and not journal.is_file():
-            raise UserError(f"{journal} is no file; remove it, or choose another --out.")
+        new_path(out)
         lines = _kept(journal, digest, prompts) if journal.exists() else {}
         try:
             with journal.open("a", encoding="utf-8") as file:
