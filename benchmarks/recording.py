@@ -18,7 +18,7 @@ from loopscope.arguments import SPLITS
 from loopscope.bench.measure import interleaved, spread
 from loopscope.cli.compute import device_of
 from loopscope.cli.inputs import finished_run
-from loopscope.cli.options import FINISHED_RUN, add_shared, option
+from loopscope.cli.options import add_shared, option
 from loopscope.cli.parser import Parser
 from loopscope.models.checkpoint import load_model
 from loopscope.progress import ProgressCallback, track
@@ -60,7 +60,7 @@ def bench_record(run: Path, split: str, examples: int | None, rounds: int, progr
 
 
 def define(parser: Parser) -> None:
-    option(parser, "run", FINISHED_RUN, type=Path)
+    add_shared(parser, "run")
     option(parser, "--split NAME", "split to record", choices=SPLITS, default="test")
     option(parser, "--examples N", "number of examples to record (default: the task's)")
     add_shared(parser, "--rounds N", "--threads N", "--json")

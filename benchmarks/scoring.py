@@ -26,7 +26,7 @@ from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.cli.compute import device_of, working
 from loopscope.cli.inputs import find_model
-from loopscope.cli.options import CHECKPOINT, add_shared, option
+from loopscope.cli.options import add_shared, option
 from loopscope.cli.parser import Parser
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import log_likelihoods
@@ -152,7 +152,7 @@ def _every_depth(model: LoopedModel, requests: Sequence[Request]) -> None:
 
 
 def define(parser: Parser) -> None:
-    option(parser, "model", CHECKPOINT)
+    add_shared(parser, "model")
     scored = f"benchmark to score: {', '.join(BENCHMARKS)}"
     option(parser, "--benchmark NAME", scored, choices=list(BENCHMARKS), default="arc_challenge")
     option(parser, "--limit N", "questions to score", default=16)

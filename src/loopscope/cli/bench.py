@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import loopscope as ls
 from loopscope.cli import inputs
 from loopscope.cli.compute import device_of, working
-from loopscope.cli.options import CHECKPOINT, READOUT_NAMES, add_shared, option, text_file
-from loopscope.cli.output import machine_line, percent, print_json, print_note, print_table
+from loopscope.cli.options import READOUT_NAMES, add_shared, option, text_file
+from loopscope.cli.output import machine_line, percent, print_note, print_table, show
 from loopscope.cli.parser import add_group, add_verb
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
@@ -23,9 +23,8 @@ from loopscope.recording_places import find_recordings
 from loopscope.training.settings import presets, read_settings
 
 if TYPE_CHECKING:
-    from loopscope.bench.exit_timing import ExitBench
-    from loopscope.bench.text_timing import GenerationBench
-    from loopscope.engine.generation import Prompt
+    from loopscope.bench.exit_timing import ExitBench, ExitTiming
+    from loopscope.bench.text_timing import GenerationBench, GenerationTiming
 
 
 def define(subparsers: Any) -> None:
@@ -56,7 +55,7 @@ def _define_exits(kinds: Any) -> None:
 
 def _define_generation(kinds: Any) -> None:
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
-    option(parser, "model", CHECKPOINT)
+    add_shared(parser, "model")
     continued = "text files whose documents are continued"
     option(parser, "--text FILE", continued, type=text_file, nargs="+", required=True)
     option(parser, "--policy FILE", "measure this policy (repeatable)", action="append")
@@ -108,42 +107,38 @@ def _bench_exits(options: argparse.Namespace) -> None:
     for model in models:
         with track(f"measuring {model.name}") as advance:
             results.append(bench_exits(model, options.rounds, size, options.waiting, advance))
-    if options.json:
-        print_json(results)
-        return
+    show(results, options.json, lambda: _print_exits(results))
+
+
+def _print_exits(results: "list[ExitBench]") -> None:
     for result in results:
-        _print_exits(result)
-
-
-def _print_exits(result: "ExitBench") -> None:
-    waiting = any(timing.waiting_realised for timing in result.policies)
-    columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
-    columns += [*(["waiting"] if waiting else []), "batch", "close", "differ"]
-    full, depth = "" if result.full_accuracy is None else percent(result.full_accuracy), f"{result.num_loops:.2f}"
-    rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", ""]]
-    rows[0] += [*([""] if waiting else []), str(result.full_batch_size), "", ""]
-    for timing in result.policies:
-        rows.append(
-            [
-                timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %",
-                "" if timing.accuracy is None else percent(timing.accuracy),
-                f"{timing.average_loops:.2f}",
-                f"{timing.token_loops:.2f}",
-                f"{timing.milliseconds.median:.3g}",
-                f"{timing.speedup.median:.2f}",
-                str(timing.realised),
-                *([str(timing.waiting_realised)] if waiting else []),
-                str(timing.batch_size),
-                str(timing.agreement.close),
-                str(timing.agreement.differing + timing.agreement.close_differing),
-            ]
+        waiting = any(timing.waiting_realised for timing in result.policies)
+        columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
+        columns += [*(["waiting"] if waiting else []), "batch", "close", "differ"]
+        full, depth = _accuracy(result.full_accuracy), f"{result.num_loops:.2f}"
+        rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", ""]]
+        rows[0] += [*([""] if waiting else []), str(result.full_batch_size), "", ""]
+        for timing in result.policies:
+            loops = [f"{timing.average_loops:.2f}", f"{timing.token_loops:.2f}"]
+            speed = [f"{timing.milliseconds.median:.3g}", f"{timing.speedup.median:.2f}", str(timing.realised)]
+            speed += [str(timing.waiting_realised)] if waiting else []
+            differ = timing.agreement.differing + timing.agreement.close_differing
+            last = [str(number) for number in (timing.batch_size, timing.agreement.close, differ)]
+            rows.append([_rule(timing), _accuracy(timing.accuracy), *loops, *speed, *last])
+        title = (
+            f"{result.model}: {result.examples:,} examples. loops: mean over examples; by tokens: mean over tokens. "
+            f"ms: of an example. realised: share of the ideal speed-up (the paper's: {result.paper_realised}). "
+            f"close: within 1e-5 of the threshold. differ: unlike the replay. {machine_line(result.machine)}"
         )
-    title = (
-        f"{result.model}: {result.examples:,} examples. loops: mean over examples; by tokens: mean over tokens. "
-        f"ms: of an example. realised: share of the ideal speed-up (the paper's: {result.paper_realised}). "
-        f"close: within 1e-5 of the threshold. differ: unlike the replay. {machine_line(result.machine)}"
-    )
-    print_table(title, columns, rows)
+        print_table(title, columns, rows)
+
+
+def _accuracy(share: float | None) -> str:
+    return "" if share is None else percent(share)
+
+
+def _rule(timing: "ExitTiming | GenerationTiming") -> str:
+    return timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %"
 
 
 def _bench_generation(options: argparse.Namespace) -> None:
@@ -184,13 +179,10 @@ def _bench_generation(options: argparse.Namespace) -> None:
         result = bench_generation(
             options.model, model, prompts, ways, options.batch_size, options.rounds, advance, options.plain
         )
-    if options.json:
-        print_json(result)
-    else:
-        _print_generation(result)
+    show(result, options.json, lambda: _print_generation(result))
 
 
-def _prompts(folder: Path, options: argparse.Namespace) -> "list[Prompt]":
+def _prompts(folder: Path, options: argparse.Namespace) -> "list[ls.Prompt]":
     """The beginnings of the documents that are long enough, and what follows them."""
     cut, size = options.prompt_tokens, options.prompt_tokens + options.new_tokens
     documents = tokenize_documents(read_documents(options.text), folder)
@@ -206,8 +198,7 @@ def _prompts(folder: Path, options: argparse.Namespace) -> "list[Prompt]":
 def _print_generation(result: "GenerationBench") -> None:
     close, fast = [], []
     for timing in result.ways:
-        name = timing.readout if timing.max_drop is None else f"{timing.readout}, loss ≤ {100 * timing.max_drop:g} %"
-        way = [name, "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
+        way = [_rule(timing), "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
         drafts = "" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}"
         average = "" if timing.average_loops is None else f"{timing.average_loops:.2f}"
         close.append([*way, average, f"{timing.run_loops:.2f}", percent(timing.agreement)])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from loopscope.cli.inputs import check_readouts, load_gates, readout_name
-from loopscope.cli.options import CONFIDENCE, MAX_DROP, READOUT_NAMES, add_shared, given, new_path, option
+from loopscope.cli.options import READOUT_NAMES, add_shared, given, new_path, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
@@ -41,9 +41,9 @@ def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "calibrate", __doc__, execute)
     from_where = "a run, a folder of recordings, a recording that is not for evaluation, or a live run"
     option(parser, "recording", from_where, type=Path, metavar="RUN|RECORDING")
-    option(parser, "--max-drop X", MAX_DROP, default=0.01)
+    add_shared(parser, "--max-drop X", default=0.01)
     sure = parser.add_mutually_exclusive_group()
-    option(sure, "--confidence X", CONFIDENCE, default=0.95)
+    add_shared(sure, "--confidence X", default=0.95)
     option(sure, "--in-expectation", "promise it on average over calibrations instead (conformal)")
     losses = (
         "what counts as lost: an answer that is wrong where full depth is right (gap, the default), or one that "

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli.inputs import add_custom_readouts, check_readouts, find_run, load_gates, readout_name
-from loopscope.cli.options import AT, READOUT_NAMES, RECORDED, add_shared, option, share
-from loopscope.cli.output import print_json, print_table
+from loopscope.cli.options import READOUT_NAMES, RECORDED, add_shared, option
+from loopscope.cli.output import print_table, show
 from loopscope.cli.parser import add_verb
 from loopscope.exits.fitted import attach
 from loopscope.recording_places import find_recordings
@@ -29,8 +29,7 @@ def define(subparsers: Any) -> None:
     other = "run the second readout on this run, by path or name (default: RUN)"
     option(parser, "--with RUN", other, dest="other")
     add_shared(parser, "--gate DIR")
-    option(parser, "--at X", AT, type=share)
-    add_shared(parser, "--unseen", "--json")
+    add_shared(parser, "--at X", "--unseen", "--json")
     add_custom_readouts(parser)
 
 
@@ -48,7 +47,4 @@ def execute(options: argparse.Namespace) -> None:
     other = None if theirs is None else (theirs.validation, theirs.test)
     names = ("" if theirs is None else theirs.name, ours.name)
     compared = compare_readouts(*pair, options.first, options.second, other, options.at, *names)
-    if options.json:
-        print_json(compared)
-    else:
-        print_table(compared.sentence, compared.columns, compared.rows)
+    show(compared, options.json, lambda: print_table(compared.sentence, compared.columns, compared.rows))

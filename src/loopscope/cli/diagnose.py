@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.cli.inputs import add_custom_readouts, find_run
-from loopscope.cli.options import AT, RECORDED, REFERENCE, add_shared, option, share
+from loopscope.cli.options import RECORDED, add_shared, option
 from loopscope.cli.output import print_json, print_sentences, print_table, watched
 from loopscope.cli.parser import add_verb
 from loopscope.recording_places import find_recordings
@@ -20,9 +20,7 @@ from loopscope.recording_places import find_recordings
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "diagnose", __doc__, execute)
     option(parser, "run", RECORDED, type=Path)
-    option(parser, "--reference RUN", REFERENCE)
-    option(parser, "--at X", AT, type=share)
-    add_shared(parser, "--unseen", "--json")
+    add_shared(parser, "--reference RUN", "--at X", "--unseen", "--json")
     add_custom_readouts(parser)
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopscope.cli import inputs
-from loopscope.cli.options import AT, READOUT_NAMES, add_shared, option, share, target_accuracies
-from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table
+from loopscope.cli.options import READOUT_NAMES, add_shared, option, target_accuracies
+from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, show
 from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
 from loopscope.exits.fitted import attach
@@ -61,7 +61,7 @@ def define(subparsers: Any) -> None:
     swept = f"sweep only this readout: {READOUT_NAMES} (repeatable; default: all)"
     option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")
     add_shared(parser, "--gate DIR")
-    option(parser, "--at X", f"{AT}; repeatable", type=share, action="append")
+    add_shared(parser, "--at X", action="append")
     add_shared(parser, "--json")
     parser.needs(monitor="policy", alpha="monitor", audit="monitor")
     parser.excludes("policy", "readout", "gate", "at")
@@ -159,10 +159,8 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
 
     held = hold_out(policy, recording)
     inputs.note_unknown_model(*models)
-    if options.json:
-        print_json(held)
-    else:
-        _print_held_out(held, policy, options.policy, decision_unit(recording))
+    unit = decision_unit(recording)
+    show(held, options.json, lambda: _print_held_out(held, policy, options.policy, unit))
     return 1 if held.guarantee is not None and held.guarantee.verdict == "broken" else 0
 
 
@@ -194,10 +192,7 @@ def _monitor(policy: ExitPolicy, recording: Recorded, options: argparse.Namespac
     monitor = Monitor(policy, _ALPHA if options.alpha is None else options.alpha)
     result = monitor.replay(recording, options.audit)
     inputs.note_unknown_model(*models)
-    if options.json:
-        print_json(result)
-    else:
-        _print_monitored(result, policy, options.policy)
+    show(result, options.json, lambda: _print_monitored(result, policy, options.policy))
     return 1 if result.alarm else 0
 
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, given, new_path, option
-from loopscope.cli.output import print_json, print_note, print_text
+from loopscope.cli.output import print_note, print_text, show
 from loopscope.cli.parser import add_group, add_verb
 from loopscope.errors import UserError
 from loopscope.exits.fitted_gate import FittedGate
@@ -100,10 +100,8 @@ def _fit(options: argparse.Namespace) -> None:
             gate = fit_gate(recording, settings, advance)
         gate.save(options.out)
         said = f"a {gate.kind} gate, fitted to {counted}."
-    if options.json:
-        print_json({"gate": str(options.out), "settings": settings})
-    else:
-        print_text(f"{options.out}: {said}")
+    summary = {"gate": str(options.out), "settings": settings}
+    show(summary, options.json, lambda: print_text(f"{options.out}: {said}"))
 
 
 def _write(options: argparse.Namespace) -> None:

@@ -19,16 +19,16 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-import msgspec
 import numpy as np
 
 import loopscope as ls
 from loopscope.cli import inputs
 from loopscope.cli.compute import announce_device, device_of
-from loopscope.cli.options import CHECKPOINT, COMPUTE, READOUT_NAMES, add_shared, given, number, option, share, whole
+from loopscope.cli.options import COMPUTE, READOUT_NAMES, add_shared, given, number, option, share, whole
 from loopscope.cli.output import print_note
 from loopscope.cli.parser import add_verb
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
@@ -42,9 +42,8 @@ from loopscope.models.configuration import read_model_shape
 from loopscope.models.tokenizer import Detokenizer, chat_prompt, decode, encode, load_tokenizer, stop_tokens
 
 if TYPE_CHECKING:
-    from loopscope.engine.generation import GenerationStats, Prompt, Token
+    from loopscope.engine.generation import GenerationStats, Token
     from loopscope.engine.stop_strings import StopStrings
-    from loopscope.models.contract import LoopedModel
 
 
 _MIN_SAVED = 0.05
@@ -55,7 +54,7 @@ _MANY_ROWS = 8
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "generate", __doc__, execute)
-    option(parser, "model", CHECKPOINT)
+    add_shared(parser, "model")
     prompts = parser.add_mutually_exclusive_group(required=True)
     option(prompts, "prompt", "the text to be continued", nargs="?")
     option(prompts, "--prompts FILE", "many prompts: one per line, or .jsonl")
@@ -126,7 +125,7 @@ def execute(options: argparse.Namespace) -> int:
     texts, stats = stop_strings.StopStrings(tokenizer, options.stop), generation.GenerationStats()
     ends, start, cut = stop_tokens(tokenizer, end_tokens(folder)), time.perf_counter(), 0
 
-    def tokens(left: list["Prompt"]) -> "Iterator[Token]":
+    def tokens(left: list["ls.Prompt"]) -> "Iterator[Token]":
         nonlocal cut
         for token in generation.stream(
             model,
@@ -159,7 +158,7 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _lossless_notes(options: argparse.Namespace, model: "LoopedModel", prompts: int) -> list[str]:
+def _lossless_notes(options: argparse.Namespace, model: "ls.LoopedModel", prompts: int) -> list[str]:
     """Where lossless text is not quite full depth's, or no faster."""
     notes = []
     if model.precision != "float32":
@@ -189,8 +188,8 @@ def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None],
 def _settings(
     options: argparse.Namespace,
     asked: list[GivenPrompt],
-    prompts: list["Prompt"],
-    model: "LoopedModel",
+    prompts: list["ls.Prompt"],
+    model: "ls.LoopedModel",
     ends: set[int],
     readouts: set[str],
 ) -> dict[str, Any]:
@@ -201,10 +200,7 @@ def _settings(
     policies = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     found |= {"weights": model.weights_sha256, "num_loops": model.num_loops, "precision": model.precision}
     found |= {"policies": policies, "definitions": {name: readout_definition(name) for name in sorted(readouts)}}
-    found |= {
-        "prompts": [each.prompt for each in asked],
-        "rules": [[str(part) for part in msgspec.structs.astuple(each.rule)] for each in asked],
-    }
+    found |= {"prompts": [each.prompt for each in asked], "rules": [str(each.rule) for each in asked]}
     return found | {"tokens": [prompt.tokens.tolist() for prompt in prompts], "ends": sorted(ends)}
 
 
@@ -241,10 +237,8 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
 def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
     """What is continued; what does not go together is rejected before."""
     if options.lossless and options.cache not in (None, "full"):
-        raise UserError(
-            f"--lossless needs the keys and values of every loop: the cache 'full', not '{options.cache}'; leave out "
-            "--cache."
-        )
+        needed = f"the keys and values of every loop: the cache 'full', not '{options.cache}'"
+        raise UserError(f"--lossless needs {needed}; leave out --cache.")
     asked = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not asked or (not options.chat and any(each.prompt == "" for each in asked)):
         there = "A prompt is empty" if asked else f"There is no prompt in {options.prompts}"
@@ -262,48 +256,43 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
     return np.array(tokens, dtype=np.int64)
 
 
+@dataclass
 class _Output:
     """Where the texts go: one as it comes, or a line of each of many."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        asked: list[GivenPrompt],
-        prompts: list["Prompt"],
-        tokenizer: Any,
-        texts: "StopStrings",
-        ends: set[int],
-    ) -> None:
-        self._options, self._asked, self._tokenizer, self._texts, self._ends = options, asked, tokenizer, texts, ends
-        self.prompts = prompts
-        """The prompts that are continued now; others were finished before."""
+    options: argparse.Namespace
+    asked: list[GivenPrompt]
+    prompts: list["ls.Prompt"]  # those that are continued now; others were finished before
+    tokenizer: Any
+    texts: "StopStrings"
+    ends: set[int]
 
-    def write(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
+    def write(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
         """Writes the texts that these tokens make; False where that was interrupted."""
-        live = len(self._asked) == 1 and not self._options.json and self._options.out is None
+        live = len(self.asked) == 1 and not self.options.json and self.options.out is None
         try:
             if live:
                 self._print_live(tokens(self.prompts))
-            elif self._options.out is None:
+            elif self.options.out is None:
                 self._print_lines(tokens(self.prompts))
             else:
                 self._keep_lines(tokens, settings())
         except KeyboardInterrupt:
             goes_on = "; texts that were finished are kept, and the same command goes on with the others"
-            print_note(f"{'' if not live else chr(10)}loopscope: interrupted{goes_on if self._options.out else ''}.")
+            print_note(f"{'' if not live else chr(10)}loopscope: interrupted{goes_on if self.options.out else ''}.")
             return False
         return True
 
     def _print_live(self, tokens: Iterator["Token"]) -> None:
         """A text that may end at a string is shown as far as that cannot have begun."""
-        text, shown, printed = Detokenizer(self._tokenizer), visible if sys.stdout.isatty() else str, 0
+        text, shown, printed = Detokenizer(self.tokenizer), visible if sys.stdout.isatty() else str, 0
         for token in tokens:
             new = text.add(token.token)
-            if self._options.stop:
-                sure = self._texts.sure(token.key)
+            if self.options.stop:
+                sure = self.texts.sure(token.key)
                 new, printed = sure[printed:], max(printed, len(sure))
-            print(shown(new), end=f"[{token.loops}]" if self._options.show_loops else "", flush=True)
-        print(shown(self._texts.text(0, self._ends)[printed:] if self._options.stop else text.rest()))
+            print(shown(new), end=f"[{token.loops}]" if self.options.show_loops else "", flush=True)
+        print(shown(self.texts.text(0, self.ends)[printed:] if self.options.stop else text.rest()))
 
     def _print_lines(self, tokens: Iterator["Token"]) -> None:
         """A line for every prompt that is finished, in their order."""
@@ -319,10 +308,10 @@ class _Output:
             for _, line in sorted(finished.items()):
                 _print_line(line)
 
-    def _keep_lines(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: object) -> None:
-        with text_journal(self._options.out, settings, len(self._asked)) as journal:
+    def _keep_lines(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: object) -> None:
+        with text_journal(self.options.out, settings, len(self.asked)) as journal:
             if journal.lines:
-                print_note(f"{len(journal.lines):,} of {len(self._asked):,} texts were finished before; going on.")
+                print_note(f"{len(journal.lines):,} of {len(self.asked):,} texts were finished before; going on.")
             self.prompts = [prompt for prompt in self.prompts if prompt.key not in journal.lines]
             for number, line in self._lines(tokens(self.prompts)) if self.prompts else ():
                 journal.add(number, line)
@@ -336,20 +325,14 @@ class _Output:
                 continue
             own, number = generated.pop(token.key), token.key
             written = [each.token for each in own]
-            line = {
-                "number": number + 1,
-                "prompt": self._asked[number].prompt,
-                "text": self._texts.text(number, self._ends)
-                if self._options.stop
-                else decode(self._tokenizer, written),
-                "tokens": written,
-                "loops": [each.loops for each in own],
-                "finish_reason": token.finish_reason,
-            }
-            if self._options.lossless:
+            stopped = self.texts.text(number, self.ends) if self.options.stop else None
+            text = decode(self.tokenizer, written) if stopped is None else stopped
+            line = {"number": number + 1, "prompt": self.asked[number].prompt, "text": text, "tokens": written}
+            line |= {"loops": [each.loops for each in own], "finish_reason": token.finish_reason}
+            if self.options.lossless:
                 stood = sum(each.accepted for each in own)
                 line |= {"drafted": stood + sum(each.taken_back for each in own), "accepted": stood}
-            self._texts.forget(number)
+            self.texts.forget(number)
             yield number, line
 
 

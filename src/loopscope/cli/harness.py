@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from loopscope.cli.compute import device_of, working
 from loopscope.cli.inputs import add_custom_readouts, check_runnable, find_model, load_policy, unnamed_model
-from loopscope.cli.options import CHECKPOINT, COMPUTE, add_shared, given, option, whole
-from loopscope.cli.output import print_json, print_table
+from loopscope.cli.options import COMPUTE, add_shared, given, option, whole
+from loopscope.cli.output import print_table, show
 from loopscope.cli.parser import add_verb
 from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.scope import ANYTHING, CacheMode
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "harness", __doc__, execute)
-    option(parser, "model", CHECKPOINT)
+    add_shared(parser, "model")
     tasks = "names of lm_eval's tasks, or files that define some"
     option(parser, "--tasks NAME", tasks, nargs="+", required=True)
     depth = parser.add_mutually_exclusive_group()
@@ -42,8 +42,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--limit N", "run only the first N documents of every task")
     option(parser, "--shots N", "few-shot examples of a question (default: the task's own)", type=whole)
     option(parser, "--chat", "ask in the model's chat template")
-    thinking = "text after which an answer begins, such as </think>"
-    option(parser, "--think-end TEXT", thinking, dest="think_end_token")
+    option(parser, "--think-end TEXT", "text after which an answer begins, such as </think>", dest="think_end_token")
     caches = "KV cache of texts: full (default), propagate or latest"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode), default="full")
     option(parser, "--batch-size N", "texts to write at a time", default=8)
@@ -65,10 +64,7 @@ def execute(options: argparse.Namespace) -> None:
         model = load(options.model, policy=policy, device=str(device), progress=advance, **chosen)
         with redirect_stderr(StringIO()):  # lm_eval's bars and hints; ours goes where it went before
             found = evaluate(model, options.tasks, **given(options, "data", "limit", "shots", "chat"))
-    if options.json:
-        print_json(found)
-    else:
-        _print(found, options.model)
+    show(found, options.json, lambda: _print(found, options.model))
 
 
 def _print(found: "Evaluation", name: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import loopscope as ls
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, count, new_path, number_range, option, whole
-from loopscope.cli.output import print_json, print_text
+from loopscope.cli.output import print_text, show
 from loopscope.cli.parser import add_verb
 
 if TYPE_CHECKING:
@@ -53,10 +53,7 @@ def execute(options: argparse.Namespace) -> None:
         injection=options.injection,
         gate=options.gate,
     )
-    if options.json:
-        print_json(made)
-    else:
-        print_text("\n".join(_lines(made)))
+    show(made, options.json, lambda: print_text("\n".join(_lines(made))))
 
 
 def _lines(made: "LoopedCheckpoint") -> list[str]:

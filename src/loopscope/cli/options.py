@@ -16,16 +16,7 @@ from loopscope.writing import remove_leftovers
 PRECISIONS: Final = ("float32", "bfloat16", "float16")
 """Those of `models.checkpoint`, which takes PyTorch to import."""
 READOUT_NAMES: Final = ", ".join(name for name in READOUTS if name != "oracle")
-AT = "target accuracy, such as 0.95 (default: 1 point below full depth on validation data)"
-REFERENCE = (
-    "run, or folder of recordings, whose trajectory is the measure: its path, or its name if it is given here or lies "
-    "beside a run that is"
-)
 RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
-MAX_DROP = "largest loss against full depth that is allowed (default: 0.01)"
-CONFIDENCE = "probability with which the promise is to hold (default: 0.95)"
-FINISHED_RUN = "the folder of a finished run"
-CHECKPOINT = "the folder of a checkpoint, or its name on the Hub"
 
 
 def _reject(text: str, expected: str) -> NoReturn:
@@ -122,7 +113,11 @@ def option(parser: Any, words: str, text: str, **more: Any) -> None:
 
 
 _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("the folder of a checkpoint, or its name on the Hub", {}),
+    "run": ("the folder of a finished run", {"type": Path}),
     "--any-model": ("use the policy on any model, without its promise", {}),
+    "--at X": ("target accuracy, such as 0.95 (default: 1 point below full depth on validation data)", {"type": share}),
+    "--confidence X": ("probability with which the promise is to hold (default: 0.95)", {}),
     "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
     "--device NAME": (
         "device to compute on: auto (default), cpu, cuda, cuda:1, mps",
@@ -133,6 +128,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--gate DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
     "--hidden": ("keep the pooled hidden states in the recording", {}),
     "--json": ("print the result as JSON", {}),
+    "--max-drop X": ("largest loss against full depth that is allowed (default: 0.01)", {}),
     "--open": ("open the page of the report in the browser", {}),
     "--style": (
         "style of the figures: as on the page (default), or as wide as a column of a paper",
@@ -141,6 +137,11 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--product NAME": (
         "make only this product, or group of them: overview, ouro, paper (repeatable)",
         {"action": "append"},
+    ),
+    "--reference RUN": (
+        "run, or folder of recordings, whose trajectory is the measure: its path, or its name if it is given here or "
+        "lies beside a run that is",
+        {},
     ),
     "--rounds N": ("rounds to measure after the warm-up", {"type": rounds, "default": 5}),
     "--set A.B=C": ("change a setting, such as training.seed=1 (repeatable)", {"action": "append"}),
@@ -158,10 +159,10 @@ def add_report_options(parser: Parser) -> None:
     add_shared(parser, "--style")
 
 
-def add_shared(parser: Any, *names: str) -> None:
+def add_shared(parser: Any, *names: str, **changes: Any) -> None:
     for name in names:
         text, more = _SHARED[name]
-        option(parser, name, text, **more)
+        option(parser, name, text, **{**more, **changes})
     if "--any-model" in names:
         parser.needs(any_model="policy")
 

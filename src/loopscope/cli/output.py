@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,14 @@ def print_note(text: str) -> None:
 
 def print_json(value: object) -> None:
     print(visible(to_json(value).decode()), end="")
+
+
+def show(value: object, as_json: bool, print_words: Callable[[], None]) -> None:
+    """Prints a result as JSON, or in words and tables."""
+    if as_json:
+        print_json(value)
+    else:
+        print_words()
 
 
 @contextmanager

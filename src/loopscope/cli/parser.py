@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
     """What a verb takes, in words, where the names of what is missing do not say it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, formatter_class=HelpFormatter, **options)
+        super().__init__(*args, **options)
+        self.formatter_class = HelpFormatter
         self._needs: list[tuple[str, str]] = []
         self._excludes: list[tuple[str, str]] = []
 

@@ -16,20 +16,7 @@ import loopscope as ls
 from loopscope.arguments import SPLITS
 from loopscope.cli import inputs
 from loopscope.cli.compute import device_of, working
-from loopscope.cli.options import (
-    CHECKPOINT,
-    COMPUTE,
-    CONFIDENCE,
-    FINISHED_RUN,
-    MAX_DROP,
-    add_shared,
-    given,
-    number_range,
-    option,
-    out_folder,
-    text_file,
-    whole,
-)
+from loopscope.cli.options import COMPUTE, add_shared, given, number_range, option, out_folder, text_file, whole
 from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table
 from loopscope.cli.parser import Parser, add_group, add_verb
 from loopscope.documents import check_context, read_documents
@@ -57,7 +44,7 @@ def define(subparsers: Any) -> None:
 
 def _define_task(kinds: Any) -> None:
     parser = add_verb(kinds, "task", _record_task.__doc__, _record_task, resumes=True)
-    option(parser, "run", FINISHED_RUN, type=Path)
+    add_shared(parser, "run")
     option(parser, "--split NAME", f"split to record: {', '.join(SPLITS)}", choices=SPLITS, required=True)
     option(parser, "--examples N", "number of examples to record (default: the task's)")
     levels = "range of difficulties, such as 11-14 (default: the task's)"
@@ -70,7 +57,7 @@ def _define_task(kinds: Any) -> None:
 
 def _define_text(kinds: Any) -> None:
     parser = add_verb(kinds, "text", _record_text.__doc__, _record_text, resumes=True)
-    option(parser, "model", CHECKPOINT)
+    add_shared(parser, "model")
     option(parser, "files", "text files to record", **_TEXT_FILES)
     _add_split(parser)
     option(parser, "--context N", "tokens of a window (default: 512, or what the model takes)")
@@ -82,16 +69,14 @@ def _define_text(kinds: Any) -> None:
 
 def _define_live(kinds: Any) -> None:
     parser = add_verb(kinds, "live", _record_live.__doc__, _record_live, resumes=True)
-    option(parser, "model", CHECKPOINT)
+    add_shared(parser, "model")
     option(parser, "files", "the text files of the recording", **_TEXT_FILES)
     option(parser, "--recording DIR", "recording of these files, made by `record text`", required=True)
     caches = "KV cache to run with: full, propagate (default) or latest"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode), default="propagate")
     option(parser, "--policy FILE", "run this policy alone, on all documents, to check it")
-    option(parser, "--max-drop X", MAX_DROP)
-    option(parser, "--confidence X", CONFIDENCE)
-    losses = "what counts as lost, as in `calibrate` (default: disagreement)"
-    option(parser, "--loss", losses, choices=get_args(Loss))
+    add_shared(parser, "--max-drop X", "--confidence X")
+    option(parser, "--loss", "what counts as lost, as in `calibrate` (default: disagreement)", choices=get_args(Loss))
     replayed = "readout of the candidates (default: auto, the one with the fewest loops in a replay)"
     option(parser, "--readout NAME", replayed, type=inputs.readout_name)
     option(parser, "--candidates N", "run at most so many candidates (default: 12)")
@@ -106,7 +91,7 @@ def _define_live(kinds: Any) -> None:
 
 def _define_benchmark(kinds: Any) -> None:
     parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
-    option(parser, "model", CHECKPOINT)
+    add_shared(parser, "model")
     option(parser, "name", f"a benchmark: {', '.join(BENCHMARKS)}", metavar="NAME", choices=list(BENCHMARKS))
     _add_split(parser)
     option(parser, "--limit N", "record at most so many questions")

@@ -13,15 +13,12 @@ from typing import Any
 
 from loopscope.cli.inputs import POLICIES, add_custom_readouts, find_run, load_policy, policies_by_model
 from loopscope.cli.options import (
-    AT,
     RECORDED,
-    REFERENCE,
     add_report_options,
     add_shared,
     option,
     option_words,
     out_folder,
-    share,
     target_accuracies,
 )
 from loopscope.cli.output import watched
@@ -32,11 +29,11 @@ from loopscope.recording_places import find_recordings, recorded_name
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "report", __doc__, execute)
     option(parser, "runs", f"{RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
-    option(parser, "--reference RUN", REFERENCE)
+    add_shared(parser, "--reference RUN")
     option(parser, "--policy FILE", POLICIES, action="append")
     add_shared(parser, "--any-model")
     option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
-    option(parser, "--at X", f"{AT}; repeatable", type=share, action="append")
+    add_shared(parser, "--at X", action="append")
     add_shared(parser, "--unseen", "--json")
     add_custom_readouts(parser)
     add_report_options(parser)

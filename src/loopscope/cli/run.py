@@ -20,12 +20,12 @@ from functools import partial
 from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import loopscope as ls
 from loopscope.cli import inputs
 from loopscope.cli.compute import announce_device, device_of
-from loopscope.cli.options import FINISHED_RUN, READOUT_NAMES, add_shared, new_path, option, text_file
+from loopscope.cli.options import READOUT_NAMES, add_shared, new_path, option, text_file
 from loopscope.cli.output import percent, print_note
 from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
@@ -37,9 +37,6 @@ from loopscope.tasks.task import Examples
 from loopscope.trajectory import Trajectory
 from loopscope.writing import atomic_file
 
-if TYPE_CHECKING:
-    from loopscope.engine.requests import Request
-
 Parse = Callable[[list[str]], Examples]
 
 _CHUNK = 1024
@@ -50,7 +47,7 @@ _MAX_LINE = 1 << 16
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "run", __doc__, execute)
-    option(parser, "run", FINISHED_RUN, type=Path)
+    add_shared(parser, "run")
     option(parser, "examples", "a file with one example a line, or - for standard input", type=_examples_file)
     rule = parser.add_mutually_exclusive_group()
     option(rule, "--readout NAME", f"the exit rule: {READOUT_NAMES}", type=inputs.readout_name, default="margin")
@@ -170,7 +167,7 @@ class _Reader:
             if self.error is not None:
                 raise self.error
 
-    def requests(self) -> Iterator["Request"]:
+    def requests(self) -> Iterator["ls.Request"]:
         key = 0
         while self.error is None and (chunk := list(islice(self._numbered, _CHUNK))):
             examples = self._parsed(chunk)

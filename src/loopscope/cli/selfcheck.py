@@ -20,7 +20,7 @@ from loopscope.checks.check import CHECK_KINDS, Check
 from loopscope.cli.compute import device_of, working
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, option, rounds, text_file
-from loopscope.cli.output import print_json, print_note, print_sentences, print_table
+from loopscope.cli.output import print_note, print_sentences, print_table, show
 from loopscope.cli.parser import add_verb
 from loopscope.models.tokenizer import FILE, encode, load_tokenizer
 from loopscope.reading import read_text
@@ -61,10 +61,7 @@ def execute(options: argparse.Namespace) -> int:
             source="a sample of our own" if options.text is None else str(options.text),
             progress=advance,
         )
-    if options.json:
-        print_json(found)
-    else:
-        _print(found)
+    show(found, options.json, lambda: _print(found))
     for check in found.failed:
         why = _measured(check) or check.note.rstrip(".")
         print_note(f"loopscope: {check.kind}: {check.what} is not as it should be ({why}).")
