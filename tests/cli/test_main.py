@@ -18,9 +18,6 @@ import torch
 import loopscope as ls
 import loopscope.cli
 from cli.conftest import refusal, run, settings
-from loopscope.analysis import Diagnosis, Gap
-from loopscope.analysis.targets import TargetLevel, as_target
-from loopscope.analysis.timings import Spread
 from loopscope.cli import VERBS, main, make_parser, options
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, print_text
 from loopscope.engine import generation
@@ -59,32 +56,19 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (corrupt / file.name).write_bytes(file.read_bytes()[: -3 if file.suffix == ".safetensors" else None])
     out = ("--out", tmp_path / "run")
     for words, sentence in [
-        (("train", "demo", *out, "--set", "task.moduls=3"), "unknown key `moduls`"),
-        (("train", "demo", *out, "--set", "task.modulus=many"), "task.modulus"),
-        (("train", "demo", *out, "--set", "task.modulus=1"), "task.modulus"),
-        (("train", "demo", *out, "--set", "training.steps=-5"), "training.steps"),
-        (("train", "demo", *out, "--device", "abacus"), "There is no device 'abacus'; choose auto, cpu"),
-        (("train", "nowhere.toml", *out), "There is no file nowhere.toml; give a TOML file, or one of: demo"),
         (("train", "paper", *out, "--set", "training.steps=100000000"), "--force"),
         (("train", "demo", "--out", recorded, *settings("training.seed=9")), "training.seed"),
-        (("train", "demo", "--out", recorded / "config.json", *settings()), "is a file; give a folder"),
-        (("record", "task", tmp_path / "nowhere", "--split", "test"), "There is no folder"),
-        (("record", "task", recorded.parent, "--split", "test"), "is not a run: it has no config.json"),
-        (("record", "task", recorded, "--split", "dev"), "--split: there is no 'dev'; choose one of train"),
-        (("record", "task", recorded, "--split", "test", "--examples", "7"), "another recording"),
-        (("record", "task", recorded, "--split", "extrapolation", "--levels", "1-4"), "above 2"),
-        (("evaluate", validation, tmp_path / "nowhere"), "There is no folder"),
-        (("evaluate", validation, tmp_path), "has no recording 'test'"),
-        (("evaluate", recorded / "recordings", "x", "y"), "two recordings"),
-        (("evaluate", validation, corrupt), "trajectory.safetensors"),
-        (("evaluate", validation, test, "--readout", "gate"), "has no gate"),
-        (("evaluate", validation, test, "--readout", "mood"), "no readout 'mood'"),
-        (("evaluate", validation, test, "--at", "95"), "is not a number above 0 and up to 1"),
-        (("evaluate", test, validation), "test split"),
-        (("evaluate", validation, validation), "same data"),
         (("train", "demo", *out, "--set", "training.seed=" + "1" * 5000), "training.seed: a number has thousands"),
         (("train", "demo", *out, "--set", "task.modulus=" + "[" * 50_000), "task.modulus: more than 64"),
         (("train", "demo", *out, "--set", "objective.name=" + "x" * 9000), "there is no objective 'xxx"),
+        (("record", "task", recorded.parent, "--split", "test"), "is not a run: it has no config.json"),
+        (("record", "task", recorded, "--split", "test", "--examples", "7"), "another recording"),
+        (("record", "task", recorded, "--split", "extrapolation", "--levels", "1-4"), "above 2"),
+        (("evaluate", validation, tmp_path), "has no recording 'test'"),
+        (("evaluate", validation, corrupt), "trajectory.safetensors"),
+        (("evaluate", validation, test, "--readout", "gate"), "has no gate"),
+        (("evaluate", test, validation), "test split"),
+        (("evaluate", validation, validation), "same data"),
         (("evaluate", validation, test, "--readout", ESCAPES), "no readout '\\u001b[31m\\u001b]0;owned\\u0007'"),
         (("diagnose", tmp_path / ESCAPES), "\\u001b[31m"),
         (("diagnose", tmp_path / ("x" * 300)), "There is no folder"),
@@ -94,7 +78,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("evaluate", test, "--policy", "/dev/zero"), "a device or a pipe"),
         (("evaluate", test, "--policy", test / "manifest.json"), "manifest.json is not a policy"),
         (("run", recorded, "/dev/zero"), "a device or a pipe"),
-        (("run", recorded, tmp_path), "is a folder"),
     ]:
         assert run(*words) == 2, words
         captured = capsys.readouterr()
@@ -114,7 +97,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["train"], "Missing: settings, --out; see loopscope train --help."),
         (["fly"], "There is no 'loopscope fly'; choose one of train, "),
         (["record"], "After loopscope record comes one of task, text, live, benchmark;"),
-        (["generate", "x", "y", "--threshold", "z"], "--threshold: 'z' is not a number;"),
         (["generate", "x", "--threshold", "z", "--", "--y"], "--threshold: 'z' is not a number;"),
         (["generate", "x", "y", "--loops", "2", "--policy", "z"], "--policy: it excludes --loops; leave one of them"),
         (["gate", "fit", "x", "--out", "y", "--kind", "lineer"], "no 'lineer' (did you mean 'linear'?); choose one of"),
@@ -122,9 +104,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["train", "demo", "--threads", "0"], "'0' is not a whole number from 1 to 4,096"),
         (["gate", "fit", "x", "--out", "y", "--mood", "5"], "no option --mood; see loopscope gate fit --help."),
         (["train", "demo", "--threads", "1" * 5000], "is not a whole number from 1 to 4,096"),
-        (["train", "demo", "--threads", "9999999"], "is not a whole number from 1 to 4,096"),
         (["run", "x", "-", "--batch-size", "²"], "'²' is not a whole number"),
-        (["run", "x", "-", "--batch-size", "-1"], "--batch-size"),
         (["record", "task", "x", "--levels", "1-" + "1" * 5000], "is neither a number such as 12 nor a range"),
         (["train", "demo", "--out", "x", ESCAPES], "'\\u001b[31m"),
     ],
@@ -161,41 +141,21 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.split()[1] == version("loopscope")
 
 
-@pytest.mark.parametrize("name", PARSERS)
-def test_every_help_has_examples(name: str) -> None:
-    assert re.search(r"^  (loopscope|echo .*) \w+ ", PARSERS[name].format_help(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", PARSERS)
-def test_every_help_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_help_has_examples_fits_80_columns_and_says_what_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option by itself: not "of the promise", nor its default alone; those of `generate` are its own."""
     monkeypatch.setenv("COLUMNS", "80")
-    assert [line for line in PARSERS[name].format_help().splitlines() if len(line) > 80] == []
-
-
-def test_every_option_says_what_it_is() -> None:
-    """By itself: not "of the promise", nor its default alone; those of `generate` are its own."""
     for name, parser in PARSERS.items():
+        text = parser.format_help()
+        assert re.search(r"^  (loopscope|echo .*) \w+ ", text, re.MULTILINE), name
+        assert [line for line in text.splitlines() if len(line) > 80] == [], name
+        assert parser.description, name
+        assert parser.description[0].isupper(), name
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction) or name == "loopscope generate":
                 continue
             told = action.help or ""
             assert not re.match(r"(of|in|and|for|at most|default|only)\b|\(", told), (name, action.dest, told)
             assert len(re.sub(r"\(.*?\)", "", told).split()) > 1, (name, action.dest, told)
-
-
-def test_no_help_lower_cases_a_name() -> None:
-    """Apart from where it is part of a file's name or a value, such as `small-ouro` or `policy.json`."""
-    names = r"ouro|hub|json|toml|png|pdf|cpu|gpu|ray|bpe|utf|loopscope|d@x|kl|pytorch|mib|gflop"
-    lowered = re.compile(rf"(?<![\w./{{,-])(?:{names})(?![\w./,}}-])")
-    for name, parser in PARSERS.items():
-        prose = [parser.description or "", *(action.help or "" for action in parser._actions)]
-        assert parser.description, name
-        assert parser.description[0].isupper(), name
-        for text in prose:
-            plain = text.replace("cpu (default)", "")  # what is typed
-            assert not lowered.search(plain), (name, text)
-    for name in ("loopscope pretrain", "loopscope generate"):
-        assert ("an Ouro on" if "pretrain" in name else "the Hub") in PARSERS[name].format_help()
 
 
 def test_the_verbs_stand_in_the_order_of_the_stages() -> None:
@@ -225,11 +185,6 @@ def test_an_answer_is_quick_where_nothing_heavy_is_needed(words: list[str], heav
     assert subprocess.run([sys.executable, "-c", check], **quiet).returncode == 0
 
 
-def test_work_on_recordings_loads_no_network() -> None:
-    check = "import sys, loopscope as ls; ls.sweep, ls.Trajectory, ls.ExitPolicy; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
-
-
 def test_verbs_import_shared_pieces_and_not_each_other() -> None:
     for path in SOURCES.glob("*.py"):
         found = re.findall(r"from loopscope\.cli\.(\w+) import", path.read_text())
@@ -240,28 +195,13 @@ def test_verbs_import_shared_pieces_and_not_each_other() -> None:
 def parses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
     """Parses a command whose files need not be there."""
     monkeypatch.setattr(options, "require_file", lambda *_: None)
-    return lambda command: make_parser().parse_args(shlex.split(command, comments=True))
+    parser = make_parser()
+    return lambda command: parser.parse_args(shlex.split(command, comments=True))
 
 
-def test_the_readme_s_commands_are_real(parses: Callable[[str], object]) -> None:
-    """Every `loopscope` command of the README parses, and every make target exists."""
-    text = README.read_text()
-    makefile = (README.parent / "Makefile").read_text()
-    targets = set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
-    assert {"demo", "test"} <= targets
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
-    commands = re.findall(r"^loopscope (.+?)(?:\s+#.*)?$", text, re.MULTILINE)
-    assert commands
-    for command in commands:
-        parses(command)
-
-
-@pytest.mark.parametrize("columns", ["80", "300"])
-def test_the_examples_of_every_help_are_real(
-    columns: str, parses: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_every_help_are_real(parses: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are printed: what is broken is one command to a shell, too."""
-    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("COLUMNS", "80")
     for name, parser in PARSERS.items():
         whole = parser.format_help().replace(" \\\n", " ")
         assert whole.count("\n  loopscope ") == f"\n{parser.epilog}".count("\n  loopscope ")
@@ -356,28 +296,12 @@ def test_a_table_cuts_no_name_and_explains_its_terms(
     assert "labels known" not in text
     print_table("", ["what", "how many"], [["words", "1"]])
     assert len(capsys.readouterr().out.splitlines()) == 4
-
-
-def test_sentences_end_where_the_terminal_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("COLUMNS", "37")
     print_sentences(f"{'word ' * 7}95 % of it.\nA-second-line-" + "that-cannot-be-broken" * 2)
-    assert capsys.readouterr().out.splitlines() == [
-        ("word " * 7).rstrip(),
-        "95 % of it.",
-        "A-second-line-that-cannot-be-brokenthat-cannot-be-broken",
-    ]
-
-
-def test_no_number_is_minus_zero() -> None:
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert (first, second) == (("word " * 7).rstrip(), "95 % of it.")
+    assert third.endswith("cannot-be-broken")
     assert percent(-1e-9) == "0.0 %"
-    tiny = Gap("margin", "entropy", 0.9, 0.9, 1.5, 1.5, -1e-4, -2e-4, -1e-5, 1.0, 1.0, 1.0, 1000, 1000)
-    level = TargetLevel(as_target(0.9), 0.9, None, 4, 0.9)
-    diagnosis = Diagnosis(level, 0.5, "margin", tiny, None, None, None, (), "neither", "Neither part is to blame.")
-    assert "+0.00 [+0.00, +0.00]" in str(diagnosis)
-    assert "-0.00" not in str(diagnosis)
-    assert str(Spread(1.5, 1.5, 1.5)) == "1.5"  # of one round
 
 
 def test_what_is_odd_about_a_recording_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

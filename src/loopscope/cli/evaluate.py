@@ -122,24 +122,14 @@ def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: 
         one_point = frontier.readout == "oracle"
         depths = ["-" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
         point = frontier.select()
-        rows.append(
-            [
-                frontier.readout,
-                *depths,
-                str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-",
-                percent(point.accuracy),
-                f"{point.average_loops:.2f}",
-            ]
-        )
+        selected = str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-"
+        rows.append([frontier.readout, *depths, selected, percent(point.accuracy), f"{point.average_loops:.2f}"])
     means = "" if evaluation.sequences is None else f"; means over {decision_unit(evaluation)}"
-    title = (
-        f"{counted_in(evaluation, evaluation.split or 'evaluation')}{means}."
-        + (" D@X: least average loops on the evaluation curve that reach X." if levels else "")
-        + " Selected: the most accurate threshold on calibration data, evaluated."
-        + "".join(
-            f" In {level.target.label}, X is {level.words}. {level.depths_sentence}" for level in levels if level.words
-        )
-    )
+    title = f"{counted_in(evaluation, evaluation.split or 'evaluation')}{means}."
+    title += " D@X: least average loops on the evaluation curve that reach X." if levels else ""
+    title += " Selected: the most accurate threshold on calibration data, evaluated."
+    for level in levels:
+        title += f" In {level.target.label}, X is {level.words}. {level.depths_sentence}" if level.words else ""
     columns = ["readout", *(level.target.label for level in levels), "selected", "accuracy", "loops"]
     print_table(title, columns, rows)
 
@@ -198,13 +188,10 @@ def _monitor(policy: ExitPolicy, recording: Recorded, options: argparse.Namespac
 
 def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path) -> None:
     spoke = {alarm.test: f"{alarm.example:,}" for alarm in result.alarms}
-    rows = [
-        ["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}", spoke.get("exits", "none")]
-    ]
+    rows = [["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}"]]
     if result.e_risk is not None:
-        rows.append(
-            ["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}", spoke.get("risk", "none")]
-        )
+        rows.append(["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}"])
+    rows = [[*row, spoke.get(row[0], "none")] for row in rows]
     title = (
         f"{path}: {policy} on a stream; without a change at most "
         f"{100 * result.alpha:g} % of streams would ever give an alarm, {_where(policy)}"

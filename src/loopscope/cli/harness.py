@@ -70,22 +70,16 @@ def execute(options: argparse.Namespace) -> None:
 def _print(found: "Evaluation", name: str) -> None:
     rows = []
     for task, metrics in found.results.items():
-        loops = found.loops.get(task)
+        documents = "" if task not in found.samples else str(found.samples[task]["effective"])
+        loops = "" if task not in found.loops else f"{found.loops[task].average_loops:.3f}"
         for metric, value in metrics.items():
             plain, _, how = metric.partition(",")
             if plain.endswith("_stderr") or not isinstance(value, (int, float)) or not how:
                 continue
             error = metrics.get(f"{plain}_stderr,{how}")
-            rows.append(
-                [
-                    task,
-                    plain if how == "none" else f"{plain} ({how})",
-                    f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else ""),
-                    str(found.shots.get(task, "")),
-                    "" if task not in found.samples else str(found.samples[task]["effective"]),
-                    "" if loops is None else f"{loops.average_loops:.3f}",
-                ]
-            )
+            measured = f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else "")
+            shown = plain if how == "none" else f"{plain} ({how})"
+            rows.append([task, shown, measured, str(found.shots.get(task, "")), documents, loops])
     title = (
         f"{name}: {found.model['exit_policy']}, of {found.model['num_loops']} loops. ±: standard error. "
         "loops: mean over questions, or over tokens of texts"

@@ -56,7 +56,7 @@ def _custom_readout(given: str) -> str:
     finally:
         sys.path[:] = here
     if not isinstance(found, Readout):
-        raise UserError(f"'{given}' is not a readout; write MODULE:NAME, where NAME is a loopscope.Readout.")
+        raise UserError(f"'{given}' is none: it takes MODULE:NAME, where NAME must be a loopscope.Readout.")
     return register_readout(found).name
 
 

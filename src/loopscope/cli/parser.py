@@ -55,10 +55,10 @@ class Parser(argparse.ArgumentParser):
         names = {name: (*action.option_strings, action.metavar)[0] for name, action in actions.items()}
         for option, other in self._needs:
             if option in given and other not in given:
-                raise UserError(f"{names[option]} goes with {names[other]}; add it, or leave out {names[option]}.")
+                raise UserError(f"{names[option]} needs {names[other]}; give it with {names[other]}, or leave it out.")
         for option, other in self._excludes:
             if {option, other} <= given:
-                raise UserError(f"{names[option]} excludes {names[other]}; leave one of them out.")
+                raise UserError(f"{names[option]} excludes {names[other]}; leave out {names[other]}.")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """What the type of an argument says in a sentence of its own is said as it is."""

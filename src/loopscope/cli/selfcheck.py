@@ -70,16 +70,11 @@ def execute(options: argparse.Namespace) -> int:
 
 def _print(found: "SelfCheck") -> None:
     verdicts = {True: "PASS", False: "FAIL", None: "-"}
-    rows = [
-        [
-            check.kind,
-            f"{check.what} ({check.note})" if check.note else check.what,
-            _measured(check),
-            _limit(check),
-            verdicts[check.passed],
-        ]
-        for check in found.checks
-    ]
+    rows = []
+    for check in found.checks:
+        what = f"{check.what} ({check.note})" if check.note else check.what
+        limit = "" if check.limit is None else f"{'≥' if check.kind == 'speed' else '≤'} {check.limit:g}"
+        rows.append([check.kind, what, _measured(check), limit, verdicts[check.passed]])
     title = f"{found.model}: {found.num_loops} loops, {found.dtype} on {found.device}, checked on {found.tokens}"
     print_table(title, ["check", "what", "measured", "limit", "verdict"], rows, keys=2)
     print_sentences(found.sentence)
@@ -87,7 +82,3 @@ def _print(found: "SelfCheck") -> None:
 
 def _measured(check: Check) -> str:
     return "" if check.measured is None else f"{check.measured:.3g} {check.unit}"
-
-
-def _limit(check: Check) -> str:
-    return "" if check.limit is None else f"{'≥' if check.kind == 'speed' else '≤'} {check.limit:g}"

@@ -8,8 +8,6 @@ loopscope study report mano
 
 import argparse
 import shlex
-from collections import Counter
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,6 @@ from loopscope.studies.study_file import Study, check_study, runs_of
 
 if TYPE_CHECKING:
     from loopscope.studies.plan import Model, Plan
-    from loopscope.studies.steps import Step
 
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
 _STEPS |= {"analysis": "analyses", "timing": "timings"}
@@ -215,7 +212,7 @@ def _plan(options: argparse.Namespace) -> None:
         print_json({"title": plan.study.title, "store": str(store), "models": models, "steps": steps})
         return
     _print_models(plan)
-    print_table("", ["what", "in all", "there", "to be made"], _counts(plan.steps, store))
+    _print_steps(plan, store)
     if left := sum(step.units - step.units_done(store) for step in plan.steps if step.kind == "run"):
         seconds = sum(each.seconds for each in training_time(plan.steps, store))
         print_sentences(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
@@ -224,24 +221,17 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _print_models(plan: "Plan") -> None:
-    trained = [
-        [
-            model.name,
-            model.training.key.removeprefix("run-")[:_HASH_DIGITS],
-            f"{model.training.settings.training.steps:,}",
-            f"{len(model.analysis.gates) or ''}",
-            "yes" if model.analysis.extrapolation else "",
-        ]
-        for model in plan.models
-        if model.training is not None
-    ]
+    trained, scored = [], []
+    for model in plan.models:
+        gates = f"{len(model.analysis.gates) or ''}"
+        if model.training is not None:
+            key, steps = model.training.key.removeprefix("run-"), model.training.settings.training.steps
+            harder = "yes" if model.analysis.extrapolation else ""
+            trained.append([model.name, key[:_HASH_DIGITS], f"{steps:,}", gates, harder])
+        if model.checkpoint is not None:
+            scored.append([model.name, model.checkpoint.source, gates, "yes" if model.timing else ""])
     if trained:
         print_table(plan.study.title, ["run", "artifact", "steps", "fitted gates", "harder examples"], trained)
-    scored = [
-        [model.name, model.checkpoint.source, f"{len(model.analysis.gates) or ''}", "yes" if model.timing else ""]
-        for model in plan.models
-        if model.checkpoint is not None
-    ]
     if scored:
         print_table(plan.study.title, ["checkpoint on benchmark", "from", "fitted gates", "timed"], scored)
     if references := [model.name for model in plan.models if model.analysis.is_reference]:
@@ -254,13 +244,13 @@ def _status(options: argparse.Namespace) -> None:
     loopscope study status mano
     """
     plan, store = _make_plan(options)
-    steps = plan.steps
     states = {model.name: _state(model, store) for model in plan.models}
     if options.json:
-        print_json({"models": states, "done": sum(step.done(store) for step in steps), "steps": len(steps)})
+        done = sum(step.done(store) for step in plan.steps)
+        print_json({"models": states, "done": done, "steps": len(plan.steps)})
         return
     print_table(plan.study.title, ["run", "state"], [list(pair) for pair in states.items()])
-    print_table("", ["what", "in all", "there", "to be made"], _counts(steps, store))
+    _print_steps(plan, store)
 
 
 def _state(model: "Model", store: Path) -> str:
@@ -277,14 +267,13 @@ def _state(model: "Model", store: Path) -> str:
     return f"training, step {done:,} of {training.units:,}" if done else "not begun"
 
 
-def _counts(steps: "Sequence[Step]", store: Path) -> list[list[str]]:
-    every = Counter(step.kind for step in steps)
-    there = Counter(step.kind for step in steps if step.done(store))
-    return [
-        [name, f"{every[kind]:,}", f"{there[kind]:,}", f"{every[kind] - there[kind]:,}"]
-        for kind, name in _STEPS.items()
-        if every[kind]
-    ]
+def _print_steps(plan: "Plan", store: Path) -> None:
+    rows = []
+    for kind, name in _STEPS.items():
+        done = [step.done(store) for step in plan.steps if step.kind == kind]
+        if done:
+            rows.append([name, *(f"{count:,}" for count in (len(done), sum(done), len(done) - sum(done)))])
+    print_table("", ["what", "in all", "there", "to be made"], rows)
 
 
 def _out(options: argparse.Namespace) -> Path:
