@@ -187,7 +187,7 @@ def _monitor(policy: ExitPolicy, recording: Recorded, options: argparse.Namespac
 
 
 def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path) -> None:
-    spoke = {alarm.test: f"{alarm.example:,}" for alarm in result.alarms}
+    spoke = {str(alarm.test): f"{alarm.example:,}" for alarm in result.alarms}
     rows = [["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}"]]
     if result.e_risk is not None:
         rows.append(["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}"])
