@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import loopscope as ls
 from loopscope.cli.inputs import add_custom_readouts, check_readouts, find_run, load_gates, readout_name
 from loopscope.cli.options import READOUT_NAMES, RECORDED, add_shared, option
 from loopscope.cli.output import print_table, show
@@ -37,8 +38,7 @@ def execute(options: argparse.Namespace) -> None:
     own = find_recordings(options.run)
     second = None if options.other is None else find_recordings(find_run(options.other, [options.run]))
     check_readouts(options.first, options.second)
-    from loopscope.analysis.comparison import compare_readouts  # with scipy.stats, which takes a second
-    from loopscope.analysis.model_analysis import read_recordings
+    from loopscope.analysis.model_analysis import read_recordings  # with scipy.stats, which takes a second
 
     ours = read_recordings(own, options.unseen)
     theirs = None if second is None else read_recordings(second, options.unseen)
@@ -46,5 +46,5 @@ def execute(options: argparse.Namespace) -> None:
     pair = (attach(ours.validation, gates), attach(ours.test, gates))
     other = None if theirs is None else (theirs.validation, theirs.test)
     names = ("" if theirs is None else theirs.name, ours.name)
-    compared = compare_readouts(*pair, options.first, options.second, other, options.at, *names)
+    compared = ls.compare(*pair, options.first, options.second, other, options.at, *names)
     show(compared, options.json, lambda: print_table(compared.sentence, compared.columns, compared.rows))

@@ -107,7 +107,8 @@ def execute(options: argparse.Namespace) -> int:
     options.cache = options.cache or calibrated or "full"
     folder = inputs.find_model(options.model, text=True)
     _check_rules(options, [policy or usual for policy in rules.values()], folder)
-    from loopscope.engine import generation, sampling, stop_strings
+    from loopscope.engine import generation, sampling
+    from loopscope.engine.stop_strings import StopStrings
     from loopscope.models.checkpoint import end_tokens
 
     draws = sampling.Sampling(**given(options, "temperature", "top_k", "top_p", "seed"))
@@ -122,7 +123,7 @@ def execute(options: argparse.Namespace) -> int:
     used_rules = {Rule(file): usual, **rules}
     notes = [note for rule, policy in used_rules.items() for note in inputs.unnamed_model(rule.policy, policy)]
     notes += _lossless_notes(options, model, len(prompts)) if options.lossless else []
-    texts, stats = stop_strings.StopStrings(tokenizer, options.stop), generation.GenerationStats()
+    texts, stats = StopStrings(tokenizer, options.stop), generation.GenerationStats()
     ends, start, cut = stop_tokens(tokenizer, end_tokens(folder)), time.perf_counter(), 0
 
     def tokens(left: list["ls.Prompt"]) -> "Iterator[Token]":

@@ -60,25 +60,29 @@ def _read_settings(options: argparse.Namespace) -> Any:
 
 
 def _pretrain(options: argparse.Namespace, workers: "Workers") -> None:
-    from loopscope.training import continued_run, estimate, language_run, loop, run_folder
+    from loopscope.training.continued_run import ContinuedRun
+    from loopscope.training.estimate import time_for
+    from loopscope.training.language_run import LanguageRun, TextRun
+    from loopscope.training.loop import train_run
+    from loopscope.training.run_folder import steps_done
 
     notes: list[str] = []
     texts = tuple(options.text), tuple(options.validation)
     with workers.together():
-        run: language_run.TextRun
+        run: TextRun
         device, settings = device_of(options), _read_settings(options)
         if options.start is not None:
-            run = continued_run.ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
+            run = ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
             flops, width = run.flops, run.width
         else:
-            run = language_run.LanguageRun(settings, *texts, options.out)
+            run = LanguageRun(settings, *texts, options.out)
             flops, width = settings.flops, settings.model.hidden_size
-        left = run.settings.training.steps - run_folder.steps_done(options.out)
+        left = run.settings.training.steps - steps_done(options.out)
         if workers.is_main and left and not options.force:
-            expected = estimate.time_for(flops * left, width, device, workers)
+            expected = time_for(flops * left, width, device, workers)
             expected.check()
             notes.append(f"{left:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
     with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
-        result = loop.train_run(run, device, advance, workers)
+        result = train_run(run, device, advance, workers)
     if workers.is_main:
         print_trained(result, f"{result.folder}: the validation sample's next tokens.", options.json)

@@ -43,15 +43,16 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     folder = find_model(options.model, text=options.text is not None)
-    from loopscope.checks import sample, selfcheck
+    from loopscope.checks.sample import TEXT
+    from loopscope.checks.selfcheck import selfcheck
 
     device = device_of(options)
     text = None
     if options.text is not None or (folder / FILE).is_file():  # a model of a task has no tokenizer
-        written = sample.TEXT if options.text is None else read_text(options.text, "text file")
+        written = TEXT if options.text is None else read_text(options.text, "text file")
         text = np.array(encode(load_tokenizer(folder), written), dtype=np.int64)
     with working(options, "checking") as advance:
-        found = selfcheck.selfcheck(
+        found = selfcheck(
             options.model,
             lambda dtype: ls.load_model(folder, device, dtype),
             text,

@@ -129,15 +129,12 @@ def _report_finished(options: argparse.Namespace) -> None:
     loopscope study report mano  # of what is finished so far
     loopscope study report mano --product gate_summary  # one table; docs/paper.md lists all products
     """
-    products = options.product or _check(options)[0].products
+    _check(options)
     device = None if options.device == "auto" else options.device
     nothing = UserError(f"Nothing of this study is analysed yet; run it with: {_command(options, 'run', device)}.")
     if not any(_store(options).glob("analysis-*")):  # which needs no plan, and so no PyTorch
         raise nothing
     _check_place(options)
-    from loopscope.cli.report_output import PRODUCTS
-
-    PRODUCTS.names(products)
     plan, store = _make_plan(options)
     plan.check_links(_out(options))
     missing = sum(not model.analysis.done(store) for model in plan.models)

@@ -14,6 +14,7 @@ import argparse
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import loopscope as ls
 from loopscope.cli.compute import device_of, with_workers, working
 from loopscope.cli.options import COMPUTE, add_shared, option, out_folder
 from loopscope.cli.output import print_trained
@@ -39,21 +40,22 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, workers: "Workers") -> None:
-    from loopscope.training import estimate, run_folder, task_run
+    from loopscope.training.estimate import check_memory, estimate_time
+    from loopscope.training.run_folder import steps_done
 
     notes: list[str] = []
     with workers.together():
         settings = read_settings(options.settings, options.set)
         device = device_of(options)
-        start, steps = run_folder.steps_done(options.out), settings.training.steps
+        start, steps = steps_done(options.out), settings.training.steps
         if workers.is_main and start < steps and not options.force:
-            estimate.check_memory(settings, device, workers)
-            expected = estimate.estimate_time(settings, device, start, workers)
+            check_memory(settings, device, workers)
+            expected = estimate_time(settings, device, start, workers)
             left_out = f"; keys that {options.settings} leaves out have the paper's values, which are large"
             expected.check("" if options.settings in presets() else left_out)
             notes.append(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
     with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
-        result = task_run.train(settings, options.out, device, advance, workers)
+        result = ls.train(settings, options.out, device, advance, workers)
     if workers.is_main:
         state = "was finished already" if start == steps else f"went on from step {start:,}" if start else "is finished"
         print_trained(result, f"{result.folder} {state}. Validation sample, forced exits:", options.json)
