@@ -2,7 +2,8 @@
 
 from typing import get_args
 
-from loopscope.cli import options
+from loopscope.checks.check import CHECK_KINDS
+from loopscope.cli import options, selfcheck
 from loopscope.engine.decoder import CACHE_MODES
 from loopscope.exits.scope import CacheMode
 from loopscope.models.checkpoint import DTYPES
@@ -11,3 +12,4 @@ from loopscope.models.checkpoint import DTYPES
 def test_names_are_those_of_the_library() -> None:
     assert tuple(DTYPES) == options.PRECISIONS
     assert get_args(CacheMode) == CACHE_MODES
+    assert selfcheck.KINDS == CHECK_KINDS

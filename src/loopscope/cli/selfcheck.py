@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import loopscope as ls
-from loopscope.checks.check import CHECK_KINDS, Check
 from loopscope.cli.compute import device_of, working
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, option, rounds, text_file
@@ -26,7 +25,11 @@ from loopscope.models.tokenizer import FILE, encode, load_tokenizer
 from loopscope.reading import read_text
 
 if TYPE_CHECKING:
+    from loopscope.checks.check import Check, CheckKind
     from loopscope.checks.selfcheck import SelfCheck
+
+KINDS: "tuple[CheckKind, ...]" = ("contract", "precision", "batch", "cache", "replay", "speed")
+"""Those of `checks`, which takes PyTorch to import."""
 
 
 def define(subparsers: Any) -> None:
@@ -35,8 +38,8 @@ def define(subparsers: Any) -> None:
     option(parser, "--dtype NAME", "precision to check", choices=PRECISIONS, default="float32")
     text = "text to check on (default: a sample of our own)"
     option(parser, "--text FILE", text, type=text_file)
-    kinds = f"check only this: {', '.join(CHECK_KINDS)} (repeatable; default: all)"
-    option(parser, "--only KIND", kinds, action="append", choices=CHECK_KINDS)
+    kinds = f"check only this: {', '.join(KINDS)} (repeatable; default: all)"
+    option(parser, "--only KIND", kinds, action="append", choices=KINDS)
     option(parser, "--rounds N", "rounds of the speed check", type=rounds, default=3)
     add_shared(parser, *COMPUTE)
 
@@ -57,7 +60,7 @@ def execute(options: argparse.Namespace) -> int:
             lambda dtype: ls.load_model(folder, device, dtype),
             text,
             dtype=options.dtype,
-            kinds=options.only or CHECK_KINDS,
+            kinds=options.only or KINDS,
             rounds=options.rounds,
             source="a sample of our own" if options.text is None else str(options.text),
             progress=advance,
@@ -81,5 +84,5 @@ def _print(found: "SelfCheck") -> None:
     print_sentences(found.sentence)
 
 
-def _measured(check: Check) -> str:
+def _measured(check: "Check") -> str:
     return "" if check.measured is None else f"{check.measured:.3g} {check.unit}"
