@@ -37,8 +37,7 @@ def test_from_a_checkpoint_to_text(llama: Path, tmp_path: Path, capsys: pytest.C
     text.write_text("A river carries small stones to the sea. The wind helps it at times.")
     assert run("record", "text", looped, text, "--out", tmp_path / "recording") == 0
     assert ls.Trajectory.load(tmp_path / "recording").num_loops == 3
-    checks = [word for kind in ("contract", "batch", "cache", "replay") for word in ("--only", kind)]
-    assert run("selfcheck", looped, *checks) == 0
+    assert run("selfcheck", looped, "--only", "contract", "--only", "replay") == 0
 
 
 def test_what_was_made_is_said_as_json(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +75,7 @@ context = 16
 [objective]
 name = "decoupled_gate"
 [training]
-steps = 3
+steps = 2
 batch_size = 4
 learning_rate = 1e-3
 checkpointing = true

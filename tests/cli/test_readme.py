@@ -81,6 +81,13 @@ def run_all(chosen: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None
         assert main(words) in (0, 1), (words, capsys.readouterr().err)  # 1: a promise that such a model does not keep
 
 
+def test_its_make_targets_exist() -> None:
+    targets = set(re.findall(r"^make ([a-z-]+)", README, re.MULTILINE))
+    assert {"demo", "test"} <= targets
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
 def test_the_readme_s_commands_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = [words for words in commands() if words[0] not in LONG]
     assert len(quick) > 4

@@ -62,10 +62,10 @@ def test_a_benchmark_is_recorded_and_evaluated(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("nothing",), "There is no benchmark 'nothing'"),
+        (("nothing",), "NAME: there is no 'nothing'; choose one of mmlu"),
         (("mmlu", "--split", "train"), "MMLU has no training questions"),
-        (("openbookqa", "--split", "extrapolation"), "choose train, validation or test"),
-        (("openbookqa", "--dtype", "int8"), "There is no precision 'int8'"),
+        (("openbookqa", "--split", "extrapolation"), "choose one of train, validation, test"),
+        (("openbookqa", "--dtype", "int8"), "--dtype: there is no 'int8'"),
     ],
 )
 def test_a_benchmark_that_cannot_be_recorded(
@@ -78,14 +78,14 @@ def test_a_benchmark_that_cannot_be_recorded(
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
-    [(("text", "nowhere", "t.txt"), "with --out"), (("benchmark", "nowhere", "openbookqa"), "with --out")],
+    [(("text", "nowhere", __file__), "with --out"), (("benchmark", "nowhere", "openbookqa"), "with --out")],
 )
 def test_what_is_missing_is_named(words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sentence in refusal(capsys, "record", *words)
 
 
 @pytest.mark.parametrize(
-    ("words", "missing"), [(("task", "nowhere"), "--split"), (("live", "nowhere", "t.txt"), "--recording, --out")]
+    ("words", "missing"), [(("task", "nowhere"), "--split"), (("live", "nowhere", __file__), "--recording, --out")]
 )
 def test_what_is_required_stands_in_no_brackets(
     words: tuple[str, ...], missing: str, capsys: pytest.CaptureFixture[str]
@@ -100,9 +100,11 @@ def test_what_is_required_stands_in_no_brackets(
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_each_takes_only_what_means_something_for_it(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    positional = {"task": ["run", "--split", "test"], "text": ["model", "t.txt"], "benchmark": ["model", "openbookqa"]}[
-        kind
-    ]
+    positional = {
+        "task": ["run", "--split", "test"],
+        "text": ["model", __file__],
+        "benchmark": ["model", "openbookqa"],
+    }[kind]
     options = vars(make_parser().parse_args(["record", kind, *positional]))
     assert set(options) - {"execute", "resumes", "parser"} == OPTIONS[kind]
     flags = {"--levels": ["1-2"], "--no-logits": [], "--mean-state": []}

@@ -1,44 +1,5 @@
-"""The command line: one verb per stage, in the order of the stages, and one sentence for whatever is wrong."""
+"""Adaptive depth in looped Transformers: is the trajectory to blame, or the readout?
 
-import argparse
-import os
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
-from loopscope.cli import (
-    bench,
-    calibrate,
-    compare,
-    demo,
-    diagnose,
-    evaluate,
-    gate,
-    generate,
-    harness,
-    loop,
-    pretrain,
-    record,
-    report,
-    run,
-    selfcheck,
-    study,
-    train,
-)
-from loopscope.cli.options import HelpFormatter, Parser, VersionAction, check_names, check_words
-from loopscope.cli.output import print_error, print_note
-from loopscope.cli.own_readouts import import_readouts
-from loopscope.errors import RecordingWarning, UserError
-from loopscope.machine import out_of_memory
-
-VERBS = (
-    *(train, pretrain, loop, record, evaluate, diagnose, compare, report, calibrate),
-    *(run, generate, bench, harness, selfcheck, gate, study, demo),
-)
-
-_EPILOG = """\
 All of it at once, on a small task (about 10 minutes on two CPU cores):
   loopscope demo --out runs/demo
 
@@ -57,42 +18,100 @@ Or stage by stage:
   loopscope run runs/mine examples.txt --policy policy.json
   loopscope bench exits runs/mine
 """
+# One verb per stage, in the order of the stages; only the module of the verb that was typed is imported. The docstrings
+# of this module, of the verbs' modules and of what they execute are what `--help` prints.
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from loopscope.cli.parser import Parser, VersionAction, add_verbs
+from loopscope.errors import RecordingWarning, UserError, brief, visible
+from loopscope.machine import out_of_memory
+
+VERBS = {
+    "train": "Train a looped Transformer",
+    "pretrain": "Train an Ouro on a text, with its tokenizer; or train a checkpoint further",
+    "loop": "Loop the middle of an ordinary language model",
+    "record": "Run a task, a text or a benchmark through every loop of a checkpoint; or a text live, under a policy",
+    "evaluate": "Sweep the readouts of a recording",
+    "diagnose": "Say which part is to blame, the trajectory or the readout",
+    "compare": "Compare two readouts on the same examples",
+    "report": "Write tables, figures and a page on some runs, or on folders of recordings",
+    "calibrate": "Choose a threshold that comes with a promise",
+    "run": "Answer a file of examples with adaptive depth",
+    "generate": "Continue text with a looped language model",
+    "bench": "Measure speed-ups side by side, interleaved",
+    "harness": "Run lm_eval's tasks on a language model",
+    "selfcheck": "Check a model on this machine: contract, precision, batches, caches, exits, speed",
+    "gate": "Fit an exit gate or a stopper to a frozen trajectory, or put a gate into a checkpoint",
+    "study": "Run a study: many runs, one file, one report",
+    "demo": "Train, record, diagnose and report five small models",
+}
+"""Each verb, with the sentence that its help begins with."""
+_ELSEWHERE = {"demo": "study"}
+"""The module of a verb, where it is not called like the verb."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words, resumes = sys.argv[1:] if arguments is None else list(arguments), False
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    verb = next((word for word in words if not word.startswith("-")), "")
+    return answer(words, lambda: make_parser([verb]))
+
+
+def answer(words: Sequence[str], make: Any) -> int:
+    """Executes a command with the parser that `make` gives; the exit code."""
+    resumes = False
     try:
-        check_words(words)
-        options, unknown = make_parser().parse_known_args(words)
+        _check_words(words)
+        options, unknown = make().parse_known_args(words)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # by the verb's own parser
         resumes = options.resumes
-        check_names(options)
-        import_readouts(options)
+        options.parser.check_pairs(options)
         with _warnings_as_notes():
             return options.execute(options) or 0
     except UserError as error:
         if _follows():
             return 0  # the first worker has the same error; failing here could end it before it has said so
-        print_error(str(error))
+        _print_error(str(error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print_error(f"{where}{error.strerror or error}.")
+        _print_error(f"{where}{error.strerror or error}.")
     except MemoryError:
-        print_error("there is not enough memory for this; ask for fewer examples.")
+        _print_error("there is not enough memory for this; ask for fewer examples.")
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        print_error(
+        _print_error(
             "there is not enough memory for this; ask for less at a time (a smaller --batch-tokens or --batch-size, "
             "where there is one), or take a lower precision (--dtype bfloat16)."
         )
     except KeyboardInterrupt:
         if not _follows():
             more = "; run the same command again to go on" if resumes else ""
-            print_error(f"interrupted{more}.")
+            _print_error(f"interrupted{more}.")
         return 130
     return 2
+
+
+def _print_error(text: str) -> None:
+    """One sentence."""
+    print(f"loopscope: {brief(text)}", file=sys.stderr)
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Rejects what no name, path or text can be, before it gets anywhere."""
+    for word in words:
+        no_text = any("\ud800" <= letter <= "\udfff" for letter in word)  # bytes that are not UTF-8
+        if no_text or "\0" in word:
+            reason = "is not UTF-8; convert it" if no_text else "holds a NUL character; leave it out"
+            raise UserError(f"The argument '{word}' {reason}, or rename the file.")
 
 
 @contextmanager
@@ -107,7 +126,7 @@ def _warnings_as_notes() -> Iterator[None]:
                 show(message, category, *where, **more)
             elif str(message) not in shown and not _follows():
                 shown.add(str(message))
-                print_note(str(message))
+                print(visible(str(message)), file=sys.stderr)
 
         warnings.showwarning = noted
         yield
@@ -118,17 +137,18 @@ def _follows() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="loopscope",
-        description="Adaptive depth in looped Transformers: is the trajectory to blame, or the readout?",
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-    )
+def make_parser(verbs: Sequence[str] = tuple(VERBS)) -> Parser:
+    """The parser of the command line, in which these verbs are defined and the others only listed."""
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    parser = Parser(prog="loopscope", description=description, epilog=epilog)
     parser.add_argument(
         "--version", action=VersionAction, nargs=0, default=argparse.SUPPRESS, help="print the version and exit"
     )
-    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for verb in VERBS:
-        verb.define(subparsers)
+    subparsers = add_verbs(parser)
+    for name, sentence in VERBS.items():
+        if name not in verbs:
+            subparsers.add_parser(name, help=sentence)
+            continue
+        module = import_module(f"loopscope.cli.{_ELSEWHERE.get(name, name)}")
+        (module.define_demo if name == "demo" else module.define)(subparsers)
     return parser

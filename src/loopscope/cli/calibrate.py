@@ -19,89 +19,77 @@ docs/guarantees.md says what the promise assumes.
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
-from loopscope.cli.inputs import check_readouts
-from loopscope.cli.options import BOUNDS, CONFIDENCE, MAX_DROP, READOUTS, add_shared, add_verb, check_new, values
+from loopscope.cli.inputs import check_readouts, load_gates, readout_name
+from loopscope.cli.options import READOUT_NAMES, add_shared, given, new_path, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
-from loopscope.cli.policies import load_gates
+from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
+from loopscope.exits.guarantee import BOUNDS, Loss
+from loopscope.exits.live_runs import LiveRuns, Recorded
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.recorded import counted_in, load_recorded
+from loopscope.exits.risk_target import RiskTarget
+from loopscope.exits.scope import CacheMode, scope_of
+from loopscope.exits.splits import check_split
 from loopscope.recording_places import find_recording
-
-if TYPE_CHECKING:
-    from loopscope.exits import ExitPolicy
-    from loopscope.exits.live_runs import LiveRuns, Recorded
-    from loopscope.exits.risk_target import RiskTarget
-    from loopscope.trajectory import Trajectory
+from loopscope.trajectory import Trajectory
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "calibrate", __doc__, execute)
-    parser.add_argument(
-        "recording",
-        type=Path,
-        metavar="RUN|RECORDING",
-        help="a run, a folder of recordings, a recording that is not for evaluation, or a live run",
-    )
-    parser.add_argument("--max-drop", type=float, default=0.01, metavar="X", help=MAX_DROP)
+    from_where = "a run, a folder of recordings, a recording that is not for evaluation, or a live run"
+    option(parser, "recording", from_where, type=Path, metavar="RUN|RECORDING")
+    add_shared(parser, "--max-drop X", default=0.01)
     sure = parser.add_mutually_exclusive_group()
-    sure.add_argument("--confidence", type=float, default=0.95, metavar="X", help=CONFIDENCE)
-    sure.add_argument(
-        "--in-expectation", action="store_true", help="promise it on average over calibrations instead (conformal)"
-    )
+    add_shared(sure, "--confidence X", default=0.95)
+    option(sure, "--in-expectation", "promise it on average over calibrations instead (conformal)")
     losses = (
         "what counts as lost: an answer that is wrong where full depth is right (gap, the default), or one that "
         "differs from full depth (disagreement, which needs no labels)"
     )
-    parser.add_argument("--loss", choices=("gap", "disagreement"), default="gap", help=losses)
-    parser.add_argument(
-        "--readout",
-        default="auto",
-        metavar="NAME",
-        help=f"readout of the exit rule: auto (default: the one with the fewest loops), {READOUTS}",
-    )
-    add_shared(parser, "--gate")
-    parser.add_argument("--cache", metavar="MODE", help="KV cache that a promise for text is to hold for")
+    option(parser, "--loss", losses, choices=get_args(Loss), default="gap")
+    readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {READOUT_NAMES}"
+    option(parser, "--readout NAME", readouts, type=readout_name, default="auto")
+    add_shared(parser, "--gate DIR")
+    option(parser, "--cache MODE", "KV cache that a promise for text is to hold for", choices=get_args(CacheMode))
     bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
-    parser.add_argument("--bound", choices=BOUNDS, help=bounds)
-    parser.add_argument("--grid", type=Path, metavar="RECORDING", help="take the thresholds from this other recording")
-    parser.add_argument("--per-difficulty", action="store_true", help="promise it at every difficulty")
-    parser.add_argument("--unseen", action="store_true", help="promise it for inputs that training did not have")
-    parser.add_argument(
-        "--distinct", action="store_true", help="count every input once: a promise for inputs that are new"
-    )
-    drawn = "random seed of the selection split and of the order in which sequences are tested (default: 0)"
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help=drawn)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("policy.json"),
-        metavar="FILE",
-        help="policy file to write (default: policy.json)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the policy as JSON")
+    option(parser, "--bound", bounds, choices=BOUNDS)
+    option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=Path)
+    option(parser, "--per-difficulty", "promise it at every difficulty")
+    option(parser, "--unseen", "promise it for inputs that training did not have")
+    option(parser, "--distinct", "count every input once: a promise for inputs that are new")
+    drawn = "random seed of the selection split and of the order in which sequences are tested"
+    option(parser, "--seed N", drawn, type=int, default=0)
+    option(parser, "--out FILE", "policy file to write", type=new_path, default="policy.json")
+    option(parser, "--json", "print the policy as JSON")
 
 
 def execute(options: argparse.Namespace) -> None:
     folder = find_recording(options.recording, "validation")
-    check_readouts(options, auto=True)
-    from loopscope.exits.live_runs import LiveRuns
-    from loopscope.exits.recorded import load_recorded
-    from loopscope.exits.risk_target import RiskTarget
-    from loopscope.exits.splits import check_split
-
+    check_readouts(options.readout, auto=True)
     names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
-    target = RiskTarget(**values(options, *names))
+    target = RiskTarget(**given(options, *names))
     recording = load_recorded(folder)
     check_split(recording, "calibration")
-    check_cache(recording, options.cache)
+    _check_cache(recording, options.cache)
     if options.bound is not None and recording.sequences is None:
         raise UserError("--bound is for the losses of sequences, such as documents, and here are none; leave it out.")
-    check_new(options.out)
+    bound = options.bound or BOUNDS[0]
     if isinstance(recording, LiveRuns):
-        policy = _certify_live(recording, target, options)
+        if options.grid is not None or options.gate:
+            raise UserError("A live run has its thresholds and its gate already; leave out --grid and --gate.")
+        from loopscope.exits.live_calibration import certify_live  # with scipy.stats, which takes a second
+
+        policy = certify_live(recording, target, options.seed, bound)
     else:
-        policy = _certify(recording, target, options)
+        from loopscope.exits.calibration import certify
+
+        grid = None if options.grid is None else Trajectory.load(options.grid)
+        gates = load_gates(options.gate, recording)
+        policy = certify(recording, target, grid, gates, options.seed, bound)
+        _caution(recording, policy, options)
     policy.save(options.out)
     if options.json:
         print_text(options.out.read_text(encoding="utf-8").rstrip("\n"))
@@ -109,59 +97,25 @@ def execute(options: argparse.Namespace) -> None:
         _print(policy, options.out, live=isinstance(recording, LiveRuns))
 
 
-def _certify(recording: "Trajectory", target: "RiskTarget", options: argparse.Namespace) -> "ExitPolicy":
-    from loopscope.exits.calibration import certify
-    from loopscope.trajectory import Trajectory
-
-    grid = None if options.grid is None else Trajectory.load(options.grid)
-    gates = load_gates(options.gate, recording)
-    policy = certify(recording, target, grid, gates, options.seed, options.bound or BOUNDS[0])
-    _caution(recording, options.unseen, options.distinct)
-    if policy.model is None:
-        print_note(
-            "The recording does not name its model, so the policy can be used on any: make sure that it is used on the "
-            "same one (provenance={'weights_sha256': ...} ties them together: docs/recordings.md)."
-        )
-    if recording.split is None:
-        what = "not the data of your evaluation" + (", nor what the gate was fitted to" if options.gate else "")
-        print_note(f"The recording does not say which split it is of; make sure that it is {what}.")
-    return policy
-
-
-def _certify_live(runs: "LiveRuns", target: "RiskTarget", options: argparse.Namespace) -> "ExitPolicy":
-    from loopscope.exits.live_calibration import certify_live
-
-    if options.grid is not None or options.gate:
-        raise UserError("A live run has its thresholds and its gate already; leave out --grid and --gate.")
-    return certify_live(runs, target, options.seed, options.bound or BOUNDS[0])
-
-
-def check_cache(recording: "Recorded", cache: str | None) -> None:
+def _check_cache(recording: Recorded, cache: str | None) -> None:
     """Refuses to promise for one cache what another has shown."""
-    from loopscope.exits.live_runs import LiveRuns
-    from loopscope.exits.scope import scope_of
-
     here = (recording.scope if isinstance(recording, LiveRuns) else scope_of(recording)).cache
-    if cache is None or cache == here:
-        return
-    if here is None:
-        raise UserError("A cache is for text, and this recording is of answers; leave out --cache.")
-    raise UserError(
-        f"This is text with the cache '{here}', which says nothing of the cache '{cache}', where later tokens see "
-        f"other keys; run candidates with `loopscope record live MODEL FILE --recording DIR --cache {cache}`."
-    )
+    if cache not in (None, here):
+        kind = "a recording of answers" if here is None else f"text with the cache '{here}'"
+        raise UserError(
+            f"This is {kind}, which says nothing of the cache '{cache}', where later tokens see other keys; run "
+            f"candidates with `loopscope record live MODEL FILE --recording DIR --cache {cache}`."
+        )
 
 
-def _caution(recording: "Trajectory", unseen: bool, distinct: bool) -> None:
-    """Says where the recording is not what a promise for new inputs should rest on."""
-    from loopscope.exits.recorded import counted_in
-
-    if recording.seen is not None and recording.seen.any() and not unseen:
+def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namespace) -> None:
+    """Says where the recording is not what a promise for new inputs should rest on, or does not say what it is."""
+    if recording.seen is not None and recording.seen.any() and not options.unseen:
         print_note(
             f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data; if the "
             "inputs to come do not, add --unseen."
         )
-    if recording.examples is not None and recording.sequences is None and not distinct:
+    if recording.examples is not None and recording.sequences is None and not options.distinct:
         copies = recording.num_examples - len(set(recording.examples))
         if copies:
             print_note(f"{copies:,} examples are copies of others; if the inputs to come are new ones, add --distinct.")
@@ -172,9 +126,17 @@ def _caution(recording: "Trajectory", unseen: bool, distinct: bool) -> None:
                 f"Only {different:,} of the {recording.num_examples:,} examples differ in their logits; if they are "
                 "copies and not draws of their own, the promise counts far more than there is: give every example once."
             )
+    if policy.model is None:
+        print_note(
+            "The recording does not name its model, so the policy can be used on any: make sure that it is used on the "
+            "same one (provenance={'weights_sha256': ...} ties them together: docs/recordings.md)."
+        )
+    if recording.split is None:
+        what = "not the data of your evaluation" + (", nor what the gate was fitted to" if options.gate else "")
+        print_note(f"The recording does not say which split it is of; make sure that it is {what}.")
 
 
-def _print(policy: "ExitPolicy", path: Path, live: bool) -> None:
+def _print(policy: ExitPolicy, path: Path, live: bool) -> None:
     guarantee = policy.guarantee
     assert guarantee is not None
     low, high = guarantee.average_loops_interval

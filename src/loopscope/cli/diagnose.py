@@ -10,39 +10,35 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.inputs import find_run
-from loopscope.cli.options import AT, RECORDED, REFERENCE, add_shared, add_verb, target_accuracies
+from loopscope.cli.inputs import add_custom_readouts, find_run
+from loopscope.cli.options import RECORDED, add_shared, option
 from loopscope.cli.output import print_json, print_sentences, print_table, watched
+from loopscope.cli.parser import add_verb
 from loopscope.recording_places import find_recordings
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "diagnose", __doc__, execute)
-    parser.add_argument("run", type=Path, help=RECORDED)
-    parser.add_argument("--reference", metavar="RUN", help=REFERENCE)
-    parser.add_argument("--at", type=float, metavar="X", help=AT)
-    add_shared(parser, "--unseen", "--with-readout", "--json")
+    option(parser, "run", RECORDED, type=Path)
+    add_shared(parser, "--reference RUN", "--at X", "--unseen", "--json")
+    add_custom_readouts(parser)
 
 
 def execute(options: argparse.Namespace) -> None:
-    target = None if options.at is None else target_accuracies([options.at])[0]
-    find_recordings(options.run)
-    measure = None if options.reference is None else find_run(options.reference, [options.run])
-    if measure is not None:
-        find_recordings(measure)
-    from loopscope.analysis import diagnose_subject
-    from loopscope.analysis.model_analysis import read_recordings
+    own = find_recordings(options.run)
+    measure = None if options.reference is None else find_recordings(find_run(options.reference, [options.run]))
+    from loopscope.analysis import diagnosis as diagnoses, model_analysis
 
     with watched(options, "diagnosing") as advance:
         advance(0, 3, "its readouts")
-        subject = read_recordings(options.run, options.unseen).subject_at(target)
+        subject = model_analysis.read_recordings(own, options.unseen).subject_at(options.at)
         advance(1, 3, "the reference" if measure is not None else "")
         reference = None
         if measure is not None:
-            same = find_recordings(measure).resolve() == find_recordings(options.run).resolve()
-            reference = subject if same else read_recordings(measure, options.unseen).measure
+            same = measure.resolve() == own.resolve()
+            reference = subject if same else model_analysis.read_recordings(measure, options.unseen).measure
         advance(2, 3, "the gaps")
-        diagnosis = diagnose_subject(subject, reference, target)
+        diagnosis = diagnoses.diagnose_subject(subject, reference, options.at)
         advance(3, 3, "")
     if options.json:
         print_json(diagnosis)

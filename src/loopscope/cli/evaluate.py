@@ -18,22 +18,27 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.inputs import check_readouts
-from loopscope.cli.options import AT, READOUTS, add_shared, add_verb, target_accuracies
-from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table
-from loopscope.cli.policies import check_any_model, load_gates, load_policy, note_unknown_model
+from loopscope.cli import inputs
+from loopscope.cli.options import READOUT_NAMES, add_shared, option, target_accuracies
+from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, show
+from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
+from loopscope.exits.fitted import attach
+from loopscope.exits.live_runs import Recorded
+from loopscope.exits.monitor import Monitor, MonitorResult
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.recorded import counted_in, decision_unit, load_recorded
+from loopscope.exits.scope import Unit, counted
+from loopscope.exits.sweep import Frontier, sweep
+from loopscope.exits.thresholds import available_readouts
 from loopscope.recording_places import find_recording, find_recordings
+from loopscope.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from loopscope.analysis import HeldOut, TargetLevel
-    from loopscope.exits import ExitPolicy, Frontier, MonitorResult
-    from loopscope.exits.live_runs import Recorded
-    from loopscope.exits.scope import Unit
-    from loopscope.trajectory import Trajectory
+    from loopscope.analysis.held_out import HeldOut
+    from loopscope.analysis.targets import TargetLevel
 
-
-ALPHA = 0.01
+_ALPHA = 0.01
 
 
 def define(subparsers: Any) -> None:
@@ -42,63 +47,58 @@ def define(subparsers: Any) -> None:
         "a run or a folder of recordings; or two recordings, the one that thresholds are chosen on and the one that "
         "they are evaluated on; with --policy, one of held-out examples"
     )
-    parser.add_argument("recordings", type=Path, nargs="+", metavar="RUN|RECORDING", help=two)
-    parser.add_argument("--policy", type=Path, metavar="FILE", help="check this policy on one held-out recording")
-    add_shared(parser, "--any-model", "--with-readout")
-    parser.add_argument("--monitor", action="store_true", help="watch the recording as a stream under the policy")
-    alarms = f"with --monitor: share of streams that may give a false alarm (default: {ALPHA:g})"
-    parser.add_argument("--alpha", type=float, metavar="A", help=alarms)
+    option(parser, "recordings", two, type=Path, nargs="+", metavar="RUN|RECORDING")
+    option(parser, "--policy FILE", "check this policy on one held-out recording")
+    add_shared(parser, "--any-model")
+    inputs.add_custom_readouts(parser)
+    option(parser, "--monitor", "watch the recording as a stream under the policy")
+    alarms = f"with --monitor: share of streams that may give a false alarm (default: {_ALPHA:g})"
+    option(parser, "--alpha A", alarms, type=float)
     audits = (
         "with --monitor: share of the examples, chosen at random, whose losses it sees (default: all; 0: exits alone)"
     )
-    parser.add_argument("--audit", type=float, metavar="S", help=audits)
-    swept = f"sweep only this readout: {READOUTS} (repeatable; default: all)"
-    parser.add_argument("--readout", action="append", metavar="NAME", help=swept)
-    add_shared(parser, "--gate")
-    parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
+    option(parser, "--audit S", audits, type=float)
+    swept = f"sweep only this readout: {READOUT_NAMES} (repeatable; default: all)"
+    option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")
+    add_shared(parser, "--gate DIR")
+    add_shared(parser, "--at X", action="append")
     add_shared(parser, "--json")
+    parser.needs(monitor="policy", alpha="monitor", audit="monitor")
+    parser.excludes("policy", "readout", "gate", "at")
 
 
 def execute(options: argparse.Namespace) -> int:
-    check_any_model(options)
-    if options.monitor and options.policy is None:
-        raise UserError("--monitor watches a stream under a calibrated policy; give it with --policy.")
-    if not options.monitor and (options.alpha is not None or options.audit is not None):
-        raise UserError("--alpha and --audit are for --monitor; add it, or leave them out.")
-    if options.policy is None:
-        return _evaluate_readouts(options)
-    return _evaluate_policy(options)
+    if len(options.recordings) > (2 if options.policy is None else 1):
+        raise UserError(
+            "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "
+            "evaluated on; with --policy, give one run or recording, of held-out examples."
+        )
+    return _evaluate_readouts(options) if options.policy is None else _evaluate_policy(options)
 
 
 def _evaluate_readouts(options: argparse.Namespace) -> int:
-    accuracies = target_accuracies(options.at or [])
     folders = _two_recordings(options.recordings)
-    check_readouts(options, oracle=True)
-    from loopscope.analysis import as_targets, target_level
-    from loopscope.analysis.diagnosis import without_verdict
-    from loopscope.analysis.model_analysis import frontier_result
-    from loopscope.analysis.threshold_details import detailed_frontier
-    from loopscope.exits import attach
-    from loopscope.exits.sweep import sweep
-    from loopscope.exits.thresholds import available_readouts
-    from loopscope.trajectory import Trajectory
-
+    inputs.check_readouts(*options.readout, oracle=True)
     calibration, evaluation = (Trajectory.load(path) for path in folders)
-    gates = load_gates(options.gate, calibration)
+    gates = inputs.load_gates(options.gate, calibration)
     calibration, evaluation = attach(calibration, gates), attach(evaluation, gates)
     names = options.readout or available_readouts(calibration, evaluation)
     frontiers = [sweep(name, calibration, evaluation) for name in names]
-    levels = [target_level(target, calibration, evaluation) for target in as_targets(accuracies)]
-    silent = {level.target: without_verdict(calibration, evaluation, level) for level in levels}
+    from loopscope.analysis import diagnosis, model_analysis, targets, threshold_details
+
+    wanted = targets.as_targets(target_accuracies(options.at))
+    levels = [targets.target_level(target, calibration, evaluation) for target in wanted]
+    silent = {level.target: diagnosis.without_verdict(calibration, evaluation, level) for level in levels}
     if options.json:
-        details = (detailed_frontier(each, (), evaluation, levels[0].reached) for each in frontiers)
-        found = [frontier_result(each, levels, evaluation) for each in details]
+        reached = levels[0].reached
+        details = (threshold_details.detailed_frontier(each, (), evaluation, reached) for each in frontiers)
+        found = [model_analysis.frontier_result(each, levels, evaluation) for each in details]
         print_json({"targets": {level.target.key: level for level in levels}, "readouts": found})
     for sentence in filter(None, dict.fromkeys(silent.values())):  # first, and in place of its depths
         (print_note if options.json else print_sentences)(sentence)
     if not options.json:
         _print_frontiers(frontiers, evaluation, [level for level in levels if not silent[level.target]])
-    note_unknown_model(*(each.provenance.get("weights_sha256") for each in (calibration, evaluation)))
+    inputs.note_unknown_model(*(each.provenance.get("weights_sha256") for each in (calibration, evaluation)))
     return 0
 
 
@@ -107,11 +107,6 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
     if len(given) == 1:
         folder = find_recordings(given[0])
         return folder / "validation", folder / "test"
-    if len(given) != 2:
-        raise UserError(
-            "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "
-            "evaluated on."
-        )
     first, second = find_recording(given[0], "validation"), find_recording(given[1], "test")
     if first != given[0] and second != given[1] and first.parent.resolve() != second.parent.resolve():
         raise UserError(
@@ -121,32 +116,20 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
     return first, second
 
 
-def _print_frontiers(frontiers: "list[Frontier]", evaluation: "Trajectory", levels: "list[TargetLevel]") -> None:
+def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: "list[TargetLevel]") -> None:
     rows = []
     for frontier in frontiers:
         one_point = frontier.readout == "oracle"
         depths = ["-" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
         point = frontier.select()
-        rows.append(
-            [
-                frontier.readout,
-                *depths,
-                str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-",
-                percent(point.accuracy),
-                f"{point.average_loops:.2f}",
-            ]
-        )
-    from loopscope.exits.recorded import counted_in, decision_unit
-
+        selected = str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-"
+        rows.append([frontier.readout, *depths, selected, percent(point.accuracy), f"{point.average_loops:.2f}"])
     means = "" if evaluation.sequences is None else f"; means over {decision_unit(evaluation)}"
-    title = (
-        f"{counted_in(evaluation, evaluation.split or 'evaluation')}{means}."
-        + (" D@X: least average loops on the evaluation curve that reach X." if levels else "")
-        + " Selected: the most accurate threshold on calibration data, evaluated."
-        + "".join(
-            f" In {level.target.label}, X is {level.words}. {level.depths_sentence}" for level in levels if level.words
-        )
-    )
+    title = f"{counted_in(evaluation, evaluation.split or 'evaluation')}{means}."
+    title += " D@X: least average loops on the evaluation curve that reach X." if levels else ""
+    title += " Selected: the most accurate threshold on calibration data, evaluated."
+    for level in levels:
+        title += f" In {level.target.label}, X is {level.words}. {level.depths_sentence}" if level.words else ""
     columns = ["readout", *(level.target.label for level in levels), "selected", "accuracy", "loops"]
     print_table(title, columns, rows)
 
@@ -156,32 +139,23 @@ def _depth(loops: float | None) -> str:
 
 
 def _evaluate_policy(options: argparse.Namespace) -> int:
-    if len(options.recordings) != 1 or options.readout or options.gate or options.at:
-        raise UserError(
-            "With --policy, give one run or recording, of held-out examples, and no readouts, gates or targets."
-        )
     folder = find_recording(options.recordings[0], "test")
-    policy = load_policy(options.policy, options.any_model)
-    from loopscope.analysis import hold_out
-    from loopscope.exits.recorded import decision_unit, load_recorded
-
+    policy = inputs.load_policy(options.policy, options.any_model)
     recording = load_recorded(folder)
     models = [] if options.any_model else [policy.model, recording.provenance.get("weights_sha256")]
     if options.monitor:
         return _monitor(policy, recording, options, models)
+    from loopscope.analysis.held_out import hold_out  # with scipy.stats, which takes a second
+
     held = hold_out(policy, recording)
-    note_unknown_model(*models)
-    if options.json:
-        print_json(held)
-    else:
-        _print_held_out(held, policy, options.policy, decision_unit(recording))
+    inputs.note_unknown_model(*models)
+    unit = decision_unit(recording)
+    show(held, options.json, lambda: _print_held_out(held, policy, options.policy, unit))
     return 1 if held.guarantee is not None and held.guarantee.verdict == "broken" else 0
 
 
-def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path, unit: "Unit | None") -> None:
+def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit | None) -> None:
     """How a policy did, and whether its promise was kept."""
-    from loopscope.exits.scope import counted
-
     loops, drop, check = held.average_loops, held.drop, held.guarantee
     rows = [["loops", f"{loops.value:.3f} [{loops.low:.3f}, {loops.high:.3f}]"]]
     if held.accuracy is not None and drop is not None and held.full_depth_accuracy is not None:
@@ -204,28 +178,20 @@ def _print_held_out(held: "HeldOut", policy: "ExitPolicy", path: Path, unit: "Un
         print_note(warning)
 
 
-def _monitor(policy: "ExitPolicy", recording: "Recorded", options: argparse.Namespace, models: list[str | None]) -> int:
-    from loopscope.exits import Monitor
-
-    monitor = Monitor(policy, ALPHA if options.alpha is None else options.alpha)
+def _monitor(policy: ExitPolicy, recording: Recorded, options: argparse.Namespace, models: list[str | None]) -> int:
+    monitor = Monitor(policy, _ALPHA if options.alpha is None else options.alpha)
     result = monitor.replay(recording, options.audit)
-    note_unknown_model(*models)
-    if options.json:
-        print_json(result)
-    else:
-        _print_monitored(result, policy, options.policy)
+    inputs.note_unknown_model(*models)
+    show(result, options.json, lambda: _print_monitored(result, policy, options.policy))
     return 1 if result.alarm else 0
 
 
-def _print_monitored(result: "MonitorResult", policy: "ExitPolicy", path: Path) -> None:
-    spoke = {alarm.test: f"{alarm.example:,}" for alarm in result.alarms}
-    rows = [
-        ["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}", spoke.get("exits", "none")]
-    ]
+def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path) -> None:
+    spoke = {str(alarm.test): f"{alarm.example:,}" for alarm in result.alarms}
+    rows = [["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}"]]
     if result.e_risk is not None:
-        rows.append(
-            ["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}", spoke.get("risk", "none")]
-        )
+        rows.append(["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}"])
+    rows = [[*row, spoke.get(row[0], "none")] for row in rows]
     title = (
         f"{path}: {policy} on a stream; without a change at most "
         f"{100 * result.alpha:g} % of streams would ever give an alarm, {_where(policy)}"
@@ -234,7 +200,7 @@ def _print_monitored(result: "MonitorResult", policy: "ExitPolicy", path: Path) 
     print_sentences(result.sentence)
 
 
-def _where(policy: "ExitPolicy") -> str:
+def _where(policy: ExitPolicy) -> str:
     assert policy.guarantee is not None  # a monitor refuses others
     confidence = policy.guarantee.confidence
     if confidence is None:

@@ -19,134 +19,124 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from loopscope.cli.devices import announce_device, device_of
-from loopscope.cli.inputs import check_readouts, find_model
-from loopscope.cli.options import COMPUTE, READOUTS, add_shared, add_verb, count, number, probability, values, whole
+import numpy as np
+
+import loopscope as ls
+from loopscope.cli import inputs
+from loopscope.cli.compute import announce_device, device_of
+from loopscope.cli.options import COMPUTE, READOUT_NAMES, add_shared, given, number, option, share, whole
 from loopscope.cli.output import print_note
-from loopscope.cli.policies import check_any_model, check_runnable, unnamed_model
+from loopscope.cli.parser import add_verb
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
-from loopscope.cli.text_journal import check_new_texts, text_journal
+from loopscope.cli.text_journal import new_texts, text_journal
 from loopscope.errors import UserError, visible
+from loopscope.exits.exit_state import check_drafts
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.readouts import readout_definition
+from loopscope.exits.scope import CacheMode, Scope
+from loopscope.models.configuration import read_model_shape
+from loopscope.models.tokenizer import Detokenizer, chat_prompt, decode, encode, load_tokenizer, stop_tokens
 
 if TYPE_CHECKING:
-    from loopscope.engine.generation import GenerationStats, Prompt, Token
+    from loopscope.engine.generation import GenerationStats, Token
     from loopscope.engine.stop_strings import StopStrings
-    from loopscope.exits import ExitPolicy
-    from loopscope.models import LoopedModel
 
 
-_HARDLY = 0.95
-"""Of what full depth takes: not worth it."""
+_MIN_SAVED = 0.05
+"""Share of what full depth takes; a policy that saves less is not worth it."""
 _MANY_ROWS = 8
 """With so many texts at a time lossless text was measured not to pay on a CPU."""
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "generate", __doc__, execute)
-    parser.add_argument("model", help="the folder of a checkpoint, or its name on the Hub")
-    parser.add_argument("prompt", nargs="?", help="the text to be continued")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="many prompts: one per line, or .jsonl")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn, in the model's chat template")
+    add_shared(parser, "model")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    option(prompts, "prompt", "the text to be continued", nargs="?")
+    option(prompts, "--prompts FILE", "many prompts: one per line, or .jsonl")
+    option(parser, "--chat", "the prompt is a user's turn, in the model's chat template")
     rule = parser.add_mutually_exclusive_group()
-    rule.add_argument("--policy", type=Path, metavar="FILE", help="the exit policy (default: all loops)")
-    rule.add_argument("--readout", metavar="NAME", help=f"an exit rule, with --threshold: {READOUTS}")
-    rule.add_argument("--loops", type=count, metavar="N", help="run every token through this many loops")
-    parser.add_argument("--threshold", type=float, metavar="X", help="threshold of --readout at which a token exits")
-    add_shared(parser, "--any-model", "--with-readout")
-    parser.add_argument(
-        "--cache",
-        metavar="MODE",
-        help="what later tokens find of one that exited early. full: every loop's keys and values, made when they are "
+    option(rule, "--policy FILE", "the exit policy (default: all loops)")
+    option(rule, "--readout NAME", f"an exit rule, with --threshold: {READOUT_NAMES}", type=inputs.readout_name)
+    option(rule, "--loops N", "run every token through this many loops")
+    option(parser, "--threshold X", "threshold of --readout at which a token exits")
+    add_shared(parser, "--any-model")
+    inputs.add_custom_readouts(parser)
+    caches = (
+        "what later tokens find of one that exited early. full: every loop's keys and values, made when they are "
         "needed; propagate: its exit loop's in the deeper ones; latest: one place for all loops (default: the one that "
-        "--policy was calibrated for, else full)",
+        "--policy was calibrated for, else full)"
     )
-    parser.add_argument(
-        "--lossless",
-        action="store_true",
-        help="the text of full depth, up to rounding (below float32 ties may fall otherwise): the exit rule only says "
-        "which tokens are drafts, which are verified together",
+    option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
+    lossless = (
+        "the text of full depth, up to rounding (below float32 ties may fall otherwise): the exit rule only says "
+        "which tokens are drafts, which are verified together"
     )
-    parser.add_argument(
-        "--max-new-tokens", type=count, default=128, metavar="N", help="longest continuation, in tokens (default: 128)"
-    )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="a text ends before this (repeatable)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=number,
-        default=0.0,
-        metavar="X",
-        help="randomness of the draw (default: 0, the likeliest token)",
-    )
-    parser.add_argument("--top-k", type=whole, default=0, metavar="N", help="draw among the likeliest N")
-    parser.add_argument(
-        "--top-p", type=probability, default=1.0, metavar="X", help="draw among the likeliest that make up X"
-    )
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="random seed of the draws (default: 0)")
-    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="prompts at a time (default: 8)")
-    parser.add_argument("--show-loops", action="store_true", help="print the loops that each token took")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write JSON lines, one per prompt; resumes after a kill"
-    )
-    add_shared(parser, "--dtype", *COMPUTE)
+    option(parser, "--lossless", lossless)
+    option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
+    option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_not_empty)
+    draws = "randomness of the draw (default: 0, the likeliest token)"
+    option(parser, "--temperature X", draws, type=number, default=0.0)
+    option(parser, "--top-k N", "draw among the likeliest N", type=whole, default=0)
+    option(parser, "--top-p X", "draw among the likeliest that make up X", type=share, default=1.0)
+    option(parser, "--seed N", "random seed of the draws", type=whole, default=0)
+    option(parser, "--batch-size N", "prompts at a time", default=8)
+    option(parser, "--show-loops", "print the loops that each token took")
+    option(parser, "--out FILE", "write JSON lines, one per prompt; resumes after a kill", type=new_texts)
+    add_shared(parser, "--dtype NAME", *COMPUTE)
+    parser.needs(readout="threshold", threshold="readout", top_k="temperature", top_p="temperature")
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise UserError("--stop takes a text of at least one character.")
+    return text
 
 
 def execute(options: argparse.Namespace) -> int:
-    given = _given_prompts(options)
-    check_readouts(options)
-    usual = Rule(options.policy, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
-    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in given}  # a policy is loaded once
+    asked = _given_prompts(options)
+    inputs.check_readouts(*filter(None, [options.readout]))
+    file = None if options.policy is None else str(options.policy)
+    usual = Rule(file, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
+    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in asked}  # a policy is loaded once
     calibrated = usual.scope.cache if usual is not None and not options.lossless else None
     options.cache = options.cache or calibrated or "full"
-    folder = find_model(options.model, text=True)
+    folder = inputs.find_model(options.model, text=True)
     _check_rules(options, [policy or usual for policy in rules.values()], folder)
-    from loopscope.engine.generation import GenerationStats, Prompt, stream, token_budget
-    from loopscope.engine.sampling import Sampling
+    from loopscope.engine import generation, sampling
     from loopscope.engine.stop_strings import StopStrings
-    from loopscope.exits import ExitPolicy
-    from loopscope.models import load_model
     from loopscope.models.checkpoint import end_tokens
-    from loopscope.models.tokenizer import load_tokenizer, stop_tokens
 
-    sampling = Sampling(**values(options, "temperature", "top_k", "top_p", "seed"))
+    draws = sampling.Sampling(**given(options, "temperature", "top_k", "top_p", "seed"))
     tokenizer = load_tokenizer(folder)
     prompts = [
-        Prompt(number, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=number)
-        for number, each in enumerate(given)
+        ls.Prompt(place, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=place)
+        for place, each in enumerate(asked)
     ]
-    model = load_model(folder, device_of(options), options.dtype)
+    model = ls.load_model(folder, device_of(options), options.dtype)
     # of all of them before anything is printed, not when their turn comes
-    room = {prompt.key: token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
-    used_rules = {Rule(options.policy): usual, **rules}
-    notes, cut = [note for rule, policy in used_rules.items() for note in unnamed_model(rule.policy, policy)], 0
-    if options.lossless and model.precision != "float32":
-        notes.append(
-            f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
-            "likely, either may come; --dtype float32 is nearly exact."
-        )
-    if options.lossless and min(options.batch_size, len(prompts)) >= _MANY_ROWS:
-        notes.append(
-            f"{_MANY_ROWS} texts at a time fill a batch without drafts: on CPUs lossless text was slower than full "
-            "depth with them (docs/performance.md); it is for --batch-size 1."
-        )
-    texts, stats, start = StopStrings(tokenizer, options.stop), GenerationStats(), time.perf_counter()
-    ends = stop_tokens(tokenizer, end_tokens(folder))
+    room = {prompt.key: generation.token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
+    used_rules = {Rule(file): usual, **rules}
+    notes = [note for rule, policy in used_rules.items() for note in inputs.unnamed_model(rule.policy, policy)]
+    notes += _lossless_notes(options, model, len(prompts)) if options.lossless else []
+    texts, stats = StopStrings(tokenizer, options.stop), generation.GenerationStats()
+    ends, start, cut = stop_tokens(tokenizer, end_tokens(folder)), time.perf_counter(), 0
 
-    def tokens(left: list[Prompt]) -> "Iterator[Token]":
+    def tokens(left: list["ls.Prompt"]) -> "Iterator[Token]":
         nonlocal cut
-        for token in stream(
+        for token in generation.stream(
             model,
             left,
             usual or ExitPolicy("fixed", model.num_loops),
             stop=ends,
             stopping_criterion=texts if options.stop else None,
-            sampling=sampling,
+            sampling=draws,
             stats=stats,
-            **values(options, "max_new_tokens", "cache", "lossless", "batch_size"),
+            **given(options, "max_new_tokens", "cache", "lossless", "batch_size"),
         ):
             announce_device(options)  # now nothing is refused any more
             while notes:
@@ -154,12 +144,12 @@ def execute(options: argparse.Namespace) -> int:
             cut += token.finish_reason == "length" and room[token.key] < options.max_new_tokens
             yield token
 
-    output = _Output(options, given, prompts, tokenizer, texts, ends)
+    output = _Output(options, asked, prompts, tokenizer, texts, ends)
     used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
-    if not output.write(tokens, lambda: _settings(options, given, prompts, model, ends, used)):
+    if not output.write(tokens, lambda: _settings(options, asked, prompts, model, ends, used)):
         return 130
     if cut:
-        what = "The text ends" if len(given) == 1 else f"{cut:,} texts end"
+        what = "The text ends" if len(asked) == 1 else f"{cut:,} texts end"
         print_note(f"{what} at {model.block_size:,} tokens, the most that the model takes, before --max-new-tokens.")
     if stats.tokens:
         print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
@@ -169,42 +159,49 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_rules(options: argparse.Namespace, policies: "list[ExitPolicy | None]", folder: Path) -> None:
-    """Refuses a rule of a text that the model cannot be run with, by its configuration."""
-    from loopscope.exits import ExitPolicy
-    from loopscope.exits.exit_state import check_drafts
-    from loopscope.exits.scope import Scope
-    from loopscope.models.configuration import read_model_shape
+def _lossless_notes(options: argparse.Namespace, model: "ls.LoopedModel", prompts: int) -> list[str]:
+    """Where lossless text is not quite full depth's, or no faster."""
+    notes = []
+    if model.precision != "float32":
+        notes.append(
+            f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
+            "likely, either may come; --dtype float32 is nearly exact."
+        )
+    if min(options.batch_size, prompts) >= _MANY_ROWS:
+        notes.append(
+            f"{_MANY_ROWS} texts at a time fill a batch without drafts: on CPUs lossless text was slower than full "
+            "depth with them (docs/performance.md); it is for --batch-size 1."
+        )
+    return notes
 
+
+def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None], folder: Path) -> None:
+    """Rejects a rule of a text that the model cannot be run with, by its configuration."""
     num_loops = read_model_shape(folder).num_loops
+    here = Scope(unit="tokens", cache=None if options.lossless else options.cache)
     for policy in policies:
         if policy is not None:
-            check_runnable(policy, num_loops, Scope(unit="tokens", cache=None if options.lossless else options.cache))
+            inputs.check_runnable(policy, num_loops, here)
         if options.lossless:
             check_drafts(policy or ExitPolicy("fixed", num_loops), num_loops)
 
 
 def _settings(
     options: argparse.Namespace,
-    given: list[GivenPrompt],
-    prompts: list["Prompt"],
-    model: "LoopedModel",
+    asked: list[GivenPrompt],
+    prompts: list["ls.Prompt"],
+    model: "ls.LoopedModel",
     ends: set[int],
     readouts: set[str],
 ) -> dict[str, Any]:
     """What the texts depend on: what was asked for, and what the model, its tokenizer and the rules make of it."""
-    from loopscope.exits.readouts import readout_definition
-
     names = ("chat", "readout", "threshold", "loops", "cache", "lossless", "max_new_tokens", "stop", "temperature")
     found = {name: getattr(options, name) for name in (*names, "top_k", "top_p", "seed", "any_model")}
-    files = {each.rule.policy for each in given} | {options.policy}
-    policies = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file is not None}
+    files = {Path(each.rule.policy) for each in asked if each.rule.policy} | {*filter(None, [options.policy])}
+    policies = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     found |= {"weights": model.weights_sha256, "num_loops": model.num_loops, "precision": model.precision}
     found |= {"policies": policies, "definitions": {name: readout_definition(name) for name in sorted(readouts)}}
-    found |= {
-        "prompts": [each.prompt for each in given],
-        "rules": [[str(part) for part in each.rule] for each in given],
-    }
+    found |= {"prompts": [each.prompt for each in asked], "rules": [str(each.rule) for each in asked]}
     return found | {"tokens": [prompt.tokens.tolist() for prompt in prompts], "ends": sorted(ends)}
 
 
@@ -222,14 +219,14 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
     if lossless:
         if not stats.drafted:
             return "No token exited early, so nothing was drafted and no time saved; loosen the threshold."
-        if stats.drafting_cost < _HARDLY * stats.tokens:
+        if stats.drafting_cost < (1 - _MIN_SAVED) * stats.tokens:
             return None
         return (
             "By estimate this was no faster than full depth: too many drafts fell, or too many checks found no draft; "
             "draft later, or where it is surer, or do without --lossless."
         )
     full = processed * num_loops
-    if stats.loops > 0.9 * stats.tokens * num_loops or stats.token_loops < 0.95 * full:
+    if stats.loops > 0.9 * stats.tokens * num_loops or stats.token_loops < (1 - _MIN_SAVED) * full:
         return None
     return (
         f"This saved no time: {stats.token_loops:,} of full depth's {full:,} loops were run, many of them for tokens "
@@ -239,48 +236,18 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
 
 
 def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
-    """What is continued; what does not go together is refused before."""
-    if options.prompt is None and options.prompts is None:
-        raise UserError("Give a prompt, or a file of them with --prompts.")
-    if options.prompt is not None and options.prompts is not None:
-        raise UserError("Give a prompt or a file of them (--prompts), not both.")
-    if options.out is not None:
-        check_new_texts(options.out)
-    check_any_model(options)
-    if (options.readout is None) != (options.threshold is None):
-        raise UserError("An exit rule is --readout with its --threshold; give both.")
-    if not options.temperature and (options.top_k or options.top_p < 1):
-        raise UserError(
-            "--top-k and --top-p are for tokens that are drawn; at temperature 0 none is: add --temperature."
-        )
+    """What is continued; what does not go together is rejected before."""
     if options.lossless and options.cache not in (None, "full"):
-        raise UserError(
-            f"--lossless needs the keys and values of every loop: the cache 'full', not '{options.cache}'; leave out "
-            "--cache."
-        )
-    if "" in options.stop:
-        raise UserError("--stop takes a text of at least one character.")
-    if (
-        options.lossless
-        and options.prompts is None
-        and Rule() == Rule(options.policy, options.readout, None, options.loops)
-    ):
-        raise UserError(
-            "--lossless needs a rule that says which tokens are drafts; give --policy, --readout or --loops."
-        )
-    given = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
-    if not given:
-        raise UserError(f"There is no prompt in {options.prompts}; write one per line.")
-    if not options.chat and any(each.prompt == "" for each in given):
-        raise UserError("A prompt is empty; give it at least one word.")
-    return given
+        needed = f"the keys and values of every loop: the cache 'full', not '{options.cache}'"
+        raise UserError(f"--lossless needs {needed}; leave out --cache.")
+    asked = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
+    if not asked or (not options.chat and any(each.prompt == "" for each in asked)):
+        there = "A prompt is empty" if asked else f"There is no prompt in {options.prompts}"
+        raise UserError(f"{there}; give at least one word a line.")
+    return asked
 
 
 def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
-    import numpy as np
-
-    from loopscope.models.tokenizer import chat_prompt, encode
-
     if chat or not isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return np.array(chat_prompt(tokenizer, messages), dtype=np.int64)
@@ -290,50 +257,43 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
     return np.array(tokens, dtype=np.int64)
 
 
+@dataclass
 class _Output:
     """Where the texts go: one as it comes, or a line of each of many."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        given: list[GivenPrompt],
-        prompts: list["Prompt"],
-        tokenizer: Any,
-        texts: "StopStrings",
-        ends: set[int],
-    ) -> None:
-        self._options, self._given, self._tokenizer, self._texts, self._ends = options, given, tokenizer, texts, ends
-        self.prompts = prompts
-        """The prompts that are continued now; others were finished before."""
+    options: argparse.Namespace
+    asked: list[GivenPrompt]
+    prompts: list["ls.Prompt"]  # those that are continued now; others were finished before
+    tokenizer: Any
+    texts: "StopStrings"
+    ends: set[int]
 
-    def write(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
+    def write(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
         """Writes the texts that these tokens make; False where that was interrupted."""
-        live = len(self._given) == 1 and not self._options.json and self._options.out is None
+        live = len(self.asked) == 1 and not self.options.json and self.options.out is None
         try:
             if live:
                 self._print_live(tokens(self.prompts))
-            elif self._options.out is None:
+            elif self.options.out is None:
                 self._print_lines(tokens(self.prompts))
             else:
                 self._keep_lines(tokens, settings())
         except KeyboardInterrupt:
             goes_on = "; texts that were finished are kept, and the same command goes on with the others"
-            print_note(f"{'' if not live else chr(10)}loopscope: interrupted{goes_on if self._options.out else ''}.")
+            print_note(f"{'' if not live else chr(10)}loopscope: interrupted{goes_on if self.options.out else ''}.")
             return False
         return True
 
     def _print_live(self, tokens: Iterator["Token"]) -> None:
         """A text that may end at a string is shown as far as that cannot have begun."""
-        from loopscope.models.tokenizer import Detokenizer
-
-        text, shown, printed = Detokenizer(self._tokenizer), visible if sys.stdout.isatty() else str, 0
+        text, shown, printed = Detokenizer(self.tokenizer), visible if sys.stdout.isatty() else str, 0
         for token in tokens:
             new = text.add(token.token)
-            if self._options.stop:
-                sure = self._texts.sure(token.key)
+            if self.options.stop:
+                sure = self.texts.sure(token.key)
                 new, printed = sure[printed:], max(printed, len(sure))
-            print(shown(new), end=f"[{token.loops}]" if self._options.show_loops else "", flush=True)
-        print(shown(self._texts.text(0, self._ends)[printed:] if self._options.stop else text.rest()))
+            print(shown(new), end=f"[{token.loops}]" if self.options.show_loops else "", flush=True)
+        print(shown(self.texts.text(0, self.ends)[printed:] if self.options.stop else text.rest()))
 
     def _print_lines(self, tokens: Iterator["Token"]) -> None:
         """A line for every prompt that is finished, in their order."""
@@ -349,18 +309,16 @@ class _Output:
             for _, line in sorted(finished.items()):
                 _print_line(line)
 
-    def _keep_lines(self, tokens: Callable[[list["Prompt"]], Iterator["Token"]], settings: object) -> None:
-        with text_journal(self._options.out, settings, len(self._given)) as journal:
+    def _keep_lines(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: object) -> None:
+        with text_journal(self.options.out, settings, len(self.asked)) as journal:
             if journal.lines:
-                print_note(f"{len(journal.lines):,} of {len(self._given):,} texts were finished before; going on.")
+                print_note(f"{len(journal.lines):,} of {len(self.asked):,} texts were finished before; going on.")
             self.prompts = [prompt for prompt in self.prompts if prompt.key not in journal.lines]
             for number, line in self._lines(tokens(self.prompts)) if self.prompts else ():
                 journal.add(number, line)
 
     def _lines(self, tokens: Iterator["Token"]) -> Iterator[tuple[int, dict[str, Any]]]:
         """The numbers of prompts as they are finished, and what is written of them."""
-        from loopscope.models.tokenizer import decode
-
         generated: dict[int, list[Token]] = {}
         for token in tokens:
             generated.setdefault(token.key, []).append(token)
@@ -368,20 +326,14 @@ class _Output:
                 continue
             own, number = generated.pop(token.key), token.key
             written = [each.token for each in own]
-            line = {
-                "number": number + 1,
-                "prompt": self._given[number].prompt,
-                "text": self._texts.text(number, self._ends)
-                if self._options.stop
-                else decode(self._tokenizer, written),
-                "tokens": written,
-                "loops": [each.loops for each in own],
-                "finish_reason": token.finish_reason,
-            }
-            if self._options.lossless:
+            stopped = self.texts.text(number, self.ends) if self.options.stop else None
+            text = decode(self.tokenizer, written) if stopped is None else stopped
+            line = {"number": number + 1, "prompt": self.asked[number].prompt, "text": text, "tokens": written}
+            line |= {"loops": [each.loops for each in own], "finish_reason": token.finish_reason}
+            if self.options.lossless:
                 stood = sum(each.accepted for each in own)
                 line |= {"drafted": stood + sum(each.taken_back for each in own), "accepted": stood}
-            self._texts.forget(number)
+            self.texts.forget(number)
             yield number, line
 
 

@@ -1,69 +1,172 @@
-"""Is what the arguments name there, and is it what is meant? Said before PyTorch or lm_eval is imported."""
+"""What do the arguments name? Models, runs, readouts, gates and policies, found and checked without PyTorch."""
 
-import argparse
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from loopscope.errors import UserError, did_you_mean
-from loopscope.reading import is_file, is_folder, require_file
+from loopscope.cli.options import option
+from loopscope.cli.output import print_note
+from loopscope.cli.parser import Parser
+from loopscope.errors import UserError, did_you_mean, reason
+from loopscope.exits.exit_state import ExitState
+from loopscope.exits.fitted import Fitted, load_fitted
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.readouts import READOUTS, Readout, check_threshold, find_readout, no_readout, register_readout
+from loopscope.exits.risk_target import AUTO
+from loopscope.exits.scope import Scope
+from loopscope.exits.signals import FITTED_GATE, STOPPER
+from loopscope.model_identity import same_model
+from loopscope.models.configuration import CONFIG, WEIGHTS, is_of_task, require_config
+from loopscope.models.hub import find_checkpoint
+from loopscope.models.run_hashes import check_hashes, known_sha256
+from loopscope.models.tokenizer import require_tokenizer
+from loopscope.reading import is_file, is_folder
 from loopscope.recording_places import holds_recordings, run_of_recordings
+from loopscope.training.settings import RunSettings, read_run_settings
+from loopscope.trajectory import Trajectory
 
-AUTO = "auto"
-
-
-def check_texts(paths: Iterable[Path]) -> None:
-    for path in paths:
-        require_file(path, "text file")
+POLICIES = "policy file of one of the runs; its hash says which (repeatable)"
 
 
-def check_readouts(options: argparse.Namespace, *names: str, oracle: bool = False, auto: bool = False) -> None:
-    """Those of --readout, and these; whether the verb takes the oracle, and `auto`."""
-    given = getattr(options, "readout", None) or ()
-    if not given and not names:
-        return
-    from loopscope.exits.readouts import READOUTS, find_readout, no_readout
+def add_custom_readouts(parser: Parser) -> None:
+    text = "add a readout of your own, which a module defines (repeatable)"
+    option(parser, "--with-readout MODULE:NAME", text, action="append", type=_custom_readout)
 
-    for name in (*names, *((given,) if isinstance(given, str) else given)):
-        if "," in name:
-            raise UserError(f"'{name}' is not one readout; give one at a time, and --readout again for the next.")
-        if (auto and name == AUTO) or find_readout(name) is not None:
-            continue
+
+def readout_name(given: str) -> str:
+    """The name of a readout; one that is written as MODULE:NAME is imported, because the user typed it."""
+    return given if given.startswith((FITTED_GATE, STOPPER)) or ":" not in given else _custom_readout(given)
+
+
+def _custom_readout(given: str) -> str:
+    """Registers what is written as MODULE:NAME; a file that names a readout never imports anything."""
+    module, _, attribute = given.partition(":")
+    here = sys.path[:]
+    sys.path.insert(0, "")  # as `python -m` does: the module may lie in the current folder
+    try:
+        found = getattr(import_module(module), attribute, None) if attribute else None
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            why = f"There is no module '{module}' for the readout '{given}'; it must be in the current folder, in "
+            why += "PYTHONPATH, or installed."
+        else:
+            why = f"The module of the readout '{given}' cannot be imported: {reason(error)}."
+        raise UserError(why) from error
+    finally:
+        sys.path[:] = here
+    if not isinstance(found, Readout):
+        raise UserError(f"'{given}' is none: it takes MODULE:NAME, where NAME must be a loopscope.Readout.")
+    return register_readout(found).name
+
+
+def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> None:
+    """Rejects names of no readout; `oracle`, `auto`: whether the verb takes these."""
+    for name in names:
         known = [AUTO] * auto + [each for each, kind in READOUTS.items() if oracle or kind != "oracle"]
-        if name in READOUTS and name not in known:
+        if name in known or find_readout(name) is not None:
+            continue
+        others = f"choose one of {', '.join(known)}"
+        labels = UserError(f"The oracle needs the labels, so only `loopscope evaluate` takes it; {others}.")
+        raise labels if name == "oracle" else no_readout(name, known)
+
+
+def policy_by_hand(readout: str, threshold: float | None, gate: Fitted | None = None) -> ExitPolicy:
+    """A readout with a threshold that some value of its signal can meet."""
+    policy = ExitPolicy(readout, threshold, gate)
+    check_threshold(readout, threshold or 0)
+    return policy
+
+
+def load_policy(path: Path, any_model: bool) -> ExitPolicy:
+    policy = ExitPolicy.load(path)
+    return policy.for_any_model() if any_model else policy
+
+
+def policies_by_model(
+    paths: Sequence[Path], models: Sequence[str | None], any_model: bool = False
+) -> list[list[ExitPolicy]]:
+    """For each of these models (None: unknown) its own policies; one that names no model is everybody's."""
+    loaded = [load_policy(path, any_model) for path in paths]
+    for path, policy in zip(paths, loaded, strict=True):
+        known = policy.model is None or None in models
+        if not known and not any(same_model(policy.model, model) for model in models):
             raise UserError(
-                f"The {name} needs the labels, so only `loopscope evaluate` takes it; choose one of {', '.join(known)}."
+                f"{path} was calibrated for another model than these; add that run, or use it without its "
+                "promise (--any-model)."
             )
-        if name not in known:
-            raise no_readout(name, known)
+    return [
+        [policy for policy in loaded if None in (policy.model, model) or same_model(policy.model, model)]
+        for model in models
+    ]
 
 
-def check_run(run: Path) -> None:
-    """A run that is finished, whose model can be loaded."""
-    from loopscope.models.configuration import WEIGHTS
-    from loopscope.training.settings import read_run_settings
+def check_runnable(policy: ExitPolicy, num_loops: int, here: Scope, weights: str | None = None) -> None:
+    """Rejects a rule that no model of this depth runs with, before it is loaded; without a hash, weights are compared
+    when it is.
+    """
+    policy.check(weights, num_loops, here)
+    ExitState(policy, num_loops)
 
+
+def check_runs_on(policy: ExitPolicy, run: Path) -> None:
+    """Rejects a rule that the finished run in a folder cannot be run with."""
+    check_runnable(policy, read_run_settings(run).num_loops, Scope(unit="answers"), run_weights(run))
+
+
+def run_weights(run: Path) -> str:
+    """The hash that tells the model of a finished run from any other, as its file says, without PyTorch."""
+    check_hashes(run)
+    return known_sha256(run.resolve() / WEIGHTS)
+
+
+def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[str]:
+    """What is to be said, once work begins, of a policy that names no model: its promise is for the one it had."""
+    if path is None or policy is None or policy.model is not None or policy.guarantee is None:
+        return []
+    return [f"{path} does not say which model it was calibrated for; its promise is for that one alone."]
+
+
+def note_unknown_model(*models: str | None) -> None:
+    """Says that what is used together may be of several models, where not all name their weights."""
+    if None in models:
+        print_note(
+            f"{'Not all of these say' if set(models) != {None} else 'These do not say'} which model they are of; make "
+            "sure that it is the same (provenance={'weights_sha256': ...} ties them together: docs/recordings.md)."
+        )
+
+
+def load_gates(folders: Sequence[Path], calibration: Trajectory) -> dict[str, Fitted]:
+    """Fitted gates and stoppers by the names of their folders; their thresholds are chosen on `calibration`."""
+    gates: dict[str, Fitted] = {}
+    for folder in folders:
+        name = folder.absolute().name
+        if name in gates:
+            raise UserError(f"Two of the gates are named '{name}'; give their folders different names.")
+        gates[name] = load_fitted(folder)
+        gates[name].check_calibration(calibration)
+    return gates
+
+
+def finished_run(run: Path) -> RunSettings:
+    """The settings of a run that is finished, whose model can be loaded."""
     _check_no_recordings(run)
-    read_run_settings(run)
+    settings = read_run_settings(run)
     if not (run / WEIGHTS).is_file():
         raise UserError(f"The run in {run} is not finished: it has no {WEIGHTS}; continue it with `loopscope train`.")
+    return settings
 
 
 def _check_no_recordings(folder: Path) -> None:
-    """Refuses a folder of recordings where their model is needed."""
-    from loopscope.models.configuration import CONFIG
-
+    """Rejects a folder of recordings where their model is needed."""
     if not is_file(folder / CONFIG) and holds_recordings(folder):
         known = run_of_recordings(folder)
         which = f"the run: {known}" if is_file(known / CONFIG) else "the folder of the run that they are of"
         raise UserError(f"{folder} holds recordings, and this needs the model; give {which}.")
 
 
-def find_model(source: str, text: bool = False) -> Path:
+def find_model(source: str | Path, text: bool = False) -> Path:
     """The folder of a checkpoint, fetched from the Hub if need be; `text`: with a tokenizer."""
-    from loopscope.models.configuration import is_of_task, require_config
-    from loopscope.models.hub import find_checkpoint
-    from loopscope.models.tokenizer import require_tokenizer
-
     folder = find_checkpoint(source)
     _check_no_recordings(folder)
     require_config(folder)
@@ -84,12 +187,8 @@ def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
     for place in (*named, Path(name), *(home / name for home in homes)):
         if is_folder(place):
             return place
-    beside = {each.name for home in homes for each in _folders(home)}
+    beside = {each.name for home in homes if is_folder(home) for each in home.iterdir() if each.is_dir()}
     raise UserError(
         f"There is no run '{name}'{did_you_mean(name, beside)}; give the folder of one, or the name of one of these "
         "runs or of one beside them."
     )
-
-
-def _folders(place: Path) -> list[Path]:
-    return [each for each in place.iterdir() if each.is_dir()] if is_folder(place) else []

@@ -10,81 +10,50 @@ are dropped. With all layers and no damping, loop 1 is the original model. Nothi
 """
 
 import argparse
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import loopscope as ls
 from loopscope.cli.inputs import find_model
-from loopscope.cli.options import add_shared, add_verb, check_new, count, whole
-from loopscope.cli.output import print_json, print_text
-from loopscope.errors import UserError
-from loopscope.reading import is_file
+from loopscope.cli.options import add_shared, count, new_path, number_range, option, whole
+from loopscope.cli.output import print_text, show
+from loopscope.cli.parser import add_verb
 
 if TYPE_CHECKING:
-    from loopscope.models import LoopedCheckpoint
+    from loopscope.models.looping import LoopedCheckpoint
 
 
 def define(subparsers: Any) -> None:
-    parser = add_verb(subparsers, "loop", __doc__, _execute)
-    parser.add_argument("checkpoint", help="a folder, a name on the Hub, or a GGUF file")
-    parser.add_argument(
-        "--prelude", type=whole, required=True, metavar="A", help="number of first layers, which run once"
-    )
-    parser.add_argument(
-        "--core", type=count, required=True, metavar="B", help="number of layers after them, which are looped"
-    )
-    parser.add_argument("--loops", type=count, required=True, metavar="T", help="number of loops at full depth")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the looped checkpoint")
-    parser.add_argument(
-        "--drop",
-        type=_layers,
-        action="append",
-        default=[],
-        metavar="N-M",
-        help="leave these layers out, such as 12 or 12-15 (repeatable)",
-    )
-    parser.add_argument(
-        "--damping", type=float, default=1.0, metavar="X", help="a loop gives h + X (core(h) - h) (default: 1)"
-    )
-    parser.add_argument("--injection", action="store_true", help="add a map of the prelude's output before every loop")
-    parser.add_argument(
-        "--gate", choices=("none", "linear"), default="none", help="gate to add, untrained (default: none)"
-    )
+    parser = add_verb(subparsers, "loop", __doc__, execute)
+    option(parser, "checkpoint", "a folder, a name on the Hub, or a GGUF file")
+    option(parser, "--prelude A", "number of first layers, which run once", type=whole, required=True)
+    option(parser, "--core B", "number of layers after them, which are looped", type=count, required=True)
+    option(parser, "--loops T", "number of loops at full depth", type=count, required=True)
+    option(parser, "--out DIR", "folder of the looped checkpoint", type=new_path, required=True)
+    dropped = "leave these layers out, such as 12 or 12-15 (repeatable)"
+    option(parser, "--drop N-M", dropped, type=number_range, action="append")
+    option(parser, "--damping X", "a loop gives h + X (core(h) - h)", default=1.0)
+    option(parser, "--injection", "add a map of the prelude's output before every loop")
+    option(parser, "--gate", "gate to add, untrained", choices=("none", "linear"), default="none")
     add_shared(parser, "--json")
 
 
-def _layers(text: str) -> range:
-    found = re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", text)
-    if found is None or int(found[2] or found[1]) < int(found[1]):
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a layer such as 12 nor a range such as 12-15")
-    return range(int(found[1]), int(found[2] or found[1]) + 1)
-
-
-def _execute(options: argparse.Namespace) -> None:
-    check_new(options.out)
+def execute(options: argparse.Namespace) -> None:
     path = Path(options.checkpoint)
-    if is_file(path) and path.suffix != ".gguf":
-        raise UserError(f"{path} is a file; give the folder of a checkpoint, its name on the Hub, or a GGUF file.")
-    if not is_file(path) and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
+    if path.suffix != ".gguf" and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
         find_model(options.checkpoint)
-    from loopscope.models import loop
-
-    made = loop(
+    made = ls.loop(
         options.checkpoint,
         options.out,
         options.prelude,
         options.core,
         options.loops,
-        drop=[number for layers in options.drop for number in layers],
+        drop=[layer for layers in options.drop for layer in layers],
         damping=options.damping,
         injection=options.injection,
         gate=options.gate,
     )
-    if options.json:
-        print_json(made)
-    else:
-        for line in _lines(made):
-            print_text(line)
+    show(made, options.json, lambda: print_text("\n".join(_lines(made))))
 
 
 def _lines(made: "LoopedCheckpoint") -> list[str]:

@@ -9,11 +9,17 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from loopscope.errors import brief, visible
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from loopscope.config import to_json
+from loopscope.errors import visible
 from loopscope.progress import ProgressCallback, silent, track
 
 if TYPE_CHECKING:
@@ -21,11 +27,12 @@ if TYPE_CHECKING:
     from loopscope.training import RunResult
 
 
-_BETWEEN = 2
-_NARROWEST = 20
-"""What a name must have, however wide the rest is."""
-_WIDEST = 44
-"""What is longer breaks its lines."""
+_GAP = 2
+"""Characters between two columns."""
+_MIN_NAME = 20
+"""Characters that a name must have, however wide the rest is."""
+_MAX_CELL = 44
+"""Characters; a longer cell breaks its lines."""
 _NUMBER = re.compile(r"\[?[+-]?\d|[≤≥] |(N/A|none|no verdict|no gate|-|)$")
 """How the cells of a column of numbers begin, or what they are where there is no number."""
 _TERMS = {
@@ -53,15 +60,16 @@ def print_note(text: str) -> None:
     print(visible(text), file=sys.stderr)
 
 
-def print_error(text: str) -> None:
-    """One sentence."""
-    print(f"loopscope: {brief(text)}", file=sys.stderr)
-
-
 def print_json(value: object) -> None:
-    from loopscope.config import to_json
-
     print(visible(to_json(value).decode()), end="")
+
+
+def show(value: object, as_json: bool, print_words: Callable[[], None]) -> None:
+    """Prints a result as JSON, or in words and tables."""
+    if as_json:
+        print_json(value)
+    else:
+        print_words()
 
 
 @contextmanager
@@ -94,11 +102,6 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
 
     Below it stands what its words mean that no option explains.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     width = _width()
     console = Console(width=width)
     columns, rows = [visible(each) for each in columns], [[visible(cell) for cell in row] for row in rows]
@@ -108,13 +111,13 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for index, header in part.items():
             cells = [row[index] for row in rows]
-            breaks = index < keys or max(map(len, cells), default=0) > _WIDEST
+            breaks = index < keys or max(map(len, cells), default=0) > _MAX_CELL
             table.add_column(
                 Text(header),
                 justify="right" if index and all(map(_NUMBER.match, cells)) else "left",
                 no_wrap=not breaks,
                 overflow="fold",  # a name that is cut is nobody's
-                min_width=min(_longest_word(cells), _WIDEST) if index < keys else None,
+                min_width=min(_longest_word(cells), _MAX_CELL) if index < keys else None,
             )
         for row in rows:
             table.add_row(*(Text(row[index]) for index in part))  # a name may look like markup
@@ -131,20 +134,20 @@ def _fitting(columns: list[str], rows: list[list[str]], keys: int, width: int) -
     Of the cells only names and texts break their lines, where they must.
     """
     cells = [[row[index] for row in rows] for index in range(len(columns))]
-    widest = [min(max(map(len, each), default=0), _WIDEST) for each in cells]
+    widest = [min(max(map(len, each), default=0), _MAX_CELL) for each in cells]
     names = [
-        max(min(max(wide, len(column)), _NARROWEST), min(_longest_word([column, *each]), _WIDEST))
+        max(min(max(wide, len(column)), _MIN_NAME), min(_longest_word([column, *each]), _MAX_CELL))
         for column, wide, each in zip(columns[:keys], widest, cells, strict=False)
     ]
-    room = width - sum(names) - _BETWEEN * (keys - 1)
-    whole = [max(wide, len(column)) + _BETWEEN for column, wide in zip(columns, widest, strict=True)]
+    room = width - sum(names) - _GAP * (keys - 1)
+    whole = [max(wide, len(column)) + _GAP for column, wide in zip(columns, widest, strict=True)]
     if sum(whole[keys:]) <= room:
         return [dict(enumerate(columns))]
     broken = [max(wide, _longest_word([column])) for column, wide in zip(columns, widest, strict=True)]
     headers = [textwrap.fill(column, max(1, wide)) for column, wide in zip(columns, broken, strict=True)]
     parts: list[list[int]] = [[]]
     for index in range(keys, len(columns)):
-        if parts[-1] and sum(broken[each] + _BETWEEN for each in (*parts[-1], index)) > room:
+        if parts[-1] and sum(broken[each] + _GAP for each in (*parts[-1], index)) > room:
             parts.append([])
         parts[-1].append(index)
     first = dict(enumerate(columns[:keys]))
@@ -172,16 +175,6 @@ def print_trained(result: "RunResult", title: str, as_json: bool) -> None:
         print_json({"run": str(result.folder), "resumed_from": result.resumed_from, **final})
     else:
         print_by_loop(title, {}, {name: final[f"validation_{name}"] for name in ("loss", "accuracy")}, as_json)
-
-
-def print_measured(
-    result: Any, title: str, columns: list[str], rows: list[list[str]], as_json: bool, keys: int = 1
-) -> None:
-    """What a benchmark measured, and on which machine."""
-    if as_json:
-        print_json(result)
-    else:
-        print_table(f"{title} {machine_line(result.machine)}", columns, rows, keys)
 
 
 def machine_line(machine: "Machine") -> str:

@@ -16,16 +16,18 @@ A killed or interrupted run continues with the same command and ends bit-identic
 
 import argparse
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of, working
-from loopscope.cli.inputs import check_texts, find_model
-from loopscope.cli.options import COMPUTE, add_shared, add_verb, check_folder
+from loopscope.cli.compute import device_of, with_workers, working
+from loopscope.cli.inputs import find_model
+from loopscope.cli.options import COMPUTE, add_shared, option, out_folder, text_file
 from loopscope.cli.output import print_trained
-from loopscope.cli.workers import with_workers
-from loopscope.errors import UserError
-from loopscope.reading import require_file
+from loopscope.cli.parser import add_verb
+from loopscope.progress import clock, silent
+from loopscope.training.run_place import check_run_place
+from loopscope.training.text_settings import read_continue_settings, read_pretrain_settings
 
 if TYPE_CHECKING:
     from loopscope.training.parallel import Workers
@@ -33,53 +35,31 @@ if TYPE_CHECKING:
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "pretrain", __doc__, execute, resumes=True)
-    parser.add_argument("settings", type=Path, help="a TOML file with the settings")
-    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="text files to train on")
-    parser.add_argument(
-        "--validation",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="text files with other documents, to validate on",
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the run, which becomes a checkpoint"
-    )
-    parser.add_argument(
-        "--start", type=Path, metavar="CHECKPOINT", help="train this checkpoint further, in place of a new one"
-    )
-    parser.add_argument(
-        "--teacher", type=Path, metavar="CHECKPOINT", help="checkpoint to follow, with targets = 'teacher'"
-    )
-    add_shared(parser, "--set", "--force", *COMPUTE)
+    texts = {"type": text_file, "nargs": "+", "required": True}
+    option(parser, "settings", "a TOML file with the settings", type=partial(text_file, what="TOML file"))
+    option(parser, "--text FILE", "text files to train on", **texts)
+    option(parser, "--validation FILE", "text files with other documents, to validate on", **texts)
+    option(parser, "--out DIR", "folder of the run, which becomes a checkpoint", type=out_folder, required=True)
+    option(parser, "--start CHECKPOINT", "train this checkpoint further, in place of a new one", type=Path)
+    option(parser, "--teacher CHECKPOINT", "checkpoint to follow, with targets = 'teacher'", type=Path)
+    parser.needs(teacher="start")
+    add_shared(parser, "--set A.B=C", "--force", *COMPUTE)
 
 
 def execute(options: argparse.Namespace) -> None:
-    if options.teacher is not None and options.start is None:
-        raise UserError("--teacher is for a checkpoint that is trained further; give it with --start.")
-    check_folder(options.out)
-    require_file(options.settings, "TOML file")
-    check_texts((*options.text, *options.validation))
-    for checkpoint in (options.start, options.teacher):
-        if checkpoint is not None:
-            find_model(checkpoint)
-    from loopscope.training.run_place import check_run_place
-
+    for checkpoint in filter(None, (options.start, options.teacher)):
+        find_model(checkpoint)
     check_run_place(options.out)
     _read_settings(options)
     with_workers(options, _pretrain)
 
 
 def _read_settings(options: argparse.Namespace) -> Any:
-    from loopscope.training.text_settings import read_continue_settings, read_pretrain_settings
-
     read = read_pretrain_settings if options.start is None else read_continue_settings
     return read(options.settings, options.set)
 
 
 def _pretrain(options: argparse.Namespace, workers: "Workers") -> None:
-    from loopscope.progress import clock, silent
     from loopscope.training.continued_run import ContinuedRun
     from loopscope.training.estimate import time_for
     from loopscope.training.language_run import LanguageRun, TextRun
@@ -90,12 +70,11 @@ def _pretrain(options: argparse.Namespace, workers: "Workers") -> None:
     texts = tuple(options.text), tuple(options.validation)
     with workers.together():
         run: TextRun
-        device = device_of(options)
+        device, settings = device_of(options), _read_settings(options)
         if options.start is not None:
-            run = ContinuedRun(_read_settings(options), *texts, options.out, options.start, options.teacher)
+            run = ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
             flops, width = run.flops, run.width
         else:
-            settings = _read_settings(options)
             run = LanguageRun(settings, *texts, options.out)
             flops, width = settings.flops, settings.model.hidden_size
         left = run.settings.training.steps - steps_done(options.out)

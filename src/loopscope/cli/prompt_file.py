@@ -1,36 +1,55 @@
 """Which texts are to be continued, and how? A file of prompts: one per line, or .jsonl, where each may have a rule."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from loopscope.cli.policies import load_policy
+import msgspec
+
+from loopscope.cli.inputs import load_policy, policy_by_hand
+from loopscope.config import Loops
 from loopscope.errors import UserError
-from loopscope.reading import read_text
+from loopscope.exits.policy import ExitPolicy
+from loopscope.reading import DEEPEST, json_depth, read_text
 
-if TYPE_CHECKING:
-    from loopscope.exits import ExitPolicy
+T = TypeVar("T")
+Some = msgspec.Meta(min_length=1)
 
 
-class Rule(NamedTuple):
+_NO_PROMPT = 'is neither {"prompt": "..."} nor {"messages": [{"role": "...", "content": "..."}, ...]}; correct it'
+_NO_RULE = 'has a rule of its own that is none: give "loops", or "readout" with "threshold", or "policy" with a file'
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _Line(msgspec.Struct):
+    """What a line of a .jsonl file says of a text: its prompt, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: Annotated[list[_Message], Some] | None = None
+
+
+class Rule(msgspec.Struct, frozen=True):
     """What a prompt has to say of its exits: a policy's file, a readout with its threshold, or a depth."""
 
-    policy: Path | None = None
+    policy: Annotated[str, msgspec.Meta(pattern=r"^[^\0]+$")] | None = None
     readout: str | None = None
     threshold: float | None = None
-    loops: int | None = None
+    loops: Loops | None = None
 
-    def exit_policy(self, any_model: bool) -> "ExitPolicy | None":
-        from loopscope.exits import ExitPolicy
-        from loopscope.exits.readouts import check_threshold
+    def __post_init__(self) -> None:
+        rules = sum(given is not None for given in (self.policy, self.readout, self.loops))
+        if rules > 1 or (self.readout is None) != (self.threshold is None):
+            raise ValueError("a prompt has one rule, and a readout has a threshold")
 
+    def exit_policy(self, any_model: bool) -> ExitPolicy | None:
         if self.policy is not None:
-            return load_policy(self.policy, any_model)
+            return load_policy(Path(self.policy), any_model)
         if self.readout is not None:
-            policy = ExitPolicy(self.readout, self.threshold)
-            check_threshold(self.readout, self.threshold or 0)
-            return policy
+            return policy_by_hand(self.readout, self.threshold)
         return None if self.loops is None else ExitPolicy("fixed", self.loops)
 
 
@@ -43,56 +62,30 @@ def read_prompts(path: Path) -> Iterator[GivenPrompt]:
     for number, line in enumerate(read_text(path, "file with a prompt a line").split("\n"), start=1):
         if not line.strip():
             continue
-        entry = {"prompt": line} if path.suffix != ".jsonl" else _parsed(line)
-        prompt = None if entry is None else _prompt_of(entry)
-        if entry is None or prompt is None:
-            raise UserError(
-                f'{path}, line {number} is neither {{"prompt": "..."}} nor {{"messages": [{{"role": "...", "content": '
-                '"..."}, ...]}; correct it.'
-            )
-        rule = _rule_of(entry, path.parent)
-        if rule is None:
-            raise UserError(
-                f'{path}, line {number} has a rule of its own that is none: give "loops": 2, or "readout": "..." with '
-                '"threshold": 0.5, or "policy": "FILE".'
-            )
+        if path.suffix != ".jsonl":
+            yield GivenPrompt(line)
+            continue
+        entry = _parsed(line)
+        text, rule = _converted(entry, _Line), _converted(entry, Rule)
+        prompt = None if text is None else text.prompt if text.messages is None else entry["messages"]
+        if prompt is None or rule is None:
+            raise UserError(f"{path}, line {number} {_NO_PROMPT if prompt is None else _NO_RULE}.")
+        if rule.policy is not None:
+            rule = msgspec.structs.replace(rule, policy=str(path.parent / rule.policy))
         yield GivenPrompt(prompt, rule)
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parsed(line: str) -> Any:
+    """What a line of JSON holds; None where it is none."""
     try:
-        entry = json.loads(line)
-        json.dumps(entry, allow_nan=False)  # NaN and numbers without end are Python's, not JSON's
-    except (ValueError, RecursionError):
+        data = line.encode()
+        return None if json_depth(data) > DEEPEST else msgspec.json.decode(data)
+    except (ValueError, msgspec.MsgspecError):
         return None
-    return entry if isinstance(entry, dict) else None
 
 
-def _prompt_of(entry: dict[str, Any]) -> str | list[dict[str, str]] | None:
-    """The text of a prompt, or the messages of a chat; None where it is neither."""
-    messages, prompt = entry.get("messages"), entry.get("prompt")
-    if "messages" not in entry:
-        return prompt if isinstance(prompt, str) else None
-    well_formed = isinstance(messages, list) and all(
-        isinstance(each, dict) and all(isinstance(each.get(name), str) for name in ("role", "content"))
-        for each in messages
-    )
-    return messages if well_formed and messages else None
-
-
-def _rule_of(entry: dict[str, Any], folder: Path) -> Rule | None:
-    """The rule of a prompt; None where it is none."""
-    given = [name for name in ("policy", "readout", "loops") if name in entry]
-    if len(given) > 1 or ("readout" in entry) != ("threshold" in entry):
+def _converted(entry: Any, kind: type[T]) -> T | None:
+    try:
+        return msgspec.convert(entry, kind)
+    except msgspec.ValidationError:
         return None
-    loops: Any = entry.get("loops")
-    threshold: Any = entry.get("threshold")
-    if given == ["policy"]:
-        named = isinstance(entry["policy"], str) and entry["policy"] and "\0" not in entry["policy"]
-        return Rule(policy=folder / entry["policy"]) if named else None
-    if given == ["readout"]:
-        number = type(threshold) in (int, float) and abs(threshold) < 2**63
-        return Rule(readout=entry["readout"], threshold=threshold) if type(entry["readout"]) is str and number else None
-    if given == ["loops"]:
-        return Rule(loops=loops) if type(loops) is int and 1 <= loops < 2**63 else None
-    return Rule()

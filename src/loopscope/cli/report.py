@@ -11,47 +11,43 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.inputs import find_run
+from loopscope.cli.inputs import POLICIES, add_custom_readouts, find_run, load_policy, policies_by_model
 from loopscope.cli.options import (
-    AT,
     RECORDED,
-    REFERENCE,
+    add_report_options,
     add_shared,
-    add_verb,
-    check_folder,
+    option,
     option_words,
+    out_folder,
     target_accuracies,
 )
 from loopscope.cli.output import watched
-from loopscope.cli.policies import POLICIES, check_any_model, load_policy, policies_by_model
-from loopscope.cli.report_output import check_open, check_products, check_report_out, show_products, write_and_show
-from loopscope.errors import UserError
-from loopscope.recording_places import find_recordings, recorded_name, run_of_recordings
+from loopscope.cli.parser import add_verb
+from loopscope.recording_places import find_recordings, recorded_name
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "report", __doc__, execute)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"{RECORDED}; or several of them")
-    parser.add_argument("--reference", metavar="RUN", help=REFERENCE)
-    parser.add_argument("--policy", action="append", type=Path, default=[], metavar="FILE", help=POLICIES)
+    option(parser, "runs", f"{RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
+    add_shared(parser, "--reference RUN")
+    option(parser, "--policy FILE", POLICIES, action="append")
     add_shared(parser, "--any-model")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
-    parser.add_argument("--at", action="append", type=float, metavar="X", help=f"{AT}; repeatable")
-    add_shared(parser, "--unseen", "--with-readout", "--json", "--product", "--style", "--open")
+    option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
+    add_shared(parser, "--at X", action="append")
+    add_shared(parser, "--unseen", "--json")
+    add_custom_readouts(parser)
+    add_report_options(parser)
 
 
 def execute(options: argparse.Namespace) -> None:
-    targets = target_accuracies(options.at or [])
-    check_any_model(options)
-    check_open(options)
-    check_folder(options.out)
+    targets = target_accuracies(options.at)
     runs, reference = _runs(options)
     for path in options.policy:
         load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
-    check_products(options.product or ())
-    if not options.product:
-        check_report_out(options.out)
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
+    from loopscope.cli.report_output import check_report, show_products, write_and_show
+
+    check_report(options.product, options.out)
 
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
@@ -62,26 +58,19 @@ def execute(options: argparse.Namespace) -> None:
     if options.product:
         show_products(results, options.product, options.out, options.json, options.style)
         return
-    given = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
-    given |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
-    given |= {"out": options.out, "style": None if options.style == "page" else options.style}
-    command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(given)])
+    words = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
+    words |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
+    words |= {"out": options.out, "style": None if options.style == "page" else options.style}
+    command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(words)])
     write_and_show(results, details, options, options.out, ("overview",), (command, command))
 
 
 def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
     """The runs that are shown, and the name of the reference, which is one of them."""
     runs = [find_recordings(run) for run in options.runs]
-    known = [(recorded_name(run), run.resolve()) for run in runs]
-    for run, given, place in zip(runs, options.runs, known, strict=True):
-        if known.count(place) > 1:
-            raise UserError(
-                f"{given} and another of the runs are the same one ({run_of_recordings(run)}); give it once."
-            )
     if options.reference is None:
         return runs, None
     measure = find_recordings(find_run(options.reference, options.runs))
-    name = recorded_name(measure)
-    if (name, measure.resolve()) not in known:
+    if (recorded_name(measure), measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
         runs.insert(0, measure)
-    return runs, name
+    return runs, recorded_name(measure)

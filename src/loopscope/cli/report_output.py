@@ -1,55 +1,40 @@
-"""What do `report` and `study` write and print? A folder with a page, or some of its products by name."""
+"""What do `report` and `study` write and print? A folder with a page, or some of its products by name.
+
+Imported late: figures take altair, and statistics SciPy.
+"""
 
 import argparse
+import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from loopscope.analysis.schema import ModelResult, Results
+from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
-from loopscope.errors import UserError, did_you_mean
+from loopscope.errors import UserError
 
-if TYPE_CHECKING:
-    from loopscope.analysis.schema import ModelResult, Results
-    from loopscope.analysis.threshold_details import ThresholdDetails
+try:
+    from loopscope.report.charts import write_figure
+    from loopscope.report.tables import of_sequences
+    from loopscope.report.write import check_report_place, reported_models, write_report
+    from loopscope.reproduction.markers import markers
+    from loopscope.reproduction.products import PRODUCTS
+except ImportError as error:
+    raise UserError(f"The report needs {error.name}; install it with: pip install 'loopscope[report]'.") from None
 
 _HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
 
 
-def check_products(names: Sequence[str]) -> None:
-    """Says before anything is computed whether these products can be made."""
-    try:
-        from loopscope.reproduction.products import PRODUCTS
-    except ImportError as error:
-        raise UserError(f"The report needs {error.name}; install it with: pip install 'loopscope[report]'.") from None
-    known = (*PRODUCTS.groups, *PRODUCTS.recipes)
-    for name in names:
-        if name not in known:
-            groups = ", ".join(PRODUCTS.groups)
-            raise UserError(
-                f"There is no product '{name}'{did_you_mean(name, known)}; choose a group ({groups}), or one of those "
-                "that docs/paper.md lists."
-            )
+def check_report(names: Sequence[str], folder: Path) -> None:
+    """Rejects names of no product, and without names a folder with the files of something else."""
+    PRODUCTS.names(names)
+    if not names:
+        check_report_place(folder, PRODUCTS.recipes)
 
 
-def check_report_out(folder: Path) -> None:
-    """Refuses to write a report among the files of something else."""
-    from loopscope.report.write import check_report_place
-    from loopscope.reproduction.products import PRODUCTS
-
-    check_report_place(folder, PRODUCTS.recipes)
-
-
-def check_open(options: argparse.Namespace) -> None:
-    if options.open and options.product:
-        raise UserError("--open opens the page, which --product does not write; leave one of them out.")
-
-
-def show_products(results: "Results", names: Sequence[str], folder: Path, as_json: bool, style: str) -> None:
+def show_products(results: Results, names: Sequence[str], folder: Path, as_json: bool, style: str) -> None:
     """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
-    from loopscope.report.charts import write_figure
-    from loopscope.reproduction.products import PRODUCTS
-
     made = {product.name: product for product in PRODUCTS.make(results, names)}
     printed: list[dict[str, object]] = []
     for name in PRODUCTS.names(names):
@@ -72,7 +57,7 @@ def show_products(results: "Results", names: Sequence[str], folder: Path, as_jso
         print_json(printed)
 
 
-def _role(members: "Sequence[ModelResult]") -> str:
+def _role(members: Sequence[ModelResult]) -> str:
     """What is said of a run beside its name: that it is the reference, and which verdicts its other seeds get."""
     first, *others = members
     words = ["the reference"] if first.is_reference else []
@@ -91,8 +76,8 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def write_and_show(
-    results: "Results",
-    details: "Iterable[ThresholdDetails]",
+    results: Results,
+    details: Iterable[ThresholdDetails],
     options: argparse.Namespace,
     folder: Path,
     products: Sequence[str],
@@ -102,13 +87,6 @@ def write_and_show(
 
     `commands` are the one that made it and the one that makes its products again.
     """
-    import webbrowser
-
-    from loopscope.report.tables import of_sequences
-    from loopscope.report.write import reported_models, write_report
-    from loopscope.reproduction.markers import markers
-    from loopscope.reproduction.products import PRODUCTS
-
     made = PRODUCTS.make(results, products)
     earlier, names = reported_models(folder), [model.name for model in results.models]
     if earlier and set(earlier) != set(names):

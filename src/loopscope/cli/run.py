@@ -20,57 +20,59 @@ from functools import partial
 from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from loopscope.cli.devices import announce_device, device_of
-from loopscope.cli.inputs import check_readouts, check_run
-from loopscope.cli.options import READOUTS, add_shared, add_verb, check_new, count
+import loopscope as ls
+from loopscope.cli import inputs
+from loopscope.cli.compute import announce_device, device_of
+from loopscope.cli.options import READOUT_NAMES, add_shared, new_path, option, text_file
 from loopscope.cli.output import percent, print_note
-from loopscope.cli.policies import check_any_model, check_runs_on, load_policy, unnamed_model
+from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
-from loopscope.reading import require_file
+from loopscope.exits.fitted import attach, load_fitted
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.sweep import choose
+from loopscope.recording_places import find_recording
+from loopscope.tasks.task import Examples
+from loopscope.trajectory import Trajectory
+from loopscope.writing import atomic_file
 
-if TYPE_CHECKING:
-    from loopscope.engine import Request
-    from loopscope.exits import ExitPolicy
-    from loopscope.tasks import Examples
-
-    Parse = Callable[[list[str]], Examples]
+Parse = Callable[[list[str]], Examples]
 
 _CHUNK = 1024
 """Lines that are read and parsed at a time."""
-_LONGEST_LINE = 1 << 16
+_MAX_LINE = 1 << 16
 """Characters; a longer one is no example."""
 
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "run", __doc__, execute)
-    parser.add_argument("run", type=Path, help="the folder of a finished run")
-    parser.add_argument("examples", help="a file with one example a line, or - for standard input")
+    add_shared(parser, "run")
+    option(parser, "examples", "a file with one example a line, or - for standard input", type=_examples_file)
     rule = parser.add_mutually_exclusive_group()
-    rule.add_argument(
-        "--readout", default="margin", metavar="NAME", help=f"the exit rule: {READOUTS} (default: margin)"
-    )
-    rule.add_argument("--gate", type=Path, metavar="DIR", help="folder of a fitted gate or stopper, as the exit rule")
-    rule.add_argument("--policy", type=Path, metavar="FILE", help="policy file with the exit rule and its threshold")
-    add_shared(parser, "--any-model", "--with-readout")
-    parser.add_argument(
-        "--threshold", type=float, metavar="X", help="threshold of the exit rule (default: as validation data choose)"
-    )
-    parser.add_argument(
-        "--batch-size", type=count, default=256, metavar="N", help="rows to run at a time (default: 256)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file of the answers (default: standard output)")
-    add_shared(parser, "--device", "--threads")
+    option(rule, "--readout NAME", f"the exit rule: {READOUT_NAMES}", type=inputs.readout_name, default="margin")
+    option(rule, "--gate DIR", "folder of a fitted gate or stopper, as the exit rule")
+    option(rule, "--policy FILE", "policy file with the exit rule and its threshold")
+    add_shared(parser, "--any-model")
+    parser.excludes("policy", "threshold")
+    inputs.add_custom_readouts(parser)
+    option(parser, "--threshold X", "threshold of the exit rule (default: as validation data choose)")
+    option(parser, "--batch-size N", "rows to run at a time", default=256)
+    option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)
+    add_shared(parser, "--device NAME", "--threads N")
+
+
+def _examples_file(text: str) -> str:
+    if text != "-" and not _already_open(Path(text)):
+        text_file(text, "file with one example a line (- is the standard input)")
+    return text
 
 
 def execute(options: argparse.Namespace) -> None:
-    _check(options)
-    from loopscope.training.settings import read_run_settings
-
-    settings = read_run_settings(options.run)
+    settings = inputs.finished_run(options.run)
+    inputs.check_readouts(options.readout)
     policy = _policy(options)
-    check_runs_on(policy, options.run)
+    inputs.check_runs_on(policy, options.run)
     with _lines(options.examples) as lines:
         reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
         if Path(options.examples).is_file():  # whoever writes to a pipe need not have begun
@@ -80,13 +82,12 @@ def execute(options: argparse.Namespace) -> None:
         raise reader.error
 
 
-def _answer(options: argparse.Namespace, policy: "ExitPolicy", reader: "_Reader") -> None:
+def _answer(options: argparse.Namespace, policy: ExitPolicy, reader: "_Reader") -> None:
     """Answers what is read, and says how it went."""
-    from loopscope.engine import in_order, run
-    from loopscope.models import load_model
+    from loopscope.engine.scheduler import in_order, run
 
-    model = load_model(options.run, device_of(options))
-    notes, total, right, loops = unnamed_model(options.policy, policy), 0, 0, 0
+    model = ls.load_model(options.run, device_of(options))
+    notes, total, right, loops = inputs.unnamed_model(options.policy, policy), 0, 0, 0
     with _output(options.out) as out:
         for answer in in_order(run(model, policy, reader.requests(), options.batch_size)):
             announce_device(options)  # now nothing but a line is refused any more
@@ -103,18 +104,6 @@ def _answer(options: argparse.Namespace, policy: "ExitPolicy", reader: "_Reader"
         )
         if policy.guarantee is not None:
             print_note(policy.guarantee.sentence)
-
-
-def _check(options: argparse.Namespace) -> None:
-    source = options.examples
-    if source != "-" and not _already_open(Path(source)):
-        require_file(Path(source), "file with one example a line (- is the standard input)")
-    check_new(options.out)
-    check_any_model(options)
-    if options.policy is not None and options.threshold is not None:
-        raise UserError("A policy file has its own threshold; leave out --threshold.")
-    check_run(options.run)
-    check_readouts(options)
 
 
 def _already_open(path: Path) -> bool:
@@ -137,36 +126,20 @@ def _output(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    from loopscope.writing import atomic_file
-
     with atomic_file(path) as scratch, scratch.open("w", encoding="utf-8") as out:
         yield out
 
 
-def _policy(options: argparse.Namespace) -> "ExitPolicy":
-    from loopscope.exits import ExitPolicy, attach
-    from loopscope.exits.fitted import load_fitted
-    from loopscope.exits.readouts import check_threshold
-    from loopscope.exits.sweep import choose
-    from loopscope.trajectory import Trajectory
-
+def _policy(options: argparse.Namespace) -> ExitPolicy:
     if options.policy is not None:
-        return load_policy(options.policy, options.any_model)
+        return inputs.load_policy(options.policy, options.any_model)
     readout, gate = options.readout, None
     if options.gate is not None:
         gate = load_fitted(options.gate)
         readout = gate.prefix + options.gate.absolute().name
-    if options.threshold is not None or readout == "oracle":
-        policy = ExitPolicy(readout, options.threshold, gate)
-        check_threshold(readout, options.threshold or 0)
-        return policy
-    recording = options.run / "recordings" / "validation"
-    if not recording.is_dir():
-        raise UserError(
-            f"Without --threshold it is chosen on the validation recording, and {recording} is not there; record it "
-            f"with `loopscope record task {options.run} --split validation`."
-        )
-    validation = Trajectory.load(recording)
+    if options.threshold is not None:
+        return inputs.policy_by_hand(readout, options.threshold, gate)
+    validation = Trajectory.load(find_recording(options.run, "validation"))
     if gate is not None:
         gate.check_calibration(validation)
         validation = attach(validation, {options.gate.absolute().name: gate})
@@ -176,9 +149,9 @@ def _policy(options: argparse.Namespace) -> "ExitPolicy":
 class _Reader:
     """The examples of some lines until the first that is none; those before it are answered all the same."""
 
-    def __init__(self, name: str, lines: TextIO, parse: "Parse") -> None:
+    def __init__(self, name: str, lines: TextIO, parse: Parse) -> None:
         self._name, self._parse = name, parse
-        read = iter(partial(lines.readline, _LONGEST_LINE), "")
+        read = iter(partial(lines.readline, _MAX_LINE), "")
         self._numbered: Iterator[tuple[int, str]] = (
             (number, line.strip()) for number, line in enumerate(read, start=1) if line.strip()
         )
@@ -194,27 +167,27 @@ class _Reader:
             if self.error is not None:
                 raise self.error
 
-    def requests(self) -> Iterator["Request"]:
-        from loopscope.engine import Request
-
+    def requests(self) -> Iterator["ls.Request"]:
         key = 0
         while self.error is None and (chunk := list(islice(self._numbered, _CHUNK))):
             examples = self._parsed(chunk)
             rows = zip(examples.tokens, examples.lengths.tolist(), examples.labels.tolist(), strict=True)
             for (number, text), (tokens, length, label) in zip(chunk, rows, strict=False):
                 self.unanswered[key] = (number, text, label)
-                yield Request(key, (tokens[:length],))
+                yield ls.Request(key, (tokens[:length],))
                 key += 1
 
-    def _parsed(self, chunk: list[tuple[int, str]]) -> "Examples":
+    def _parsed(self, chunk: list[tuple[int, str]]) -> Examples:
         texts = [text for _, text in chunk]
         try:
             return self._parse(texts)
         except UserError:
-            for place, (number, text) in enumerate(chunk):
+            good = 0
+            for number, text in chunk:
                 try:
                     self._parse([text])
                 except UserError as error:
                     self.error = UserError(f"{self._name}, line {number}: {error}")
-                    return self._parse(texts[:place])
-            raise
+                    break
+                good += 1
+            return self._parse(texts[:good])

@@ -8,132 +8,100 @@ loopscope study report mano
 
 import argparse
 import shlex
-from collections import Counter
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of, resolve_auto, working
-from loopscope.cli.options import STUDIES, add_group, add_shared, add_verb, check_folder, count, option_words, values
+from loopscope.cli.compute import device_of, working
+from loopscope.cli.options import PRECISIONS, add_report_options, add_shared, given, option, option_words, out_folder
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table
-from loopscope.cli.report_output import check_open, check_products, show_products, write_and_show
+from loopscope.cli.parser import Parser, add_group, add_verb
 from loopscope.errors import UserError
+from loopscope.progress import clock
+from loopscope.studies.place import check_place
+from loopscope.studies.study_file import Study, check_study, runs_of
 
 if TYPE_CHECKING:
-    from loopscope.studies import Model, Plan
-    from loopscope.studies.study_file import Study
+    from loopscope.studies.plan import Model, Plan
 
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
 _STEPS |= {"analysis": "analyses", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 """What of a study's checkpoints the command line can change."""
-_HASH = 8
-"""Digits of an artifact's hash that tell runs apart, and leave room for their names."""
-
-_KIND_HELP = {
-    "plan": """List what a study makes, and what of it is there.
-
-loopscope study plan mano
-loopscope study plan paper --json
-""",
-    "run": """Make whatever is missing, then the report.
-
-loopscope study run mano
-loopscope study run mano --workers 4 --threads 2
-loopscope study run paper --engine ray --address auto --device cuda --out /shared/paper
-loopscope study run ouro --device cuda
-loopscope study run ouro --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
-
-An interrupted study continues with the same command. Whatever another study made already is used again.
-""",
-    "status": """Say how far a study has come.
-
-loopscope study status mano
-""",
-    "report": """Write the report of what is finished.
-
-loopscope study report mano  # of what is finished so far
-loopscope study report mano --product gate_summary  # one table; docs/paper.md lists all products
-""",
-}
+_HASH_DIGITS = 8
+"""Of an artifact: as many as tell runs apart, and leave room for their names."""
 
 
 def define(subparsers: Any) -> None:
     kinds = add_group(subparsers, "study", __doc__)
-    for name, execute in (("plan", _plan), ("run", execute_run), ("status", _status), ("report", _report_finished)):
-        parser = add_verb(kinds, name, _KIND_HELP[name], execute, resumes=name == "run")
-        parser.add_argument("study", help=f"a TOML file, or a study that ships with LoopScope: {STUDIES}")
-        parser.add_argument(
-            "--out", type=Path, metavar="DIR", help="folder of the study (default: runs/NAME-OF-THE-FILE)"
-        )
+    shipped = sorted(entry.name.removesuffix(".toml") for entry in (files("loopscope.studies") / "shipped").iterdir())
+    for name, execute in (("plan", _plan), ("run", _run), ("status", _status), ("report", _report_finished)):
+        parser = add_verb(kinds, name, execute.__doc__, execute, resumes=name == "run")
+        option(parser, "study", f"a TOML file, or a study that ships with LoopScope: {', '.join(shipped)}")
+        option(parser, "--out DIR", "folder of the study (default: runs/NAME-OF-THE-FILE)", type=out_folder)
         _add_compute(parser)
-        add_shared(parser, "--device")
-        models = "folder of a checkpoint, or its name on the Hub (repeatable)"
+        add_shared(parser, "--device NAME")
         group = parser.add_argument_group("in place of what the study says of its checkpoints")
-        group.add_argument("--model", action="append", dest="models", metavar="DIR|ID", help=models)
-        group.add_argument(
-            "--benchmark", action="append", dest="benchmarks", metavar="NAME", help="name of a benchmark (repeatable)"
-        )
-        group.add_argument("--data", metavar="DIR", help="folder with the benchmarks' files (default: from the Hub)")
-        group.add_argument("--limit", type=count, metavar="N", help="take at most so many questions of every split")
-        group.add_argument("--dtype", metavar="NAME", help="precision: float32, bfloat16 or float16")
+        models = "folder of a checkpoint, or its name on the Hub (repeatable)"
+        option(group, "--model DIR|ID", models, action="append", dest="models", default=None)
+        benchmarks = "name of a benchmark (repeatable)"
+        option(group, "--benchmark NAME", benchmarks, action="append", dest="benchmarks", default=None)
+        option(group, "--data DIR", "folder with the benchmarks' files (default: from the Hub)", type=str)
+        option(group, "--limit N", "take at most so many questions of every split")
+        option(group, "--dtype NAME", "precision: float32, bfloat16 or float16", choices=PRECISIONS)
         parser.set_defaults(product=None, style="page")  # of all but `report`
         if name == "run":
             _add_execution(parser)
         if name == "report":
-            add_shared(parser, "--product", "--style", "--open")
+            add_report_options(parser)
 
 
-def define_demo(subparsers: Any, text: str | None) -> None:
-    """A verb of its own for the study that ships with LoopScope."""
-    parser = add_verb(subparsers, "demo", text, execute_run, resumes=True)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the demo (default: runs/demo)"
-    )
+def define_demo(subparsers: Any) -> None:
+    parser = add_verb(subparsers, "demo", _run_demo.__doc__, _run_demo, resumes=True)
+    option(parser, "--out DIR", "folder of the demo", type=out_folder, default="runs/demo")
     _add_compute(parser)
     _add_execution(parser)
     parser.set_defaults(study="demo", product=None, style="page", device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
 
 
-def _add_compute(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser, "--store")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=C",
-        help="change a setting of all runs, such as training.steps=300 (repeatable)",
-    )
+def _add_compute(parser: Parser) -> None:
+    add_shared(parser, "--store DIR")
+    changed = "change a setting of all runs, such as training.steps=300 (repeatable)"
+    option(parser, "--set A.B=C", changed, action="append")
     add_shared(parser, "--json")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads of every task (default: 1)")
+    option(parser, "--threads N", "CPU threads of every task", default=1)
 
 
-def _add_execution(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engine", choices=("local", "ray"), default="local", help="run tasks in processes here (default), or on Ray"
-    )
-    parser.add_argument(
-        "--address", metavar="HOST:PORT", help="address of a Ray cluster (auto: the one this machine is in)"
-    )
-    parser.add_argument(
-        "--workers", type=count, metavar="N", help="tasks to run at a time here (default: as there are cores)"
-    )
+def _add_execution(parser: Parser) -> None:
+    engines = "run tasks in processes here (default), or on Ray"
+    option(parser, "--engine", engines, choices=("local", "ray"), default="local")
+    option(parser, "--address HOST:PORT", "address of a Ray cluster (auto: the one this machine is in)")
+    parser.needs(address="engine")
+    option(parser, "--workers N", "tasks to run at a time here (default: as there are cores)")
     add_shared(parser, "--force", "--open")
 
 
-def execute_run(options: argparse.Namespace) -> None:
-    if options.address is not None and options.engine != "ray":
-        raise UserError("--address is of a Ray cluster; add --engine ray.")
-    _check_folders(options)
-    check_products(_check_place(options).products)
-    plan, store = _make_plan(options)
-    plan.check_links(_out(options))
+def _run(options: argparse.Namespace) -> None:
+    """Make whatever is missing, then the report.
+
+    loopscope study run mano
+    loopscope study run mano --workers 4 --threads 2
+    loopscope study run paper --engine ray --address auto --device cuda --out /shared/paper
+    loopscope study run ouro --device cuda
+    loopscope study run ouro --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
+
+    An interrupted study continues with the same command. Whatever another study made already is used again.
+    """
+    study = _check_place(options)
+    from loopscope.cli.report_output import PRODUCTS
     from loopscope.studies.run import run_study, training_time
 
-    if options.engine == "local":
-        device_of(options)
-        if not options.force:
-            for expected in training_time(plan.steps, store, options.device):
-                expected.check()
+    PRODUCTS.names(study.products)
+    plan, store = _make_plan(options)
+    plan.check_links(_out(options))
+    if options.engine == "local" and not options.force:
+        for expected in training_time(plan.steps, store, options.device):
+            expected.check()
     compute = (options.engine, options.address, options.device, options.threads, options.workers)
     with working(options, plan.study.title, unit="steps of work") as advance:
         try:
@@ -143,16 +111,30 @@ def execute_run(options: argparse.Namespace) -> None:
     _report(options, plan, store)
 
 
+def _run_demo(options: argparse.Namespace) -> None:
+    """Train, record, diagnose and report five small models.
+
+    loopscope demo --out runs/demo
+    loopscope demo --out runs/quick --set training.steps=300
+
+    The same as `loopscope study run demo`. An interrupted demo continues with the same command; what is finished is
+    used again.
+    """
+    _run(options)
+
+
 def _report_finished(options: argparse.Namespace) -> None:
-    check_open(options)
-    _check_folders(options)
-    products = options.product or _check(options)[0].products
+    """Write the report of what is finished.
+
+    loopscope study report mano  # of what is finished so far
+    loopscope study report mano --product gate_summary  # one table; docs/paper.md lists all products
+    """
+    _check(options)
     device = None if options.device == "auto" else options.device
     nothing = UserError(f"Nothing of this study is analysed yet; run it with: {_command(options, 'run', device)}.")
     if not any(_store(options).glob("analysis-*")):  # which needs no plan, and so no PyTorch
         raise nothing
     _check_place(options)
-    check_products(products)
     plan, store = _make_plan(options)
     plan.check_links(_out(options))
     missing = sum(not model.analysis.done(store) for model in plan.models)
@@ -163,41 +145,32 @@ def _report_finished(options: argparse.Namespace) -> None:
     _report(options, plan, store)
 
 
-def _check_folders(options: argparse.Namespace) -> None:
-    check_folder(_out(options))
-    check_folder(_store(options))
-
-
-def _check_place(options: argparse.Namespace) -> "Study":
+def _check_place(options: argparse.Namespace) -> Study:
     """The study, if its folder is its own, or nobody's yet, as far as settings say."""
-    from loopscope.studies.place import check_place
-    from loopscope.studies.study_file import runs_of
-
     study, beside = _check(options)
     runs = [run for part in study.parts for run in runs_of(part, beside, options.set)]
     check_place(_out(options), {run.name: run.settings for run in runs})
     return study
 
 
+def _check(options: argparse.Namespace) -> tuple[Study, Path]:
+    """The study, if all of it can be read, and the folder that its file lies in."""
+    return check_study(options.study, options.set, given(options, *_CHECKPOINT_OPTIONS))
+
+
 def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
     """The plan and its store. With other threads or devices floats add up otherwise: those are other artifacts."""
     _check(options)
-    from loopscope.studies import make_plan
+    from loopscope.studies.plan import make_plan
 
-    resolve_auto(options)
+    device_of(options)
     usual = (options.device, options.threads) == ("cpu", 1)
     arithmetic = "" if usual else f"{options.device.partition(':')[0]}, {options.threads} threads"
-    return make_plan(options.study, options.set, arithmetic, values(options, *_CHECKPOINT_OPTIONS)), _store(options)
-
-
-def _check(options: argparse.Namespace) -> "tuple[Study, Path]":
-    """The study, if all of it can be read, and the folder that its file lies in."""
-    from loopscope.studies.study_file import check_study
-
-    return check_study(options.study, options.set, values(options, *_CHECKPOINT_OPTIONS))
+    return make_plan(options.study, options.set, arithmetic, given(options, *_CHECKPOINT_OPTIONS)), _store(options)
 
 
 def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
+    from loopscope.cli.report_output import show_products, write_and_show
     from loopscope.models.device import check_device
 
     results = plan.results(store)
@@ -213,16 +186,19 @@ def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
 
 def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
     """What to type for the same study."""
-    given = {"set": options.set, **values(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
-    given |= {"device": device, "threads": None if options.threads == 1 else options.threads}
-    return shlex.join(["loopscope", "study", kind, options.study, *option_words(given)])
+    words = {"set": options.set, **given(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
+    words |= {"device": device, "threads": None if options.threads == 1 else options.threads}
+    return shlex.join(["loopscope", "study", kind, options.study, *option_words(words)])
 
 
 def _plan(options: argparse.Namespace) -> None:
+    """List what a study makes, and what of it is there.
+
+    loopscope study plan mano
+    loopscope study plan paper --json
+    """
     plan, store = _make_plan(options)
-    from loopscope.progress import clock
     from loopscope.studies.run import training_time
-    from loopscope.studies.steps import Train
 
     if options.json:
         models = [{"name": model.name, "run": (model.training or model.analysis).key} for model in plan.models]
@@ -233,8 +209,8 @@ def _plan(options: argparse.Namespace) -> None:
         print_json({"title": plan.study.title, "store": str(store), "models": models, "steps": steps})
         return
     _print_models(plan)
-    print_table("", ["what", "in all", "there", "to be made"], _counts(plan.steps, store))
-    if left := sum(step.units - step.units_done(store) for step in plan.steps if isinstance(step, Train)):
+    _print_steps(plan, store)
+    if left := sum(step.units - step.units_done(store) for step in plan.steps if step.kind == "run"):
         seconds = sum(each.seconds for each in training_time(plan.steps, store))
         print_sentences(f"{left:,} training steps are to be done: about {clock(seconds)} of this machine's CPU.")
     hashes = "; a run's is named run- and a hash, which begins as in the table"
@@ -242,24 +218,17 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _print_models(plan: "Plan") -> None:
-    trained = [
-        [
-            model.name,
-            model.training.key.removeprefix("run-")[:_HASH],
-            f"{model.training.settings.training.steps:,}",
-            f"{len(model.analysis.gates) or ''}",
-            "yes" if model.analysis.extrapolation else "",
-        ]
-        for model in plan.models
-        if model.training is not None
-    ]
+    trained, scored = [], []
+    for model in plan.models:
+        gates = f"{len(model.analysis.gates) or ''}"
+        if model.training is not None:
+            key, steps = model.training.key.removeprefix("run-"), model.training.settings.training.steps
+            harder = "yes" if model.analysis.extrapolation else ""
+            trained.append([model.name, key[:_HASH_DIGITS], f"{steps:,}", gates, harder])
+        if model.checkpoint is not None:
+            scored.append([model.name, model.checkpoint.source, gates, "yes" if model.timing else ""])
     if trained:
         print_table(plan.study.title, ["run", "artifact", "steps", "fitted gates", "harder examples"], trained)
-    scored = [
-        [model.name, model.checkpoint.source, f"{len(model.analysis.gates) or ''}", "yes" if model.timing else ""]
-        for model in plan.models
-        if model.checkpoint is not None
-    ]
     if scored:
         print_table(plan.study.title, ["checkpoint on benchmark", "from", "fitted gates", "timed"], scored)
     if references := [model.name for model in plan.models if model.analysis.is_reference]:
@@ -267,14 +236,18 @@ def _print_models(plan: "Plan") -> None:
 
 
 def _status(options: argparse.Namespace) -> None:
+    """Say how far a study has come.
+
+    loopscope study status mano
+    """
     plan, store = _make_plan(options)
-    steps = plan.steps
     states = {model.name: _state(model, store) for model in plan.models}
     if options.json:
-        print_json({"models": states, "done": sum(step.done(store) for step in steps), "steps": len(steps)})
+        done = sum(step.done(store) for step in plan.steps)
+        print_json({"models": states, "done": done, "steps": len(plan.steps)})
         return
     print_table(plan.study.title, ["run", "state"], [list(pair) for pair in states.items()])
-    print_table("", ["what", "in all", "there", "to be made"], _counts(steps, store))
+    _print_steps(plan, store)
 
 
 def _state(model: "Model", store: Path) -> str:
@@ -291,14 +264,13 @@ def _state(model: "Model", store: Path) -> str:
     return f"training, step {done:,} of {training.units:,}" if done else "not begun"
 
 
-def _counts(steps: Any, store: Path) -> list[list[str]]:
-    every = Counter(step.kind for step in steps)
-    there = Counter(step.kind for step in steps if step.done(store))
-    return [
-        [name, f"{every[kind]:,}", f"{there[kind]:,}", f"{every[kind] - there[kind]:,}"]
-        for kind, name in _STEPS.items()
-        if every[kind]
-    ]
+def _print_steps(plan: "Plan", store: Path) -> None:
+    rows = []
+    for kind, name in _STEPS.items():
+        done = [step.done(store) for step in plan.steps if step.kind == kind]
+        if done:
+            rows.append([name, *(f"{count:,}" for count in (len(done), sum(done), len(done) - sum(done)))])
+    print_table("", ["what", "in all", "there", "to be made"], rows)
 
 
 def _out(options: argparse.Namespace) -> Path:

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from loopscope.cli.options import check_new
+from loopscope.cli.options import new_path
 from loopscope.errors import UserError, visible
+from loopscope.writing import BusyError, atomic_file, locked, remove_leftovers, room_for
 
 
 class TextJournal:
@@ -32,10 +33,9 @@ def unfinished(out: Path) -> Path:
     return out.with_name(f"{out.name}.unfinished")
 
 
-def check_new_texts(out: Path) -> None:
-    """Refuses to write over what is there, and ends what a killed writer of it had left to do."""
-    from loopscope.writing import BusyError, locked, remove_leftovers
-
+def new_texts(text: str) -> Path:
+    """A file of texts that is not there yet; what a killed writer of it had left to do is ended."""
+    out = Path(text)
     journal = unfinished(out)
     if out.is_file() and out.stat().st_size:
         remove_leftovers(journal)
@@ -44,20 +44,16 @@ def check_new_texts(out: Path) -> None:
                 kept = {line.partition(b" ")[2] for line in journal.read_bytes().split(b"\n")[1:-1]}
                 if kept <= set(out.read_bytes().split(b"\n")):
                     journal.unlink()
-    check_new(out)
+    return new_path(text)
 
 
 @contextmanager
 def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJournal]:
     """Goes on with what was begun with these settings; `out` is there when the texts of so many prompts are."""
-    from loopscope.writing import atomic_file, locked, room_for
-
     journal = unfinished(out)
     digest = _hash(json.dumps(settings, sort_keys=True))
     with room_for(out), locked(journal):
-        check_new(out)
-        if journal.exists() and not journal.is_file():
-            raise UserError(f"{journal} is no file; remove it, or choose another --out.")
+        new_path(out)
         lines = _kept(journal, digest, prompts) if journal.exists() else {}
         try:
             with journal.open("a", encoding="utf-8") as file:

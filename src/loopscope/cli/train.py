@@ -12,13 +12,16 @@ A killed or interrupted run continues with the same command and ends bit-identic
 
 import argparse
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.devices import device_of, working
-from loopscope.cli.options import COMPUTE, PRESETS, add_shared, add_verb, check_folder
+import loopscope as ls
+from loopscope.cli.compute import device_of, with_workers, working
+from loopscope.cli.options import COMPUTE, add_shared, option, out_folder
 from loopscope.cli.output import print_trained
-from loopscope.cli.workers import with_workers
+from loopscope.cli.parser import add_verb
+from loopscope.progress import clock, silent
+from loopscope.training.run_place import check_run_place
+from loopscope.training.settings import presets, read_settings
 
 if TYPE_CHECKING:
     from loopscope.training.parallel import Workers
@@ -26,25 +29,19 @@ if TYPE_CHECKING:
 
 def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "train", __doc__, execute, resumes=True)
-    parser.add_argument("settings", help=f"a preset ({PRESETS}) or a TOML file")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the run")
-    add_shared(parser, "--set", "--force", *COMPUTE)
+    option(parser, "settings", f"a preset ({', '.join(presets())}) or a TOML file")
+    option(parser, "--out DIR", "folder of the run", type=out_folder, required=True)
+    add_shared(parser, "--set A.B=C", "--force", *COMPUTE)
 
 
 def execute(options: argparse.Namespace) -> None:
-    from loopscope.training.run_place import check_run_place
-    from loopscope.training.settings import read_settings
-
-    check_folder(options.out)
     check_run_place(options.out, read_settings(options.settings, options.set))
     with_workers(options, _train)
 
 
 def _train(options: argparse.Namespace, workers: "Workers") -> None:
-    from loopscope.progress import clock, silent
-    from loopscope.training import check_memory, estimate_time, read_settings, train
+    from loopscope.training.estimate import check_memory, estimate_time
     from loopscope.training.run_folder import steps_done
-    from loopscope.training.settings import presets
 
     notes: list[str] = []
     with workers.together():
@@ -58,7 +55,7 @@ def _train(options: argparse.Namespace, workers: "Workers") -> None:
             expected.check("" if options.settings in presets() else left_out)
             notes.append(f"{steps - start:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
     with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
-        result = train(settings, options.out, device, advance, workers)
+        result = ls.train(settings, options.out, device, advance, workers)
     if workers.is_main:
         state = "was finished already" if start == steps else f"went on from step {start:,}" if start else "is finished"
         print_trained(result, f"{result.folder} {state}. Validation sample, forced exits:", options.json)

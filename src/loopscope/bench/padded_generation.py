@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopscope.engine import Prompt
+from loopscope.engine.generation import Prompt
 from loopscope.errors import UserError
-from loopscope.models import LoopedModel
+from loopscope.models.contract import LoopedModel
 from loopscope.models.decoder_layers import Attention
 from loopscope.models.looped_llama import LoopedLlama
 from loopscope.models.ouro import Ouro, OuroLayer

@@ -5,8 +5,8 @@ import pytest
 from tiny_language import MODELS
 
 import loopscope as ls
-from loopscope.bench.plain_generation import plain_text
-from loopscope.engine import Prompt, generate
+from loopscope.bench.padded_generation import plain_text
+from loopscope.engine.generation import Prompt, generate
 
 
 @pytest.mark.parametrize("name", ["ouro", "grouped heads", "looped llama", "looped qwen"])

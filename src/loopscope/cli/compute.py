@@ -1,44 +1,39 @@
-"""Where does a verb compute? On the device and with the threads that its options name, or on the best there is."""
+"""Where does a verb compute, and how far is it? On the device that its options name, or on the best there is."""
 
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import TYPE_CHECKING
 
 from loopscope.cli.output import print_note
+from loopscope.machine import keep_memory
+from loopscope.progress import ProgressCallback, track
 
 if TYPE_CHECKING:
     import torch
 
-    from loopscope.progress import ProgressCallback
+    from loopscope.training.parallel import Workers
 
 
 def device_of(options: argparse.Namespace) -> "torch.device":
     """The device, which is there, with the threads that are asked for."""
     import torch
 
-    from loopscope.machine import keep_memory
     from loopscope.models.device import check_device
 
     keep_memory()
     if options.threads:
         torch.set_num_threads(options.threads)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA
-    resolve_auto(options)
-    return check_device(options.device)
-
-
-def resolve_auto(options: argparse.Namespace) -> None:
-    """Puts what `auto` takes in its place."""
-    if options.device != "auto":
-        return
-    from loopscope.models.device import check_device
-
-    options.device = str(check_device("auto"))
-    other = "no GPU was found" if options.device == "cpu" else "--device cpu takes the CPU"
-    options.chosen_device = f"Device: {options.device} ({other})."
+    name = getattr(options, "device", "cpu")
+    device = check_device(name)
+    if name == "auto":
+        options.device = str(device)
+        other = "no GPU was found" if options.device == "cpu" else "--device cpu takes the CPU"
+        options.chosen_device = f"Device: {options.device} ({other})."
+    return device
 
 
 def announce_device(options: argparse.Namespace) -> None:
@@ -50,10 +45,8 @@ def announce_device(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def working(options: argparse.Namespace, title: str, *notes: str, unit: str = "") -> "Iterator[ProgressCallback]":
+def working(options: argparse.Namespace, title: str, *notes: str, unit: str = "") -> Iterator[ProgressCallback]:
     """Shows progress, counted in this unit; at its first step says what it runs on, and these notes."""
-    from loopscope.progress import track
-
     waiting = list(notes)
     with track(title, unit=unit) as advance:
         here = sys.stderr  # that of the work may be kept from other libraries
@@ -66,3 +59,14 @@ def working(options: argparse.Namespace, title: str, *notes: str, unit: str = ""
             advance(done, total, note)
 
         yield announced
+
+
+def with_workers(options: argparse.Namespace, execute: "Callable[[argparse.Namespace, Workers], None]") -> None:
+    """Trains with the workers that torchrun started, or in this process alone."""
+    from loopscope.training.parallel import exit_worker, join_workers, shared_device
+
+    options.device = shared_device(options.device)
+    with join_workers(options.device) as workers:
+        execute(options, workers)
+    if workers.count > 1:
+        exit_worker(0)

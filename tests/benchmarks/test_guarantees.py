@@ -5,28 +5,35 @@ from functools import cache
 import pytest
 from conftest import random_trajectory
 
-from loopscope.bench import guarantees
-from loopscope.bench.guarantees import CONFIDENCE, MAX_DROP, Coverage, bench_guarantees, coverage, populations
+from benchmarks import guarantees
+from benchmarks.guarantees import (
+    CONFIDENCE,
+    MAX_DROP,
+    POPULATIONS,
+    Coverage,
+    bench_guarantees,
+    coverage,
+    populations,
+    recorded,
+)
 
 DELTA = 1 - CONFIDENCE
-NAMES = [population.name for population in populations()]
-SEQUENCES = [name for name in NAMES if name.startswith("sequences")]
-QUICK = ("not monotone",)
-EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
+SEQUENCES = [name for name in POPULATIONS if name.startswith("sequences")]
+EACH = [name if name == "not monotone" else pytest.param(name, marks=pytest.mark.long) for name in POPULATIONS]
+CALIBRATIONS = 300
 
 
 @cache
-def measured(name: str, calibrations: int = 1_000) -> dict[str, Coverage]:
-    population = populations()[NAMES.index(name)]
+def measured(name: str) -> dict[str, Coverage]:
     size = {"calm": 10_000, "sequences": 500}.get(name, 2_000)
-    return {each.method: each for each in coverage(population, size, calibrations=calibrations)}
+    return {each.method: each for each in coverage(populations(name)[-1], size, CALIBRATIONS)}
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_learn_then_test_keeps_its_promise(name: str) -> None:
     guarantee = measured(name)["promise"]
-    assert guarantee.calibrations == 1_000
-    assert guarantee.broken <= DELTA + 2 * (DELTA * (1 - DELTA) / 1_000) ** 0.5
+    assert guarantee.calibrations == CALIBRATIONS
+    assert guarantee.broken <= DELTA + 2 * (DELTA * (1 - DELTA) / CALIBRATIONS) ** 0.5
 
 
 @pytest.mark.parametrize("name", [each for each in EACH if "five" not in str(each)])  # there it is for each of five
@@ -42,8 +49,7 @@ def test_the_usual_way_breaks_it_far_more_often(name: str) -> None:
 
 
 def test_it_is_not_kept_by_never_exiting() -> None:
-    tight = measured("calm", 300)["promise"]
-    assert tight.examples == 10_000
+    (tight,) = coverage(populations("calm")[-1], 10_000, 150, only=["promise"])
     assert tight.broken >= DELTA / 4
     assert tight.loops <= 1.15 * tight.hindsight_loops
     assert tight.hindsight_loops < 4  # of 6
@@ -64,7 +70,7 @@ def test_bets_save_loops_that_hoeffding_bentkus_does_not(name: str) -> None:
 
 
 def test_the_populations_are_what_they_say() -> None:
-    known = {population.name: population for population in populations()}
+    known = {population.name: population for population in populations("not monotone")}
     thinking = known["overthinking"].trajectory.correct
     assert (thinking[:, 0] & ~thinking[:, -1]).mean() > 0.05  # a right answer lost at a deeper loop
     bump = known["not monotone"]
@@ -77,10 +83,10 @@ def test_the_populations_are_what_they_say() -> None:
 
 def test_a_recording_serves_as_a_population(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarantees, "SIZES", (400, 800))
+    monkeypatch.setattr(guarantees, "populations", lambda: [recorded("calm", random_trajectory(rows=500))])
     done: list[tuple[int, int]] = []
-    recorded = {"mine": random_trajectory(rows=900, split="test")}
-    result = bench_guarantees(recorded, 400, 5, lambda now, total, _: done.append((now, total)))
-    assert [each.population for each in result.price[-2:]] == ["mine", "mine"]
-    assert [each.examples for each in result.price[-2:]] == [400, 800]
-    assert len(result.coverage) == 3 * len(NAMES) + 2 * len(SEQUENCES)
+    mine = {"mine": random_trajectory(rows=900, split="test")}
+    result = bench_guarantees(mine, 400, 5, lambda now, total, _: done.append((now, total)))
+    assert [(each.population, each.examples) for each in result.price[-2:]] == [("mine", 400), ("mine", 800)]
+    assert [each.method for each in result.coverage] == ["promise", "on average", "usual"]
     assert done[-1][0] == done[-1][1] == len(done)

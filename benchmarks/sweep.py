@@ -1,19 +1,32 @@
-"""What does a sweep cost beside its signal, and beside a replay of every threshold?"""
+"""Measure a sweep against its signal, and against a replay of every threshold.
 
-from collections.abc import Callable
+python -m benchmarks.sweep
+python -m benchmarks.sweep --examples 10000 --classes 4
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from benchmarks.command import print_measured, run_benchmark
 from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
-from loopscope.exits import READOUTS, SIGNALS, ExitPolicy, sweep
-from loopscope.exits.policy import accuracy_and_loops
+from loopscope.cli.compute import device_of
+from loopscope.cli.options import add_shared, option
+from loopscope.cli.parser import Parser
+from loopscope.errors import UserError
+from loopscope.exits.policy import ExitPolicy, accuracy_and_loops
+from loopscope.exits.readouts import READOUTS
 from loopscope.exits.recorded_signals import signal
+from loopscope.exits.signals import SIGNALS
+from loopscope.exits.sweep import sweep
 from loopscope.exits.thresholds import grid
-from loopscope.progress import ProgressCallback
+from loopscope.progress import ProgressCallback, track
 from loopscope.trajectory import Trajectory
 
 
@@ -73,3 +86,32 @@ def _random(seed: int, examples: int, loops: int, classes: int, width: int) -> T
         hidden=rng.normal(size=(examples, loops, width)).astype(np.float32),
         gate_logits=rng.normal(size=(examples, loops)).astype(np.float32),
     )
+
+
+def define(parser: Parser) -> None:
+    for name, default in (("examples", 50_000), ("loops", 6), ("classes", 23), ("width", 64)):
+        option(parser, f"--{name} N", f"{name} of the random recording", default=default)
+    add_shared(parser, "--rounds N", "--threads N", "--json")
+
+
+def execute(options: argparse.Namespace) -> None:
+    if options.classes < 2 or options.loops < 2:
+        raise UserError("The sweep needs at least two classes and two loops.")
+    device_of(options)
+    with track("measuring sweeps") as advance:
+        result = bench_sweep(options.examples, options.loops, options.classes, options.width, options.rounds, advance)
+    rows = [
+        [timing.readout, str(timing.signal_milliseconds), str(timing.sweep_ratio), str(timing.replay_ratio)]
+        for timing in result.readouts
+    ]
+    columns = ["readout", "signal, ms", "sweep / signal", "one by one / sweep"]
+    title = f"{result.examples:,} examples, {result.loops} loops, {result.classes} classes; calibration and evaluation."
+    print_measured(result, title, columns, rows, options.json)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    return run_benchmark("sweep", __doc__, define, execute, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,24 +19,29 @@ from torch import Tensor
 
 from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import fastest, interleaved, spread
-from loopscope.engine import Agreement, Request, compare, run, task_requests
+from loopscope.engine.agreement import Agreement, compare
+from loopscope.engine.requests import Request, task_requests
+from loopscope.engine.scheduler import run
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.sweep import choose, curve
 from loopscope.exits.thresholds import fine_grid
-from loopscope.models import LoopedModel, load_model
+from loopscope.models.checkpoint import load_model
+from loopscope.models.contract import LoopedModel
 from loopscope.models.layout import Layout
 from loopscope.progress import ProgressCallback
-from loopscope.recording import forward
-from loopscope.tasks import Examples
-from loopscope.training import initial_model, read_settings
-from loopscope.training.settings import read_run_settings
+from loopscope.recording.tasks import Keep, record_model
+from loopscope.recording_places import ANALYSED, find_recordings
+from loopscope.tasks.task import Examples
+from loopscope.training.settings import read_run_settings, read_settings
+from loopscope.training.task_run import initial_model
 from loopscope.trajectory import Trajectory
 
 PAPER_REALISED = 0.29
 """The paper's table 5.6 (b): top1 saves 6.0 / 1.26 of the loops and runs 1.36 times as fast."""
 _SIZES = (64, 256, 1024)
+"""Of batches, of which the fastest is taken."""
 
 
 class ExitTiming(msgspec.Struct, frozen=True):
@@ -84,14 +89,10 @@ class BenchedModel:
 def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> BenchedModel:
     """A finished run whose splits are recorded: these policies, and readouts with thresholds chosen on validation."""
     settings = read_run_settings(folder)
-    paths = {split: folder / "recordings" / split for split in ("validation", "test")}
-    for split, path in paths.items():
-        if not path.is_dir():
-            raise UserError(f"{path} is not there; record it with `loopscope record task {folder} --split {split}`.")
-    validation, test = (Trajectory.load(path) for path in paths.values())
+    validation, test = (Trajectory.load(find_recordings(folder) / split) for split in ANALYSED)
     examples = settings.task.split("test", test.num_examples)
     if not np.array_equal(examples.labels, test.required_labels):
-        raise UserError(f"{paths['test']} is not a recording of the first {test.num_examples:,} test examples.")
+        raise UserError(f"The recording of {folder} is not one of the first {test.num_examples:,} test examples.")
     names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]
@@ -105,17 +106,7 @@ def random_model(source: str, overrides: list[str], count: int, loops: float, re
     settings = read_settings(source, overrides)
     model = initial_model(settings).eval().requires_grad_(False)
     examples = settings.task.split("test", count)
-    order = np.concatenate(list(examples.same_length_batches(256)))
-    parts = [forward(model, examples.take(rows), "cpu") for rows in examples.same_length_batches(256)]
-    logits = np.empty((count, model.num_loops, settings.task.vocab_size), dtype=np.float32)
-    hidden = np.empty((count, model.num_loops, settings.model.width), dtype=np.float32)
-    logits[order] = np.concatenate([part.logits.transpose(0, 1).numpy() for part in parts])
-    hidden[order] = np.concatenate([part.hidden.transpose(0, 1).numpy() for part in parts])
-    gates = np.empty((count, model.num_loops), dtype=np.float32) if model.gate is not None else None
-    if gates is not None:
-        halting = [part.gate_logits for part in parts if part.gate_logits is not None]
-        gates[order] = np.concatenate([part.T.numpy() for part in halting])
-    recorded = Trajectory(logits=logits, labels=examples.labels, hidden=hidden, gate_logits=gates)
+    recorded = record_model(model, examples.tokens, examples.lengths, examples.labels, keep=Keep(hidden=True))
     policies = []
     for readout in dict.fromkeys(readouts):
         thresholds = fine_grid(readout, recorded)

@@ -1,6 +1,12 @@
-"""How much faster than the plain way is a training step, and how much of the machine does it use?"""
+"""Measure a training step against the plain padded one, and against what the machine could do.
 
-from collections.abc import Callable
+python -m benchmarks.training demo
+python -m benchmarks.training paper --set training.batch_size=64 --steps 1
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -8,18 +14,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.command import print_measured, run_benchmark
+from benchmarks.padded_baseline import plain_losses
 from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
-from loopscope.bench.padded_baseline import plain_losses
+from loopscope.cli.compute import device_of
+from loopscope.cli.options import add_shared, option
+from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
 from loopscope.models.layout import share_prefixes
-from loopscope.progress import ProgressCallback
-from loopscope.tasks import Examples
-from loopscope.training import RunSettings, initial_model
+from loopscope.progress import ProgressCallback, track
+from loopscope.tasks.task import Examples
 from loopscope.training.custom_objectives import load_objective
 from loopscope.training.loop import deterministic, train_step
 from loopscope.training.optimizers import Optimizers
-from loopscope.training.task_run import AnswerLosses, training_batches
+from loopscope.training.settings import RunSettings, presets, read_settings
+from loopscope.training.task_run import AnswerLosses, initial_model, training_batches
 
 
 class TrainBench(msgspec.Struct, frozen=True):
@@ -100,3 +110,35 @@ def useful_flops(settings: RunSettings, batch: Examples, positions: NDArray[np.i
 def _positions(batch: Examples) -> NDArray[np.int64]:
     """[S] the place in its row of every state that a step computes."""
     return share_prefixes(torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)).positions.numpy()
+
+
+def define(parser: Parser) -> None:
+    option(parser, "settings", f"a TOML file or a preset: {', '.join(presets())}", nargs="?", default="demo")
+    option(parser, "--steps N", "steps of each way per round", default=4)
+    add_shared(parser, "--set A.B=C", "--rounds N", "--threads N", "--json")
+
+
+def execute(options: argparse.Namespace) -> None:
+    settings = read_settings(options.settings, options.set)
+    device_of(options)
+    with track("measuring training") as advance:
+        result = bench_train(settings, options.settings, options.rounds, options.steps, advance)
+    rows = [
+        ["milliseconds per step", str(result.milliseconds)],
+        ["the plain way", str(result.plain_milliseconds)],
+        ["speed-up", str(result.speedup)],
+        ["block size / mean length", f"{result.padding:.2f}"],
+        ["states per token", f"{result.states_a_token:.2f}"],
+        ["useful GFLOP/s", str(result.useful_gigaflops)],
+        ["share of the matrix-product rate", str(result.share_of_machine)],
+    ]
+    title = f"{result.settings}: width {result.width}, batch {result.batch_size}."
+    print_measured(result, title, ["", "median [quartiles]"], rows, options.json)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    return run_benchmark("training", __doc__, define, execute, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

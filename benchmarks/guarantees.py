@@ -1,30 +1,47 @@
-"""Are promises kept, and what do they cost? Thousands of calibrations on populations whose truth is known.
+"""Are promises kept, and what do they cost, where the truth is known?
+
+python -m benchmarks.guarantees
+python -m benchmarks.guarantees runs/demo/fixed-geometric/recordings/test --figure promises.png
+python -m benchmarks.guarantees --calibrations 100 --examples 500 --json
+python -m benchmarks.guarantees --population sequences --population "sequences, all or nothing"
+
+Thousands of calibrations on populations whose risk is known, beside the usual way: the least strict threshold whose
+loss on the same data is within the limit. Recordings serve as populations for the price.
 
 A population is a large recording; a calibration data set is drawn from it with replacement, so that the risk of a
-threshold is known: its loss on the whole population. Beside the promise stands what is usual: the laxest threshold
-whose loss on the same data is within the limit. The cost is told against hindsight: the fewest loops of any threshold
-of the readout whose risk is within the limit.
-
-Shapes: N examples of the population, T loops.
+threshold is known: its loss on the whole population. The cost is told against hindsight: the fewest loops of any
+threshold of the readout whose risk is within the limit. N examples of the population, T loops.
 """
 
+import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UserError, did_you_mean
-from loopscope.exits import ExitPolicy, attach, calibrate, conformal_risk_control, fit_stopper, signal
+from benchmarks.command import run_benchmark
+from loopscope.cli.options import add_shared, option
+from loopscope.cli.output import percent, print_json, print_table
+from loopscope.cli.parser import Parser
+from loopscope.errors import UserError
+from loopscope.exits.calibration import calibrate, conformal_risk_control
+from loopscope.exits.fitted import attach
 from loopscope.exits.losses import losses, lost_at, risk_groups
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.recorded_signals import signal
 from loopscope.exits.refusals import NotProven
 from loopscope.exits.stopper import StopperKind
+from loopscope.exits.stopper_fitting import fit_stopper
 from loopscope.exits.sweep import crossings, totals
 from loopscope.exits.thresholds import available_readouts, gap_grid
-from loopscope.progress import ProgressCallback, silent
+from loopscope.progress import ProgressCallback, silent, track
+from loopscope.recording_places import find_recording, recorded_name
 from loopscope.trajectory import Trajectory
 
 MAX_DROP, CONFIDENCE = 0.01, 0.95
@@ -82,7 +99,6 @@ def bench_guarantees(
     only: Sequence[str] = (),
 ) -> GuaranteeBench:
     """Populations (all, or `only` some) at one size; and the promise's price on some and on recordings, at several."""
-    check_populations(only)
     given = [recorded(name, trajectory) for name, trajectory in recordings.items()]
     known = populations()
     known = [each for each in known if not only or each.name in only]
@@ -114,20 +130,15 @@ def recorded(name: str, trajectory: Trajectory) -> Population:
     return Population(name, _recorded(signals, trajectory.correct, trajectory.difficulty), {"readout": "auto"})
 
 
-def check_populations(names: Sequence[str]) -> None:
-    """Refuses a name that none of the synthetic ones has; to make them takes seconds."""
-    for name in names:
-        if name not in _POPULATIONS:
-            known = ", ".join(f"'{each}'" for each in _POPULATIONS)
-            raise UserError(
-                f"There is no population '{name}'{did_you_mean(name, _POPULATIONS)}; choose one of {known}."
-            )
+@cache
+def populations(until: str | None = None) -> list[Population]:
+    """Synthetic ones: in each, most examples are right from some loop on, and confidence grows from about there.
 
-
-def populations(seed: int = 0) -> list[Population]:
-    """Synthetic ones: in each, most examples are right from some loop on, and confidence grows from about there."""
-    rng = np.random.default_rng(seed)
-    return [Population(name, make(rng), options) for name, (make, options) in _POPULATIONS.items()]
+    All share one stream of random numbers; `until` names the last one that is drawn.
+    """
+    rng, names = np.random.default_rng(0), list(POPULATIONS)
+    drawn = names if until is None else names[: names.index(until) + 1]
+    return [Population(name, POPULATIONS[name][0](rng), POPULATIONS[name][1]) for name in drawn]
 
 
 def _settling(rng: np.random.Generator) -> Trajectory:
@@ -216,7 +227,7 @@ def _together(rng: np.random.Generator) -> Trajectory:
     return _recorded({"margin": confidence[first]}, right[first], sequences=first // _SEQUENCE)
 
 
-_POPULATIONS: dict[str, tuple[Callable[[np.random.Generator], Trajectory], dict[str, Any]]] = {
+POPULATIONS: dict[str, tuple[Callable[[np.random.Generator], Trajectory], dict[str, Any]]] = {
     "calm": (_settling, {"readout": "margin"}),
     "overthinking": (_overthinking, {"readout": "margin"}),
     "overthinking, disagreement": (_overthinking, {"readout": "margin", "loss": "disagreement"}),
@@ -353,3 +364,80 @@ def _coverage(population: Population, method: str, size: int, found: Array, best
         loops=float(loops.mean()),
         hindsight_loops=best,
     )
+
+
+def define(parser: Parser) -> None:
+    serve = "runs or recordings that serve as populations for the price"
+    option(parser, "recordings", serve, type=Path, nargs="*", metavar="RUN|RECORDING")
+    option(parser, "--calibrations N", "calibrations of each population", default=1000)
+    option(parser, "--examples N", "examples of each calibration", default=2000)
+    only = "simulate only this population (repeatable)"
+    option(parser, "--population NAME", only, action="append", choices=list(POPULATIONS))
+    option(parser, "--figure FILE", "draw the result to this file, as PNG and PDF")
+    add_shared(parser, "--json")
+
+
+def execute(options: argparse.Namespace) -> None:
+    if options.figure is not None and options.figure.suffix != ".png":
+        raise UserError("The figure is written as PNG, with PDF and SVG beside it; give a file that ends in .png.")
+    recordings = load_populations(options.recordings)
+    with track("calibrating") as advance:
+        result = bench_guarantees(recordings, options.examples, options.calibrations, advance, options.population)
+    if options.json:
+        print_json(result)
+    else:
+        _print(result, options)
+    if options.figure is not None:
+        from benchmarks.guarantee_figure import write_guarantee_figure
+
+        write_guarantee_figure(result, options.figure)
+
+
+def load_populations(paths: Sequence[Path]) -> dict[str, Trajectory]:
+    """Recordings by the names of their runs."""
+    found = [find_recording(path, "test") for path in paths]
+    names = [recorded_name(path.parent) if path.parent.name == "recordings" else path.absolute().name for path in found]
+    if len(set(names)) < len(names):
+        raise UserError("Two of the recordings are of one run; give one of each.")
+    return {name: Trajectory.load(path) for name, path in zip(names, found, strict=True)}
+
+
+def _print(result: GuaranteeBench, options: argparse.Namespace) -> None:
+    title = (
+        f"{options.calibrations:,} calibrations each, on {options.examples:,} examples: a risk of at most "
+        f"{percent(result.max_drop)}, with probability {percent(result.confidence)}"
+    )
+    columns = ["population", "method", "broken, %", "risk, %", "loops", "hindsight", "ratio", "refused"]
+    rows = [
+        [
+            each.population,
+            each.method,
+            f"{100 * each.broken:.1f} ± {100 * each.broken_error:.1f}",
+            f"{100 * each.risk:.3f} ± {100 * each.risk_error:.3f}",
+            f"{each.loops:.2f}",
+            f"{each.hindsight_loops:.2f}",
+            f"{each.loops / each.hindsight_loops:.3f}",
+            f"{each.refused:,}",
+        ]
+        for each in result.coverage
+    ]
+    print_table(title, columns, rows, keys=2)
+    if not result.price:
+        return
+    sizes = sorted({each.examples for each in result.price})
+    priced: dict[str, list[str]] = {}
+    for each in result.price:
+        priced.setdefault(each.population, [f"{each.hindsight_loops:.2f}"]).append(f"{each.loops:.2f}")
+    title = (
+        f"The price: loops of the promise, by the number of examples ({result.price[0].calibrations:,} calibrations)"
+    )
+    columns = ["population", "hindsight", *(f"{size:,}" for size in sizes)]
+    print_table(title, columns, [[name, *cells] for name, cells in priced.items()])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    return run_benchmark("guarantees", __doc__, define, execute, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,20 @@
-"""The figure of `bench guarantees`: are promises kept, and what do they cost?"""
+"""The figure of `benchmarks.guarantees`: are promises kept, and what do they cost?"""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import altair as alt
 
-from loopscope.bench.guarantees import GuaranteeBench
+from benchmarks.guarantees import GuaranteeBench
+from loopscope.report.charts import write_figure
 from loopscope.report.colours import COLOURS, SHAPES
 from loopscope.report.layout import FigureStyle, Specification, configured
+
+
+def write_guarantee_figure(bench: GuaranteeBench, file: Path) -> None:
+    """Writes the panels as PNG, PDF and SVG."""
+    write_figure(partial(guarantee_panels, bench), file.parent, file.stem)
 
 
 def guarantee_panels(bench: GuaranteeBench, style: FigureStyle) -> Specification:

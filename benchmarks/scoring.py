@@ -1,10 +1,15 @@
-"""How much faster is one pass than the usual ways of scoring? The same weights, the same questions, all loops.
+"""Measure all loops of a benchmark in one pass, against the usual ways.
+
+python -m benchmarks.scoring runs/small-ouro --benchmark arc_challenge --data DIR --limit 16
+python -m benchmarks.scoring ByteDance/Ouro-1.4B --benchmark mmlu --limit 100
 
 The usual ways run on the same packed code, so that only what they repeat is told: a forward for every choice, in which
 all loops are read; a forward for every choice and depth, as a harness needs that runs a model once for each depth; and,
 where questions share their examples, a forward for every question.
 """
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,18 +21,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.command import print_measured, run_benchmark
 from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
+from loopscope.cli.compute import device_of, working
+from loopscope.cli.inputs import find_model
+from loopscope.cli.options import add_shared, option
+from loopscope.cli.parser import Parser
 from loopscope.engine.prefix_cache import PrefixCache
 from loopscope.engine.request_batch import log_likelihoods
 from loopscope.engine.requests import Request
-from loopscope.models import LoopedModel, load_model
+from loopscope.models.checkpoint import load_model
+from loopscope.models.contract import LoopedModel
 from loopscope.models.device import upload
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.layout import Layout, count_up
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.progress import ProgressCallback
-from loopscope.questions import benchmark_named, encode_questions, load_questions
+from loopscope.questions.benchmarks import BENCHMARKS, benchmark_named
+from loopscope.questions.encoding import encode_questions
+from loopscope.questions.lm_eval_tasks import check_data, load_questions
 from loopscope.recording.choice_scoring import BATCH_TOKENS, question_batches, question_requests, score_all_loops
 
 Likely = NDArray[np.float64]
@@ -136,3 +149,41 @@ def _per_choice(model: LoopedModel, requests: Sequence[Request], depth: int | No
 def _every_depth(model: LoopedModel, requests: Sequence[Request]) -> None:
     for depth in range(1, model.num_loops + 1):
         _per_choice(model, requests, depth)
+
+
+def define(parser: Parser) -> None:
+    add_shared(parser, "model")
+    scored = f"benchmark to score: {', '.join(BENCHMARKS)}"
+    option(parser, "--benchmark NAME", scored, choices=list(BENCHMARKS), default="arc_challenge")
+    option(parser, "--limit N", "questions to score", default=16)
+    add_shared(parser, "--data DIR", "--device NAME", "--dtype NAME", "--rounds N", "--threads N", "--json")
+
+
+def execute(options: argparse.Namespace) -> None:
+    check_data(benchmark_named(options.benchmark), "test", options.data)
+    find_model(options.model, text=True)
+    device, questions = device_of(options), (options.model, options.benchmark, options.data, options.limit)
+    with working(options, "measuring") as advance:
+        result = bench_scoring(*questions, options.rounds, advance, device, options.dtype)
+    rows = [
+        ["one pass, ms per question", str(result.milliseconds)],
+        ["a forward for every choice", f"{result.per_choice} times as long"],
+        ["a forward for every choice and depth", f"{result.per_choice_and_depth} times as long"],
+    ]
+    if result.per_question is not None:
+        rows.append(["a forward for every question", f"{result.per_question} times as long"])
+    rows.append(["largest difference of a log-likelihood", f"{result.largest_difference:.1e}"])
+    shared = f", {result.shared_tokens:.0f} of them shared" if result.shared_tokens else ""
+    title = (
+        f"{result.model}, {result.benchmark}, {result.shots} shots: {result.questions} questions, contexts of "
+        f"{result.context_tokens:.0f} tokens{shared}, choices of {result.choice_tokens:.1f}."
+    )
+    print_measured(result, title, ["", "median [quartiles]"], rows, options.json)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    return run_benchmark("scoring", __doc__, define, execute, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,12 @@
-"""Does a monitor keep quiet while nothing changes, and how soon does it speak when something does?
+"""How often does a monitor give a false alarm, and how soon does it find a change?
 
-Every stream has its own calibration data: a threshold is promised on them, then the stream goes by, all drawn from a
-population whose truth is known (`bench.guarantees`). What changes, from one example on:
+python -m benchmarks.drift
+python -m benchmarks.drift runs/demo/fixed-geometric/recordings/test
+python -m benchmarks.drift --streams 100 --examples 1000 --length 3000 --json
+
+Every stream has its own calibration: a threshold is promised on data drawn from a population whose truth is known
+(`benchmarks.guarantees`), then the stream goes by, drawn from the same population: without a change, and with several
+kinds of it after 1,000 examples. Recordings serve as populations, too. What changes, from one example on:
 
 - harder inputs: difficult examples become frequent, at once or slowly;
 - another model: its margins are scaled, as by other weights or another precision;
@@ -11,32 +16,49 @@ One population is promised on average over calibrations, where many a policy bre
 exits alone are watched.
 """
 
-from collections.abc import Callable, Mapping
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from loopscope.bench.guarantees import CONFIDENCE, MAX_DROP, Array, Population, draw, populations, recorded, truth
+from benchmarks.command import run_benchmark
+from benchmarks.guarantees import (
+    CONFIDENCE,
+    MAX_DROP,
+    Array,
+    Population,
+    draw,
+    load_populations,
+    populations,
+    recorded,
+    truth,
+)
+from loopscope.cli.options import add_shared, option
+from loopscope.cli.output import percent, print_json, print_table
+from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy, Monitor
 from loopscope.exits.calibration import certify
-from loopscope.exits.monitor import check_alpha
+from loopscope.exits.monitor import Monitor, check_alpha
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.refusals import NotProven
 from loopscope.exits.risk_target import RiskTarget
-from loopscope.progress import ProgressCallback
+from loopscope.progress import ProgressCallback, track
 from loopscope.trajectory import Trajectory, concatenate
 
 CHANGE = 1_000
 AUDIT = 0.1
-_MOST_REFUSED = 20
+_MAX_REFUSED = 20
 """Calibrations in a row."""
-_HARDER = 20.0
+_HARDEST_TO_EASIEST = 20.0
 """How many times as frequent as the easiest the hardest examples become."""
-_AT_A_TIME = 500
-"""After an alarm nobody watches on."""
-_SCALE = 1.25
-_WRONG = 0.05
+_CHUNK = 500
+"""Examples that are watched at a time; after an alarm nobody watches on."""
+_MARGIN_SCALE = 1.25
+_WRONG_SHARE = 0.05
 
 
 class FalseAlarms(msgspec.Struct, frozen=True):
@@ -151,7 +173,7 @@ def false_alarms(
 def _calibrated(population: Population, size: int, rng: np.random.Generator) -> tuple[ExitPolicy, int]:
     """A policy, and how many calibrations were refused before it."""
     target = RiskTarget(max_drop=MAX_DROP, confidence=CONFIDENCE, **population.risk_options)
-    for refused in range(_MOST_REFUSED):
+    for refused in range(_MAX_REFUSED):
         try:
             return certify(draw(population, size, rng), target), refused
         except NotProven:
@@ -178,7 +200,7 @@ def detections(
         result = monitor.replay(draw(population, CHANGE, rng), AUDIT)
         if not result.alarm:
             rest = _rest(population, changed, change == SLOWLY, length - CHANGE, rng)
-            for rows in np.split(np.arange(length - CHANGE), np.arange(_AT_A_TIME, length - CHANGE, _AT_A_TIME)):
+            for rows in np.split(np.arange(length - CHANGE), np.arange(_CHUNK, length - CHANGE, _CHUNK)):
                 if not result.alarm:
                     result = monitor.replay(rest.take(rows), AUDIT)
         results.append(result)
@@ -219,7 +241,7 @@ def _harder(population: Population, rng: np.random.Generator) -> Population:
     trajectory = population.trajectory
     assert trajectory.difficulty is not None
     levels, level = np.unique(trajectory.difficulty, return_inverse=True)
-    weights = np.linspace(1, _HARDER, len(levels))[level]
+    weights = np.linspace(1, _HARDEST_TO_EASIEST, len(levels))[level]
     return replace(
         population, trajectory=trajectory.take(rng.choice(len(level), len(level), p=weights / weights.sum()))
     )
@@ -227,7 +249,7 @@ def _harder(population: Population, rng: np.random.Generator) -> Population:
 
 def _rescaled(population: Population, _: np.random.Generator) -> Population:
     trajectory = population.trajectory
-    scaled = replace(trajectory, signals={**trajectory.signals, "margin": trajectory.signals["margin"] * _SCALE})
+    scaled = replace(trajectory, signals={**trajectory.signals, "margin": trajectory.signals["margin"] * _MARGIN_SCALE})
     return replace(population, trajectory=scaled)
 
 
@@ -237,7 +259,7 @@ def _wrong(population: Population, rng: np.random.Generator) -> Population:
     assert trajectory.predictions is not None
     assert trajectory.labels is not None
     predictions: Array = trajectory.predictions.copy()
-    other = rng.random(len(predictions)) < _WRONG
+    other = rng.random(len(predictions)) < _WRONG_SHARE
     predictions[other] = trajectory.labels[other, None] + 1
     predictions[other, -1] = trajectory.labels[other]
     return replace(population, trajectory=replace(trajectory, predictions=predictions))
@@ -245,3 +267,69 @@ def _wrong(population: Population, rng: np.random.Generator) -> Population:
 
 SLOWLY = "harder inputs, slowly"
 CHANGES = {"harder inputs": _harder, "another model": _rescaled, "other answers": _wrong, SLOWLY: _harder}
+
+
+def define(parser: Parser) -> None:
+    serve = "runs or recordings that serve as populations, too"
+    option(parser, "recordings", serve, type=Path, nargs="*", metavar="RUN|RECORDING")
+    option(parser, "--streams N", "streams of each kind", default=1000)
+    option(parser, "--examples N", "examples to calibrate on", default=2000)
+    option(parser, "--length N", "examples of a stream", default=5000)
+    option(parser, "--alpha A", "share of streams that may give a false alarm", type=float, default=0.01)
+    add_shared(parser, "--json")
+
+
+def execute(options: argparse.Namespace) -> None:
+    recordings = load_populations(options.recordings)
+    with track("watching streams") as advance:
+        result = bench_drift(
+            recordings, options.alpha, options.streams, options.examples, options.length, progress=advance
+        )
+    if options.json:
+        print_json(result)
+    else:
+        _print(result, options.streams)
+
+
+def _print(result: DriftBench, streams: int) -> None:
+    title = (
+        f"{streams:,} streams of {result.length:,} without a change, each with its own calibration on "
+        f"{result.examples:,}; {percent(result.audit, 0)} audited; at most {100 * result.alpha:g} % may give an alarm "
+        f"({percent(result.without[0].limit, 2)} with two standard errors)"
+    )
+    rows = [
+        [
+            each.population,
+            *(percent(share, 2) for share in (each.alarms, each.by_exits, each.by_risk)),
+            percent(each.broken),
+            f"{each.refused:,}",
+        ]
+        for each in result.without
+    ]
+    columns = ["population", "alarms", "by exits", "by risk", "promise broken", "refused, drawn again"]
+    print_table(title, columns, rows)
+    title = f"The same with a change after {result.change:,}; delay: median and quartiles, in examples"
+    columns = ["population", "change", "loops", "risk, %", "before it", "detected", "by exits", "delay"]
+    print_table(title, columns, [_row(each) for each in result.changed], keys=2)
+
+
+def _row(each: Detections) -> list[str]:
+    low, middle, high = ("later" if delay is None else f"{delay:,.0f}" for delay in each.delays)
+    return [
+        each.population,
+        each.change,
+        "{:.2f}, {:.2f}".format(*each.loops),
+        "{:.2f}, {:.2f}".format(*(100 * risk for risk in each.risk)),
+        percent(each.before),
+        percent(each.detected),
+        percent(each.by_exits, 0),
+        f"{middle} [{low}, {high}]",
+    ]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    return run_benchmark("drift", __doc__, define, execute, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

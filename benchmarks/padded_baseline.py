@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loopscope.models import LoopedTransformer
-from loopscope.models.transformer import TransformerLayer
+from loopscope.models.transformer import LoopedTransformer, TransformerLayer
 from loopscope.objectives import LoopLosses
-from loopscope.tasks import Examples
+from loopscope.tasks.task import Examples
 
 
 def plain_losses(model: LoopedTransformer, batch: Examples) -> LoopLosses:

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from loopscope.analysis.timings import Machine, Spread
 from loopscope.bench.measure import Seconds, interleaved, spread
-from loopscope.bench.plain_generation import plain_text
+from loopscope.bench.padded_generation import plain_text
 from loopscope.engine.decoder import CacheMode
 from loopscope.engine.generation import GenerationStats, Prompt, generate, stream
 from loopscope.engine.logit_stats import kl_divergence
-from loopscope.exits import ExitPolicy
-from loopscope.models import LoopedModel
+from loopscope.exits.policy import ExitPolicy
+from loopscope.models.contract import LoopedModel
 from loopscope.progress import ProgressCallback
 
 _WIDTH = 512

@@ -1,0 +1,31 @@
+"""How is a benchmark started? By a parser and with sentences like those of `loopscope`."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from loopscope.cli import answer
+from loopscope.cli.output import machine_line, print_json, print_table
+from loopscope.cli.parser import Execute, Parser, described
+
+
+def run_benchmark(
+    name: str, text: str | None, define: Callable[[Parser], None], execute: Execute, words: Sequence[str] | None
+) -> int:
+    """Executes `python -m benchmarks.NAME` with these words (default: those that were typed); the exit code."""
+
+    def make() -> Parser:
+        parser = Parser(prog=f"python -m benchmarks.{name}", **described(text or name))
+        parser.set_defaults(execute=execute, resumes=False, parser=parser)
+        define(parser)
+        return parser
+
+    return answer(sys.argv[1:] if words is None else list(words), make)
+
+
+def print_measured(result: Any, title: str, columns: list[str], rows: list[list[str]], as_json: bool) -> None:
+    """What a benchmark measured, and on which machine."""
+    if as_json:
+        print_json(result)
+    else:
+        print_table(f"{title} {machine_line(result.machine)}", columns, rows)
