@@ -10,7 +10,7 @@ from conftest import GOLDEN, tiny_settings
 from torch import Tensor, nn
 
 import loopscope as ls
-from loopscope.checks.contract import check_model
+from loopscope.checks.model_contract import check_model
 from loopscope.models import Layout, LoopedModel, LoopState, initial_loop_state
 from loopscope.training import initial_model
 
