@@ -1,8 +1,8 @@
 """What do the configurations of looped checkpoints look like to transformers? As their `config.json` says, key by key.
 
-The keys are those of the Hub. What of them a network depends on, and which values are refused, stands beside the
-network (`loopscope.models`): these classes only carry them. They stand apart from `loopscope.integrations.transformers` because vLLM
-needs them, too, in each of its processes, and nothing of the models and the Trainer there.
+The keys are those of the Hub. The networks (`loopscope.models`) say which keys they depend on, and which values they
+reject: these classes only carry them. They stand apart from the models and the Trainer because each process of vLLM
+needs them, and nothing else.
 """
 
 from collections.abc import Mapping

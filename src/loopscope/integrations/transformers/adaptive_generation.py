@@ -84,7 +84,9 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
                 name = "lossless" if lossless else "cache"
                 raise UserError(f"{name} is of an exit policy, by which tokens exit early; name one (policy=...).")
             return super().generate(*given, streamer=streamer, **kwargs)
-        _reject([type(each).__name__ for each in (*(logits_processor or ()), *(stopping_criteria or ()))])
+        asked = [type(each).__name__ for each in (*(logits_processor or ()), *(stopping_criteria or ()))]
+        stops = kwargs.get("stop_strings") or getattr(generation_config, "stop_strings", None)
+        _reject([*asked, "stop_strings"] if stops else asked)
         rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
         decoding = partial(adaptive_decoding, policy=rule, cache=cache or "full", lossless=lossless, streamer=streamer)
         return super().generate(*given, custom_generate=decoding, streamer=streamer, **kwargs)
@@ -144,7 +146,7 @@ def adaptive_decoding(
             *(name for name, value in inputs.items() if name not in _INPUTS and value is not None),
         ]
     )
-    PaddedBatch.of(input_ids, attention_mask, None).layout(input_ids.device, None, inputs.get("position_ids"))
+    PaddedBatch.of(input_ids, attention_mask, inputs.get("position_ids")).layout()
     masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     rows = [tokens[mask.bool()].cpu().numpy() for tokens, mask in zip(input_ids, masks, strict=True)]
     pad, ends = generation_config._pad_token_tensor, generation_config._eos_token_tensor

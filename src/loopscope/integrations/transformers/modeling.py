@@ -226,7 +226,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
                 "out of target_modules, or train them whole (modules_to_save)."
             )
         cache = LoopedCache() if use_cache and past_key_values is None else past_key_values
-        batch = PaddedBatch.of(input_ids, attention_mask, cache)
+        batch = PaddedBatch.of(input_ids.to(self.device), attention_mask, position_ids, cache)
         if loop_losses:
             if cache is not None or num_loops is not None:
                 raise UserError(
@@ -235,39 +235,28 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
                 )
             assert labels is not None
             taught = None if teacher is None else batch.pack(teacher(input_ids, attention_mask))
-            losses = self._loop_losses(batch, input_ids, position_ids, labels, unrolling, taught)
-            output = LoopedOutput(None, None, None, None, None, None, *losses)
+            output = LoopedOutput(*[None] * 6, *self._loop_losses(batch, labels, unrolling, taught))
         else:
             states = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
             loops = self.num_loops if num_loops is None else num_loops
-            output = self._answer(
-                batch, input_ids, position_ids, cache, loops, states, output_loop_logits, logits_to_keep
-            )
+            output = self._answer(batch, cache, loops, states, output_loop_logits, logits_to_keep)
             if labels is not None:
-                assert output.logits is not None
-                output.loss = self._loss(batch, output.logits, labels, logits_to_keep, num_items_in_batch)
+                if not isinstance(logits_to_keep, int) or logits_to_keep:
+                    raise UserError("A loss needs the logits of all tokens; leave out logits_to_keep, or the labels.")
+                output.loss = _mean_loss(batch, output.logits, labels.to(self.device), num_items_in_batch)
         as_output = self.config.return_dict if return_dict is None else return_dict
         return output if as_output else output.to_tuple()
 
     def _answer(
-        self,
-        batch: PaddedBatch,
-        tokens: Tensor,
-        position_ids: Tensor | None,
-        cache: LoopedCache | None,
-        loops: int,
-        with_states: bool,
-        with_loops: bool,
-        logits_to_keep: int | Tensor,
+        self, batch: PaddedBatch, cache: LoopedCache | None, loops: int, with_states: bool, with_loops: bool, keep: Any
     ) -> LoopedOutput:
-        """`logits_to_keep` is the number of the last columns to read (0: all), or the numbers of columns."""
+        """`keep` is the number of the last columns whose logits are wanted (0: all), or the numbers of columns."""
         looped, read_at = self.looped, range(1 if with_loops else loops, loops + 1)
-        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        columns = slice(-keep, None) if isinstance(keep, int) else keep
         if cache is not None:
             cache.begin(batch.size, loops, read_at if looped.head_attends else ())
         at_loop = None if cache is None else partial(cache.appending, batch.rows, batch.counts)
-        layout = batch.layout(self.device, None if at_loop is None else at_loop(0), position_ids)
-        state = looped.begin_packed(batch.pack(tokens.to(self.device)), layout)
+        state = looped.begin_packed(batch.tokens, batch.layout(None if at_loop is None else at_loop(0)))
         hidden, logits, halts = [batch.unpack(state.hidden)] if with_states else [], [], []
         for loop, state in enumerate(looped.unroll(state, loops, at_loop), start=1):  # noqa: B020
             if with_states or loop in read_at:
@@ -290,41 +279,13 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
             last_hidden_state=read,
         )
 
-    def _loss(
-        self,
-        batch: PaddedBatch,
-        logits: Tensor,
-        labels: Tensor,
-        logits_to_keep: int | Tensor,
-        num_items_in_batch: Tensor | int | None,
-    ) -> Tensor:
-        """The mean over all labels of the batch, or of the larger one that this is a part of.
-
-        transformers counts the labels of that one, and knows nothing of those on padding: so each part has the weight
-        that transformers gives it.
-        """
-        if not isinstance(logits_to_keep, int) or logits_to_keep:
-            raise UserError("A loss needs the logits of all tokens; leave out logits_to_keep, or the labels.")
-        chosen, targets = batch.targets(labels.to(logits.device))
-        total = F.cross_entropy(batch.pack(logits).index_select(0, chosen).float(), targets, reduction="sum")
-        if num_items_in_batch is None:
-            return total / len(targets)
-        return total / max(1, len(targets)) * (labels[:, 1:] != -100).sum() / num_items_in_batch
-
     def _loop_losses(
-        self,
-        batch: PaddedBatch,
-        tokens: Tensor,
-        position_ids: Tensor | None,
-        labels: Tensor,
-        unrolling: Unrolling | None,
-        taught: Tensor | None,
+        self, batch: PaddedBatch, labels: Tensor, unrolling: Unrolling | None, taught: Tensor | None
     ) -> BatchLosses:
         """`taught` are the teacher's logits [P, V]."""
-        layout = batch.layout(self.device, None, position_ids)
         chosen, targets = batch.targets(labels.to(self.device))
         log_probs = None if taught is None else taught.index_select(0, chosen).float().log_softmax(-1)
-        state = self.looped.begin_packed(batch.pack(tokens.to(self.device)), layout)
+        state = self.looped.begin_packed(batch.tokens, batch.layout())
         return TokenLosses(self.looped).of_state(state, targets, log_probs, unrolling, chosen)
 
 
@@ -357,6 +318,19 @@ class LoopedLlamaForCausalLM(LoopedForCausalLM):
     config: LoopedLlamaPretrainedConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = (r"rotary_emb\.inv_freq",)
+
+
+def _mean_loss(batch: PaddedBatch, logits: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """The mean over all labels of the batch, or of the larger one that this is a part of.
+
+    transformers counts the labels of that one, and knows nothing of those on padding: so each part has the weight that
+    transformers gives it.
+    """
+    chosen, targets = batch.targets(labels)
+    total = F.cross_entropy(batch.pack(logits).index_select(0, chosen).float(), targets, reduction="sum")
+    if num_items_in_batch is None:
+        return total / len(targets)
+    return total / max(1, len(targets)) * (labels[:, 1:] != -100).sum() / num_items_in_batch
 
 
 def _check_keys(source: str, info: Mapping[str, Any]) -> None:

@@ -62,26 +62,15 @@ class LoopedCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._columns
 
-    @property
-    def batch_size(self) -> int:
-        return -1 if self._kv_cache is None else self._kv_cache.rows
-
-    @property
-    def nbytes(self) -> int:
-        """What the keys and values take."""
-        return 0 if self._kv_cache is None else self._kv_cache.nbytes
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
         assert self._kv_cache is not None
         self._kv_cache.take(indices)
         self.lengths = self.lengths[indices.cpu().numpy()]
 
+    reorder_cache = batch_select_indices
+
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self._kv_cache is not None:
-            self.batch_select_indices(torch.arange(self._kv_cache.rows).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def reset(self) -> None:
         self._kv_cache, self._columns = None, 0
@@ -101,30 +90,38 @@ class PaddedBatch:
     cells: Tensor  # [P] where the tokens lie among the B M cells, row by row
     rows: Integers  # of the batch that have tokens
     counts: Integers  # their tokens
+    tokens: Tensor  # [P]
+    positions: Tensor | None  # [P] as they were given
 
     @classmethod
-    def of(cls, tokens: Tensor, attention_mask: Tensor | None, cache: LoopedCache | None) -> Self:
+    def of(
+        cls,
+        tokens: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        cache: LoopedCache | None = None,
+    ) -> Self:
         """`attention_mask` covers what is cached, too."""
         size, columns = tokens.shape
-        device = tokens.device
-        if attention_mask is None:
-            full = np.full(size, columns, dtype=np.int64)
-            return cls(columns, size, torch.arange(size * columns, device=device), np.arange(size), full)
-        shown = _shown(attention_mask, size, columns, cache)
+        shown = np.ones((size, columns), dtype=bool)
+        if attention_mask is not None:
+            shown = _shown(attention_mask, size, columns, cache)
         counts = shown.sum(1)
         rows = np.flatnonzero(counts)
-        return cls(columns, size, upload(np.flatnonzero(shown), device), rows, counts[rows])
-
-    def layout(self, device: torch.device, cache: AppendingRows | None, position_ids: Tensor | None) -> Layout:
-        """Rejects positions that are not those of the tokens in their rows: several texts in one row, say."""
-        layout = Layout.from_host(self.counts, device, cache=cache)
+        cells = upload(np.flatnonzero(shown), tokens.device)
+        positions = None
         if position_ids is not None:
-            given = self.pack(position_ids.expand(self.size, -1).reshape(self.size, -1))
-            if not torch.equal(given.to(device), layout.positions):
-                raise UserError(
-                    "position_ids must count the tokens that the attention mask shows, from 0 in every row; leave them "
-                    "out, and give every text a row of its own."
-                )
+            positions = position_ids.expand(size, -1).reshape(-1).to(cells.device).index_select(0, cells)
+        return cls(columns, size, cells, rows, counts[rows], tokens.flatten().index_select(0, cells), positions)
+
+    def layout(self, cache: AppendingRows | None = None) -> Layout:
+        """Rejects positions that are not those of the tokens in their rows: several texts in one row, say."""
+        layout = Layout.from_host(self.counts, self.cells.device, cache=cache)
+        if self.positions is not None and not torch.equal(self.positions, layout.positions):
+            raise UserError(
+                "position_ids must count the tokens that the attention mask shows, from 0 in every row; leave them "
+                "out, and give every text a row of its own."
+            )
         return layout
 
     def pack(self, values: Tensor) -> Tensor:
