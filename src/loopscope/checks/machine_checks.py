@@ -38,6 +38,8 @@ from loopscope.trajectory import Trajectory
 
 Array = NDArray[Any]
 Load = Callable[[str], LoopedModel]
+Outputs = dict[str, Array]
+"""What a model says at some places: logits [T, P, V], hidden [T, P, D] and, of one with a gate, gate_logits [T, P]."""
 DIVERGENCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 """The largest divergence of two ways that should say the same, in this precision; on average, against float32."""
 HALTING = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-1}
@@ -68,15 +70,6 @@ _ROWS, _MAX_PROMPT, _MAX_NEW = 4, 48, 12
 
 
 @dataclass(frozen=True)
-class PlainOutputs:
-    """What a model says at some places."""
-
-    logits: Array  # [T, P, V]
-    hidden: Array  # [T, P, D]
-    gate_logits: Array | None  # [T, P]
-
-
-@dataclass(frozen=True)
 class TokenSample:
     """Rows of tokens that every check takes."""
 
@@ -104,35 +97,31 @@ class TokenSample:
         held = _MAX_LOGITS // (model.num_loops * model.vocab_size * _ROWS)
         return cls([np.asarray(row, dtype=np.int64) for row in rows], new, max(1, min(longest, held)))
 
-    def read(self, model: LoopedModel) -> PlainOutputs:
-        return read(model, self.rows, self.places)
-
     @property
     def prompts(self) -> list[Prompt]:
         return [Prompt(key, row) for key, row in enumerate(self.rows)]
 
 
 @torch.inference_mode()
-def read(model: LoopedModel, rows: Sequence[Array], places: int) -> PlainOutputs:
+def plain_pass(model: LoopedModel, rows: Sequence[Array], places: int) -> Outputs:
     """The last `places` of every row (fewer if it is shorter) at every loop, by one plain pass over all rows."""
     device = next(model.parameters()).device
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = torch.from_numpy(row)
-    counts = lengths.clamp(max=places)
-    ends = lengths.cumsum(0)
-    chosen = torch.cat([torch.arange(int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)])
-    chosen = chosen.to(device)
-    embedded = model.begin(tokens.to(device), lengths.to(device))
-    logits, hidden, gate_logits = [], [], []
-    for state in model.unroll(embedded):
-        pooled, head_input = (each.index_select(0, chosen) for each in model.read(state))
-        logits.append(model.predict(head_input).float().cpu().numpy())
-        hidden.append(pooled.float().cpu().numpy())
-        if (gate := model.halt(pooled)) is not None:
-            gate_logits.append(gate.float().cpu().numpy())
-    return PlainOutputs(np.stack(logits), np.stack(hidden), np.stack(gate_logits) if gate_logits else None)
+    place = torch.arange(tokens.shape[1])
+    read = (place >= (lengths - places)[:, None])[place < lengths[:, None]].nonzero()[:, 0].to(device)
+    found: dict[str, list[Array]] = {}
+    for state in model.unroll(model.begin(tokens.to(device), lengths.to(device))):
+        pooled, head_input = (values.index_select(0, read) for values in model.read(state))
+        said = {"logits": model.predict(head_input), "hidden": pooled, "gate_logits": model.halt(pooled)}
+        for name, output in said.items():
+            if output is not None:
+                found.setdefault(name, []).append(output.float().cpu().numpy())
+    return {name: np.stack(by_loop) for name, by_loop in found.items()}
+
+
+def _joined(parts: Sequence[Outputs]) -> Outputs:
+    return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
 
 
 def divergence(reference: Array, other: Array) -> Array:
@@ -182,7 +171,7 @@ def selfcheck(
     All kinds but precision are checked in `dtype`; of precision, only `dtype` is judged, and the others are shown.
     """
     checks: list[Check] = []
-    reference: PlainOutputs | None = None
+    reference: Outputs | None = None
     sample: TokenSample | None = None
     others = [kind for kind in kinds if kind != "precision"]
     precisions = ["float32", *LOW] if "precision" in kinds else []
@@ -194,7 +183,7 @@ def selfcheck(
         depth, device = model.num_loops, str(next(model.parameters()).device)
         if precision in precisions:
             try:
-                outputs = sample.read(model)
+                outputs = plain_pass(model, sample.rows, sample.places)
             except RuntimeError as error:
                 if precision == "float32":
                     raise
@@ -235,72 +224,56 @@ def _judged(kind: CheckKind, what: str, measured: float, unit: str, limit: float
     return Check(kind, what, measured, unit, limit, None if limit is None else bool(measured <= limit), note)
 
 
-def precision_checks(precision: str, reference: PlainOutputs, outputs: PlainOutputs, judged: bool) -> Iterator[Check]:
+def precision_checks(precision: str, reference: Outputs, outputs: Outputs, judged: bool) -> Iterator[Check]:
     """What nobody asked for is told, not judged."""
     limits = (DIVERGENCE[precision], HALTING[precision]) if judged else (None, None)
-    for loop, (right, low) in enumerate(zip(reference.logits, outputs.logits, strict=True), start=1):
+    for loop, (right, low) in enumerate(zip(reference["logits"], outputs["logits"], strict=True), start=1):
         same = float((right.argmax(-1) == low.argmax(-1)).mean())
         note = f"same token: {100 * same:.1f} %"
         mean = float(divergence(right, low).mean())
         yield _judged("precision", f"{precision}, loop {loop}", mean, "nats (mean)", limits[0], note)
-    if reference.gate_logits is not None and outputs.gate_logits is not None:
-        apart = np.abs(reference.gate_logits - outputs.gate_logits)
+    if "gate_logits" in reference:
+        apart = np.abs(reference["gate_logits"] - outputs["gate_logits"])
         note = f"at most {apart.max():.2g}"
         yield _judged("precision", f"{precision}, halt logits", float(apart.mean()), "(mean)", limits[1], note)
 
 
 def _batch(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
-    together = sample.read(model)
-    alone = [read(model, [row], sample.places) for row in sample.rows]
-    logits = np.concatenate([outputs.logits for outputs in alone], 1)
-    worst = float(divergence(logits, together.logits).max())
+    together = plain_pass(model, sample.rows, sample.places)
+    alone = _joined([plain_pass(model, [row], sample.places) for row in sample.rows])
+    worst = float(divergence(alone["logits"], together["logits"]).max())
     yield _judged("batch", "predictions at every loop", worst, "nats (max)", DIVERGENCE[dtype])
-    if together.gate_logits is not None:
-        gate_logits = np.concatenate([outputs.gate_logits for outputs in alone if outputs.gate_logits is not None], 1)
-        apart = float(np.abs(gate_logits - together.gate_logits).max())
+    if "gate_logits" in together:
+        apart = float(np.abs(alone["gate_logits"] - together["gate_logits"]).max())
         yield _judged("batch", "halt logits", apart, "(max)", HALTING[dtype])
 
 
 def _cache(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
     """At full depth no token exits early, so that all that is cached of it is its own; `latest` keeps one loop."""
     for cache in CACHE_MODES:
-        outputs: dict[int, list[Array]] = {key: [] for key in range(len(sample.rows))}
-        texts: dict[int, list[int]] = {key: [] for key in outputs}
-        options: dict[str, Any] = {"max_new_tokens": sample.new, "cache": cache, "batch_size": len(outputs) - 1}
-        for token in stream(model, sample.prompts, with_logits=True, **options):
-            assert token.logits is not None
-            outputs[token.key].append(token.logits.cpu().numpy())
-            texts[token.key].append(token.token)
-        plain = _continued(model, sample, texts)
-        logits = np.concatenate([np.stack(outputs[key]) for key in outputs])
-        values = divergence(plain.logits[-1], logits)
-        same = float((plain.logits[-1].argmax(-1) == logits.argmax(-1)).mean())
+        options: dict[str, Any] = {"max_new_tokens": sample.new, "cache": cache, "batch_size": len(sample.rows) - 1}
+        tokens = sorted(stream(model, sample.prompts, with_logits=True, **options), key=lambda token: token.key)
+        texts = [[token.token for token in tokens if token.key == key] for key in range(len(sample.rows))]
+        logits = np.stack([token.logits.cpu().numpy() for token in tokens if token.logits is not None])
+        plain = _continued(model, sample, texts)["logits"][-1]
+        values = divergence(plain, logits)
+        same = float((plain.argmax(-1) == logits.argmax(-1)).mean())
         limit = None if cache == "latest" else DIVERGENCE[dtype]
         note = f"same token: {100 * same:.1f} % of {len(logits)}"
         note += "; promises no equality" if limit is None else ""
         yield _judged("cache", f"cache '{cache}'", float(values.max()), "nats (max)", limit, note)
 
 
-def _continued(model: LoopedModel, sample: TokenSample, texts: dict[int, list[int]]) -> PlainOutputs:
+def _continued(model: LoopedModel, sample: TokenSample, texts: Sequence[Sequence[int]]) -> Outputs:
     """A plain pass over prompts and what followed, at the places where it was predicted."""
-    parts = [
-        read(model, [np.concatenate((row, np.array(texts[key][:-1], dtype=np.int64)))], len(texts[key]))
-        for key, row in enumerate(sample.rows)
-    ]
-    gate_logits = (
-        None if parts[0].gate_logits is None else np.concatenate([np.asarray(part.gate_logits) for part in parts], 1)
-    )
-    return PlainOutputs(
-        np.concatenate([part.logits for part in parts], 1),
-        np.concatenate([part.hidden for part in parts], 1),
-        gate_logits,
-    )
+    whole = [np.array([*row, *text[:-1]], dtype=np.int64) for row, text in zip(sample.rows, texts, strict=True)]
+    return _joined([plain_pass(model, [row], len(text)) for row, text in zip(whole, texts, strict=True)])
 
 
 def _replay(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
     if model.num_loops == 1:
         return
-    known = _trajectory(read(model, sample.rows, _DECISIONS))
+    known = _trajectory(plain_pass(model, sample.rows, _DECISIONS))
     prefixes = [row[:end] for row in sample.rows for end in range(max(1, len(row) + 1 - _DECISIONS), len(row) + 1)]
     for readout in ("gate", "margin", "hidden_change"):
         if readout == "gate" and known.gate_logits is None:
@@ -311,17 +284,15 @@ def _replay(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) ->
         loops, tokens = (np.array([getattr(each, name) for each in answers]) for name in ("loop", "prediction"))
         yield _compared(f"engine, {readout}", policy, known, loops, tokens, dtype)
         texts = generate(model, sample.prompts, policy, max_new_tokens=sample.new, cache="full", batch_size=3)
-        outputs = _continued(model, sample, {text.key: text.tokens for text in texts})
+        outputs = _continued(model, sample, [text.tokens for text in texts])
         loops = np.concatenate([text.loops for text in texts])
         tokens = np.concatenate([text.tokens for text in texts])
         yield _compared(f"generation, {readout}", policy, _trajectory(outputs), loops, tokens, dtype)
 
 
-def _trajectory(outputs: PlainOutputs) -> Trajectory:
-    logits, hidden = outputs.logits.swapaxes(0, 1), outputs.hidden.swapaxes(0, 1)
-    return Trajectory(
-        logits=logits, hidden=hidden, gate_logits=None if outputs.gate_logits is None else outputs.gate_logits.T
-    )
+def _trajectory(outputs: Outputs) -> Trajectory:
+    by_decision: dict[str, Any] = {name: values.swapaxes(0, 1) for name, values in outputs.items()}
+    return Trajectory(**by_decision)
 
 
 def _halfway(readout: str, trajectory: Trajectory) -> ExitPolicy:

@@ -63,15 +63,10 @@ def contract_checks(
     model.require_evaluation()
     weights = next(model.parameters(), None)
     assert weights is not None, "make the model's modules attributes of it, so that PyTorch finds their parameters"
-    token_rows = (
-        _random_rows(model) if rows is None else [as_token_row(row, "A row to be checked with") for row in rows]
-    )
-    contract = _Contract(
-        model,
-        [torch.from_numpy(row).to(weights.device) for row in token_rows],
-        tolerance or _TOLERANCE.get(weights.dtype, _LOW_PRECISION),
-    )
-    for check in contract.checks:
+    if rows is not None:
+        rows = [as_token_row(row, "A row to be checked with") for row in rows]
+    tokens = [torch.from_numpy(row).to(weights.device) for row in rows or _random_rows(model)]
+    for check in _Contract(model, tokens, tolerance or _TOLERANCE.get(weights.dtype, _LOW_PRECISION)).checks:
         try:
             held = check()
         except (UserError, torch.OutOfMemoryError, MemoryError):
@@ -132,16 +127,14 @@ class _Contract:
 
     def shapes(self) -> Check:
         state = self.model.step(self._embedded(self.rows))
-        count, tokens = len(self.rows), len(state.hidden)
-        last, worst = state.lengths - 1, 0.0
+        count, tokens, last, differences = len(self.rows), len(state.hidden), state.lengths - 1, []
         for name in ("pooled", "head_input"):
-            make = getattr(self.model, name)
-            at_last, at_all = make(state, last), make(state)
+            at_last, at_all = (getattr(self.model, name)(state, positions) for positions in (last, None))
             for what, got, expected in (("one position a row", at_last, count), ("no positions", at_all, tokens)):
                 wrong = f"{name} with {what} must be [{expected}, width], but is {list(got.shape)}."
                 _require(got.ndim == 2 and len(got) == expected, wrong)
-            same = _difference([at_last], [at_all[state.layout.starts + last]])
-            worst = max(worst, self._held(same, f"{name} at one position a row is not what it is there of all tokens."))
+            wrong = f"{name} at one position a row is not what it is there of all tokens."
+            differences.append(self._same([at_last], [at_all[state.layout.starts + last]], wrong))
         pooled, logits, *halting = self._outputs(state)
         wrong = f"predict must make [{count}, classes] of {count} states, but made {list(logits.shape)}."
         _require(logits.ndim == 2 and len(logits) == count and logits.shape[1] > 1, wrong)
@@ -149,36 +142,32 @@ class _Contract:
             wrong = f"halt must make [{count}] of {count} states, but made {list(halts.shape)}."
             _require(halts.shape == (count,), wrong)
         head_input = self.model.head_input(state, last)
-        twice = [self.model.predict(torch.stack((head_input, head_input)))[1]]
-        difference = _difference(twice, [logits])
-        worst = max(worst, self._held(difference, "predict must take states with any number of dimensions in front."))
+        twice = self.model.predict(torch.stack((head_input, head_input)))[1]
+        wrong = "predict must take states with any number of dimensions in front."
+        differences.append(self._same([twice], [logits], wrong))
         finite = all(bool(values.isfinite().all()) for values in (pooled, *halting))
         _require(finite, "pooled or halt gives a number that is not finite.")
         _require(not (logits.isnan() | logits.isposinf()).any(), "predict gives a number that is NaN or infinite.")
-        return self._holds("States, logits and halt logits have their shapes, and are finite.", worst)
+        return self._holds("States, logits and halt logits have their shapes, and are finite.", max(differences))
 
     def repeats(self) -> Check:
-        difference = _difference(self._loops(self.rows), self._loops(self.rows))
         wrong = "The model says something else when it is asked a second time; keep all that changes in the state."
-        return self._holds("The same rows get the same answers.", self._held(difference, wrong))
+        difference = self._same(self._loops(self.rows), self._together, wrong)
+        return self._holds("The same rows get the same answers.", difference)
 
     def order(self) -> Check:
         backwards = [values.flip(0) for values in self._loops(self.rows[::-1])]
         wrong = "What the model says of a row depends on where it stands in the batch."
-        return self._holds(
-            "The order of rows does not matter.", self._held(_difference(backwards, self._together), wrong)
-        )
+        return self._holds("The order of rows does not matter.", self._same(backwards, self._together, wrong))
 
     def alone(self) -> Check:
         single = [self._loops([row]) for row in self.rows]
-        alone = [torch.cat(values) for values in zip(*single, strict=True)]
         wrong = (
             "What the model says of a row depends on the rows beside it or on their lengths; mask what is padded, and "
             "let attention stay within a row."
         )
-        return self._holds(
-            "A row says in a batch what it says alone.", self._held(_difference(alone, self._together), wrong)
-        )
+        difference = self._same([torch.cat(values) for values in zip(*single, strict=True)], self._together, wrong)
+        return self._holds("A row says in a batch what it says alone.", difference)
 
     def different_loops(self) -> Check:
         """The first row goes through all loops but one, then the last joins it for one."""
@@ -193,17 +182,17 @@ class _Contract:
             "A row that joins others at a later loop says something else than alone; what step does must depend on "
             "each row's own state.loop only."
         )
-        difference = self._held(_difference(self._outputs(joined), expected), wrong)
+        difference = self._same(self._outputs(joined), expected, wrong)
         return self._holds("Rows at different loops can share a batch.", difference)
 
     def last_loop(self) -> Check:
         state = self._embedded(self.rows)
         last = state.lengths - 1
-        at_last = self.model.pooled(self.model.step(state), last)
-        short = self.model.last_pooled(state, last)
-        difference = _difference([at_last if short is None else short], [at_last])
-        wrong = "last_pooled differs from pooled after one more step."
-        return self._holds("The last loop may leave out what is not read.", self._held(difference, wrong))
+        short, difference = self.model.last_pooled(state, last), 0.0
+        if short is not None:
+            wrong = "last_pooled differs from pooled after one more step."
+            difference = self._same([short], [self.model.pooled(self.model.step(state), last)], wrong)
+        return self._holds("The last loop may leave out what is not read.", difference)
 
     def causality(self) -> Check:
         if not self.model.causal:
@@ -212,16 +201,14 @@ class _Contract:
         prefixes = [longest[:end] for end in range(1, len(longest) + 1)]
         lengths = torch.tensor([len(prefix) for prefix in prefixes], device=longest.device)
         padded = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
+        one_by_one = [self.model.loops(prefix[None], num_loops=self.depth).hidden[:, 0, -1] for prefix in prefixes]
+        together = self.model.loops(padded, lengths, self.depth, lengths - 1).hidden  # what they begin with runs once
+        whole = self.model.loops(longest[None], num_loops=self.depth).hidden[:, 0]
         wrong = (
             "What the model says at a token depends on the tokens after it, or on how many there are; it must set "
             "causal = False."
         )
-        for loops in (  # one after the other, and with what the rows begin with kept once
-            [self.model.loops(prefix[None], num_loops=self.depth).hidden[:, 0, -1] for prefix in prefixes],
-            self.model.loops(padded, lengths, self.depth, lengths - 1).hidden.unbind(1),
-        ):
-            whole = self.model.loops(longest[None], num_loops=self.depth).hidden[:, 0]
-            difference = self._held(_difference([torch.stack(list(loops), 1)], [whole]), wrong)
+        difference = self._same([torch.stack(one_by_one, 1), together], [whole, whole], wrong)
         return self._holds("A token does not see what comes after it.", difference)
 
     def kv_cache(self) -> Check:
@@ -232,22 +219,23 @@ class _Contract:
         _require(self.model.causal, wrong)
         plain = [self.model.loops(row[None]).logits[:, 0] for row in self.rows]
         require_vocabulary(self.model, plain[0])
-        prompts = [_half_forced(key, row) for key, row in enumerate(self.rows) if len(row) > 1]
-        depths = {1, self.depth}
-        policies = [*(ExitPolicy("fixed", depth) for depth in depths), _exits_by_margin(plain)]
-        worst = 0.0
-        for policy in policies:
-            following = {prompt.key: len(prompt.tokens) - 1 for prompt in prompts}
+        halves = {key: len(row) // 2 for key, row in enumerate(self.rows) if len(row) > 1}
+        texts = {key: self.rows[key].cpu().numpy() for key in halves}
+        prompts = [Prompt(key, texts[key][:half], texts[key][half:]) for key, half in halves.items()]
+        written, expected = [], []
+        for policy in (*(ExitPolicy("fixed", depth) for depth in {1, self.depth}), _exits_by_margin(plain)):
+            following = {key: half - 1 for key, half in halves.items()}
             for token in stream(self.model, prompts, policy, batch_size=2, with_logits=True):
-                expected = plain[token.key][token.loops - 1, following[token.key]]
-                following[token.key] += 1
                 assert token.logits is not None
-                worst = max(worst, _difference([token.logits], [expected]))
+                written.append(token.logits)
+                expected.append(plain[token.key][token.loops - 1, following[token.key]])
+                following[token.key] += 1
         wrong = (
             "What the model says after cached tokens is not what it says in a plain pass; each layer that attends does "
             "so by cached_attention, under a name of its own, and positions are layout.positions."
         )
-        return self._holds("Text written with the KV cache is that of the plain pass.", self._held(worst, wrong))
+        difference = self._same(written, expected, wrong)
+        return self._holds("Text written with the KV cache is that of the plain pass.", difference)
 
     def branches(self) -> Check:
         """Two continuations of one context each, with and without a prefix of its own, against a plain pass of each."""
@@ -256,27 +244,26 @@ class _Contract:
         require_vocabulary(self.model, self._together[1])
         requests: list[Request] = []
         expected: list[list[float]] = []
-        depth = self.depth
         for row, other in pairwise(row for row in self.rows if len(row) > 1):
             middle = len(row) // 2
-            context, continuations = row[:middle].cpu().numpy(), [row[middle:], other[:1], other[: len(row) - middle]]
+            context, continuations = row[:middle], [row[middle:], other[:1], other[: len(row) - middle]]
             tokens = [continuation.cpu().numpy() for continuation in continuations]
             for shared in {0, middle - 1} if self.model.kv_cache else {0}:
-                requests.append(choices(len(requests), context, tokens, shared=shared))
-                expected.append([self._plain_score(row[:middle], each, depth) for each in continuations])
+                requests.append(choices(len(requests), context.cpu().numpy(), tokens, shared=shared))
+                expected.append([self._plain_score(context, each) for each in continuations])
         if not requests:
             return self._holds("Choices that branch off from a context: no row is long enough to have some.")
-        answers = in_order(run(self.model, ExitPolicy("fixed", depth), requests, 3, depth))
+        answers = in_order(run(self.model, ExitPolicy("fixed", self.depth), requests, 3, self.depth))
         scores = torch.from_numpy(np.stack([answer.logits for answer in answers]))
         wrong = (
             "The model scores choices otherwise than a plain pass over each; every layer that attends does so by "
             "cached_attention, and positions are layout.positions."
         )
-        difference = self._held(_difference([scores], [torch.tensor(expected)]), wrong)
+        difference = self._same([scores], [torch.tensor(expected)], wrong)
         return self._holds("Choices that branch off from a context have the scores of a plain pass.", difference)
 
-    def _plain_score(self, context: Tensor, continuation: Tensor, depth: int) -> float:
-        logits = self.model.loops(torch.cat((context, continuation))[None], num_loops=depth).logits[-1, 0]
+    def _plain_score(self, context: Tensor, continuation: Tensor) -> float:
+        logits = self.model.loops(torch.cat((context, continuation))[None], num_loops=self.depth).logits[-1, 0]
         predicting = logits[len(context) - 1 : -1].double().log_softmax(-1)
         return float(predicting.gather(1, continuation[:, None]).sum())
 
@@ -306,24 +293,26 @@ class _Contract:
         _require(isinstance(state, LoopState), wrong)
         for name in _tensors(state):
             by_token, entries = name in state.tokenwise, len(getattr(state, name))
-            expected = sum(map(len, self.rows)) if by_token else len(self.rows)
             what = "token" if by_token else "row (tensors that go by token are named in its `tokenwise`)"
             wrong = f"'{name}' of the state that {method} returns has {entries} entries, not one a {what}."
-            _require(entries == expected, wrong)
+            _require(entries == (sum(map(len, self.rows)) if by_token else len(self.rows)), wrong)
 
     def _holds(self, what: str, difference: float = 0.0) -> Check:
         """By how much it was missed at most, relative to the largest number compared."""
         return Check("contract", what, difference, "relative", self.tolerance, True)
 
-    def _held(self, difference: float, wrong: str) -> float:
-        near = difference <= self.tolerance
-        _require(near, f"{wrong[:-1]} (a difference of {difference:.0e}, relative to the largest number).")
-        return difference
-
-
-def _half_forced(key: int, row: Tensor) -> Prompt:
-    tokens = row.cpu().numpy()
-    return Prompt(key, tokens[: len(row) // 2], tokens[len(row) // 2 :])
+    def _same(self, ours: list[Tensor], theirs: list[Tensor], wrong: str) -> float:
+        """The largest difference, relative to the largest number; infinite where shapes differ or a number is none."""
+        worst = 0.0
+        for mine, other in zip(ours, theirs, strict=True):
+            if mine.shape != other.shape or mine.isnan().any() or other.isnan().any():
+                worst = float("inf")
+                break
+            mine, other = (values.double().nan_to_num(neginf=0.0) for values in (mine, other))
+            worst = max(worst, float((mine - other).abs().max() / other.abs().max().clamp(min=1e-9)))
+        near = worst <= self.tolerance
+        _require(near, f"{wrong[:-1]} (a difference of {worst:.0e}, relative to the largest number).")
+        return worst
 
 
 def _exits_by_margin(plain: list[Tensor]) -> ExitPolicy:
@@ -334,14 +323,3 @@ def _exits_by_margin(plain: list[Tensor]) -> ExitPolicy:
 
 def _tensors(state: LoopState) -> list[str]:
     return [field.name for field in fields(state) if field.name != "layout"]
-
-
-def _difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest, relative to the largest number; infinite where shapes differ or a number is none."""
-    worst = 0.0
-    for mine, other in zip(ours, theirs, strict=True):
-        if mine.shape != other.shape or mine.isnan().any() or other.isnan().any():
-            return float("inf")
-        mine, other = (values.double().nan_to_num(neginf=0.0) for values in (mine, other))
-        worst = max(worst, float((mine - other).abs().max() / other.abs().max().clamp(min=1e-9)))
-    return worst
