@@ -6,10 +6,8 @@ looped Llamas; a deployment says in `hf_overrides` how many loops they run, or w
 
 import logging
 
-ARCHITECTURES = {
-    "OuroForCausalLM": "loopscope.integrations.vllm.looped_decoders:ServedOuro",
-    "LoopedLlamaForCausalLM": "loopscope.integrations.vllm.looped_decoders:ServedLoopedLlama",
-}
+_SERVED = "loopscope.integrations.vllm.served_model:ServedModel"
+ARCHITECTURES = {"OuroForCausalLM": _SERVED, "LoopedLlamaForCausalLM": _SERVED}
 
 
 def register() -> None:

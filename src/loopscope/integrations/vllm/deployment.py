@@ -20,9 +20,8 @@ from loopscope.exits.exit_state import ExitState
 from loopscope.exits.scope import Scope
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
-from loopscope.models.decoder_layers import DecoderConfig
 from loopscope.models.hub import find_checkpoint
-from loopscope.models.looped_llama import LoopedLlamaConfig
+from loopscope.models.looped_llama import LoopedLlamaConfig, Looping
 from loopscope.models.ouro import OuroConfig
 from loopscope.models.run_hashes import check_hashes
 
@@ -49,13 +48,14 @@ class Deployment(msgspec.Struct, frozen=True):
     """What is run: the model as it is configured, and how deep."""
 
     config: OuroConfig | LoopedLlamaConfig
+    looping: Looping
     loops: int
     policy: ExitPolicy | None = None  # None: every token goes through all of these loops
     exits_log: str | None = None
 
     @property
     def head_attends(self) -> bool:
-        return isinstance(self.config, LoopedLlamaConfig) and self.config.coda > 0
+        return self.looping.prelude + self.looping.core < self.config.num_hidden_layers
 
 
 def read_deployment(
@@ -75,18 +75,22 @@ def read_deployment(
         name = misplaced[0]
         raise UserError(f'hf_overrides: \'{name}\' belongs under {KEY}, as in {{"{KEY}": {{"{name}": ...}}}}.')
     settings = build(DeploymentSettings, values.pop(KEY, {}), _WHERE)
-    kind: type[DecoderConfig] = LoopedLlamaConfig if values.get("model_type") == "looped_llama" else OuroConfig
-    config = build(kind, values, "The model's configuration")
-    assert isinstance(config, OuroConfig | LoopedLlamaConfig)
-    depth = config.total_ut_steps if isinstance(config, OuroConfig) else config.looping.loops
-    loops = settings.loops or depth
+    config: OuroConfig | LoopedLlamaConfig
+    if values.get("model_type") == "looped_llama":
+        config = build(LoopedLlamaConfig, values, "The model's configuration")
+        looping = config.looping
+    else:
+        config = build(OuroConfig, values, "The model's configuration")
+        sizes = {"core": config.num_hidden_layers, "loops": config.total_ut_steps}
+        looping = Looping(source="llama", prelude=0, gate="linear", **sizes)
+    loops = settings.loops or looping.loops
     policy = _policy(settings)
     if settings.exits_log is not None and (policy is None or policy.readout == "fixed"):
         raise UserError(
             f"{_WHERE}: at a fixed depth all tokens take as many loops, and there is nothing to log in exits_log."
         )
     if policy is None:
-        return Deployment(config, loops)
+        return Deployment(config, looping, loops)
     if policy.guarantee is not None and cache_precision is not None:
         raise UserError(
             f"The policy's promise is for a cache that holds keys and values as they are computed, and this one holds "
@@ -99,10 +103,10 @@ def read_deployment(
     policy.check(weights, loops, Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision))
     state = ExitState(policy, loops)  # rejects what can only be replayed
     if fixed:  # all exit together, so that no later token lacks anything, whatever the rule of the cache
-        return Deployment(config, int(policy.threshold or 0))
-    if "gate_logits" in state.sources() and isinstance(config, LoopedLlamaConfig) and config.looping.gate == "none":
+        return Deployment(config, looping, int(policy.threshold or 0))
+    if "gate_logits" in state.sources() and looping.gate == "none":
         raise UserError(f"The model has no gate, so it cannot be run with the readout '{policy.readout}'.")
-    return Deployment(config, loops, policy, settings.exits_log)
+    return Deployment(config, looping, loops, policy, settings.exits_log)
 
 
 def _policy(settings: DeploymentSettings) -> ExitPolicy | None:

@@ -8,7 +8,6 @@ where that one exits. A step ends as soon as nobody goes on.
 Shapes: N requests of a step, P its tokens, n of them, D width, V vocabulary.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -26,56 +25,16 @@ from loopscope.engine.exit_group import ExitGroup
 from loopscope.errors import UserError
 from loopscope.integrations.vllm.deployment import deployment_of
 from loopscope.integrations.vllm.exits_log import ExitsLog
+from loopscope.integrations.vllm.looped_decoder import LoopedDecoder
 from loopscope.integrations.vllm.step_batch import ExitCache, StepBatch, current_batch
 from loopscope.models.device import upload
 
 Integers = NDArray[np.int64]
 
 
-class LoopedDecoder(nn.Module):
-    """What the looped models of vLLM have to say of themselves: as in `loopscope.models`, on the tokens of a step."""
-
-    num_loops: int
-
-    @abstractmethod
-    def begin(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[P, D] what goes into the first loop."""
-
-    @abstractmethod
-    def loop(
-        self, hidden: Tensor, embedded: Tensor, positions: Tensor, loop: int, cache: ExitCache | None = None
-    ) -> Tensor:
-        """[n, D] one loop, counted from 0, of the tokens that run; `embedded` is what went into the first."""
-
-    @abstractmethod
-    def pooled(self, hidden: Tensor) -> Tensor:
-        """[n, D] what the gate reads."""
-
-    @abstractmethod
-    def halt(self, pooled: Tensor) -> Tensor | None:
-        """[n] halt logits, or None without a gate."""
-
-    @abstractmethod
-    def read(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """[P, D] what the head reads."""
-
-    @property
-    @abstractmethod
-    def core(self) -> Iterable[Any]:
-        """The layers that are looped."""
-
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """[P, D] what the head reads after all loops."""
-        hidden = embedded = self.begin(input_ids, positions)
-        for loop in range(self.num_loops):
-            hidden = self.loop(hidden, embedded, positions, loop)
-        return self.read(hidden, positions)
-
-
 class ServedModel(nn.Module):
-    """A decoder with a head, as vLLM wants it; each kind of model names its decoder."""
+    """A looped decoder with a head, as vLLM wants it."""
 
-    decoder: ClassVar[type[Any]]
     allow_patterns_overrides: ClassVar[list[str]] = ["model*.safetensors"]
     """The weights; a folder may hold others, those of a policy's gate for instance."""
     hf_to_vllm_mapper = WeightsMapper(
@@ -100,9 +59,8 @@ class ServedModel(nn.Module):
             assert not vllm_config.cache_config.enable_prefix_caching
             assert not (self.deployment.head_attends and vllm_config.scheduler_config.enable_chunked_prefill)
         config = self.deployment.config
-        self.model = self.decoder(
-            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"), deployment=self.deployment
-        )
+        name = maybe_prefix(prefix, "model")
+        self.model = LoopedDecoder(vllm_config=vllm_config, prefix=name, deployment=self.deployment)
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,

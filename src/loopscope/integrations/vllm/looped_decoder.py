@@ -1,16 +1,17 @@
-"""What are looped decoders made of in vLLM? The layers of Ouro and looped Llamas from vLLM's parallel ones, under the
+"""What is a looped decoder made of in vLLM? The layers of Ouro and looped Llamas from vLLM's parallel ones, under the
 parameter names of `loopscope.models`, with a KV cache for every loop.
 
 The weights of a layer are shared by all loops, so there is one `LoopedAttention`; in it stands one of vLLM's attention
 objects for every loop, under a number of its own (`layers.NUMBER`), by which vLLM gives it blocks of its own. The
-numbers are in the order in which layers run: prelude, core of the first loop, of the second, .., coda.
+numbers are in the order in which layers run: prelude, core of the first loop, of the second, .., coda. An Ouro is core
+only.
 
 Shapes: P tokens of a step, n that run, D width.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,11 +27,9 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from loopscope.integrations.vllm.deployment import Deployment
-from loopscope.integrations.vllm.served_model import LoopedDecoder, ServedModel
 from loopscope.integrations.vllm.step_batch import ExitCache, noting_backend
 from loopscope.models.decoder_layers import DecoderConfig, rms_normalised
 from loopscope.models.gates import linear_halt
-from loopscope.models.looped_llama import LoopedLlamaConfig
 from loopscope.models.ouro import OuroConfig
 
 _NARROWEST_HEAD = 32
@@ -40,26 +39,17 @@ _NARROWEST_HEAD = 32
 class LoopedAttention(nn.Module):
     """With biases and with norms of queries and keys where a model has them."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        vllm_config: VllmConfig,
-        prefix: str,
-        numbers: Sequence[int],
-        *,
-        noting: bool,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        query_key_norm: bool = False,
-    ) -> None:
-        """`numbers` are those of its places in the KV cache, loop by loop; `prefix` is the name of its layer.
+    def __init__(self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int]) -> None:
+        """`places` are those of the layer with this `name` in the KV cache, loop by loop.
 
-        With `noting` it takes down which requests are in a step.
+        With a policy it takes down which requests are in a step.
         """
         super().__init__()
-        self.name = prefix
-        workers, quantization = get_tensor_model_parallel_world_size(), vllm_config.quant_config
+        config, source = deployment.config, deployment.looping.source
+        biased = bool(config.attention_bias) and source in ("llama", "qwen3")
+        self.name, quantization = name, vllm_config.quant_config
         self.head_width, self.cached_width = config.head_width, max(config.head_width, _NARROWEST_HEAD)
+        workers = get_tensor_model_parallel_world_size()
         self.heads = config.num_attention_heads // workers
         self.key_value_heads = max(1, config.key_value_heads // workers)
         self.qkv_proj = QKVParallelLinear(
@@ -67,22 +57,23 @@ class LoopedAttention(nn.Module):
             config.head_width,
             config.num_attention_heads,
             config.key_value_heads,
-            bias=qkv_bias,
+            bias=biased or source == "qwen2",
             quant_config=quantization,
-            prefix=f"{prefix}.self_attn.qkv_proj",
+            prefix=f"{name}.self_attn.qkv_proj",
         )
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * config.head_width,
             config.hidden_size,
-            bias=output_bias,
+            bias=biased,
             quant_config=quantization,
-            prefix=f"{prefix}.self_attn.o_proj",
+            prefix=f"{name}.self_attn.o_proj",
         )
-        if query_key_norm:
+        self.query_key_norm = source == "qwen3"
+        if self.query_key_norm:
             self.q_norm, self.k_norm = (RMSNorm(config.head_width, eps=config.rms_norm_eps) for _ in range(2))
-        self.query_key_norm = query_key_norm
         self.rotary_emb = get_rope(config.head_width, config.max_position_embeddings, rope_parameters=_rope(config))
-        beside = prefix.rpartition(".")[0]
+        beside = name.rpartition(".")[0]
+        backend = None if deployment.policy is None else noting_backend(self.cached_width, vllm_config)
         self.attn = nn.ModuleList(
             Attention(
                 self.heads,
@@ -92,9 +83,9 @@ class LoopedAttention(nn.Module):
                 cache_config=vllm_config.cache_config,
                 quant_config=quantization,
                 prefix=f"{beside}.{number}.self_attn.attn",
-                attn_backend=noting_backend(self.cached_width, vllm_config) if noting else None,
+                attn_backend=backend,
             )
-            for number in numbers
+            for number in places
         )
 
     def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0, cache: ExitCache | None = None) -> Tensor:
@@ -138,7 +129,7 @@ class LoopedAttention(nn.Module):
 
 
 class ParallelSwiGLU(nn.Module):
-    def __init__(self, config: DecoderConfig, vllm_config: VllmConfig, prefix: str, bias: bool = False) -> None:
+    def __init__(self, config: DecoderConfig, vllm_config: VllmConfig, prefix: str, bias: bool) -> None:
         super().__init__()
         width, inner, quantization = config.hidden_size, config.intermediate_size, vllm_config.quant_config
         self.gate_up_proj = MergedColumnParallelLinear(
@@ -171,157 +162,97 @@ def _rope(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-class ParallelOuroLayer(nn.Module):
-    def __init__(self, config: OuroConfig, vllm_config: VllmConfig, prefix: str, attention: LoopedAttention) -> None:
-        super().__init__()
-        self.self_attn = attention
-        self.mlp = ParallelSwiGLU(config, vllm_config, prefix)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps=eps)
-        self.input_layernorm_2 = RMSNorm(width, eps=eps)
-        self.post_attention_layernorm = RMSNorm(width, eps=eps)
-        self.post_attention_layernorm_2 = RMSNorm(width, eps=eps)
+class ParallelLayer(nn.Module):
+    """Ouro normalises what attention and MLP make, too."""
 
-    def forward(self, positions: Tensor, hidden: Tensor, loop: int, cache: ExitCache | None) -> Tensor:
+    def __init__(self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int]) -> None:
+        super().__init__()
+        config = deployment.config
+        self.self_attn = LoopedAttention(deployment, vllm_config, name, places)
+        bias = bool(config.mlp_bias) and deployment.looping.source == "llama"
+        self.mlp = ParallelSwiGLU(config, vllm_config, name, bias)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            self.add_module(norm, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+            sandwich = isinstance(config, OuroConfig)
+            after = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if sandwich else nn.Identity()
+            self.add_module(f"{norm}_2", after)
+
+    def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0, cache: ExitCache | None = None) -> Tensor:
         attended = self.self_attn(positions, self.input_layernorm(hidden), loop, cache)
         hidden = hidden + self.input_layernorm_2(attended)
         return hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1})
-class OuroDecoder(LoopedDecoder):
+class LoopedDecoder(nn.Module):
+    """Embedding, loops and what the head reads: as in `loopscope.models`, on the tokens of a step."""
+
     def __init__(self, *, vllm_config: VllmConfig, deployment: Deployment, prefix: str = "") -> None:
         super().__init__()
-        config = deployment.config
-        assert isinstance(config, OuroConfig)
-        self.num_loops, layers = deployment.loops, config.num_hidden_layers
-        noting = deployment.policy is not None
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
-        )
-        self.layers = nn.ModuleList()
-        for number in range(layers):
-            name = f"{prefix}.layers.{number}"
-            places = range(number, self.num_loops * layers, layers)
-            attention = LoopedAttention(config, vllm_config, name, places, noting=noting)
-            self.layers.append(ParallelOuroLayer(config, vllm_config, name, attention))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.early_exit_gate = nn.Linear(config.hidden_size, 1)
-
-    @property
-    def core(self) -> Iterable[Any]:
-        return self.layers
-
-    def begin(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.embed_tokens(input_ids)
-
-    def loop(
-        self, hidden: Tensor, embedded: Tensor, positions: Tensor, loop: int, cache: ExitCache | None = None
-    ) -> Tensor:
-        for layer in self.layers:
-            hidden = layer(positions, hidden, loop, cache)
-        return self.norm(hidden)
-
-    def pooled(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def halt(self, pooled: Tensor) -> Tensor:
-        return linear_halt(self.early_exit_gate, pooled)
-
-    def read(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        return hidden
-
-
-class ServedOuro(ServedModel):
-    decoder: ClassVar = OuroDecoder
-
-
-class ParallelLlamaLayer(nn.Module):
-    def __init__(
-        self, config: LoopedLlamaConfig, vllm_config: VllmConfig, prefix: str, attention: LoopedAttention
-    ) -> None:
-        super().__init__()
-        self.self_attn = attention
-        bias = bool(config.mlp_bias) and config.looping.source == "llama"
-        self.mlp = ParallelSwiGLU(config, vllm_config, prefix, bias)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0, cache: ExitCache | None = None) -> Tensor:
-        hidden = hidden + self.self_attn(positions, self.input_layernorm(hidden), loop, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1})
-class LoopedLlamaDecoder(LoopedDecoder):
-    def __init__(self, *, vllm_config: VllmConfig, deployment: Deployment, prefix: str = "") -> None:
-        super().__init__()
-        config = deployment.config
-        assert isinstance(config, LoopedLlamaConfig)
-        self.config, self.num_loops, width = config, deployment.loops, config.hidden_size
-        looping, source = config.looping, config.looping.source
+        config, looping = deployment.config, deployment.looping
+        self.num_loops, self.damping, self.eps = deployment.loops, looping.damping, config.rms_norm_eps
+        self.prelude, self.core_size, width = looping.prelude, looping.core, config.hidden_size
+        self.is_ouro = isinstance(config, OuroConfig)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, width, prefix=f"{prefix}.embed_tokens")
-        biased = bool(config.attention_bias) and source in ("llama", "qwen3")
-        self.layers = nn.ModuleList()
-        for number in range(config.num_hidden_layers):
-            name = f"{prefix}.layers.{number}"
-            attention = LoopedAttention(
-                config,
-                vllm_config,
-                name,
-                self._places(number),
-                noting=deployment.policy is not None,
-                qkv_bias=biased or source == "qwen2",
-                output_bias=biased,
-                query_key_norm=source == "qwen3",
-            )
-            self.layers.append(ParallelLlamaLayer(config, vllm_config, name, attention))
-        self.norm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            ParallelLayer(deployment, vllm_config, f"{prefix}.layers.{number}", self._places(number))
+            for number in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(width, eps=self.eps)
         self.injection = nn.Linear(width, width, bias=False) if looping.injection else None
         self.early_exit_gate = nn.Linear(width, 1) if looping.gate == "linear" else None
 
     def _places(self, number: int) -> Sequence[int]:
         """Where a layer keeps keys and values: one place for every time that it runs."""
-        prelude, core = self.config.looping.prelude, self.config.looping.core
-        if number < prelude:
+        if number < self.prelude:
             return [number]
-        if number < prelude + core:
-            return range(number, prelude + self.num_loops * core, core)
-        return [number + (self.num_loops - 1) * core]
+        if number < self.prelude + self.core_size:
+            return range(number, self.prelude + self.num_loops * self.core_size, self.core_size)
+        return [number + (self.num_loops - 1) * self.core_size]
 
     @property
     def core(self) -> Iterable[Any]:
-        looping = self.config.looping
-        return islice(self.layers, looping.prelude, looping.prelude + looping.core)
+        """The layers that are looped."""
+        return islice(self.layers, self.prelude, self.prelude + self.core_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[P, D] what the head reads after all loops."""
+        hidden = embedded = self.begin(input_ids, positions)
+        for loop in range(self.num_loops):
+            hidden = self.loop(hidden, embedded, positions, loop)
+        return self.read(hidden, positions)
 
     def begin(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[P, D] what goes into the first loop."""
         hidden: Tensor = self.embed_tokens(input_ids)
-        for layer in islice(self.layers, self.config.looping.prelude):
+        for layer in islice(self.layers, self.prelude):
             hidden = layer(positions, hidden)
         return hidden
 
     def loop(
         self, hidden: Tensor, embedded: Tensor, positions: Tensor, loop: int, cache: ExitCache | None = None
     ) -> Tensor:
+        """[n, D] one loop, counted from 0, of the tokens that run; `embedded` is what went into the first."""
         updated = hidden if self.injection is None else hidden + self.injection(embedded)
         for layer in self.core:
             updated = layer(positions, updated, loop, cache)
-        damping = self.config.looping.damping
-        return updated if damping == 1 else hidden + damping * (updated - hidden)
+        if self.is_ouro:
+            return self.norm(updated)
+        return updated if self.damping == 1 else hidden + self.damping * (updated - hidden)
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        if self.config.coda:
-            return rms_normalised(hidden, self.config.rms_norm_eps)
-        return self.norm(hidden)
+        """[n, D] what the gate reads."""
+        if self.is_ouro:
+            return hidden
+        has_coda = len(self.layers) > self.prelude + self.core_size
+        return rms_normalised(hidden, self.eps) if has_coda else self.norm(hidden)
 
     def halt(self, pooled: Tensor) -> Tensor | None:
+        """[n] halt logits, or None without a gate."""
         return None if self.early_exit_gate is None else linear_halt(self.early_exit_gate, pooled)
 
     def read(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        for layer in islice(self.layers, self.config.looping.prelude + self.config.looping.core, None):
+        """[P, D] what the head reads."""
+        for layer in islice(self.layers, self.prelude + self.core_size, None):
             hidden = layer(positions, hidden)
-        return self.norm(hidden)
-
-
-class ServedLoopedLlama(ServedModel):
-    decoder: ClassVar = LoopedLlamaDecoder
+        return hidden if self.is_ouro else self.norm(hidden)
