@@ -10,7 +10,7 @@
 Importing this module registers the model in lm_eval as `loopscope`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from loopscope.engine import Prompt, Request, Sampling, choices, run, stream
 from loopscope.engine.decoder import CacheMode
+from loopscope.engine.generation import Token
 from loopscope.engine.stop_strings import StopStrings
 from loopscope.errors import UserError
 from loopscope.exits import ExitPolicy
@@ -87,21 +88,13 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         """For every task: decisions, and loops of all of them."""
         self._cache, self._seed, self._progress, self._think_end = cache, seed, progress, think_end_token
         self._device = next(self.model.parameters()).device
-        self._rows = int(batch_size) if str(batch_size).isdigit() else 8
-        self._tokens, self.max_gen_toks = int(batch_tokens), int(max_gen_toks)
-
-    @property
-    def max_length(self) -> int:
-        return self.model.block_size
-
-    @property
-    def batch_size(self) -> int:
-        return self._rows
+        self.batch_size = int(batch_size) if str(batch_size).isdigit() else 8
+        self.max_length, self.max_gen_toks = self.model.block_size, int(max_gen_toks)
+        self._batch_tokens = int(batch_tokens)
 
     @property
     def eot_token_id(self) -> int:
-        eos: int = self.tokenizer.eos_token_id
-        return eos
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
@@ -123,10 +116,8 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """As lm_eval's Hugging Face model does it: special tokens by default, but the first one never twice."""
         if add_special_tokens is None:
-            first = self.prefix_token_id
-            add_special_tokens = first is None or not string.startswith(self.tokenizer.decode(first))
-        tokens: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        return tokens
+            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm_eval writes into the configuration of its results."""
@@ -220,7 +211,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         ordered = sorted(requests, key=lambda each: (each.prefix, len(each.tokens)))
         norms = {request.key: np.asarray(request.norms) for request in requests}
         scored: dict[int, list[Likelihood]] = {}
-        for answer in run(self.model, self.policy, ordered, 1024, batch_tokens=self._tokens, greedy=True):
+        for answer in run(self.model, self.policy, ordered, 1024, batch_tokens=self._batch_tokens, greedy=True):
             assert answer.greedy is not None
             likely = answer.logits.astype(np.float64) * norms[answer.key]
             scored[answer.key] = list(zip(likely.tolist(), answer.greedy.tolist(), strict=True))
@@ -230,27 +221,29 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
 
     def _alone(self, prompts: Sequence[Prompt], names: Sequence[str]) -> dict[int, Likelihood]:
         """Continuations as they would be generated, token by token."""
-        likely = dict.fromkeys((prompt.key for prompt in prompts), 0.0)
-        greedy = dict.fromkeys(likely, True)
-        generated = dict.fromkeys(likely, 0)
         forced = {prompt.key: prompt.forced for prompt in prompts}
-        done = 0
-        for token in stream(
-            self.model, _longest_first(prompts), self.policy, cache=self._cache, batch_size=self._rows, with_logits=True
-        ):
+        scored: dict[int, list[Likelihood]] = {prompt.key: [] for prompt in prompts}
+        for token in self._tokens_of(prompts, names, with_logits=True):
             expected, logits = forced[token.key], token.logits
             assert expected is not None
             assert logits is not None
-            target = int(expected[generated[token.key]])
+            target = int(expected[len(scored[token.key])])
             wide = logits.to(accumulator(logits.device))
             log_prob, likeliest = torch.stack((wide[target] - wide.logsumexp(-1), wide.argmax().to(wide))).tolist()
-            likely[token.key] += log_prob
-            greedy[token.key] &= int(likeliest) == target
-            generated[token.key] += 1
+            scored[token.key].append((log_prob, int(likeliest) == target))
+        return {
+            key: (sum(likely for likely, _ in tokens), all(greedy for _, greedy in tokens))
+            for key, tokens in scored.items()
+        }
+
+    def _tokens_of(self, prompts: Sequence[Prompt], names: Sequence[str], **options: Any) -> Iterator[Token]:
+        """What follows prompts; the longest come first, so that the cache grows once."""
+        ordered, done = sorted(prompts, key=lambda prompt: -len(prompt.tokens)), 0
+        for token in stream(self.model, ordered, self.policy, cache=self._cache, batch_size=self.batch_size, **options):
             self._count(names[token.key], token.loops)
             done += token.finish_reason is not None
             self._progress(done, len(prompts), "texts")
-        return {key: (likely[key], greedy[key]) for key in likely}
+            yield token
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         texts = [""] * len(requests)
@@ -273,28 +266,16 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
                 f"{most} tokens are to be generated, and the model takes {self.max_length} with the prompt; ask for "
                 "fewer (max_gen_toks)."
             )
-        ends = self._ends
         stop_strings = StopStrings(self.tokenizer, until, self._think_end)
         prompts = [
             Prompt(key, np.array(self.tok_encode(request.args[0])[-room:], dtype=np.int64))
             for key, request in enumerate(requests)
         ]
-        done = 0
-        for token in stream(
-            self.model,
-            _longest_first(prompts),
-            self.policy,
-            max_new_tokens=most,
-            stop=ends,
-            stopping_criterion=stop_strings,
-            cache=self._cache,
-            sampling=sampling_of(options, self._seed),
-            batch_size=self._rows,
-        ):
-            self._count(requests[token.key].task_name or "", token.loops)
-            done += token.finish_reason is not None
-            self._progress(done, len(prompts), "texts")
-        return [stop_strings.text(key, ends) for key in range(len(requests))]
+        names, sampling = [request.task_name or "" for request in requests], sampling_of(options, self._seed)
+        how: dict[str, Any] = {"max_new_tokens": most, "stop": self._ends, "sampling": sampling}
+        for _ in self._tokens_of(prompts, names, stopping_criterion=stop_strings, **how):
+            pass
+        return [stop_strings.text(key, self._ends) for key in range(len(requests))]
 
     def _count(self, task: str, loops: int) -> None:
         count, total = self.used.get(task, (0, 0))
@@ -312,8 +293,3 @@ def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
         if value not in _NEUTRAL:
             raise UserError(f"A task asks for '{name}' = {value} in its texts, and LoopScope has no such setting.")
     return Sampling(temperature=temperature, seed=seed, **known)
-
-
-def _longest_first(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """So that the cache grows once, and no long one is left for the end."""
-    return sorted(prompts, key=lambda prompt: -len(prompt.tokens))
