@@ -28,10 +28,10 @@ from transformers import (
 )
 
 import loopscope as ls
+from loopscope.integrations.transformers import LoopTrainer, lora_config
 from loopscope.objectives import LoopLosses, Objective
 from loopscope.training.custom_objectives import load_objective
 from loopscope.training.language_run import LanguageRun, TokenLosses, TokenWindows
-from loopscope.integrations.transformers import LoopTrainer, lora_config
 
 
 def text(seed: int, rows: int = 64, length: int = 17) -> list[dict[str, Any]]:

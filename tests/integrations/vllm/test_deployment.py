@@ -16,9 +16,9 @@ from vllm_engines import write_looped_llama
 import loopscope as ls
 from loopscope.errors import UserError
 from loopscope.exits.scope import Scope
-from loopscope.models.checkpoint import weights_sha256
 from loopscope.integrations.vllm.deployment import Deployment, check_log, read_deployment
 from loopscope.integrations.vllm.exits_log import ExitsLog, TextExits, prompt_digest, read_exits
+from loopscope.models.checkpoint import weights_sha256
 
 FOLDER = GOLDEN / "ouro-tiny"
 

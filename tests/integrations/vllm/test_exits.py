@@ -9,8 +9,8 @@ from vllm_engines import GOLDEN_OURO, engine, expected, greedy, noted, some_prom
 
 import loopscope as ls
 from loopscope.errors import UserError
-from loopscope.models.run_hashes import write_hashes
 from loopscope.integrations.vllm.exits_log import prompt_digest, read_exits
+from loopscope.models.run_hashes import write_hashes
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
 
