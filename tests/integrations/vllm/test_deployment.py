@@ -120,7 +120,8 @@ import loopscope.integrations.vllm.deployment
 from transformers import AutoConfig
 register_configurations()
 assert AutoConfig.from_pretrained({folder!r}).total_ut_steps == 4
-print(*(name for name in sys.modules if name.startswith(("loopscope.integrations.transformers", "transformers.trainer"))))
+heavy = ("loopscope.integrations.transformers", "transformers.trainer")
+print(*(name for name in sys.modules if name.startswith(heavy)))
 sys.modules["loopscope.integrations.vllm.deployment"] = None
 loopscope.integrations.vllm.register()
 """
