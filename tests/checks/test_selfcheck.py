@@ -12,9 +12,8 @@ from conftest import GOLDEN
 from tiny_language import outspoken, write_outspoken
 
 import loopscope as ls
+from loopscope.checks.machine_checks import divergence, selfcheck
 from loopscope.checks.model_contract import CHECK_KINDS, CheckKind
-from loopscope.checks.machine_checks import divergence
-from loopscope.checks.machine_checks import selfcheck
 from loopscope.cli import main
 from loopscope.models import LoopState, Ouro, OuroConfig
 from loopscope.models.checkpoint import save_model
