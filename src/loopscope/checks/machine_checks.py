@@ -56,13 +56,6 @@ The miller's daughter kept three clocks in the kitchen, and none of them agreed.
 lost a quarter of an hour between breakfast and supper, and was forgiven for it. The second was brass, a gift from an
 uncle at sea, and it ran so fast that on some evenings it struck twelve while the bread was still rising. The third had
 no hands at all, but it ticked louder than the others, and so it was the one that everybody believed.
-
-One morning in March a traveller knocked and asked for the time, because he had a boat to catch at the lower bridge.
-She looked at the first clock and said that it was nine, or a little later. She looked at the second and said that it
-was nearly eleven. Then both of them listened to the third for a while. "That one says that we should hurry," said the
-traveller, and he thanked her, and ran. From the window she saw him cross the meadow, jump the ditch, and reach the
-bridge just as the boatman untied the rope. A clock that is wrong by a known amount is a good clock, she thought; and
-one that makes you run is sometimes better than one that is right.
 """
 _MAX_LOGITS = 1 << 26
 """That are kept at a time."""
@@ -78,12 +71,12 @@ class TokenSample:
     places: int  # that are read of a row, from its end
 
     @classmethod
-    def of(cls, model: LoopedModel, text: Array | None, seed: int) -> "TokenSample":
+    def of(cls, model: LoopedModel, text: Array | None) -> "TokenSample":
         new = max(1, min(_MAX_NEW, model.block_size // 4))
         longest = min(_MAX_PROMPT, model.block_size - new)
         if longest < 2:
             raise UserError(f"A model that takes {model.block_size} tokens is too short to be checked.")
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         lengths = np.maximum(1, np.linspace(longest, 1, _ROWS).astype(np.int64))
         if text is None:
             rows = [rng.integers(0, model.vocab_size, length) for length in lengths]
@@ -162,7 +155,6 @@ def selfcheck(
     dtype: str = "float32",
     kinds: Sequence[CheckKind] = CHECK_KINDS,
     rounds: int = 3,
-    seed: int = 0,
     source: str = "the text",
     progress: ProgressCallback = silent,
 ) -> SelfCheck:
@@ -179,7 +171,7 @@ def selfcheck(
     depth, device = 0, ""
     for precision in dict.fromkeys([*precisions, *([dtype] if others else [])]):
         model = load(precision)
-        sample = sample or TokenSample.of(model, text, seed)
+        sample = sample or TokenSample.of(model, text)
         depth, device = model.num_loops, str(next(model.parameters()).device)
         if precision in precisions:
             try:

@@ -21,66 +21,61 @@ from loopscope.integrations.vllm.exits_log import ExitsLog, TextExits, prompt_di
 from loopscope.models.checkpoint import weights_sha256
 
 FOLDER = GOLDEN / "ouro-tiny"
+VALUES = json.loads((FOLDER / "config.json").read_text())
 
 
-def deployed(loopscope: dict[str, Any], **changes: Any) -> Deployment:
-    values = json.loads((FOLDER / "config.json").read_text())
-    return read_deployment({**values, **changes, "loopscope": loopscope}, str(FOLDER), None, "float32")
+def deployed(loopscope: Any, cache_precision: str | None = None, **changes: Any) -> Deployment:
+    values = {**VALUES, **changes, "loopscope": loopscope}
+    return read_deployment(values, str(FOLDER), None, "float32", cache_precision)
 
 
 def test_loops_are_the_checkpoints_or_fewer() -> None:
     assert (deployed({}).loops, deployed({"loops": 2}).loops, deployed({}, total_ut_steps=3).loops) == (4, 2, 3)
+    fixed = deployed({"readout": "fixed", "threshold": 3})
+    assert (fixed.loops, fixed.policy) == (3, None)
 
 
-def test_a_fixed_policy_is_a_fixed_depth(tmp_path: Path) -> None:
-    ls.ExitPolicy("fixed", 3, scope=Scope(cache="full")).save(tmp_path / "policy.json")
-    found = deployed({"policy": str(tmp_path / "policy.json")})
-    assert (found.loops, found.policy) == (3, None)
+@pytest.fixture
+def told(tmp_path: Path) -> dict[str, Any]:
+    return {"policy": str(tmp_path / "policy.json")}
 
 
-def test_a_policy_is_held_to_its_model_and_cache(tmp_path: Path) -> None:
-    path, told = tmp_path / "policy.json", {"policy": str(tmp_path / "policy.json")}
-    weights = weights_sha256(FOLDER)
+def test_a_policy_is_held_to_its_model_and_cache(told: dict[str, Any]) -> None:
+    path, weights = Path(told["policy"]), weights_sha256(FOLDER)
+    ls.ExitPolicy("fixed", 3, scope=Scope(cache="full")).save(path)
+    assert deployed(told).loops == 3  # all exit together, so that the cache is the same in every mode
     ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(unit="tokens", cache="full")).save(path)
     with pytest.raises(UserError, match="promises nothing"):
         deployed(told)
     policy = deployed({**told, "without_promise": True}).policy
     assert policy is not None
     assert (policy.readout, policy.threshold, policy.model) == ("gate", 0.5, weights)
-    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(unit="tokens", cache="propagate")).save(path)
-    assert deployed(told).policy == ls.ExitPolicy.load(path)
     ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(precision="bfloat16")).save(path)
     with pytest.raises(UserError, match="weights in bfloat16"):
         deployed(told)
-
-
-def test_a_policy_is_held_to_the_configuration_as_it_is_overridden(tmp_path: Path) -> None:
-    path, told = tmp_path / "policy.json", {"policy": str(tmp_path / "policy.json")}
-    ls.ExitPolicy("gate", 0.5, model=weights_sha256(FOLDER)).save(path)
-    assert deployed(told).policy is not None
+    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(unit="tokens", cache="propagate")).save(path)
+    assert deployed(told).policy == ls.ExitPolicy.load(path)
     with pytest.raises(UserError, match="the same weights, computed with by another"):
         deployed(told, rope_theta=77.0)
 
 
-def test_a_promise_is_not_for_a_cache_of_another_precision(tmp_path: Path) -> None:
-    """A rule without one is served, whatever the cache."""
-    path, told = tmp_path / "policy.json", {"policy": str(tmp_path / "policy.json")}
-    certified = ls.calibrate(random_trajectory(5, rows=300, loops=4, split="validation"), 0.5, 0.6, readout="margin")
-    scope = Scope(unit="tokens", cache="propagate", precision="float32")
-    policy = replace(certified, model=weights_sha256(FOLDER), scope=scope)
+def certified() -> ls.ExitPolicy:
+    """For the cache that vLLM has."""
+    policy = ls.calibrate(random_trajectory(5, rows=300, loops=4, split="validation"), 0.5, 0.6, readout="margin")
     assert policy.guarantee is not None
-    policy.save(path)
-    values = json.loads((FOLDER / "config.json").read_text())
+    return replace(policy, scope=Scope(unit="tokens", cache="propagate", precision="float32"))
 
-    def served(**more: Any) -> Deployment:
-        return read_deployment({**values, "loopscope": {**told, **more}}, str(FOLDER), None, "float32", "fp8_e5m2")
 
+def test_a_promise_is_not_for_a_cache_of_another_precision(told: dict[str, Any]) -> None:
+    """A rule without one is served, whatever the cache."""
+    policy = replace(certified(), model=weights_sha256(FOLDER))
+    policy.save(Path(told["policy"]))
     assert deployed(told).policy == policy
     with pytest.raises(UserError, match="holds them in fp8_e5m2"):
-        served()
-    assert served(without_promise=True).policy is not None
-    replace(policy, guarantee=None, calibration_exits=None).save(path)
-    assert served().policy is not None
+        deployed(told, "fp8_e5m2")
+    assert deployed({**told, "without_promise": True}, "fp8_e5m2").policy is not None
+    replace(policy, guarantee=None, calibration_exits=None).save(Path(told["policy"]))
+    assert deployed(told, "fp8_e5m2").policy is not None
 
 
 def engine_config(folder: Path, told: dict[str, Any], **options: Any) -> Any:
@@ -92,24 +87,18 @@ def engine_config(folder: Path, told: dict[str, Any], **options: Any) -> Any:
     return EngineArgs(str(folder), hf_overrides=overrides, **sizes, **options).create_engine_config()
 
 
-def test_a_window_that_a_qwen_does_not_use_is_none(tmp_path: Path) -> None:
+def test_what_vllm_makes_of_a_deployment(told: dict[str, Any], tmp_path: Path) -> None:
+    """No window that a Qwen does not use, no adapters, and a cache of another precision is told of by vLLM's name."""
     window = {"use_sliding_window": False, "sliding_window": 8}
-    folder = write_looped_llama(tmp_path / "qwen", looping={"source": "qwen2"}, **window)
-    found = engine_config(folder, {"loops": 2})
+    found = engine_config(write_looped_llama(tmp_path / "qwen", looping={"source": "qwen2"}, **window), {"loops": 2})
     assert (found.cache_config.sliding_window, found.model_config.get_sliding_window()) == (None, None)
-
-
-def test_adapters_are_refused_before_an_engine_starts() -> None:
-    with pytest.raises(Exception, match="merge them into its weights"):
-        engine_config(FOLDER, {}, enable_lora=True)
-
-
-def test_a_cache_of_another_precision_is_told_of(tmp_path: Path) -> None:
-    """By what vLLM calls it."""
-    policy = ls.calibrate(random_trajectory(5, rows=300, loops=4, split="validation"), 0.5, 0.6, readout="margin")
-    replace(policy, scope=Scope(unit="tokens", cache="propagate")).save(tmp_path / "policy.json")
-    with pytest.raises(Exception, match="holds them in fp8"):
-        engine_config(FOLDER, {"policy": str(tmp_path / "policy.json")}, kv_cache_dtype="fp8_e5m2")
+    certified().save(Path(told["policy"]))
+    for words, given, options in (
+        ("merge them into its weights", {}, {"enable_lora": True}),
+        ("holds them in fp8", told, {"kv_cache_dtype": "fp8_e5m2"}),
+    ):
+        with pytest.raises(Exception, match=words):
+            engine_config(FOLDER, given, **options)
 
 
 PLUGIN = """
@@ -157,19 +146,16 @@ def test_what_makes_no_sense_is_refused(told: Any, words: str) -> None:
         deployed(told)
 
 
-@pytest.mark.parametrize(
-    "told", [{"loops": 1}, {"num_loops": 1}, {"readout": "gate", "threshold": 0.0}, {"policy": "policy.json"}]
-)
-def test_what_stands_beside_its_place_is_refused(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["loops", "num_loops", "readout", "policy"])
+def test_what_stands_beside_its_place_is_refused(name: str) -> None:
     """vLLM takes any key, and all loops would be run."""
-    with pytest.raises(UserError, match=f"'{min(told)}' belongs under loopscope"):
-        read_deployment({**looped_llama_config(), **told}, "", None, "float32")
+    with pytest.raises(UserError, match=f"'{name}' belongs under loopscope"):
+        read_deployment({**looped_llama_config(), name: 1}, "", None, "float32")
 
 
 def test_ouros_own_threshold_is_refused() -> None:
-    values = json.loads((GOLDEN / "ouro-tiny" / "config.json").read_text())
     with pytest.raises(UserError, match="early_exit_threshold has no effect here"):
-        read_deployment({**values, "early_exit_threshold": 0.5}, "", None, "float32")
+        deployed({}, early_exit_threshold=0.5)
 
 
 @pytest.mark.parametrize(("log", "words"), [("nowhere/exits.jsonl", "No such file"), (".", "Is a directory")])
