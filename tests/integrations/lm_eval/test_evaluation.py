@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from benchmark_slices import DATA, byte_pairs
 from conftest import random_trajectory
-from tiny_language import outspoken, write_outspoken
+from tiny_language import write_outspoken
 
 import loopscope as ls
 from loopscope.cli import main
@@ -56,6 +56,8 @@ def test_subjects_are_a_group(checkpoint: Path) -> None:
         np.mean([found.results[subject]["acc,none"] for subject in subjects])
     )
     assert [found.loops[subject].average_loops for subject in subjects] == [3.0] * 3
+    assert found.samples["mmlu_anatomy"]["effective"] == 4
+    assert found.model["model_sha"] == lm.model.weights_sha256
     again = evaluate(lm, ["mmlu_anatomy"], data=DATA, limit=2, shots=5)
     assert {name: used.decisions for name, used in again.loops.items()} == {"mmlu_anatomy": 2}
 
@@ -115,11 +117,15 @@ def test_refusals(checkpoint: Path, words: list[str], message: str, capsys: pyte
 def test_a_definition_that_is_wrong_is_named(
     checkpoint: Path, tmp_path: Path, definition: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "wrong.yaml").write_text(definition)
-    assert main(["harness", str(checkpoint), "--tasks", str(tmp_path / "wrong.yaml")]) == 2
+    path = tmp_path / "wrong.yaml"
+    path.write_text(definition)
+    assert main(["harness", str(checkpoint), "--tasks", str(path)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"The task definition could not be read from {tmp_path / 'wrong.yaml'}" in error
+    assert f"The task definition could not be read from {path}" in error
     assert "network" not in error
+
+
+OF_BENCHMARK = {"benchmark": "arc_easy", "metric": "acc"}
 
 
 @pytest.mark.parametrize(
@@ -127,28 +133,20 @@ def test_a_definition_that_is_wrong_is_named(
     [
         ({"unit": "tokens"}, "calibrated on next tokens of a text, and here it would decide about questions"),
         ({}, "calibrated on answers of a task, and here it would decide about questions"),
-        ({"benchmark": "arc_easy", "metric": "acc", "precision": "bfloat16"}, "calibrated on weights in bfloat16"),
-        ({"benchmark": "arc_easy", "metric": "acc"}, None),
-        ({"benchmark": "arc_easy", "metric": "acc_norm", "state": "mean over the choices' tokens"}, None),
+        ({**OF_BENCHMARK, "precision": "bfloat16"}, "calibrated on weights in bfloat16"),
+        (OF_BENCHMARK, ""),
+        ({**OF_BENCHMARK, "metric": "acc_norm", "state": "mean over the choices' tokens"}, ""),
     ],
 )
 def test_a_policy_is_held_to_what_it_was_calibrated_on(
-    provenance: dict[str, str],
-    sentence: str | None,
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    provenance: dict[str, str], sentence: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recording = random_trajectory(loops=3, rows=2000, split="validation", labels=None, provenance=provenance)
     ls.calibrate(recording, 0.9, 0.5, loss="disagreement", readout="margin").save(tmp_path / "policy.json")
-    words = ["harness", str(checkpoint), "--data", str(DATA), "--shots", "0", "--limit", "2", "--json"]
-    code = main([*words, "--policy", str(tmp_path / "policy.json"), "--tasks", "arc_easy"])
-    out, err = capsys.readouterr()
-    assert code == (0 if sentence is None else 2)
-    if sentence is None:
-        assert json.loads(out)["shots"] == {"arc_easy": 0}
-    else:
-        assert sentence in err
+    words = ["--data", str(DATA), "--shots", "0", "--limit", "2", "--tasks", "arc_easy"]
+    code = main(["harness", str(checkpoint), "--policy", str(tmp_path / "policy.json"), *words])
+    assert code == (2 if sentence else 0)
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,13 +154,6 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.C
     (folder / "tokenizer.json").unlink()
     assert main(["harness", str(folder), "--tasks", "arc_easy"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
-
-
-def test_models_in_memory_are_evaluated_too() -> None:
-    model = outspoken()
-    found = evaluate(LoopScopeLM(model, tokenizer=byte_pairs()), ["openbookqa"], data=DATA, limit=3)
-    assert found.samples["openbookqa"]["effective"] == 3
-    assert found.model["model_sha"] == model.weights_sha256
 
 
 @pytest.mark.parametrize(("benchmark", "mean"), [("arc_easy", False), ("openbookqa", True)])
@@ -175,18 +166,14 @@ def test_a_policy_on_scores_per_character_decides_as_its_replay(
     values = ls.signal("margin", recorded)[:, :-1]
     policy = ls.ExitPolicy("margin", float(np.median(values) + 1e-7), scope=scope_of(recorded))
     assert policy.scope.score == "per_character"
-    found = {
-        kind: evaluate(
-            LoopScopeLM(checkpoint, tokenizer=byte_pairs(), policy=rule), [benchmark], data=DATA, limit=20, shots=shots
-        )
-        for kind, rule in (("adaptive", policy), ("full", None))
-    }
-    loops = found["adaptive"].loops[benchmark]
-    assert loops.average_loops == pytest.approx(policy.exit_loops(recorded).mean())
-    assert 1 < loops.average_loops < recorded.num_loops
-    right = recorded.correct[np.arange(20), policy.exit_loops(recorded) - 1]
-    assert found["adaptive"].results[benchmark]["acc_norm,none"] == pytest.approx(right.mean())
-    assert found["full"].results[benchmark]["acc_norm,none"] == pytest.approx(recorded.correct[:, -1].mean())
+    exits = policy.exit_loops(recorded)
+    assert 1 < exits.mean() < recorded.num_loops
+    for rule, loops in ((policy, exits), (None, np.full(20, recorded.num_loops))):
+        lm = LoopScopeLM(checkpoint, tokenizer=byte_pairs(), policy=rule)
+        found = evaluate(lm, [benchmark], data=DATA, limit=20, shots=shots)
+        assert found.loops[benchmark].average_loops == pytest.approx(loops.mean())
+        right = recorded.correct[np.arange(20), loops - 1]
+        assert found.results[benchmark]["acc_norm,none"] == pytest.approx(right.mean())
 
 
 def test_no_other_library_speaks(

@@ -154,8 +154,9 @@ def test_a_text_ends_at_its_string_whatever_its_tokens() -> None:
     assert thinking.text(0, {2}) == "It is."
 
 
-def test_chats_and_names() -> None:
-    lm = load(outspoken())
+def test_chats_names_and_low_precision() -> None:
+    lm = load(outspoken().to(torch.bfloat16))
+    assert all(np.isfinite(likely) for likely, _ in lm.loglikelihood(likelihoods()[:8]))
     history = [{"role": "user", "content": "Why?"}]
     assert lm.apply_chat_template(history) == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant:"
     assert lm.chat_template(True) == lm.tokenizer.chat_template
@@ -167,8 +168,3 @@ def test_a_depth_beyond_the_model_is_refused() -> None:
         load(outspoken(), loops=2, policy=ls.ExitPolicy("gate", 0.5))
     with pytest.raises(ls.UserError, match="beyond"):
         load(outspoken(), loops=4).loglikelihood(likelihoods()[:2])
-
-
-def test_low_precision_runs() -> None:
-    lm = load(outspoken().to(torch.bfloat16))
-    assert all(np.isfinite(likely) for likely, _ in lm.loglikelihood(likelihoods()[:8]))
