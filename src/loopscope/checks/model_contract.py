@@ -61,10 +61,13 @@ def contract_checks(
         whole = isinstance(value, int) and value >= 1
         _require(whole, f"The model must set self.{name} to a whole number from 1 on, but it is {value!r}.")
     model.require_evaluation()
-    weights = next(model.parameters(), None)
-    assert weights is not None, "make the model's modules attributes of it, so that PyTorch finds their parameters"
+    weights = next(model.parameters(), torch.empty(0))
+    wrong = "The model has no parameters; make its modules attributes of it, so that PyTorch finds them."
+    _require(weights.numel() > 0, wrong)
     if rows is not None:
         rows = [as_token_row(row, "A row to be checked with") for row in rows]
+        known = all(0 <= row.min() <= row.max() < model.vocab_size for row in rows)
+        _require(known, f"A row has a token outside the model's vocabulary (0..{model.vocab_size - 1}).")
     tokens = [torch.from_numpy(row).to(weights.device) for row in rows or _random_rows(model)]
     for check in _Contract(model, tokens, tolerance or _TOLERANCE.get(weights.dtype, _LOW_PRECISION)).checks:
         try:

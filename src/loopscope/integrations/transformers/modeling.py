@@ -69,8 +69,8 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
     network: ClassVar[type[Any]]
     settings: ClassVar[type[Any]]
     """The network's configuration."""
-    configured_depth: ClassVar[Callable[[Any], int]]
-    """How many loops a configuration asks for."""
+    configured_depth: ClassVar[Any]
+    """A function: how many loops a configuration asks for."""
     config: LoopedPretrainedConfig
     looped: LoopedModel
     """The model of `loopscope.models`, with the same parts: what is changed in one is changed in the other."""

@@ -81,8 +81,8 @@ def read_deployment(
         looping = config.looping
     else:
         config = build(OuroConfig, values, "The model's configuration")
-        sizes = {"core": config.num_hidden_layers, "loops": config.total_ut_steps}
-        looping = Looping(source="llama", prelude=0, gate="linear", **sizes)
+        layers, depth = config.num_hidden_layers, config.total_ut_steps
+        looping = Looping(source="llama", prelude=0, core=layers, loops=depth, gate="linear")
     loops = settings.loops or looping.loops
     policy = _policy(settings)
     if settings.exits_log is not None and (policy is None or policy.readout == "fixed"):

@@ -10,6 +10,7 @@ Shapes: P tokens of a step, n that run, D width.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -171,11 +172,10 @@ class ParallelLayer(nn.Module):
         self.self_attn = LoopedAttention(deployment, vllm_config, name, places)
         bias = bool(config.mlp_bias) and deployment.looping.source == "llama"
         self.mlp = ParallelSwiGLU(config, vllm_config, name, bias)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            self.add_module(norm, RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
-            sandwich = isinstance(config, OuroConfig)
-            after = RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if sandwich else nn.Identity()
-            self.add_module(f"{norm}_2", after)
+        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        after = norm if isinstance(config, OuroConfig) else nn.Identity
+        self.input_layernorm_2, self.post_attention_layernorm_2 = after(), after()
 
     def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0, cache: ExitCache | None = None) -> Tensor:
         attended = self.self_attn(positions, self.input_layernorm(hidden), loop, cache)

@@ -60,7 +60,7 @@ class ServedModel(nn.Module):
             assert not (self.deployment.head_attends and vllm_config.scheduler_config.enable_chunked_prefill)
         config = self.deployment.config
         name = maybe_prefix(prefix, "model")
-        self.model = LoopedDecoder(vllm_config=vllm_config, prefix=name, deployment=self.deployment)
+        self.model: Any = LoopedDecoder(vllm_config=vllm_config, prefix=name, deployment=self.deployment)
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,
