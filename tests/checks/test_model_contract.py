@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import loopscope as ls
 from loopscope.checks.model_contract import check_model
-from loopscope.models import Layout, LoopedModel, LoopState, initial_loop_state
-from loopscope.training import initial_model
+from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
+from loopscope.models.layout import Layout
+from loopscope.training.task_run import initial_model
 
 
 class Plain(LoopedModel):

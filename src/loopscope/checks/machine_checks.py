@@ -25,14 +25,16 @@ from numpy.typing import NDArray
 
 from loopscope.bench.measure import interleaved, spread
 from loopscope.checks.model_contract import CHECK_KINDS, Check, CheckKind, contract_checks
-from loopscope.engine import Prompt, Request, generate, in_order, run, stream
 from loopscope.engine.agreement import close_calls
 from loopscope.engine.decoder import CACHE_MODES
+from loopscope.engine.generation import Prompt, generate, stream
 from loopscope.engine.logit_stats import kl_divergence
+from loopscope.engine.requests import Request
+from loopscope.engine.scheduler import in_order, run
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.signals import margin
-from loopscope.models import LoopedModel
+from loopscope.models.contract import LoopedModel
 from loopscope.progress import ProgressCallback, silent
 from loopscope.trajectory import Trajectory
 

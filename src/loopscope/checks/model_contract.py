@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.arguments import as_token_row
-from loopscope.engine import Prompt, Request, choices, in_order, run, stream
+from loopscope.engine.generation import Prompt, stream
 from loopscope.engine.request_batch import require_vocabulary
+from loopscope.engine.requests import Request, choices
+from loopscope.engine.scheduler import in_order, run
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
-from loopscope.models import LoopedModel, LoopState
+from loopscope.exits.policy import ExitPolicy
+from loopscope.models.contract import LoopedModel, LoopState
 
 CheckKind = Literal["contract", "precision", "batch", "cache", "replay", "speed"]
 CHECK_KINDS: tuple[CheckKind, ...] = get_args(CheckKind)

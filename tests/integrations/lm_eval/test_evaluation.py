@@ -14,8 +14,8 @@ from loopscope.cli import main
 from loopscope.exits.scope import scope_of
 from loopscope.integrations.lm_eval.evaluation import evaluate
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
-from loopscope.questions import BENCHMARKS
-from loopscope.recording import record_benchmark
+from loopscope.questions.benchmarks import BENCHMARKS
+from loopscope.recording.benchmarks import record_benchmark
 
 
 @pytest.fixture(scope="module")

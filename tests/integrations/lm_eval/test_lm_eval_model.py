@@ -10,7 +10,7 @@ from benchmark_slices import asked, byte_pairs
 from tiny_language import hugging_face, outspoken
 
 import loopscope as ls
-from loopscope.engine import Prompt, generate
+from loopscope.engine.generation import Prompt, generate
 from loopscope.engine.stop_strings import StopStrings
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM, sampling_of
 
@@ -83,8 +83,8 @@ def test_texts_are_those_of_the_hugging_face_backend() -> None:
 
 def test_a_policy_decides_about_a_whole_question() -> None:
     """As the engine's answers to the same questions say."""
-    from loopscope.questions import encode_questions
-    from loopscope.recording import question_requests
+    from loopscope.questions.encoding import encode_questions
+    from loopscope.recording.choice_scoring import question_requests
 
     model, questions = outspoken(), asked("openbookqa")[:8]
     encoded = encode_questions(questions, byte_pairs())

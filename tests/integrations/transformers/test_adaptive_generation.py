@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import EosTokenCriteria, TemperatureLogitsWarper
 
 import loopscope as ls
-from loopscope.engine import Prompt, Sampling
+from loopscope.engine.generation import Prompt
+from loopscope.engine.sampling import Sampling
 from loopscope.integrations.transformers import LoopedCache
 
 # ruff: noqa: F811 - fixtures

@@ -21,20 +21,23 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from loopscope.engine import Prompt, Request, Sampling, choices, run, stream
 from loopscope.engine.decoder import CacheMode
-from loopscope.engine.generation import Token
+from loopscope.engine.generation import Prompt, Token, stream
+from loopscope.engine.requests import Request, choices
+from loopscope.engine.sampling import Sampling
+from loopscope.engine.scheduler import run
 from loopscope.engine.stop_strings import StopStrings
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
-from loopscope.models import LoopedModel, load_model
+from loopscope.exits.policy import ExitPolicy
 from loopscope.models.chat_template import render_chat
-from loopscope.models.checkpoint import end_tokens
+from loopscope.models.checkpoint import end_tokens, load_model
+from loopscope.models.contract import LoopedModel
 from loopscope.models.device import accumulator
 from loopscope.models.hub import find_checkpoint
 from loopscope.models.tokenizer import load_tokenizer, stop_tokens
 from loopscope.progress import ProgressCallback, silent
-from loopscope.questions import EncodedQuestion, Question, encode_questions
+from loopscope.questions.encoding import EncodedQuestion, encode_questions
+from loopscope.questions.lm_eval_tasks import Question
 from loopscope.recording.choice_scoring import BATCH_TOKENS
 
 Likelihood = tuple[float, bool]

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import (
     EosTokenCriteria,
@@ -28,12 +28,13 @@ from transformers.generation import (
 )
 from transformers.modeling_outputs import ModelOutput
 
-from loopscope.engine import Prompt, Sampling, stream
 from loopscope.engine.decoder import CacheMode
+from loopscope.engine.generation import Prompt, stream
+from loopscope.engine.sampling import Sampling
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
+from loopscope.exits.policy import ExitPolicy
 from loopscope.integrations.transformers.padded_batch import PaddedBatch
-from loopscope.models import LoopedModel
+from loopscope.models.contract import LoopedModel
 
 _DONE = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
 """What the engine does itself."""
@@ -167,11 +168,10 @@ def adaptive_decoding(
             streamer.put(torch.tensor([token.token]))
     if streamer is not None:
         streamer.end()
-    texts = np.zeros((len(rows), max(map(len, found)), 2), dtype=np.int64)
-    texts[:, :, 0] = 0 if pad is None else int(pad)
-    for row, text in enumerate(found):
-        texts[row, : len(text)] = text
-    tokens, loops = torch.from_numpy(texts).to(input_ids.device).unbind(2)
+    texts = [torch.tensor(text, device=input_ids.device).view(-1, 2) for text in found]
+    padding = 0.0 if pad is None else float(pad)
+    tokens = pad_sequence([text[:, 0] for text in texts], batch_first=True, padding_value=padding)
+    loops = pad_sequence([text[:, 1] for text in texts], batch_first=True)
     sequences = torch.cat((input_ids, tokens), 1)
     return AdaptiveGenerateOutput(sequences, loops) if generation_config.return_dict_in_generate else sequences
 

@@ -30,11 +30,12 @@ from loopscope.integrations.pretrained_configuration import (
 )
 from loopscope.integrations.transformers.adaptive_generation import AdaptiveGenerationMixin
 from loopscope.integrations.transformers.padded_batch import LoopedCache, PaddedBatch
-from loopscope.models import Huginn, HuginnConfig, LoopedLlama, LoopedLlamaConfig, LoopedModel, Ouro, OuroConfig
 from loopscope.models.checkpoint import first_not_finite, weights_sha256
+from loopscope.models.contract import LoopedModel
 from loopscope.models.decoder_layers import SwiGLU
-from loopscope.models.huginn import HuginnMLP
-from loopscope.models.ouro import EARLY_EXIT
+from loopscope.models.huginn import Huginn, HuginnConfig, HuginnMLP
+from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
+from loopscope.models.ouro import EARLY_EXIT, Ouro, OuroConfig
 from loopscope.models.run_hashes import check_hashes
 from loopscope.objectives import Unrolling
 from loopscope.training.language_run import TokenLosses
@@ -335,16 +336,14 @@ def _mean_loss(batch: PaddedBatch, logits: Any, labels: Tensor, num_items_in_bat
 
 def _check_keys(source: str, info: Mapping[str, Any]) -> None:
     """Rejects what would leave weights as memory happens to be, or leave some of a file out."""
-    checkpoint = f"checkpoint in {source}"
-    for problem, names in {
-        f"The {checkpoint} has no tensor": info["missing_keys"],
-        f"The configuration of the {checkpoint} does not know the tensor": info["unexpected_keys"],
-        f"The configuration of the {checkpoint} has another shape for the tensor": [
-            name for name, *_ in info["mismatched_keys"]
-        ],
-    }.items():
+    mismatched = [name for name, *_ in info["mismatched_keys"]]
+    for what, problem, names in (
+        ("The", "has no tensor", info["missing_keys"]),
+        ("The configuration of the", "does not know the tensor", info["unexpected_keys"]),
+        ("The configuration of the", "has another shape for the tensor", mismatched),
+    ):
         if names:
-            raise UserError(f"{problem} '{min(names)}'; fetch or make it again.")
+            raise UserError(f"{what} checkpoint in {source} {problem} '{min(names)}'; fetch or make it again.")
 
 
 def _own_folder(source: Any, options: Mapping[str, Any]) -> Path | None:

@@ -15,8 +15,8 @@ import msgspec
 
 from loopscope.config import Loops, Settings, build
 from loopscope.errors import UserError
-from loopscope.exits import ExitPolicy
 from loopscope.exits.exit_state import ExitState
+from loopscope.exits.policy import ExitPolicy
 from loopscope.exits.scope import Scope
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
