@@ -275,9 +275,9 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
 @pytest.mark.parametrize("path", [OURO, HUGINN], ids=["ouro", "huginn"])
 def test_compiled_mlps(path: Path) -> None:
     model = load(path)
-    expected, names = model(TEXT).logits, list(model.state_dict())
+    expected, names = model(TEXT, num_loops=1).logits, list(model.state_dict())
     model.compile_mlps(backend="eager", fullgraph=True)
-    torch.testing.assert_close(model(TEXT).logits, expected)
+    torch.testing.assert_close(model(TEXT, num_loops=1).logits, expected)
     assert list(model.state_dict()) == names
 
 
@@ -363,6 +363,7 @@ def test_an_adapter_on_embeddings_that_are_the_head_is_refused() -> None:
 @pytest.mark.parametrize("way", ["pissa", False], ids=["weights that are changed", "weights beside the gate's"])
 def test_an_adapter_on_the_gate_counts(way: Any) -> None:
     """The gate says with its adapter what it says merged; PiSSA takes a part out of the weights it adapts."""
+    torch.manual_seed(0)
     before = loaded(OURO)(TEXT, output_loop_logits=True).gate_logits
     adapted = get_peft_model(load(OURO), LoraConfig(target_modules="all-linear", r=1, init_lora_weights=way)).eval()
     said = adapted(TEXT, output_loop_logits=True).gate_logits
