@@ -365,11 +365,12 @@ def test_an_adapter_on_the_gate_counts(way: Any) -> None:
     """The gate says with its adapter what it says merged; PiSSA takes a part out of the weights it adapts."""
     torch.manual_seed(0)
     before = loaded(OURO)(TEXT, output_loop_logits=True).gate_logits
-    adapted = get_peft_model(load(OURO), LoraConfig(target_modules="all-linear", r=1, init_lora_weights=way)).eval()
+    small = LoraConfig(target_modules="all-linear", r=1, lora_alpha=1, init_lora_weights=way)
+    adapted = get_peft_model(load(OURO), small).eval()
     said = adapted(TEXT, output_loop_logits=True).gate_logits
     merged = adapted.merge_and_unload()(TEXT, output_loop_logits=True).gate_logits
     torch.testing.assert_close(said, merged, atol=1e-4, rtol=1e-4)
-    assert torch.allclose(torch.stack(said), torch.stack(before), atol=1e-4) is (way == "pissa")
+    assert torch.allclose(torch.stack(said), torch.stack(before), atol=1e-3) is (way == "pissa")
 
 
 def test_configurations_of_the_hub(tmp_path: Path) -> None:
