@@ -23,7 +23,7 @@ from loopscope.models.checkpoint import BESIDE_WEIGHTS
 from loopscope.objectives import Objective
 from loopscope.recording.text import record_text
 from loopscope.training.language_run import cut_windows, token_stream
-from loopscope.transformers import LoopTrainer, lora_config
+from loopscope.integrations.transformers import LoopTrainer, lora_config
 
 
 def windows(text: Path, checkpoint: Path, context: int) -> list[dict[str, Any]]:

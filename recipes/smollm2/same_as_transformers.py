@@ -18,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import loopscope as ls
-from loopscope import harness
+from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.questions import BENCHMARKS, load_questions
 
@@ -38,7 +38,7 @@ def main() -> None:
     original = AutoModelForCausalLM.from_pretrained(options.original, gguf_file=file.name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.original, gguf_file=file.name)
     theirs = HFLM(pretrained=original, tokenizer=tokenizer, backend="causal", batch_size=1)
-    ours = harness.load(options.looped, loops=1)
+    ours = LoopScopeLM(options.looped, loops=1)
     same = True
     for name, benchmark in BENCHMARKS.items():
         questions = load_questions(benchmark, "test", options.data, options.questions)

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from itertools import count
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, tiny_settings
 from torch import Tensor, nn
 
 import loopscope as ls
-from loopscope.checks.contract import check_model
-from loopscope.models import Layout, LoopedModel, LoopState, initial_loop_state
-from loopscope.training import initial_model
+from loopscope.checks.model_contract import check_model
+from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
+from loopscope.models.layout import Layout
+from loopscope.training.task_run import initial_model
 
 
 class Plain(LoopedModel):
@@ -43,116 +46,17 @@ class Plain(LoopedModel):
         return pooled.sum(-1)
 
 
+SHORT = [np.array(row) for row in ([1, 2, 0, 3, 2, 4, 1, 0], [2, 5, 1, 0, 3], [1, 2, 0, 3, 0, 0, 5, 1], [4])]
+"""Rows of different lengths, two of which begin alike."""
+
+
 def test_good_models_pass() -> None:
     golden = [ls.load_model(GOLDEN / name) for name in ("ouro-tiny", "huginn-tiny")]
     for model in (Plain(), *golden, initial_model(tiny_settings()).eval()):
-        held = check_model(model)
+        held = check_model(model, SHORT)
         assert len(held) == 11
         assert max(check.measured for check in held) < 1e-5
     assert ls.check_model is check_model
-
-
-class MixesRows(Plain):
-    def step(self, state: LoopState) -> LoopState:
-        after = super().step(state)
-        return replace(after, hidden=after.hidden + state.hidden.mean(0))
-
-
-class SeesPadding(Plain):
-    def step(self, state: LoopState) -> LoopState:
-        after = super().step(state)
-        return replace(after, hidden=after.hidden / state.layout.longest)
-
-
-class CountsRows(Plain):
-    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        number = torch.repeat_interleave(torch.arange(len(layout.lengths)), layout.lengths)
-        return initial_loop_state(self.embedding(tokens) + number[:, None], layout)
-
-
-class ForgetsToCount(Plain):
-    def step(self, state: LoopState) -> LoopState:
-        return replace(super().step(state), loop=state.loop)
-
-
-class BeginsAtOne(Plain):
-    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        return replace(super().embed(tokens, layout), loop=torch.ones_like(layout.lengths))
-
-
-class WorksInPlace(Plain):
-    def step(self, state: LoopState) -> LoopState:
-        state.hidden.copy_(super().step(state).hidden)
-        return replace(state, loop=state.loop + 1)
-
-
-class KeepsACounter(Plain):
-    calls = 0
-
-    def step(self, state: LoopState) -> LoopState:
-        self.calls += 1
-        after = super().step(state)
-        return replace(after, hidden=after.hidden + 0.01 * self.calls)
-
-
-class DropsOut(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.train()
-
-    def predict(self, pooled: Tensor) -> Tensor:
-        return nn.functional.dropout(super().predict(pooled), 0.5, self.training)
-
-
-class LooksAtTheDeepest(Plain):
-    """Takes the loop of the batch for that of every row."""
-
-    def step(self, state: LoopState) -> LoopState:
-        after = super().step(state)
-        return replace(after, hidden=after.hidden * (1 + state.loop.max()))
-
-
-class LooksAhead(Plain):
-    def step(self, state: LoopState) -> LoopState:
-        after = super().step(state)
-        padded = state.layout.unpack(state.hidden, state.layout.longest)
-        return replace(after, hidden=after.hidden + state.layout.pack(padded.sum(1, keepdim=True).expand_as(padded)))
-
-
-class ReadsElsewhere(Plain):
-    def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-        return state.at(None if positions is None else torch.zeros_like(positions))
-
-
-class OneLogit(Plain):
-    def predict(self, pooled: Tensor) -> Tensor:
-        return pooled.sum(-1)
-
-
-class FlatOnly(Plain):
-    def predict(self, pooled: Tensor) -> Tensor:
-        return super().predict(pooled.view(-1, 8))
-
-
-class Explodes(Plain):
-    def predict(self, pooled: Tensor) -> Tensor:
-        return super().predict(pooled) / 0.0
-
-
-class HaltsInColumns(Plain):
-    def halt(self, pooled: Tensor) -> Tensor | None:
-        return pooled[..., :1]
-
-
-class OtherLastLoop(Plain):
-    def last_pooled(self, state: LoopState, positions: Tensor) -> Tensor:
-        return self.pooled(state, positions)
-
-
-class NoSize(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.num_loops
 
 
 @dataclass(frozen=True)
@@ -162,64 +66,88 @@ class Remembering(LoopState):
     tokenwise: ClassVar[tuple[str, ...]] = ("hidden",)
 
 
-class NamesNoTokens(Plain):
-    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        state = super().embed(tokens, layout)
-        return Remembering(state.hidden, layout, state.loop, state.hidden)
+def step_of(change: Callable[[Tensor, LoopState], Tensor]) -> dict[str, Any]:
+    """A step whose new states are changed, by what they are and the state before."""
+
+    def step(model: Plain, state: LoopState) -> LoopState:
+        after = Plain.step(model, state)
+        return replace(after, hidden=change(after.hidden, state))
+
+    return {"step": step}
 
 
-class LosesItsState(NamesNoTokens):
-    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
-        state = Plain.embed(self, tokens, layout)
-        return Remembering(state.hidden, layout, state.loop, state.loop)
-
-    def step(self, state: LoopState) -> LoopState:
-        return Plain.step(self, LoopState(state.hidden, state.layout, state.loop))
+def embed_of(change: Callable[[LoopState], LoopState]) -> dict[str, Any]:
+    return {"embed": lambda model, tokens, layout: change(Plain.embed(model, tokens, layout))}
 
 
-@pytest.mark.parametrize(
-    ("broken", "words"),
-    [
-        (MixesRows, "depends on the rows beside it"),
-        (SeesPadding, "depends on the rows beside it"),
-        (CountsRows, "where it stands in the batch"),
-        (ForgetsToCount, "loop=state.loop \\+ 1"),
-        (BeginsAtOne, "at loop 0"),
-        (WorksInPlace, "step changes 'hidden'"),
-        (KeepsACounter, "a second time"),
-        (DropsOut, "call model.eval()"),
-        (LooksAtTheDeepest, "joins others at a later loop"),
-        (LooksAhead, "causal = False"),
-        (ReadsElsewhere, "pooled at one position a row is not"),
-        (OneLogit, "predict must make \\[4, classes\\]"),
-        (FlatOnly, "any number of dimensions"),
-        (Explodes, "NaN or infinite"),
-        (HaltsInColumns, "halt must make \\[4\\]"),
-        (OtherLastLoop, "last_pooled differs"),
-        (NoSize, "self.num_loops"),
-        (NamesNoTokens, "named in its `tokenwise`"),
-        (LosesItsState, "step must return a Remembering"),
-    ],
-)
-def test_a_broken_model_is_told_what_is_wrong(broken: Callable[[], LoopedModel], words: str) -> None:
+def predict_of(change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {"predict": lambda model, pooled: change(Plain.predict(model, pooled))}
+
+
+def of_all_tokens(hidden: Tensor, state: LoopState) -> Tensor:
+    padded = state.layout.unpack(state.hidden, state.layout.longest)
+    return hidden + state.layout.pack(padded.sum(1, keepdim=True).expand_as(padded))
+
+
+def row_numbers(state: LoopState) -> LoopState:
+    number = torch.repeat_interleave(torch.arange(len(state.lengths)), state.lengths)
+    return replace(state, hidden=state.hidden + number[:, None])
+
+
+def in_place(model: Plain, state: LoopState) -> LoopState:
+    state.hidden.copy_(Plain.step(model, state).hidden)
+    return replace(state, loop=state.loop + 1)
+
+
+def of_the_first_token(model: Plain, state: LoopState, positions: Tensor | None = None) -> Tensor:
+    return state.at(None if positions is None else torch.zeros_like(positions))
+
+
+CALLS = count(1)
+BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixes rows": ("depends on the rows beside it", step_of(lambda new, state: new + state.hidden.mean(0))),
+    "sees padding": ("depends on the rows beside it", step_of(lambda new, state: new / state.layout.longest)),
+    "counts rows": ("where it stands in the batch", embed_of(row_numbers)),
+    "forgets to count": (r"loop=state.loop \+ 1", {"step": lambda m, s: replace(Plain.step(m, s), loop=s.loop)}),
+    "begins at one": ("at loop 0", embed_of(lambda state: replace(state, loop=torch.ones_like(state.lengths)))),
+    "works in place": ("step changes 'hidden'", {"step": in_place}),
+    "keeps a counter": ("a second time", step_of(lambda new, state: new + 0.01 * next(CALLS))),
+    "drops out": ("call model.eval()", {"__init__": lambda model: Plain.__init__(model) or (model.train() and None)}),
+    "looks at the deepest": ("joins others at a later loop", step_of(lambda new, s: new * (1 + s.loop.max()))),
+    "looks ahead": ("causal = False", step_of(of_all_tokens)),
+    "reads elsewhere": ("pooled at one position a row is not", {"pooled": of_the_first_token}),
+    "one logit": (r"predict must make \[4, classes\]", predict_of(lambda logits: logits.sum(-1))),
+    "flat only": ("any number of dimensions", {"predict": lambda m, pooled: Plain.predict(m, pooled.view(-1, 8))}),
+    "explodes": ("NaN or infinite", predict_of(lambda logits: logits / 0.0)),
+    "halts in columns": (r"halt must make \[4\]", {"halt": lambda model, pooled: pooled[..., :1]}),
+    "another last loop": ("last_pooled differs", {"last_pooled": lambda model, state, at: model.pooled(state, at)}),
+    "no size": ("self.num_loops", {"__init__": lambda model: Plain.__init__(model) or delattr(model, "num_loops")}),
+    "names no tokens": (
+        "named in its `tokenwise`",
+        embed_of(lambda state: Remembering(state.hidden, state.layout, state.loop, state.hidden)),
+    ),
+    "loses its state": (
+        "step must return a Remembering",
+        {
+            **embed_of(lambda state: Remembering(state.hidden, state.layout, state.loop, state.loop)),
+            "step": lambda model, s: Plain.step(model, LoopState(s.hidden, s.layout, s.loop)),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_model_is_told_what_is_wrong(kind: str) -> None:
+    words, methods = BROKEN[kind]
     with pytest.raises(ls.UserError, match=words) as error:
-        check_model(broken())
+        check_model(type("Broken", (Plain,), methods)())
     assert "\n" not in str(error.value)
 
 
 def test_a_model_that_says_that_it_looks_ahead_may() -> None:
-    class Honest(LooksAhead):
-        causal = False
+    def first(model: Plain, state: LoopState, positions: Tensor | None = None) -> Tensor:
+        rows = state.at(torch.zeros_like(state.lengths))
+        return rows if positions is not None else rows.repeat_interleave(state.lengths, 0)
 
-    check_model(Honest())
-
-
-def test_a_model_may_be_read_at_its_first_token() -> None:
-    class Classifier(Plain):
-        causal = False
-
-        def pooled(self, state: LoopState, positions: Tensor | None = None) -> Tensor:
-            rows = state.at(torch.zeros_like(state.lengths))
-            return rows if positions is not None else rows.repeat_interleave(state.lengths, 0)
-
-    check_model(Classifier())
+    check_model(type("Honest", (Plain,), {"causal": False, **step_of(of_all_tokens)})())
+    check_model(type("ReadAtItsFirstToken", (Plain,), {"causal": False, "pooled": first})())

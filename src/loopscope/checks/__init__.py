@@ -1,3 +1,1 @@
 """Does a model do what it promises? Its contract, and on this machine precision, batches, caches, exits and speed."""
-
-from loopscope.checks.contract import check_model

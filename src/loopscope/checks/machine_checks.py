@@ -1,0 +1,355 @@
+"""Does a model do on this machine what it promises? Six kinds of checks, each line with its verdict.
+
+- contract: shapes, order, neighbours and loops do not matter where they must not (`check_model`);
+- precision: what low precision says at every loop, against float32;
+- batch: rows of different lengths together, against each alone;
+- cache: text token by token with remembered keys and values, against one plain forward pass over it;
+- replay: exit policies live, in generation and in the engine, against their replay on what a plain pass says;
+- speed: fixed depths against full depth, one after the other in every round.
+
+Predictions are compared by the Kullback-Leibler divergence, in nats, at the place where it is largest. Models are
+loaded one after the other, and of each only what it said is kept.
+
+Shapes: B rows, N decisions, T loops, P places that are read, V vocabulary, D width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loopscope.bench.measure import interleaved, spread
+from loopscope.checks.model_contract import CHECK_KINDS, Check, CheckKind, contract_checks
+from loopscope.engine.agreement import close_calls
+from loopscope.engine.decoder import CACHE_MODES
+from loopscope.engine.generation import Prompt, generate, stream
+from loopscope.engine.logit_stats import kl_divergence
+from loopscope.engine.requests import Request
+from loopscope.engine.scheduler import in_order, run
+from loopscope.errors import UserError
+from loopscope.exits.policy import ExitPolicy
+from loopscope.exits.signals import margin
+from loopscope.models.contract import LoopedModel
+from loopscope.progress import ProgressCallback, silent
+from loopscope.trajectory import Trajectory
+
+Array = NDArray[Any]
+Load = Callable[[str], LoopedModel]
+Outputs = dict[str, Array]
+"""What a model says at some places: logits [T, P, V], hidden [T, P, D] and, of one with a gate, gate_logits [T, P]."""
+DIVERGENCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
+"""The largest divergence of two ways that should say the same, in this precision; on average, against float32."""
+HALTING = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-1}
+"""The same of halt logits: the largest difference, and against float32 the average one."""
+CLOSE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
+"""A signal that comes so close to its threshold (relative) may be decided either way."""
+DIFFERING = {"float32": 0.0, "float16": 0.02, "bfloat16": 0.1}
+"""The share of the other decisions that may differ from the replay."""
+_DECISIONS = 8
+"""Of every row, in the engine."""
+LOW = ("bfloat16", "float16")
+TEXT = """\
+The miller's daughter kept three clocks in the kitchen, and none of them agreed. The oldest had come with the house; it
+lost a quarter of an hour between breakfast and supper, and was forgiven for it. The second was brass, a gift from an
+uncle at sea, and it ran so fast that on some evenings it struck twelve while the bread was still rising. The third had
+no hands at all, but it ticked louder than the others, and so it was the one that everybody believed.
+"""
+_MAX_LOGITS = 1 << 26
+"""That are kept at a time."""
+_ROWS, _MAX_PROMPT, _MAX_NEW = 4, 48, 12
+
+
+@dataclass(frozen=True)
+class TokenSample:
+    """Rows of tokens that every check takes."""
+
+    rows: list[Array]  # of different lengths
+    new: int  # tokens that may follow
+    places: int  # that are read of a row, from its end
+
+    @classmethod
+    def of(cls, model: LoopedModel, text: Array | None) -> "TokenSample":
+        new = max(1, min(_MAX_NEW, model.block_size // 4))
+        longest = min(_MAX_PROMPT, model.block_size - new)
+        if longest < 2:
+            raise UserError(f"A model that takes {model.block_size} tokens is too short to be checked.")
+        rng = np.random.default_rng(0)
+        lengths = np.maximum(1, np.linspace(longest, 1, _ROWS).astype(np.int64))
+        if text is None:
+            rows = [rng.integers(0, model.vocab_size, length) for length in lengths]
+        else:
+            if len(text) < longest:
+                raise UserError(f"The text has {len(text)} tokens; to be checked by it takes {longest} at least.")
+            if text.min() < 0 or text.max() >= model.vocab_size:
+                raise UserError("The text has tokens that the model does not know; is the tokenizer the model's own?")
+            starts = np.linspace(0, len(text) - longest, _ROWS).astype(np.int64)
+            rows = [text[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        held = _MAX_LOGITS // (model.num_loops * model.vocab_size * _ROWS)
+        return cls([np.asarray(row, dtype=np.int64) for row in rows], new, max(1, min(longest, held)))
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [Prompt(key, row) for key, row in enumerate(self.rows)]
+
+
+@torch.inference_mode()
+def plain_pass(model: LoopedModel, rows: Sequence[Array], places: int) -> Outputs:
+    """The last `places` of every row (fewer if it is shorter) at every loop, by one plain pass over all rows."""
+    device = next(model.parameters()).device
+    tokens = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    place = torch.arange(tokens.shape[1])
+    read = (place >= (lengths - places)[:, None])[place < lengths[:, None]].nonzero()[:, 0].to(device)
+    found: dict[str, list[Array]] = {}
+    for state in model.unroll(model.begin(tokens.to(device), lengths.to(device))):
+        pooled, head_input = (values.index_select(0, read) for values in model.read(state))
+        said = {"logits": model.predict(head_input), "hidden": pooled, "gate_logits": model.halt(pooled)}
+        for name, output in said.items():
+            if output is not None:
+                found.setdefault(name, []).append(output.float().cpu().numpy())
+    return {name: np.stack(by_loop) for name, by_loop in found.items()}
+
+
+def _joined(parts: Sequence[Outputs]) -> Outputs:
+    return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
+
+
+def divergence(reference: Array, other: Array) -> Array:
+    """[...] KL(reference || other) of logits [..., V]; infinite where one of them is no number."""
+    flat = (torch.from_numpy(logits).flatten(0, -2) for logits in (reference, other))
+    values = kl_divergence(*flat).numpy().reshape(reference.shape[:-1])
+    return np.where(np.isfinite(values), values, np.inf)
+
+
+class SelfCheck(msgspec.Struct, frozen=True):
+    model: str
+    dtype: str
+    device: str
+    num_loops: int
+    tokens: str  # where they come from
+    checks: list[Check]
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if check.passed is False]
+
+    @property
+    def sentence(self) -> str:
+        """What all checks say together."""
+        judged = sum(check.passed is not None for check in self.checks)
+        if not judged:
+            return "Nothing of this has a limit: it is shown, not judged."
+        verdict = f"{len(self.failed)} of {judged:,} checks failed" if self.failed else f"All {judged:,} checks passed"
+        shown = len(self.checks) - judged
+        return verdict + (f"; {shown:,} more have no limit and are shown only." if shown else ".")
+
+
+def selfcheck(
+    name: str,
+    load: Load,
+    text: Array | None = None,
+    *,
+    dtype: str = "float32",
+    kinds: Sequence[CheckKind] = CHECK_KINDS,
+    rounds: int = 3,
+    source: str = "the text",
+    progress: ProgressCallback = silent,
+) -> SelfCheck:
+    """`load(precision)` gives the model; `text` its tokens, which come from `source`; without any they are random.
+
+    All kinds but precision are checked in `dtype`; of precision, only `dtype` is judged, and the others are shown.
+    """
+    checks: list[Check] = []
+    reference: Outputs | None = None
+    sample: TokenSample | None = None
+    others = [kind for kind in kinds if kind != "precision"]
+    precisions = ["float32", *LOW] if "precision" in kinds else []
+    stages = len(precisions) + len(others)
+    depth, device = 0, ""
+    for precision in dict.fromkeys([*precisions, *([dtype] if others else [])]):
+        model = load(precision)
+        sample = sample or TokenSample.of(model, text)
+        depth, device = model.num_loops, str(next(model.parameters()).device)
+        if precision in precisions:
+            try:
+                outputs = plain_pass(model, sample.rows, sample.places)
+            except RuntimeError as error:
+                if precision == "float32":
+                    raise
+                reason = str(error).splitlines()[0]
+                checks.append(Check("precision", precision, None, "", None, None, f"not available here: {reason}"))
+                outputs = None
+            if reference is None:
+                reference = outputs
+            elif outputs is not None:
+                checks += precision_checks(precision, reference, outputs, judged=precision == dtype)
+            progress(precisions.index(precision) + 1, stages, precision)
+        if precision == dtype:
+            for kind in others:
+                if kind == "contract":
+                    checks += _contract(model)
+                elif model.causal or kind == "batch":
+                    checks += MACHINE_CHECKS[kind](model, sample, dtype, rounds)
+                else:
+                    checks.append(Check(kind, "not checked", None, "", None, None, "the model looks ahead"))
+                progress(len(precisions) + others.index(kind) + 1, stages, kind)
+        del model
+    checks.sort(key=lambda check: CHECK_KINDS.index(check.kind))
+    return SelfCheck(name, dtype, device, depth, "random tokens" if text is None else source, checks)
+
+
+def _contract(model: LoopedModel) -> list[Check]:
+    """What holds, up to the first that does not."""
+    checks: list[Check] = []
+    try:
+        checks.extend(contract_checks(model))
+    except UserError as error:
+        checks.append(Check("contract", "the model contract", None, "", None, False, str(error)))
+    return checks
+
+
+def _judged(kind: CheckKind, what: str, measured: float, unit: str, limit: float | None, note: str = "") -> Check:
+    note = note if np.isfinite(measured) else "it says what is no number"
+    return Check(kind, what, measured, unit, limit, None if limit is None else bool(measured <= limit), note)
+
+
+def precision_checks(precision: str, reference: Outputs, outputs: Outputs, judged: bool) -> Iterator[Check]:
+    """What nobody asked for is told, not judged."""
+    limits = (DIVERGENCE[precision], HALTING[precision]) if judged else (None, None)
+    for loop, (right, low) in enumerate(zip(reference["logits"], outputs["logits"], strict=True), start=1):
+        same = float((right.argmax(-1) == low.argmax(-1)).mean())
+        note = f"same token: {100 * same:.1f} %"
+        mean = float(divergence(right, low).mean())
+        yield _judged("precision", f"{precision}, loop {loop}", mean, "nats (mean)", limits[0], note)
+    if "gate_logits" in reference:
+        apart = np.abs(reference["gate_logits"] - outputs["gate_logits"])
+        note = f"at most {apart.max():.2g}"
+        yield _judged("precision", f"{precision}, halt logits", float(apart.mean()), "(mean)", limits[1], note)
+
+
+def _batch(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    together = plain_pass(model, sample.rows, sample.places)
+    alone = _joined([plain_pass(model, [row], sample.places) for row in sample.rows])
+    worst = float(divergence(alone["logits"], together["logits"]).max())
+    yield _judged("batch", "predictions at every loop", worst, "nats (max)", DIVERGENCE[dtype])
+    if "gate_logits" in together:
+        apart = float(np.abs(alone["gate_logits"] - together["gate_logits"]).max())
+        yield _judged("batch", "halt logits", apart, "(max)", HALTING[dtype])
+
+
+def _cache(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    """At full depth no token exits early, so that all that is cached of it is its own; `latest` keeps one loop."""
+    for cache in CACHE_MODES:
+        options: dict[str, Any] = {"max_new_tokens": sample.new, "cache": cache, "batch_size": len(sample.rows) - 1}
+        tokens = sorted(stream(model, sample.prompts, with_logits=True, **options), key=lambda token: token.key)
+        texts = [[token.token for token in tokens if token.key == key] for key in range(len(sample.rows))]
+        logits = np.stack([token.logits.cpu().numpy() for token in tokens if token.logits is not None])
+        plain = _continued(model, sample, texts)["logits"][-1]
+        values = divergence(plain, logits)
+        same = float((plain.argmax(-1) == logits.argmax(-1)).mean())
+        limit = None if cache == "latest" else DIVERGENCE[dtype]
+        note = f"same token: {100 * same:.1f} % of {len(logits)}"
+        note += "; promises no equality" if limit is None else ""
+        yield _judged("cache", f"cache '{cache}'", float(values.max()), "nats (max)", limit, note)
+
+
+def _continued(model: LoopedModel, sample: TokenSample, texts: Sequence[Sequence[int]]) -> Outputs:
+    """A plain pass over prompts and what followed, at the places where it was predicted."""
+    whole = [np.array([*row, *text[:-1]], dtype=np.int64) for row, text in zip(sample.rows, texts, strict=True)]
+    return _joined([plain_pass(model, [row], len(text)) for row, text in zip(whole, texts, strict=True)])
+
+
+def _replay(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    if model.num_loops == 1:
+        return
+    known = _trajectory(plain_pass(model, sample.rows, _DECISIONS))
+    prefixes = [row[:end] for row in sample.rows for end in range(max(1, len(row) + 1 - _DECISIONS), len(row) + 1)]
+    for readout in ("gate", "margin", "hidden_change"):
+        if readout == "gate" and known.gate_logits is None:
+            continue
+        policy = _halfway(readout, known)
+        requests = (Request(key, (row,)) for key, row in enumerate(prefixes))
+        answers = list(in_order(run(model, policy, requests, 5)))
+        loops, tokens = (np.array([getattr(each, name) for each in answers]) for name in ("loop", "prediction"))
+        yield _compared(f"engine, {readout}", policy, known, loops, tokens, dtype)
+        texts = generate(model, sample.prompts, policy, max_new_tokens=sample.new, cache="full", batch_size=3)
+        outputs = _continued(model, sample, [text.tokens for text in texts])
+        loops = np.concatenate([text.loops for text in texts])
+        tokens = np.concatenate([text.tokens for text in texts])
+        yield _compared(f"generation, {readout}", policy, _trajectory(outputs), loops, tokens, dtype)
+
+
+def _trajectory(outputs: Outputs) -> Trajectory:
+    by_decision: dict[str, Any] = {name: values.swapaxes(0, 1) for name, values in outputs.items()}
+    return Trajectory(**by_decision)
+
+
+def _halfway(readout: str, trajectory: Trajectory) -> ExitPolicy:
+    """About half of what could exit early does; the threshold lies between two values."""
+    values = ExitPolicy(readout, 0.0).values(trajectory)[:, :-1]
+    found = np.unique(values[np.isfinite(values)])
+    middle = max(1, len(found) // 2)
+    return ExitPolicy(readout, float(found[middle - 1 : middle + 1].mean()))
+
+
+def _compared(what: str, policy: ExitPolicy, trajectory: Trajectory, loops: Array, tokens: Array, dtype: str) -> Check:
+    """How many decisions differ from the replay, those apart whose signal comes close to the threshold."""
+    replayed = policy.exit_loops(trajectory)
+    unsure = close_calls(policy, trajectory, np.maximum(loops, replayed), CLOSE[dtype])
+    assert trajectory.logits is not None
+    logits_at_exit = trajectory.logits[np.arange(len(loops)), replayed - 1]
+    tied = margin(logits_at_exit) <= CLOSE[dtype] * np.abs(logits_at_exit).max(axis=1)
+    differing = (loops != replayed) | ((tokens != logits_at_exit.argmax(-1)) & ~tied)
+    note = f"at {policy.threshold:.3g}: {loops.mean():.2f} loops" + (
+        f"; {unsure.sum()} too close to tell" if unsure.any() else ""
+    )
+    count = int((differing & ~unsure).sum())
+    return _judged("replay", what, count, f"of {len(loops)} differ", int(DIFFERING[dtype] * len(loops)), note)
+
+
+def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
+    """Texts of one length, so that every depth has the same work a loop."""
+    full = model.num_loops
+    if full == 1:
+        return
+    depths = range(1, full + 1) if full <= 8 else sorted({1, full // 4, full // 2, full})
+    rows = [sample.rows[0]] * 4
+    prompts = [Prompt(key, row) for key, row in enumerate(rows)]
+    requests = [Request(key, (row,)) for key, row in enumerate(rows)]
+
+    def reading(depth: int) -> None:
+        list(run(model, ExitPolicy("fixed", depth), requests, len(rows)))
+
+    def writing(depth: int) -> None:
+        generate(model, prompts, ExitPolicy("fixed", depth), max_new_tokens=sample.new, batch_size=len(rows))
+
+    for name, way, count in (("reading", reading, len(rows[0])), ("writing", writing, sample.new)):
+        ways = {str(depth): partial(way, depth) for depth in depths}
+        seconds, _ = interleaved(ways, rounds, 256, silent, next(model.parameters()))
+        for depth in depths:
+            took, ideal = seconds[str(depth)], model.ideal_speedup(depth)
+            faster, rate = spread(seconds[str(full)] / took), spread(len(rows) * count / took)
+            note = f"realised {faster.median / ideal:.2f} of {ideal:.3g}; {rate.median:,.0f} tokens/s"
+            judged = 2 * depth <= full
+            yield Check(
+                "speed",
+                f"{name}, {depth} of {full} loops",
+                faster.median,
+                "x",
+                1.0 if judged else None,
+                faster.median >= 1.0 if judged else None,
+                note,
+            )
+
+
+MACHINE_CHECKS: dict[CheckKind, Callable[[LoopedModel, TokenSample, str, int], Iterator[Check]]] = {
+    "batch": _batch,
+    "cache": _cache,
+    "replay": _replay,
+    "speed": _speed,
+}

@@ -1,3 +1,0 @@
-"""How does any lm_eval task run on a looped model? As an lm_eval model, at a fixed depth or under an exit policy."""
-
-from loopscope.harness.evaluation import Evaluation, evaluate, load

@@ -1,0 +1,23 @@
+"""`python -m loopscope.integrations.lm_eval`: lm_eval's own command line, in which the model `loopscope` and, for the
+model `hf`, looped checkpoints are known. lm_eval loads no plugins, so somebody has to import ours before it looks for a
+name.
+"""
+
+import sys
+
+from loopscope.errors import UserError
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+
+    import loopscope.integrations.lm_eval.lm_eval_model
+    import loopscope.integrations.transformers  # noqa: F401 - both register what they have
+except ModuleNotFoundError as error:
+    sys.exit(f"This needs {error.name}; install it with: pip install 'loopscope[lm]'.")
+
+if __name__ == "__main__":
+    try:
+        cli_evaluate()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,153 @@
+"""How is an lm_eval task run? By lm_eval itself, on a `LoopScopeLM`, with data from the Hub or from files."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lm_eval import evaluator, tasks as lm_eval_tasks
+from lm_eval.api.group import AggMetricConfig, Group
+from lm_eval.tasks import TaskManager
+
+from loopscope.config import Settings
+from loopscope.errors import UserError
+from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
+from loopscope.integrations.lm_eval.task_names import benchmark_tasks
+from loopscope.questions.benchmarks import Benchmark
+from loopscope.questions.lm_eval_tasks import (
+    reading_benchmark,
+    subjects_of,
+    templates_compiled_once,
+    write_task_definition,
+)
+from loopscope.reading import is_file
+
+
+class LoopUsage(Settings, frozen=True):
+    """How deep a task went."""
+
+    decisions: int  # one a question; one a token of what is generated, or scored without choices
+    average_loops: float
+
+
+class Evaluation(Settings, frozen=True):
+    """What lm_eval says of some tasks, and how deep the model went for it."""
+
+    model: dict[str, Any]  # what it was
+    results: dict[str, dict[str, Any]]  # by task or group, then by metric, as lm_eval names them
+    shots: dict[str, Any]
+    samples: dict[str, Any]  # how many of how many documents
+    versions: dict[str, Any]  # of the task definitions
+    loops: dict[str, LoopUsage]
+
+
+def evaluate(
+    model: LoopScopeLM,
+    tasks: Sequence[str],
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    shots: int | None = None,
+    chat: bool = False,
+) -> Evaluation:
+    """Runs tasks by lm_eval's names, or by the paths of their definitions; `data` is for the six benchmarks.
+
+    Shots are the task's own unless they are given; `limit` is by task, as lm_eval has it.
+    """
+    before = dict(model.used)
+    with templates_compiled_once(), _environment_left_alone(), TemporaryDirectory() as folder:
+        manager, loaded = _hub_tasks(tasks) if data is None else _local_tasks(tasks, data, Path(folder))
+        _check_shots(loaded, shots)
+        evaluated = evaluator.simple_evaluate(
+            model,
+            tasks=loaded,
+            task_manager=manager,
+            num_fewshot=shots,
+            limit=limit,
+            apply_chat_template=chat,
+            log_samples=False,
+        )
+    return Evaluation(
+        model=model.get_model_info(),
+        results={
+            name: {k: v for k, v in found.items() if k != "alias"} for name, found in evaluated["results"].items()
+        },
+        shots=evaluated["n-shot"],
+        samples=evaluated["n-samples"],
+        versions=evaluated["versions"],
+        loops={
+            name: LoopUsage(new, (total - loops_before) / new)
+            for name, (count, total) in model.used.items()
+            for count_before, loops_before in [before.get(name, (0, 0))]
+            if (new := count - count_before)
+        },
+    )
+
+
+@contextmanager
+def _environment_left_alone() -> Iterator[None]:
+    """lm_eval asks git and pip about the machine, for what is not used here; git complains where there is none."""
+    functions = evaluator.get_git_commit_hash, evaluator.add_env_info
+    evaluator.get_git_commit_hash, evaluator.add_env_info = (lambda: None), (lambda storage: None)
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash, evaluator.add_env_info = functions
+
+
+def _hub_tasks(names: Sequence[str]) -> tuple[TaskManager, list[Any]]:
+    """The tasks, loaded, and the groups that are in no other."""
+    known, home = benchmark_tasks(), Path(lm_eval_tasks.__file__).parent
+    ours = all(name in known or is_file(Path(name)) for name in names)
+    where = sorted({home / known[name].definitions for name in names if name in known})
+    manager = TaskManager(include_defaults=not ours, include_path=list(where))  # all of them take half a minute
+    found: list[Any] = []
+    for name in names:
+        if is_file(path := Path(name)):
+            reading = reading_benchmark("The task definition", path)
+        else:
+            reading = reading_benchmark(f"The task '{name}'", None)
+        with reading:
+            loaded = manager.load([name])
+        inside = {child for children in loaded["group_map"].values() for child in children}
+        for kind in ("groups", "tasks"):
+            found += [each for key, each in loaded[kind].items() if key not in inside]
+    return manager, found
+
+
+def _check_shots(loaded: Sequence[Any], shots: int | None) -> None:
+    """lm_eval finds out when it draws, and fails; a task that is not asked about itself has one example more."""
+    for task in (each for found in loaded for each in (found.get_all_tasks() if isinstance(found, Group) else [found])):
+        own = task.get_config("num_fewshot")
+        needed = own if shots is None or own == 0 else shots
+        if not needed:
+            continue
+        examples = len(task.fewshot_docs()) - (task.fewshot_cfg.split == task.config.test_split)
+        if needed > examples:
+            raise UserError(
+                f"{needed} shots are asked for, and {task.config.task} has {examples} examples to give; ask for fewer."
+            )
+
+
+def _local_tasks(names: Sequence[str], data: Path, folder: Path) -> tuple[TaskManager, list[Any]]:
+    """Benchmarks whose data are in a folder: each its task, or the group of its subjects' tasks."""
+    known, manager = benchmark_tasks(), TaskManager(include_defaults=False)
+    return manager, [_local_task(name, known[name], data, folder, manager) for name in names]
+
+
+def _local_task(name: str, benchmark: Benchmark, data: Path, folder: Path, manager: TaskManager) -> Any:
+    found: dict[str, Any] = {}
+    with reading_benchmark(benchmark.title, data):
+        for subject in subjects_of(benchmark, data):
+            path = write_task_definition(benchmark, subject, benchmark.dataset_split("test"), data, folder)
+            if name in (benchmark.name, path.stem):
+                found |= manager.load([str(path)])["tasks"]
+    if not found:
+        raise UserError(f"There is no {name} in {data / benchmark.name}.")
+    if not benchmark.subjects or name != benchmark.name:
+        return found[name]
+    group = Group(name, aggregate_metric_list=[AggMetricConfig(metric=benchmark.metric, weight_by_size=True)])
+    for task in found.values():
+        group.add(task)
+    return group

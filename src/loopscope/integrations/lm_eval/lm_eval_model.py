@@ -1,0 +1,298 @@
+"""What does lm_eval ask of a model? Likelihoods of continuations, and texts: here is how a looped model answers.
+
+- A question is all that is asked about one context of one document. Its context runs once, its choices branch off from
+  it, and what a task's contexts begin with runs once for all. Under a policy a question exits as a whole: by its gate
+  or state at the context's end, or by the distribution over its choices.
+- What is scored without choices (a single continuation, a rolling text) is scored as it would be generated: under a
+  policy every token exits for itself.
+- Texts are generated with the cache that was asked for, every token as deep as the policy wants.
+
+Importing this module registers the model in lm_eval as `loopscope`.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from loopscope.engine.decoder import CacheMode
+from loopscope.engine.generation import Prompt, Token, stream
+from loopscope.engine.requests import Request, choices
+from loopscope.engine.sampling import Sampling
+from loopscope.engine.scheduler import run
+from loopscope.engine.stop_strings import StopStrings
+from loopscope.errors import UserError
+from loopscope.exits.policy import ExitPolicy
+from loopscope.models.chat_template import render_chat
+from loopscope.models.checkpoint import end_tokens, load_model
+from loopscope.models.contract import LoopedModel
+from loopscope.models.device import accumulator
+from loopscope.models.hub import find_checkpoint
+from loopscope.models.tokenizer import load_tokenizer, stop_tokens
+from loopscope.progress import ProgressCallback, silent
+from loopscope.questions.encoding import EncodedQuestion, encode_questions
+from loopscope.questions.lm_eval_tasks import Question
+from loopscope.recording.choice_scoring import BATCH_TOKENS
+
+Likelihood = tuple[float, bool]
+_MIN_SHARED = 32
+"""Tokens that questions must begin with alike for a beginning of its own to pay."""
+_NEUTRAL = (None, False, 0, 1)
+"""Values of generation settings that change nothing, whatever the setting."""
+
+
+@register_model("loopscope")
+class LoopScopeLM(TemplateLM):  # type: ignore[misc]
+    """A looped model for lm_eval: at full depth, at `loops`, or under a `policy`."""
+
+    def __init__(
+        self,
+        pretrained: str | Path | LoopedModel,
+        *,
+        tokenizer: Any = None,
+        loops: int | None = None,
+        policy: ExitPolicy | str | Path | None = None,
+        cache: CacheMode = "full",
+        device: str = "cpu",
+        dtype: str | None = None,
+        batch_size: int | str = 8,
+        batch_tokens: int = BATCH_TOKENS,
+        max_batch_size: int | None = None,
+        max_gen_toks: int = 256,
+        think_end_token: str | None = None,
+        seed: int = 0,
+        progress: ProgressCallback = silent,
+    ) -> None:
+        """`pretrained` is a folder, a Hub id, or a model, which brings its `tokenizer`; `policy` may be a file.
+
+        `batch_size` texts are generated at a time, `batch_tokens` tokens of questions run at a time. What comes before
+        `think_end_token` is no part of an answer. `max_batch_size` is there because lm_eval passes it.
+        """
+        super().__init__()
+        if loops is not None and policy is not None:
+            raise UserError("A fixed depth and a policy exclude each other; give one of them.")
+        if isinstance(pretrained, LoopedModel):
+            self.model, self.tokenizer, self._ends = pretrained, tokenizer, stop_tokens(tokenizer)
+        else:
+            folder = find_checkpoint(pretrained)
+            self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
+            self.model = load_model(folder, device, dtype)
+            self._ends = stop_tokens(self.tokenizer, end_tokens(folder))
+        if isinstance(policy, (str, Path)):
+            policy = ExitPolicy.load(policy)
+        self.policy = policy or ExitPolicy("fixed", self.model.num_loops if loops is None else loops)
+        self.used: dict[str, tuple[int, int]] = {}
+        """For every task: decisions, and loops of all of them."""
+        self._cache, self._seed, self._progress, self._think_end = cache, seed, progress, think_end_token
+        self._device = next(self.model.parameters()).device
+        self.batch_size = int(batch_size) if str(batch_size).isdigit() else 8
+        self.max_length, self.max_gen_toks = self.model.block_size, int(max_gen_toks)
+        self._batch_tokens = int(batch_tokens)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """As lm_eval's Hugging Face model does it: special tokens by default, but the first one never twice."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval writes into the configuration of its results."""
+        weights = next(self.model.parameters())
+        return {
+            "model_num_parameters": sum(each.numel() for each in self.model.parameters()),
+            "model_dtype": str(weights.dtype).removeprefix("torch."),
+            "model_sha": self.model.weights_sha256,
+            "exit_policy": str(self.policy),
+            "cache": self._cache,
+            "num_loops": self.model.num_loops,
+            "average_loops": {name: loops / count for name, (count, loops) in self.used.items()},
+        }
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Likelihood]:
+        numbers_by_context: dict[tuple[Any, ...], list[int]] = {}
+        for number, request in enumerate(requests):
+            numbers_by_context.setdefault((request.task_name, request.doc_id, request.args[0]), []).append(number)
+        questions = [
+            Question(f"{task}/{document}", context, tuple(requests[number].args[1] for number in numbers), 0, (), task)
+            for (task, document, context), numbers in numbers_by_context.items()
+        ]
+        encoded = encode_questions(questions, self.tokenizer, self.max_length - self._adaptive)
+        together, alone = [], []
+        for key, (question, tokens) in enumerate(zip(questions, encoded, strict=True)):
+            if len(question.choices) == 1 and (self._adaptive or self.policy.scope.unit == "tokens"):
+                alone.append(Prompt(key, tokens.context, tokens.choices[0]))
+            else:
+                shared = tokens.prefix if tokens.prefix >= _MIN_SHARED else 0
+                together.append(self._question(key, question, tokens, shared))
+        names = [question.subject or "" for question in questions]
+        scored = self._together(together, names)
+        if alone:
+            scored |= {key: [one] for key, one in self._alone(alone, names).items()}
+        answers: list[Likelihood] = [(0.0, False)] * len(requests)
+        for key, numbers in enumerate(numbers_by_context.values()):
+            for number, answer in zip(numbers, scored[key], strict=True):
+                answers[number] = answer
+                self.cache_hook.add_partial("loglikelihood", requests[number].args, answer)
+        return answers
+
+    def _question(self, key: int, question: Question, tokens: EncodedQuestion, shared: int) -> Request:
+        """Scored and read as the policy was calibrated; the space that lm_eval puts before a choice does not count."""
+        score = self.policy.scope.score or "sum"
+        texts = [choice.removeprefix(" ") for choice in question.choices]
+        sizes = {"sum": (), "per_character": map(len, texts), "per_byte": (len(text.encode()) for text in texts)}
+        norms = [max(size, 1) for size in sizes[score]]
+        whole = self.policy.scope.state == "mean_over_choices"
+        return choices(key, tokens.context, tokens.choices, norms, shared, whole, score)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        windows, owners, names = [], [], []
+        for number, request in enumerate(requests):
+            cut = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length - self._adaptive, 1
+            )
+            for window in map(make_disjoint_window, cut):
+                windows.append((None, *window))
+                owners.append(number)
+                names.append(request.task_name or "")
+        totals = [0.0] * len(requests)
+        for owner, (likely, _) in zip(owners, self._loglikelihood_tokens(windows, names), strict=True):
+            totals[owner] += likely
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], names: Sequence[str] | None = None, **_: Any
+    ) -> list[Likelihood]:
+        """Every context with its one continuation; contexts are cut from the left."""
+        names = names or [""] * len(requests)
+        pairs = []
+        for _, context, continuation in requests:
+            room = self.max_length - self._adaptive + 1 - len(continuation)
+            if room < 1 or not continuation or not context:
+                raise UserError(f"A continuation has 1 to {self.max_length - self._adaptive} tokens, after a context.")
+            pairs.append((np.array(context[-room:]), np.array(continuation)))
+        if self._adaptive:
+            alone = self._alone([Prompt(key, *pair) for key, pair in enumerate(pairs)], names)
+            return [alone[key] for key in range(len(pairs))]
+        scored = self._together([choices(key, context, [rest]) for key, (context, rest) in enumerate(pairs)], names)
+        return [scored[key][0] for key in range(len(pairs))]
+
+    @property
+    def _adaptive(self) -> bool:
+        return self.policy.readout != "fixed"
+
+    def _together(self, requests: Sequence[Request], names: Sequence[str]) -> dict[int, list[Likelihood]]:
+        """Questions, numbered; those with the same beginning, and then those of one length, run together."""
+        ordered = sorted(requests, key=lambda each: (each.prefix, len(each.tokens)))
+        norms = {request.key: np.asarray(request.norms) for request in requests}
+        scored: dict[int, list[Likelihood]] = {}
+        for answer in run(self.model, self.policy, ordered, 1024, batch_tokens=self._batch_tokens, greedy=True):
+            assert answer.greedy is not None
+            likely = answer.logits.astype(np.float64) * norms[answer.key]
+            scored[answer.key] = list(zip(likely.tolist(), answer.greedy.tolist(), strict=True))
+            self._count(names[answer.key], answer.loop)
+            self._progress(len(scored), len(requests), "questions")
+        return scored
+
+    def _alone(self, prompts: Sequence[Prompt], names: Sequence[str]) -> dict[int, Likelihood]:
+        """Continuations as they would be generated, token by token."""
+        forced = {prompt.key: prompt.forced for prompt in prompts}
+        scored: dict[int, list[Likelihood]] = {prompt.key: [] for prompt in prompts}
+        for token in self._tokens_of(prompts, names, with_logits=True):
+            expected, logits = forced[token.key], token.logits
+            assert expected is not None
+            assert logits is not None
+            target = int(expected[len(scored[token.key])])
+            wide = logits.to(accumulator(logits.device))
+            log_prob, likeliest = torch.stack((wide[target] - wide.logsumexp(-1), wide.argmax().to(wide))).tolist()
+            scored[token.key].append((log_prob, int(likeliest) == target))
+        return {
+            key: (sum(likely for likely, _ in tokens), all(greedy for _, greedy in tokens))
+            for key, tokens in scored.items()
+        }
+
+    def _tokens_of(self, prompts: Sequence[Prompt], names: Sequence[str], **options: Any) -> Iterator[Token]:
+        """What follows prompts; the longest come first, so that the cache grows once."""
+        ordered, done = sorted(prompts, key=lambda prompt: -len(prompt.tokens)), 0
+        for token in stream(self.model, ordered, self.policy, cache=self._cache, batch_size=self.batch_size, **options):
+            self._count(names[token.key], token.loops)
+            done += token.finish_reason is not None
+            self._progress(done, len(prompts), "texts")
+            yield token
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        texts = [""] * len(requests)
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in alike.values():
+            for number, text in zip(numbers, self._generated([requests[number] for number in numbers]), strict=True):
+                texts[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return texts
+
+    def _generated(self, requests: Sequence[Any]) -> list[str]:
+        """Texts that are asked for with the same settings."""
+        options = dict(normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks))
+        until, most = [string for string in options.pop("until") if string], options.pop("max_gen_toks")
+        room = self.max_length - most
+        if room < 1:
+            raise UserError(
+                f"{most} tokens are to be generated, and the model takes {self.max_length} with the prompt; ask for "
+                "fewer (max_gen_toks)."
+            )
+        stop_strings = StopStrings(self.tokenizer, until, self._think_end)
+        prompts = [
+            Prompt(key, np.array(self.tok_encode(request.args[0])[-room:], dtype=np.int64))
+            for key, request in enumerate(requests)
+        ]
+        names, sampling = [request.task_name or "" for request in requests], sampling_of(options, self._seed)
+        how: dict[str, Any] = {"max_new_tokens": most, "stop": self._ends, "sampling": sampling}
+        for _ in self._tokens_of(prompts, names, stopping_criterion=stop_strings, **how):
+            pass
+        return [stop_strings.text(key, self._ends) for key in range(len(requests))]
+
+    def _count(self, task: str, loops: int) -> None:
+        count, total = self.used.get(task, (0, 0))
+        self.used[task] = (count + 1, total + loops)
+
+
+def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
+    """lm_eval's settings of a text's tokens; those that are not known must change nothing."""
+    rest = dict(options)
+    temperature = float(rest.pop("temperature", 0.0) or 0.0)
+    if not rest.pop("do_sample", False):
+        temperature = 0.0
+    known = {name: rest.pop(name) for name in ("top_k", "top_p") if rest.get(name) is not None}
+    for name, value in rest.items():
+        if value not in _NEUTRAL:
+            raise UserError(f"A task asks for '{name}' = {value} in its texts, and LoopScope has no such setting.")
+    return Sampling(temperature=temperature, seed=seed, **known)

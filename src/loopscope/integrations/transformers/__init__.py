@@ -1,0 +1,19 @@
+"""How does a looped model live in transformers? Importing this registers Ouro, Huginn and looped Llamas with its Auto
+classes: `from_pretrained`, `generate`, `Trainer` and PEFT work on them, without code from a checkpoint.
+"""
+
+import transformers as _transformers
+
+from loopscope.integrations.pretrained_configuration import register_configurations
+from loopscope.integrations.transformers.modeling import (
+    LoopedForCausalLM,
+    LoopedLlamaForCausalLM,
+    OuroForCausalLM,
+    RavenForCausalLM,
+)
+from loopscope.integrations.transformers.padded_batch import LoopedCache
+from loopscope.integrations.transformers.trainer import LoopTrainer, lora_config
+
+register_configurations()
+for _model in (OuroForCausalLM, RavenForCausalLM, LoopedLlamaForCausalLM):
+    _transformers.AutoModelForCausalLM.register(_model.config_class, _model)

@@ -1,0 +1,195 @@
+"""How does transformers' `generate` run a looped model? Without an exit policy as it runs any other; under one it
+prepares, and LoopScope's engine writes.
+
+transformers reads the settings, pads and counts; the decoding loop itself is `loopscope.engine.stream`: every token as
+deep as its policy says, no row waiting for another. So the tokens are those of `loopscope.generate`.
+
+Shapes: B rows, M columns of the prompts, N new tokens of the longest text.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationMode,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.modeling_outputs import ModelOutput
+
+from loopscope.engine.decoder import CacheMode
+from loopscope.engine.generation import Prompt, stream
+from loopscope.engine.sampling import Sampling
+from loopscope.errors import UserError
+from loopscope.exits.policy import ExitPolicy
+from loopscope.integrations.transformers.padded_batch import PaddedBatch
+from loopscope.models.contract import LoopedModel
+
+_DONE = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
+"""What the engine does itself."""
+_INPUTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep")
+"""What transformers itself gives to whoever decodes."""
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass
+class AdaptiveGenerateOutput(ModelOutput):  # type: ignore[misc]
+    sequences: Tensor | None = None  # [B, M + N]
+    loops: Tensor | None = None  # [B, N] that every new token took; 0 after a text's end
+
+
+class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
+    """`generate` of the looped models."""
+
+    looped: LoopedModel
+    _supported_generation_modes = (
+        *(GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+        *(GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE),
+    )
+    """No assisted generation: it takes tokens back, and the cache of a looped model is not cut back."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        *args: Any,
+        policy: ExitPolicy | str | Path | None = None,
+        cache: CacheMode | None = None,
+        lossless: bool = False,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers does it; with an exit policy, or a file of one, by LoopScope's engine, every token as deep as
+        the policy says.
+
+        `cache` (default: `full`) is what later tokens find of one that left early, and with `lossless` the text is that
+        of full depth, as in `loopscope.generate`.
+        """
+        given = (inputs, generation_config, logits_processor, stopping_criteria, *args)
+        if policy is None:
+            if lossless or cache is not None:
+                name = "lossless" if lossless else "cache"
+                raise UserError(f"{name} is of an exit policy, by which tokens exit early; name one (policy=...).")
+            return super().generate(*given, streamer=streamer, **kwargs)
+        asked = [type(each).__name__ for each in (*(logits_processor or ()), *(stopping_criteria or ()))]
+        stops = kwargs.get("stop_strings") or getattr(generation_config, "stop_strings", None)
+        _reject([*asked, "stop_strings"] if stops else asked)
+        rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
+        decoding = partial(adaptive_decoding, policy=rule, cache=cache or "full", lossless=lossless, streamer=streamer)
+        return super().generate(*given, custom_generate=decoding, streamer=streamer, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        *args: Any,
+        attention_mask: Tensor | None = None,
+        is_first_iteration: bool = False,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As transformers does it; the tokenizer is of stopping criteria, which had it already."""
+        if is_first_iteration and attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
+            raise UserError(
+                "transformers goes on after the last column of a batch, and there is padding; pad prompts on the "
+                'left (tokenizer.padding_side = "left"), or give an exit policy, which takes both.'
+            )
+        return super().prepare_inputs_for_generation(
+            input_ids, *args, attention_mask=attention_mask, is_first_iteration=is_first_iteration, **kwargs
+        )
+
+    def _validate_generated_length(self, generation_config: Any, input_ids_length: int, has_default: bool) -> None:
+        """Before anything is written, not where the model's length ends."""
+        if generation_config.max_length > self.looped.block_size:
+            raise UserError(
+                f"A prompt of {input_ids_length} tokens and {generation_config.max_length - input_ids_length} after it "
+                f"are more than the {self.looped.block_size} that the model has positions for; ask for fewer."
+            )
+        super()._validate_generated_length(generation_config, input_ids_length, has_default)
+
+
+def adaptive_decoding(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    policy: ExitPolicy,
+    cache: CacheMode,
+    lossless: bool = False,
+    streamer: Any = None,
+    **inputs: Any,
+) -> Tensor | AdaptiveGenerateOutput:
+    """The texts, under a policy; rejects what `generate` was asked for and the engine does not do.
+
+    transformers gives the mask among the `inputs`, which it would give twice to a function that names it.
+    """
+    attention_mask = inputs.get("attention_mask")
+    _reject(
+        [
+            *(["beams"] if (generation_config.num_beams or 1) > 1 else []),
+            *(["a streamer of several rows"] if streamer is not None and len(input_ids) > 1 else []),
+            *(type(each).__name__ for each in (*logits_processor, *stopping_criteria) if type(each) not in _DONE),
+            *(name for name in _OUTPUTS if getattr(generation_config, name)),
+            *(name for name, value in inputs.items() if name not in _INPUTS and value is not None),
+        ]
+    )
+    PaddedBatch.of(input_ids, attention_mask, inputs.get("position_ids")).layout()
+    masks = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    rows = [tokens[mask.bool()].cpu().numpy() for tokens, mask in zip(input_ids, masks, strict=True)]
+    pad, ends = generation_config._pad_token_tensor, generation_config._eos_token_tensor
+    found: list[list[tuple[int, int]]] = [[] for _ in rows]
+    for token in stream(
+        model.looped,
+        [Prompt(number, tokens) for number, tokens in enumerate(rows)],
+        policy,
+        max_new_tokens=generation_config.max_length - input_ids.shape[1],
+        stop=() if ends is None else ends.flatten().tolist(),
+        cache=cache,
+        sampling=_sampling(generation_config),
+        lossless=lossless,
+        batch_size=len(rows),
+    ):
+        found[token.key].append((token.token, token.loops))
+        if streamer is not None:
+            streamer.put(torch.tensor([token.token]))
+    if streamer is not None:
+        streamer.end()
+    texts = [torch.tensor(text, device=input_ids.device).view(-1, 2) for text in found]
+    padding = 0.0 if pad is None else float(pad)
+    tokens = pad_sequence([text[:, 0] for text in texts], batch_first=True, padding_value=padding)
+    loops = pad_sequence([text[:, 1] for text in texts], batch_first=True)
+    sequences = torch.cat((input_ids, tokens), 1)
+    return AdaptiveGenerateOutput(sequences, loops) if generation_config.return_dict_in_generate else sequences
+
+
+def _sampling(config: GenerationConfig) -> Sampling:
+    """The seed is drawn from PyTorch's own random numbers, which `torch.manual_seed` fixes."""
+    if not config.do_sample:
+        return Sampling()
+    temperature = 1.0 if config.temperature is None else config.temperature
+    top_p = 1.0 if config.top_p is None else config.top_p
+    seed = int(torch.randint(2**62, ()))
+    return Sampling(temperature=temperature, top_k=config.top_k or 0, top_p=top_p, seed=seed)
+
+
+def _reject(asked: list[str]) -> None:
+    """What transformers was asked for and the engine does not do."""
+    if asked:
+        raise UserError(
+            f"Under an exit policy texts are greedy or sampled (temperature, top_k, top_p), and {asked[0]} is not "
+            "done; leave it out, or generate without a policy."
+        )

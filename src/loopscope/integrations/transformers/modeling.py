@@ -1,0 +1,360 @@
+"""Looped models as transformers knows models: Ouro, Huginn and looped Llamas, in the layout of their checkpoints.
+
+The layers are those of `loopscope.models`, and are not written again: a `...ForCausalLM` owns the parts of a
+`LoopedModel` under the names of the Hub, and its `looped` is that model, for all that LoopScope does with one. A padded
+batch goes through it packed, so that padding takes no time and changes nothing.
+
+Shapes: B rows, M columns of tokens, P tokens that are no padding, N of them with a label, T loops, D width,
+V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils import cached_file
+
+from loopscope.config import build
+from loopscope.errors import UserError
+from loopscope.integrations.pretrained_configuration import (
+    HuginnPretrainedConfig,
+    LoopedLlamaPretrainedConfig,
+    LoopedPretrainedConfig,
+    OuroPretrainedConfig,
+)
+from loopscope.integrations.transformers.adaptive_generation import AdaptiveGenerationMixin
+from loopscope.integrations.transformers.padded_batch import LoopedCache, PaddedBatch
+from loopscope.models.checkpoint import first_not_finite, weights_sha256
+from loopscope.models.contract import LoopedModel
+from loopscope.models.decoder_layers import SwiGLU
+from loopscope.models.huginn import Huginn, HuginnConfig, HuginnMLP
+from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
+from loopscope.models.ouro import EARLY_EXIT, Ouro, OuroConfig
+from loopscope.models.run_hashes import check_hashes
+from loopscope.objectives import Unrolling
+from loopscope.training.language_run import TokenLosses
+from loopscope.training.loop import BatchLosses
+
+_OTHER_WEIGHTS = ("subfolder", "variant", "state_dict", "gguf_file", "quantization_config")
+"""Arguments of `from_pretrained` by which the weights are not those of the folder's own files."""
+TeacherLogits = Callable[[Tensor, Tensor | None], Tensor]
+"""Tokens [B, M] and their mask -> the logits [B, M, V] that are to be said."""
+
+
+@dataclass
+class LoopedOutput(ModelOutput):  # type: ignore[misc]
+    """What a looped model says; what goes by loop is a tuple with one part a loop."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None  # [B, M, V] of the last loop that was run
+    past_key_values: LoopedCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None  # 1 + T of [B, M, D]: before the first loop, then the pooled states
+    loop_logits: tuple[Tensor, ...] | None = None  # T of [B, M, V]
+    gate_logits: tuple[Tensor, ...] | None = None  # T of [B, M], of a model with a gate
+    cross_entropy: Tensor | None = None  # [T, N] of every label, where `loop_losses` is asked for
+    correct: Tensor | None = None  # [T, N]
+    halt_logits: Tensor | None = None  # [T, N]
+    detached_halt_logits: Tensor | None = None  # [T, N]: their gradient ends at the gate
+    last_hidden_state: Tensor | None = None  # [B, M, D] what the head reads of the last loop: for those who bring one
+
+
+class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: ignore[misc]
+    """Base of the three; `forward` is theirs, too."""
+
+    network: ClassVar[type[Any]]
+    settings: ClassVar[type[Any]]
+    """The network's configuration."""
+    configured_depth: ClassVar[Any]
+    """A function: how many loops a configuration asks for."""
+    config: LoopedPretrainedConfig
+    looped: LoopedModel
+    """The model of `loopscope.models`, with the same parts: what is changed in one is changed in the other."""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _supports_sdpa = True
+    _skip_keys_device_placement = ("past_key_values",)
+
+    def __init__(self, config: LoopedPretrainedConfig) -> None:
+        super().__init__(config)
+        looped = self.network(build(self.settings, config.to_dict(), config.name_or_path or "the configuration"))
+        for name, part in looped.named_children():
+            self.add_module(name, part)
+        looped._modules = self._modules  # one dictionary, so that whoever replaces a part does it in both
+        object.__setattr__(self, "looped", looped)  # not a part itself: its parts have the Hub's names here
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        """They are as the network's own layers begin."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Whether transformers may bring a cache; `forward` makes its own, with places for every loop."""
+        return False
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it; rejects weights that are missing, unknown, of other shapes or not finite, and those
+        on several devices or left on the disk.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        folder = _own_folder(pretrained_model_name_or_path, kwargs)
+        if folder is not None:
+            check_hashes(folder)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+        if len(places) > 1 or places & {"disk", "meta"}:
+            raise UserError(
+                f"A looped model runs on one device, and this device_map has {', '.join(sorted(places))}: every loop "
+                "would cross all of them; name one (device_map={'': 0}), or serve it with tensor parallelism."
+            )
+        base = model.__dict__.pop("_loaded", None)
+        source = str((kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path", pretrained_model_name_or_path))
+        if model._hf_peft_config_loaded:
+            _check_keys(*base)
+        elif folder is not None:
+            model.looped.identify_by(partial(weights_sha256, folder))
+        _check_keys(source, info)
+        if (wrong := first_not_finite(dict(model.named_parameters()))) is not None:
+            raise UserError(
+                f"In {source} the tensor '{wrong}' holds a value that is not finite; fetch or make it again."
+            )
+        return (model, info) if with_info else model
+
+    @staticmethod
+    def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
+        """Takes down what was loaded; if an adapter follows, `from_pretrained` tells of the adapter alone."""
+        info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+        model._loaded = (str(load_config.pretrained_model_name_or_path), info.to_dict())
+        return info
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does it; weights that are not those that a run of LoopScope left do not go by its name."""
+        self._check_config()
+        run = getattr(self.config, "run", None)
+        if run is not None and (kwargs.get("state_dict") is not None or not self.looped.is_identified):
+            self.config.fine_tuning = {"start": run}
+            del self.config.run
+        return super().save_pretrained(*args, **kwargs)
+
+    def _check_config(self) -> None:
+        """Rejects a configuration that was changed after the network was made of it: nothing followed the change."""
+        if (depth := self.configured_depth(self.config)) != self.num_loops:
+            raise UserError(
+                f"The configuration was changed to {depth} loops, and the model has {self.num_loops}; give another "
+                "depth to from_pretrained, or num_loops to a call."
+            )
+        if getattr(self.config, "early_exit_threshold", 1) not in (None, 1):
+            raise UserError(f"{EARLY_EXIT} (generate(policy=...)).")
+
+    @property
+    def num_loops(self) -> int:
+        """The depth that the model was trained for."""
+        return self.looped.num_loops
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether a loop is run again where its gradients are needed."""
+        return self.looped.gradient_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enable: bool) -> None:
+        self.looped.gradient_checkpointing = enable
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.looped.training = mode
+        return self
+
+    def compile_mlps(self, **options: Any) -> None:
+        """Compiles the MLP of every layer in place (`torch.compile`, with its options).
+
+        Attention is left as it is: where rows lie is worked out in Python, on the host, for every batch.
+        """
+        for module in self.modules():
+            if isinstance(module, (SwiGLU, HuginnMLP)):
+                module.compile(**{"dynamic": True, **options})
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        resized = super().resize_token_embeddings(*args, **kwargs)
+        self.looped.vocab_size = resized.num_embeddings
+        return resized
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LoopedCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_loops: int | None = None,
+        output_hidden_states: bool | None = None,
+        output_loop_logits: bool = False,
+        return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        loop_losses: bool = False,
+        unrolling: Unrolling | None = None,
+        teacher: TeacherLogits | None = None,
+        **others: Any,
+    ) -> LoopedOutput | tuple[Any, ...]:
+        """What the model says after `num_loops` loops (default: all of its own), and with `output_loop_logits` after
+        every one.
+
+        `labels` are the tokens themselves, -100 where none counts; the loss is that of the last loop. With
+        `loop_losses` there are no logits, but the losses of every loop, or of the last that `unrolling` runs, against
+        the labels or against the `teacher`. Rejects `others` that ask for anything.
+        """
+        if asked := [name for name, value in others.items() if value is not None and value is not False]:
+            raise UserError(
+                f"A looped model does not take {asked[0]}: it reads input_ids, keeps no attention weights, and does "
+                "not tell several texts in one row apart (packing, padding_free); give every text a row of its own: "
+                "padding takes no time."
+            )
+        self._check_config()
+        if hasattr(self.get_input_embeddings(), "base_layer") and (
+            self.looped.tied or self.get_output_embeddings() is None
+        ):
+            raise UserError(
+                "The embeddings of this model are its head, too, which an adapter on them would not change; leave them "
+                "out of target_modules, or train them whole (modules_to_save)."
+            )
+        cache = LoopedCache() if use_cache and past_key_values is None else past_key_values
+        batch = PaddedBatch.of(input_ids.to(self.device), attention_mask, position_ids, cache)
+        if loop_losses:
+            if cache is not None or num_loops is not None:
+                raise UserError(
+                    "Losses of every loop are computed without a cache and for all loops of the model; leave out "
+                    "use_cache, past_key_values and num_loops."
+                )
+            assert labels is not None
+            taught = None if teacher is None else batch.pack(teacher(input_ids, attention_mask))
+            output = LoopedOutput(*[None] * 6, *self._loop_losses(batch, labels, unrolling, taught))
+        else:
+            states = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+            loops = self.num_loops if num_loops is None else num_loops
+            output = self._answer(batch, cache, loops, states, output_loop_logits, logits_to_keep)
+            if labels is not None:
+                if not isinstance(logits_to_keep, int) or logits_to_keep:
+                    raise UserError("A loss needs the logits of all tokens; leave out logits_to_keep, or the labels.")
+                output.loss = _mean_loss(batch, output.logits, labels.to(self.device), num_items_in_batch)
+        as_output = self.config.return_dict if return_dict is None else return_dict
+        return output if as_output else output.to_tuple()
+
+    def _answer(
+        self, batch: PaddedBatch, cache: LoopedCache | None, loops: int, with_states: bool, with_loops: bool, keep: Any
+    ) -> LoopedOutput:
+        """`keep` is the number of the last columns whose logits are wanted (0: all), or the numbers of columns."""
+        looped, read_at = self.looped, range(1 if with_loops else loops, loops + 1)
+        columns = slice(-keep, None) if isinstance(keep, int) else keep
+        if cache is not None:
+            cache.begin(batch.size, loops, read_at if looped.head_attends else ())
+        at_loop = None if cache is None else partial(cache.appending, batch.rows, batch.counts)
+        state = looped.begin_packed(batch.tokens, batch.layout(None if at_loop is None else at_loop(0)))
+        hidden, logits, halts = [batch.unpack(state.hidden)] if with_states else [], [], []
+        for loop, state in enumerate(looped.unroll(state, loops, at_loop), start=1):  # noqa: B020
+            if with_states or loop in read_at:
+                pooled = looped.pooled(state)
+            if with_states:
+                hidden.append(batch.unpack(pooled))
+            if loop in read_at:
+                read = batch.unpack(looped.head_input(state) if looped.head_attends else pooled)
+                logits.append(looped.predict(read[:, columns]))
+                halts.append(looped.halt(pooled))
+        if cache is not None:
+            cache.extend(batch.rows, batch.counts, batch.columns)
+        gates = [batch.unpack(each) for each in halts if each is not None]
+        return LoopedOutput(
+            logits=logits[-1],
+            past_key_values=cache,
+            hidden_states=tuple(hidden) if with_states else None,
+            loop_logits=tuple(logits) if with_loops else None,
+            gate_logits=tuple(gates) if with_loops and gates else None,
+            last_hidden_state=read,
+        )
+
+    def _loop_losses(
+        self, batch: PaddedBatch, labels: Tensor, unrolling: Unrolling | None, taught: Tensor | None
+    ) -> BatchLosses:
+        """`taught` are the teacher's logits [P, V]."""
+        chosen, targets = batch.targets(labels.to(self.device))
+        log_probs = None if taught is None else taught.index_select(0, chosen).float().log_softmax(-1)
+        state = self.looped.begin_packed(batch.tokens, batch.layout())
+        return TokenLosses(self.looped).of_state(state, targets, log_probs, unrolling, chosen)
+
+
+class OuroForCausalLM(LoopedForCausalLM):
+    network, settings = Ouro, OuroConfig
+    configured_depth = staticmethod(lambda config: config.total_ut_steps)
+    config: OuroPretrainedConfig
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' own way
+
+
+class RavenForCausalLM(LoopedForCausalLM):
+    """Huginn, under the name that its checkpoints give it."""
+
+    network, settings = Huginn, HuginnConfig
+    configured_depth = staticmethod(lambda config: config.mean_recurrence)
+    config: HuginnPretrainedConfig
+    _input_embed_layer = "wte"
+    _keys_to_ignore_on_load_unexpected = tuple(Huginn.unneeded)
+
+    def get_input_embeddings(self) -> Any:
+        return self.transformer.wte
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.transformer.wte = value
+
+
+class LoopedLlamaForCausalLM(LoopedForCausalLM):
+    network, settings = LoopedLlama, LoopedLlamaConfig
+    configured_depth = staticmethod(lambda config: config.looping["loops"])
+    config: LoopedLlamaPretrainedConfig
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _keys_to_ignore_on_load_unexpected = (r"rotary_emb\.inv_freq",)
+
+
+def _mean_loss(batch: PaddedBatch, logits: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """The mean over all labels of the batch, or of the larger one that this is a part of.
+
+    transformers counts the labels of that one, and knows nothing of those on padding: so each part has the weight that
+    transformers gives it.
+    """
+    chosen, targets = batch.targets(labels)
+    total = F.cross_entropy(batch.pack(logits).index_select(0, chosen).float(), targets, reduction="sum")
+    if num_items_in_batch is None:
+        return total / len(targets)
+    return total / max(1, len(targets)) * (labels[:, 1:] != -100).sum() / num_items_in_batch
+
+
+def _check_keys(source: str, info: Mapping[str, Any]) -> None:
+    """Rejects what would leave weights as memory happens to be, or leave some of a file out."""
+    mismatched = [name for name, *_ in info["mismatched_keys"]]
+    for what, problem, names in (
+        ("The", "has no tensor", info["missing_keys"]),
+        ("The configuration of the", "does not know the tensor", info["unexpected_keys"]),
+        ("The configuration of the", "has another shape for the tensor", mismatched),
+    ):
+        if names:
+            raise UserError(f"{what} checkpoint in {source} {problem} '{min(names)}'; fetch or make it again.")
+
+
+def _own_folder(source: Any, options: Mapping[str, Any]) -> Path | None:
+    """Where the files of a checkpoint lie (its folder, or what was fetched of it), if its weights are those there."""
+    if any(options.get(name) for name in _OTHER_WEIGHTS):
+        return None
+    if Path(source).is_dir():
+        return Path(source).resolve()
+    given = {name: options[name] for name in ("cache_dir", "revision", "token") if name in options}
+    try:
+        found = cached_file(source, "config.json", local_files_only=bool(options.get("local_files_only")), **given)
+    except OSError:
+        return None  # transformers says it better
+    return None if found is None else Path(found).parent

@@ -1,0 +1,182 @@
+"""How does a padded batch with an attention mask become packed rows, and back? And what is cached of them?
+
+A row is the tokens that its mask shows, wherever the padding stands: left, right or between. Positions count them.
+
+Shapes: B rows, M columns of tokens, P tokens that the mask shows.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache
+
+from loopscope.errors import UserError
+from loopscope.models.device import upload
+from loopscope.models.kv_cache import AppendingRows, Integers, KVCache
+from loopscope.models.layout import Layout
+
+
+class LoopedCache(Cache):  # type: ignore[misc]
+    """`past_key_values` of a looped model: keys and values of every layer and every loop.
+
+    Tokens go through the same loops in every call, and their head is read at the same ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self._kv_cache: KVCache | None = None
+        self._columns = 0  # tokens and padding so far
+        self.lengths: Integers = np.zeros(0, dtype=np.int64)  # [B] tokens so far
+        self._loops = 0  # that all tokens went through
+        self._read: frozenset[int] = frozenset()  # loops at which a head that attends has read all tokens
+
+    def begin(self, rows: int, loops: int, read: Collection[int]) -> None:
+        """Before tokens of so many rows go through `loops` loops, and a head that attends reads them at `read`."""
+        if self._kv_cache is None:
+            self._kv_cache, self.lengths = KVCache(rows, 64, most_loops=loops), np.zeros(rows, dtype=np.int64)
+            self._loops, self._read = loops, frozenset(read)
+        if rows != self._kv_cache.rows or loops > self._loops or not self._read.issuperset(read):
+            raise UserError(
+                f"The cache was begun with {self._kv_cache.rows} rows and {self._loops} loops, or without reading "
+                "every loop that is asked for now; begin another."
+            )
+        self._loops, self._read = loops, frozenset(read)
+
+    def appending(self, rows: Integers, counts: Integers, loop: int) -> AppendingRows:
+        """The new tokens of rows at a loop, 0 being what comes before the first."""
+        assert self._kv_cache is not None
+        cached = self.lengths[rows]
+        self._kv_cache.grow(int((cached + counts).max()))
+        return AppendingRows(self._kv_cache, rows, cached, np.full(len(rows), loop))
+
+    def extend(self, rows: Integers, counts: Integers, columns: int) -> None:
+        """After new tokens went through all their loops."""
+        self.lengths[rows] += counts
+        self._columns += columns
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._columns
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        assert self._kv_cache is not None
+        self._kv_cache.take(indices)
+        self.lengths = self.lengths[indices.cpu().numpy()]
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        self._kv_cache, self._columns = None, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise UserError("What is in the cache of a looped model is not taken back; generate without an assistant.")
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBatch:
+    columns: int  # M
+    size: int  # B
+    cells: Tensor  # [P] where the tokens lie among the B M cells, row by row
+    rows: Integers  # of the batch that have tokens
+    counts: Integers  # their tokens
+    tokens: Tensor  # [P]
+    positions: Tensor | None  # [P] as they were given
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+        cache: LoopedCache | None = None,
+    ) -> Self:
+        """`attention_mask` covers what is cached, too."""
+        size, columns = tokens.shape
+        shown = np.ones((size, columns), dtype=bool)
+        if attention_mask is not None:
+            shown = _shown(attention_mask, size, columns, cache)
+        counts = shown.sum(1)
+        rows = np.flatnonzero(counts)
+        cells = upload(np.flatnonzero(shown), tokens.device)
+        positions = None
+        if position_ids is not None:
+            positions = position_ids.expand(size, -1).reshape(-1).to(cells.device).index_select(0, cells)
+        return cls(columns, size, cells, rows, counts[rows], tokens.flatten().index_select(0, cells), positions)
+
+    def layout(self, cache: AppendingRows | None = None) -> Layout:
+        """Rejects positions that are not those of the tokens in their rows: several texts in one row, say."""
+        layout = Layout.from_host(self.counts, self.cells.device, cache=cache)
+        if self.positions is not None and not torch.equal(self.positions, layout.positions):
+            raise UserError(
+                "position_ids must count the tokens that the attention mask shows, from 0 in every row; leave them "
+                "out, and give every text a row of its own."
+            )
+        return layout
+
+    def pack(self, values: Tensor) -> Tensor:
+        """[B, M, ...] -> [P, ...]"""
+        flat = values.flatten(0, 1)
+        return flat if self._is_full else flat.index_select(0, self.cells)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """[P, ...] -> [B, M, ...], zeros where there is padding."""
+        if not self._is_full:
+            cells = packed.new_zeros((self.size * self.columns, *packed.shape[1:]))
+            packed = cells.index_copy(0, self.cells, packed)
+        return packed.view(self.size, self.columns, *packed.shape[1:])
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.cells) == self.size * self.columns
+
+    @staticmethod
+    def counted(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """[B, M] the labels, -100 where `targets` leaves one out."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(labels)
+        shown = attention_mask.to(labels.device).bool()
+        first = shown.int().argmax(1, keepdim=True)
+        return labels.masked_fill(~shown, -100).scatter(1, first, -100)
+
+    def targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens [N] after which a label is to be said, by their numbers among the P, and the labels [N].
+
+        A label counts where its own token and the one before it are no padding and in one row, and where it is not
+        -100.
+        """
+        if labels.shape != (self.size, self.columns):
+            raise UserError(
+                f"labels must have the shape of input_ids, {[self.size, self.columns]}, got {list(labels.shape)}."
+            )
+        following = self.pack(labels).roll(-1)
+        ends = np.zeros(len(self.cells), dtype=bool)
+        ends[self.counts.cumsum() - 1] = True
+        apart = upload(ends, labels.device)
+        chosen = ((following != -100) & ~apart).nonzero()[:, 0]
+        return chosen, following.index_select(0, chosen)
+
+
+def _shown(attention_mask: Tensor, size: int, columns: int, cache: LoopedCache | None) -> NDArray[np.bool_]:
+    """[B, M] which of the new tokens are no padding."""
+    cached = 0 if cache is None else cache.get_seq_length()
+    mask: NDArray[Any] = attention_mask.detach().float().cpu().numpy()
+    if mask.shape != (size, cached + columns) or not np.isin(mask, (0, 1)).all():
+        raise UserError(
+            "attention_mask must hold 1 for tokens and 0 for padding, one number for every token, what is cached "
+            f"included: the shape {[size, cached + columns]}, got {list(mask.shape)}."
+        )
+    shown: NDArray[np.bool_] = mask.astype(bool)
+    if cache is not None and cached and not np.array_equal(shown[:, :cached].sum(1), cache.lengths):
+        raise UserError("attention_mask hides tokens that are cached, or shows padding there; begin another cache.")
+    return shown[:, cached:]

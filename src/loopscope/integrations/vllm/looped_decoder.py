@@ -1,0 +1,258 @@
+"""What is a looped decoder made of in vLLM? The layers of Ouro and looped Llamas from vLLM's parallel ones, under the
+parameter names of `loopscope.models`, with a KV cache for every loop.
+
+The weights of a layer are shared by all loops, so there is one `LoopedAttention`; in it stands one of vLLM's attention
+objects for every loop, under a number of its own (`layers.NUMBER`), by which vLLM gives it blocks of its own. The
+numbers are in the order in which layers run: prelude, core of the first loop, of the second, .., coda. An Ouro is core
+only.
+
+Shapes: P tokens of a step, n that run, D width.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from loopscope.integrations.vllm.deployment import Deployment
+from loopscope.integrations.vllm.step_batch import ExitCache, noting_backend
+from loopscope.models.decoder_layers import DecoderConfig, rms_normalised
+from loopscope.models.gates import linear_halt
+from loopscope.models.ouro import OuroConfig
+
+_NARROWEST_HEAD = 32
+"""vLLM's kernels know no narrower heads; those of very small models are filled up with zeros, which changes nothing."""
+
+
+class LoopedAttention(nn.Module):
+    """With biases and with norms of queries and keys where a model has them."""
+
+    def __init__(self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int]) -> None:
+        """`places` are those of the layer with this `name` in the KV cache, loop by loop.
+
+        With a policy it takes down which requests are in a step.
+        """
+        super().__init__()
+        config, source = deployment.config, deployment.looping.source
+        biased = bool(config.attention_bias) and source in ("llama", "qwen3")
+        self.name, quantization = name, vllm_config.quant_config
+        self.head_width, self.cached_width = config.head_width, max(config.head_width, _NARROWEST_HEAD)
+        workers = get_tensor_model_parallel_world_size()
+        self.heads = config.num_attention_heads // workers
+        self.key_value_heads = max(1, config.key_value_heads // workers)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.head_width,
+            config.num_attention_heads,
+            config.key_value_heads,
+            bias=biased or source == "qwen2",
+            quant_config=quantization,
+            prefix=f"{name}.self_attn.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_width,
+            config.hidden_size,
+            bias=biased,
+            quant_config=quantization,
+            prefix=f"{name}.self_attn.o_proj",
+        )
+        self.query_key_norm = source == "qwen3"
+        if self.query_key_norm:
+            self.q_norm, self.k_norm = (RMSNorm(config.head_width, eps=config.rms_norm_eps) for _ in range(2))
+        self.rotary_emb = get_rope(config.head_width, config.max_position_embeddings, rope_parameters=_rope(config))
+        beside = name.rpartition(".")[0]
+        backend = None if deployment.policy is None else noting_backend(self.cached_width, vllm_config)
+        self.attn = nn.ModuleList(
+            Attention(
+                self.heads,
+                self.cached_width,
+                config.head_width**-0.5,
+                num_kv_heads=self.key_value_heads,
+                cache_config=vllm_config.cache_config,
+                quant_config=quantization,
+                prefix=f"{beside}.{number}.self_attn.attn",
+                attn_backend=backend,
+            )
+            for number in places
+        )
+
+    def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0, cache: ExitCache | None = None) -> Tensor:
+        """`loop` counts from 0; with a `cache`, `hidden` is of the tokens that still run."""
+        projected, _ = self.qkv_proj(hidden)
+        sizes = [heads * self.head_width for heads in (self.heads, self.key_value_heads, self.key_value_heads)]
+        query, key, value = projected.split(sizes, dim=-1)
+        if self.query_key_norm:
+            query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
+        query, key = self.rotary_emb(positions, query, key)
+        query, key, value = (self._widened(part) for part in (query, key, value))
+        if cache is None:
+            out = self.attn[loop](query, key, value)
+        else:
+            out = cache.taken(self.attn[loop](*cache.completed(self.name, query, key, value)))
+        out, _ = self.o_proj(self._narrowed(out))
+        return out
+
+    def propagate(self, loops: range, cache: ExitCache) -> None:
+        """What all tokens left at their exit loops stands in these deeper ones, which nobody runs."""
+        if loops:
+            shape = (-1, self.key_value_heads, self.cached_width)
+            key, value = (part.view(shape) for part in cache.last(self.name))
+            for loop in loops:
+                unified_kv_cache_update(key, value, self.attn[loop].layer_name)
+
+    def _normed(self, norm: nn.Module, part: Tensor) -> Tensor:
+        normed: Tensor = norm(part.reshape(-1, self.head_width))
+        return normed.view(part.shape)
+
+    def _widened(self, part: Tensor) -> Tensor:
+        if self.cached_width == self.head_width:
+            return part
+        heads = part.reshape(len(part), -1, self.head_width)
+        return F.pad(heads, (0, self.cached_width - self.head_width)).flatten(1)
+
+    def _narrowed(self, out: Tensor) -> Tensor:
+        if self.cached_width == self.head_width:
+            return out
+        return out.view(len(out), -1, self.cached_width)[..., : self.head_width].flatten(1)
+
+
+class ParallelSwiGLU(nn.Module):
+    def __init__(self, config: DecoderConfig, vllm_config: VllmConfig, prefix: str, bias: bool) -> None:
+        super().__init__()
+        width, inner, quantization = config.hidden_size, config.intermediate_size, vllm_config.quant_config
+        self.gate_up_proj = MergedColumnParallelLinear(
+            width, [inner] * 2, bias=bias, quant_config=quantization, prefix=f"{prefix}.mlp.gate_up_proj"
+        )
+        self.down_proj = RowParallelLinear(
+            inner, width, bias=bias, quant_config=quantization, prefix=f"{prefix}.mlp.down_proj"
+        )
+        self.activation = SiluAndMul()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        both, _ = self.gate_up_proj(hidden)
+        out, _ = self.down_proj(self.activation(both))
+        return out
+
+
+def _rope(config: DecoderConfig) -> dict[str, Any]:
+    """Rotary positions in vLLM's words."""
+    rotary = config.rotary
+    if rotary.scaling is None:
+        return {"rope_type": "default", "rope_theta": rotary.theta}
+    factor, low, high, old_context = rotary.scaling
+    return {
+        "rope_type": "llama3",
+        "rope_theta": rotary.theta,
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": old_context,
+    }
+
+
+class ParallelLayer(nn.Module):
+    """Ouro normalises what attention and MLP make, too."""
+
+    def __init__(self, deployment: Deployment, vllm_config: VllmConfig, name: str, places: Sequence[int]) -> None:
+        super().__init__()
+        config = deployment.config
+        self.self_attn = LoopedAttention(deployment, vllm_config, name, places)
+        bias = bool(config.mlp_bias) and deployment.looping.source == "llama"
+        self.mlp = ParallelSwiGLU(config, vllm_config, name, bias)
+        norm = partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        after = norm if isinstance(config, OuroConfig) else nn.Identity
+        self.input_layernorm_2, self.post_attention_layernorm_2 = after(), after()
+
+    def forward(self, positions: Tensor, hidden: Tensor, loop: int = 0, cache: ExitCache | None = None) -> Tensor:
+        attended = self.self_attn(positions, self.input_layernorm(hidden), loop, cache)
+        hidden = hidden + self.input_layernorm_2(attended)
+        return hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1})
+class LoopedDecoder(nn.Module):
+    """Embedding, loops and what the head reads: as in `loopscope.models`, on the tokens of a step."""
+
+    def __init__(self, *, vllm_config: VllmConfig, deployment: Deployment, prefix: str = "") -> None:
+        super().__init__()
+        config, looping = deployment.config, deployment.looping
+        self.num_loops, self.damping, self.eps = deployment.loops, looping.damping, config.rms_norm_eps
+        self.prelude, self.core_size, width = looping.prelude, looping.core, config.hidden_size
+        self.is_ouro = isinstance(config, OuroConfig)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, width, prefix=f"{prefix}.embed_tokens")
+        self.layers = nn.ModuleList(
+            ParallelLayer(deployment, vllm_config, f"{prefix}.layers.{number}", self._places(number))
+            for number in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(width, eps=self.eps)
+        self.injection = nn.Linear(width, width, bias=False) if looping.injection else None
+        self.early_exit_gate = nn.Linear(width, 1) if looping.gate == "linear" else None
+
+    def _places(self, number: int) -> Sequence[int]:
+        """Where a layer keeps keys and values: one place for every time that it runs."""
+        if number < self.prelude:
+            return [number]
+        if number < self.prelude + self.core_size:
+            return range(number, self.prelude + self.num_loops * self.core_size, self.core_size)
+        return [number + (self.num_loops - 1) * self.core_size]
+
+    @property
+    def core(self) -> Iterable[Any]:
+        """The layers that are looped."""
+        return islice(self.layers, self.prelude, self.prelude + self.core_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[P, D] what the head reads after all loops."""
+        hidden = embedded = self.begin(input_ids, positions)
+        for loop in range(self.num_loops):
+            hidden = self.loop(hidden, embedded, positions, loop)
+        return self.read(hidden, positions)
+
+    def begin(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """[P, D] what goes into the first loop."""
+        hidden: Tensor = self.embed_tokens(input_ids)
+        for layer in islice(self.layers, self.prelude):
+            hidden = layer(positions, hidden)
+        return hidden
+
+    def loop(
+        self, hidden: Tensor, embedded: Tensor, positions: Tensor, loop: int, cache: ExitCache | None = None
+    ) -> Tensor:
+        """[n, D] one loop, counted from 0, of the tokens that run; `embedded` is what went into the first."""
+        updated = hidden if self.injection is None else hidden + self.injection(embedded)
+        for layer in self.core:
+            updated = layer(positions, updated, loop, cache)
+        if self.is_ouro:
+            return self.norm(updated)
+        return updated if self.damping == 1 else hidden + self.damping * (updated - hidden)
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """[n, D] what the gate reads."""
+        if self.is_ouro:
+            return hidden
+        has_coda = len(self.layers) > self.prelude + self.core_size
+        return rms_normalised(hidden, self.eps) if has_coda else self.norm(hidden)
+
+    def halt(self, pooled: Tensor) -> Tensor | None:
+        """[n] halt logits, or None without a gate."""
+        return None if self.early_exit_gate is None else linear_halt(self.early_exit_gate, pooled)
+
+    def read(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """[P, D] what the head reads."""
+        for layer in islice(self.layers, self.prelude + self.core_size, None):
+            hidden = layer(positions, hidden)
+        return hidden if self.is_ouro else self.norm(hidden)

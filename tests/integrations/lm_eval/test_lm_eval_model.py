@@ -1,0 +1,170 @@
+"""Does lm_eval hear of a looped model what its own Hugging Face backend would say of the same weights?"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmark_slices import asked, byte_pairs
+from tiny_language import hugging_face, outspoken
+
+import loopscope as ls
+from loopscope.engine.generation import Prompt, generate
+from loopscope.engine.stop_strings import StopStrings
+from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM, sampling_of
+
+load = partial(LoopScopeLM, tokenizer=byte_pairs(), batch_tokens=600)
+TEXT = "A river carries small stones to the sea. Which of these does the work of the water? The wind helps it at times."
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]], documents: list[int] | None = None) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    places = documents or list(range(len(arguments)))
+    return [Instance(kind, {}, each, 0, ("made_up", place, 1)) for each, place in zip(arguments, places, strict=True)]
+
+
+def likelihoods() -> list[Any]:
+    """Real questions, a context that is empty, one that ends in spaces, and one that is much too long."""
+    questions = asked("openbookqa")[:6] + asked("arc_easy")[:2]
+    pairs = [(q.context, choice, place) for place, q in enumerate(questions) for choice in q.choices]
+    pairs += [("", " the sea", 20), ("", "<|endoftext|>the", 20), ("A stone  ", "falls", 21), (TEXT, " Water", 22)]
+    return instances("loglikelihood", [pair[:2] for pair in pairs], [pair[2] for pair in pairs])
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_likelihoods_are_those_of_the_hugging_face_backend(depth: int) -> None:
+    model, requests = outspoken(), likelihoods()
+    ours = load(model, loops=depth).loglikelihood(requests)
+    theirs = hugging_face(model, depth).loglikelihood(requests, disable_tqdm=True)
+    np.testing.assert_allclose([likely for likely, _ in ours], [likely for likely, _ in theirs], atol=1e-3)
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+
+
+@pytest.mark.parametrize("policy", [None, ls.ExitPolicy("margin", 1e9)], ids=["full depth", "never early"])
+def test_what_the_model_would_say_itself_is_greedy(policy: ls.ExitPolicy | None) -> None:
+    model, tokenizer = outspoken(), byte_pairs()
+    context = tokenizer.encode(TEXT)
+    (said,) = generate(model, [Prompt(0, np.array(context))], max_new_tokens=3)
+    lm = load(model, policy=policy)
+    wrong = [*said.tokens[:2], (said.tokens[2] + 1) % 600]
+    pairs = [(None, context, said.tokens), (None, context, wrong)]
+    assert [greedy for _, greedy in lm._loglikelihood_tokens(pairs)] == [True, False]
+    assert [greedy for _, greedy in hugging_face(model, 3)._loglikelihood_tokens(pairs)] == [True, False]
+
+
+@pytest.mark.parametrize("block", [24, 1024])
+def test_rolling_likelihoods_are_those_of_the_hugging_face_backend(block: int) -> None:
+    model = outspoken(max_position_embeddings=block)
+    requests = instances("loglikelihood_rolling", [(TEXT,), ("Stones.",)])
+    ours = load(model).loglikelihood_rolling(requests)
+    np.testing.assert_allclose(ours, hugging_face(model, 3).loglikelihood_rolling(requests, True), rtol=1e-5)
+    adaptive = load(model, policy=ls.ExitPolicy("margin", 1e9)).loglikelihood_rolling(requests[1:])
+    np.testing.assert_allclose(adaptive, ours[1:], rtol=1e-5)  # token by token
+
+
+def test_texts_are_those_of_the_hugging_face_backend() -> None:
+    model = outspoken()
+    free = {"until": [], "max_gen_toks": 12, "do_sample": False}
+    (text,) = load(model).generate_until(instances("generate_until", [(TEXT, free)]))
+    stop = text[4:6]  # within what it says
+    until = {"until": [stop, "\n\n"], "max_gen_toks": 12}
+    arguments = [(TEXT, free), (TEXT, until), ("Why?", until), (asked("arc_easy")[0].context, free)]
+    requests = instances("generate_until", arguments)
+    lm = load(model, batch_size=3)
+    ours = lm.generate_until(requests)
+    assert ours == hugging_face(model, 3).generate_until(requests, disable_tqdm=True)
+    assert ours[1] == text[:4]
+    count, loops = lm.used["made_up"]
+    assert count < 48  # a text that has met its string went no further
+    assert loops == 3 * count
+
+
+def test_a_policy_decides_about_a_whole_question() -> None:
+    """As the engine's answers to the same questions say."""
+    from loopscope.questions.encoding import encode_questions
+    from loopscope.recording.choice_scoring import question_requests
+
+    model, questions = outspoken(), asked("openbookqa")[:8]
+    encoded = encode_questions(questions, byte_pairs())
+    requests = instances(
+        "loglikelihood",
+        [(q.context, choice) for q in questions for choice in q.choices],
+        [place for place, q in enumerate(questions) for _ in q.choices],
+    )
+    for policy in (ls.ExitPolicy("margin", 4.0), ls.ExitPolicy("hidden_change", 4.7)):
+        answers = {answer.key: answer for answer in ls.run(model, policy, question_requests(questions, encoded, "acc"))}
+        lm = load(model, policy=policy)
+        said = lm.loglikelihood(requests)
+        wanted = np.concatenate([answers[key].logits for key in range(len(questions))])
+        np.testing.assert_allclose([likely for likely, _ in said], wanted, atol=1e-3)
+        loops = [answer.loop for answer in answers.values()]
+        assert lm.used == {"made_up": (8, sum(loops))}
+        assert lm.get_model_info()["average_loops"] == {"made_up": np.mean(loops)}
+        assert 8 < sum(loops) < 24, "a policy that this test says something about"
+
+
+def test_the_engine_compares_no_choices_where_there_is_one() -> None:
+    model, context = outspoken(), np.arange(5)
+    single = ls.choices(0, context, [np.array([7, 8])])
+    with pytest.raises(ls.UserError, match="single continuation"):
+        list(ls.run(model, ls.ExitPolicy("margin", 1.0), [single]))
+    (answer,) = ls.run(model, ls.ExitPolicy("gate", 0.5), [single])
+    assert answer.greedy is None
+    assert answer.logits.shape == (1,)
+
+
+def test_settings_of_texts() -> None:
+    sampling = sampling_of({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "num_beams": 1}, seed=3)
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.7, 0.9, 3)
+    assert sampling_of({"do_sample": False, "temperature": 0.7}, 0).temperature == 0
+    with pytest.raises(ls.UserError, match="repetition_penalty"):
+        sampling_of({"repetition_penalty": 1.3}, 0)
+    with pytest.raises(ls.UserError, match="top_p"):
+        sampling_of({"do_sample": True, "temperature": 1.0, "top_p": 2.0}, 0)
+    lm = load(outspoken(max_position_embeddings=64))
+    with pytest.raises(ls.UserError, match="fewer"):
+        lm.generate_until(instances("generate_until", [("Why?", {"until": []})]))
+
+
+def test_sampled_texts_are_drawn_again_alike() -> None:
+    drawn = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": True, "temperature": 1.0}
+    requests = instances("generate_until", [("Why?", drawn), ("A stone", drawn)])
+    first, again, other = (load(outspoken(), seed=seed).generate_until(requests) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_a_text_ends_at_its_string_whatever_its_tokens() -> None:
+    tokenizer = byte_pairs()
+    tokens = tokenizer.encode("The sea is wide.\n\nQuestion: why")
+    for until in (["bc", "ab"], ["ab", "bc"]):
+        first = StopStrings(tokenizer, until)
+        for token in tokenizer.encode("x abc", add_special_tokens=False):
+            first(0, token)
+        assert first.text(0, []) == "x "
+    watch = StopStrings(tokenizer, ["\n\nQuestion", "never"])
+    seen = [watch(0, token) for token in tokens]
+    assert seen.index(True) == len(tokenizer.encode("The sea is wide.\n\nQuestion")) - 1
+    assert watch.text(0, {0}) == "The sea is wide."
+    thinking = StopStrings(tokenizer, ["\n\n"], think_end="</think>")
+    ended = [thinking(0, token) for token in [*tokenizer.encode("Well,\n\nthen.</think>\nIt is.\n\nNo"), 2]]
+    assert ended.index(True) > len(tokenizer.encode("Well,\n\nthen."))
+    assert thinking.text(0, {2}) == "It is."
+
+
+def test_chats_names_and_low_precision() -> None:
+    lm = load(outspoken().to(torch.bfloat16))
+    assert all(np.isfinite(likely) for likely, _ in lm.loglikelihood(likelihoods()[:8]))
+    history = [{"role": "user", "content": "Why?"}]
+    assert lm.apply_chat_template(history) == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant:"
+    assert lm.chat_template(True) == lm.tokenizer.chat_template
+    assert isinstance(lm.tokenizer_name, str)
+
+
+def test_a_depth_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ls.UserError, match="exclude"):
+        load(outspoken(), loops=2, policy=ls.ExitPolicy("gate", 0.5))
+    with pytest.raises(ls.UserError, match="beyond"):
+        load(outspoken(), loops=4).loglikelihood(likelihoods()[:2])
