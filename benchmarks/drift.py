@@ -37,15 +37,15 @@ from benchmarks.guarantees import (
     recorded,
     truth,
 )
+from loopscope.certify.calibration import certify
+from loopscope.certify.monitor import Monitor
+from loopscope.certify.not_proven import NotProven
+from loopscope.certify.risk_target import RiskTarget
 from loopscope.cli.options import add_shared, option
 from loopscope.cli.output import percent, print_json, print_table
 from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
-from loopscope.exits.calibration import certify
-from loopscope.exits.monitor import Monitor, check_alpha
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.refusals import NotProven
-from loopscope.exits.risk_target import RiskTarget
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, track
 from loopscope.trajectory import Trajectory, concatenate
 
@@ -104,7 +104,6 @@ def bench_drift(
     """All populations, and recordings, without a change; and changes of those that have difficulties."""
     if length <= CHANGE:
         raise UserError(f"The change comes after {CHANGE:,} examples; give streams that are longer.")
-    check_alpha(alpha)
     given = [recorded(name, each) for name, each in recordings.items()]
     synthetic = populations()
     known = [*synthetic, on_average(synthetic[0]), *given]

@@ -7,9 +7,8 @@ from typing import Any
 import altair as alt
 
 from benchmarks.guarantees import GuaranteeBench
-from loopscope.report.charts import write_figure
-from loopscope.report.colours import COLOURS, SHAPES
-from loopscope.report.layout import FigureStyle, Specification, configured
+from loopscope.report.charts import Specification, write_figure
+from loopscope.report.figure_style import COLOURS, SHAPES, FigureStyle
 
 
 def write_guarantee_figure(bench: GuaranteeBench, file: Path) -> None:
@@ -75,4 +74,4 @@ def guarantee_panels(bench: GuaranteeBench, style: FigureStyle) -> Specification
         (bars + allowed).properties(title="Is the promise kept? (dashed: allowed)", **size),
         lines.properties(title="What does it cost?", **size),
     ).resolve_scale(color="independent", shape="independent")
-    return {**configured(panels, style), "usermeta": {"columns": 2}, "datasets": sets}
+    return {**panels.to_dict(), "config": style.config, "usermeta": {"columns": 2}, "datasets": sets}

@@ -26,22 +26,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.command import run_benchmark
+from loopscope.certify.calibration import calibrate, conformal_risk_control
+from loopscope.certify.losses import losses, lost_at, risk_groups
+from loopscope.certify.not_proven import NotProven
 from loopscope.cli.options import add_shared, option
 from loopscope.cli.output import percent, print_json, print_table
 from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
-from loopscope.exits.calibration import calibrate, conformal_risk_control
-from loopscope.exits.fitted import attach
-from loopscope.exits.losses import losses, lost_at, risk_groups
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.recorded_signals import signal
-from loopscope.exits.refusals import NotProven
-from loopscope.exits.stopper import StopperKind
-from loopscope.exits.stopper_fitting import fit_stopper
-from loopscope.exits.sweep import crossings, totals
-from loopscope.exits.thresholds import available_readouts, gap_grid
+from loopscope.frontier import crossings, totals
+from loopscope.learned.attach import attach
+from loopscope.learned.stopper import StopperKind
+from loopscope.learned.stopper_fitting import fit_stopper
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent, track
-from loopscope.recording_places import find_recording, recorded_name
+from loopscope.readouts.replay import signal
+from loopscope.recording_paths import find_recording, recorded_name
+from loopscope.threshold_grids import available_readouts, gap_grid
 from loopscope.trajectory import Trajectory
 
 MAX_DROP, CONFIDENCE = 0.01, 0.95

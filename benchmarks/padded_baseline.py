@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loopscope.models.transformer import LoopedTransformer, TransformerLayer
-from loopscope.objectives import LoopLosses
-from loopscope.tasks.task import Examples
+from loopscope.tasks import Examples
+from loopscope.training.objectives import LoopLosses
 
 
 def plain_losses(model: LoopedTransformer, batch: Examples) -> LoopLosses:

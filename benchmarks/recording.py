@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.command import print_measured, run_benchmark
-from loopscope.analysis.timings import Machine, Spread
-from loopscope.arguments import SPLITS
+from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.cli.compute import device_of
 from loopscope.cli.inputs import finished_run
@@ -22,8 +21,10 @@ from loopscope.cli.options import add_shared, option
 from loopscope.cli.parser import Parser
 from loopscope.models.checkpoint import load_model
 from loopscope.progress import ProgressCallback, track
-from loopscope.recording.tasks import BATCH, Keep, forward, record_task, split_examples
-from loopscope.training.settings import read_run_settings
+from loopscope.recording.recording_folder import Keep
+from loopscope.recording.task_recording import BATCH, forward, record_task, split_examples
+from loopscope.training.run_folder import read_run_settings
+from loopscope.trajectory import SPLITS
 
 
 class RecordBench(msgspec.Struct, frozen=True):

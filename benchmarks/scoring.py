@@ -22,26 +22,22 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.command import print_measured, run_benchmark
-from loopscope.analysis.timings import Machine, Spread
+from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.cli.compute import device_of, working
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, option
 from loopscope.cli.parser import Parser
-from loopscope.engine.prefix_cache import PrefixCache
-from loopscope.engine.request_batch import log_likelihoods
-from loopscope.engine.requests import Request
+from loopscope.engine.requests import PrefixCache, Request, log_likelihoods
 from loopscope.models.checkpoint import load_model
-from loopscope.models.contract import LoopedModel
+from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.device import upload
-from loopscope.models.hub import find_checkpoint
-from loopscope.models.layout import Layout, count_up
+from loopscope.models.looped_model import LoopedModel
+from loopscope.models.packing import Layout, count_up
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.progress import ProgressCallback
-from loopscope.questions.benchmarks import BENCHMARKS, benchmark_named
-from loopscope.questions.encoding import encode_questions
-from loopscope.questions.lm_eval_tasks import check_data, load_questions
-from loopscope.recording.choice_scoring import BATCH_TOKENS, question_batches, question_requests, score_all_loops
+from loopscope.questions import BENCHMARKS, benchmark_named, check_data, encode_questions, load_questions
+from loopscope.recording.question_recording import BATCH_TOKENS, question_batches, question_requests, score_all_loops
 
 Likely = NDArray[np.float64]
 
@@ -132,7 +128,7 @@ def _per_choice(model: LoopedModel, requests: Sequence[Request], depth: int | No
         some = order[start:end]
         start = end
         lengths = np.array([len(rows[row]) - 1 for row in some])  # nothing is read at the last token
-        counts, layout = scored[some], Layout.from_host(lengths, device)
+        counts, layout = scored[some], Layout(lengths, device)
         embedded = model.begin_packed(upload(np.concatenate([rows[row][:-1] for row in some]), device), layout)
         targets = upload(np.concatenate([rows[row][-scored[row] :] for row in some]), device)
         places = upload(count_up(layout.host_starts + lengths - counts, counts), device)

@@ -14,19 +14,19 @@ import msgspec
 import numpy as np
 
 from benchmarks.command import print_measured, run_benchmark
-from loopscope.analysis.timings import Machine, Spread
+from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.cli.compute import device_of
 from loopscope.cli.options import add_shared, option
 from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy, accuracy_and_loops
-from loopscope.exits.readouts import READOUTS
-from loopscope.exits.recorded_signals import signal
-from loopscope.exits.signals import SIGNALS
-from loopscope.exits.sweep import sweep
-from loopscope.exits.thresholds import grid
+from loopscope.frontier import sweep
+from loopscope.policy import ExitPolicy, accuracy_and_loops
 from loopscope.progress import ProgressCallback, track
+from loopscope.readouts.readout import READOUTS
+from loopscope.readouts.replay import signal
+from loopscope.readouts.signals import SIGNALS
+from loopscope.threshold_grids import grid
 from loopscope.trajectory import Trajectory
 
 

@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 
 from benchmarks.command import print_measured, run_benchmark
 from benchmarks.padded_baseline import plain_losses
-from loopscope.analysis.timings import Machine, Spread
+from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
 from loopscope.cli.compute import device_of
 from loopscope.cli.options import add_shared, option
 from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
-from loopscope.models.layout import share_prefixes
+from loopscope.models.packing import share_prefixes
 from loopscope.progress import ProgressCallback, track
-from loopscope.tasks.task import Examples
-from loopscope.training.custom_objectives import load_objective
-from loopscope.training.loop import deterministic, train_step
+from loopscope.tasks import Examples
+from loopscope.training.objectives import load_objective
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.settings import RunSettings, presets, read_settings
 from loopscope.training.task_run import AnswerLosses, initial_model, training_batches
+from loopscope.training.training_loop import deterministic, train_step
 
 
 class TrainBench(msgspec.Struct, frozen=True):

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 import loopscope as ls
-from loopscope.engine import Agreement, compare, task_requests
-from loopscope.models import SimpleLoopedModel
-from loopscope.objectives import Objective
+from loopscope.engine.requests import task_requests
+from loopscope.engine.scheduler import Agreement, compare
+from loopscope.models.looped_model import SimpleLoopedModel
 from loopscope.tasks import Parity
+from loopscope.training.settings import Objective
 
 
 class LoopedAlbert(SimpleLoopedModel):
@@ -71,7 +72,7 @@ def train(model: LoopedAlbert, steps: int) -> None:
         logits = model.loops(tokens, lengths, positions=lengths - 1).logits  # [T, B, V]
         losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="none")
         optimizer.zero_grad()
-        Objective(name="fixed_prior").loss(losses.view(len(logits), -1), None).backward()
+        objective_loss(Objective(name="fixed_prior"), losses.view(len(logits), -1), None).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

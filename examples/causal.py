@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loopscope as ls
-from loopscope.models import Layout, LoopedModel, LoopState, initial_loop_state
-from loopscope.models.attention import Rotary
-from loopscope.models.cached_attention import cached_attention
+from loopscope.models.attention import Rotary, cached_attention
+from loopscope.models.looped_model import LoopedModel, LoopState, initial_loop_state
+from loopscope.models.packing import Layout
 
 
 class CausalModel(LoopedModel):

@@ -1,7 +1,5 @@
 """Fixtures that several tests share: random trajectories, one of a benchmark too, and a tiny trained run."""
 
-# ruff: noqa: E402
-
 import os
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -19,12 +17,11 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.exits import readouts
 from loopscope.questions import BENCHMARKS
-from loopscope.training import RunSettings, read_settings, train
 from loopscope.training.language_run import LanguageRun
-from loopscope.training.loop import train_run
-from loopscope.training.text_settings import PretrainSettings, read_pretrain_settings
+from loopscope.training.settings import PretrainSettings, RunSettings, read_pretrain_settings, read_settings
+from loopscope.training.task_run import train
+from loopscope.training.training_loop import train_run
 
 GOLDEN = Path(__file__).parent / "golden"
 os.environ["COLUMNS"] = "110"  # tables are as wide as without a terminal, also under pytest-xdist, which says 80
@@ -54,7 +51,7 @@ def one_thread() -> None:
 
 
 def forget_readout(name: str) -> None:
-    tables: tuple[dict[str, Any], ...] = (ls.READOUTS, readouts._KNOWN)
+    tables: tuple[dict[str, Any], ...] = (ls.READOUTS,)
     for table in tables:
         table.pop(name, None)
 
@@ -62,7 +59,7 @@ def forget_readout(name: str) -> None:
 @contextmanager
 def forgetting_readouts() -> Iterator[None]:
     """What is registered as a readout meanwhile is not known afterwards."""
-    tables: tuple[dict[str, Any], ...] = (ls.READOUTS, readouts._KNOWN)
+    tables: tuple[dict[str, Any], ...] = (ls.READOUTS,)
     before = [dict(table) for table in tables]
     yield
     for table, known in zip(tables, before, strict=True):

@@ -9,8 +9,8 @@ from conftest import random_trajectory
 import loopscope as ls
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
+from loopscope.paper.counterparts import PRODUCTS
 from loopscope.report.write import write_report
-from loopscope.reproduction.products import PRODUCTS
 
 TARGETS = [0.6, 0.9]
 HOSTILE = (

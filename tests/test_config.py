@@ -6,7 +6,7 @@ import pytest
 
 from loopscope.config import differences, digest, with_overrides
 from loopscope.errors import UserError
-from loopscope.training import RunSettings, presets, read_settings
+from loopscope.training.settings import RunSettings, presets, read_settings
 
 
 @pytest.mark.parametrize(

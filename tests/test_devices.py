@@ -19,18 +19,21 @@ from pretended_device import PretendedDevice, PretendedTensor, pretended_device
 import loopscope as ls
 from loopscope.bench.measure import interleaved
 from loopscope.cli import main
-from loopscope.engine import Prompt, Request, Sampling, choices, generate, run, stream
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
-from loopscope.engine.scheduler import _RunningBatch
-from loopscope.models import LoopedModel
+from loopscope.engine.generation import Prompt, generate, stream
+from loopscope.engine.requests import Request, choices
+from loopscope.engine.sampling import Sampling
+from loopscope.engine.scheduler import _RunningBatch, run
 from loopscope.models.device import check_device
+from loopscope.models.looped_model import LoopedModel
 from loopscope.progress import silent
-from loopscope.recording import Keep, record_task
-from loopscope.recording.choice_scoring import score_all_loops
-from loopscope.recording.text import record_text
-from loopscope.training import train
+from loopscope.recording.question_recording import score_all_loops
+from loopscope.recording.recording_folder import Keep
+from loopscope.recording.task_recording import record_task
+from loopscope.recording.text_recording import record_text
 from loopscope.training.language_run import LanguageRun
-from loopscope.training.loop import train_run
+from loopscope.training.task_run import train
+from loopscope.training.training_loop import train_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 POLICIES = [

@@ -5,9 +5,9 @@ import pytest
 from conftest import random_trajectory
 
 import loopscope as ls
-from loopscope.exits import SIGNALS
-from loopscope.exits.exit_state import ExitState
-from loopscope.exits.readouts import readout_kind
+from loopscope.exit_state import ExitState
+from loopscope.readouts.readout import required_readout
+from loopscope.readouts.signals import SIGNALS
 
 READOUTS = [*SIGNALS, "fixed", "stopper:induction", "stopper:classifier", "gate:linear", "gate:mlp"]
 
@@ -16,7 +16,7 @@ def threshold(readout: str, trajectory: ls.Trajectory) -> float:
     if readout == "fixed":
         return 3
     values = ls.signal(readout, trajectory)
-    return float(np.nanquantile(values[:, :-1], 0.6 if readout_kind(readout) == "above" else 0.4))
+    return float(np.nanquantile(values[:, :-1], 0.6 if required_readout(readout).exits == "above" else 0.4))
 
 
 @pytest.mark.parametrize("readout", READOUTS)

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from loopscope.config import read_json, read_toml
 from loopscope.documents import read_documents
 from loopscope.errors import UserError, brief, visible
-from loopscope.reading import is_plain_name, read_bytes, read_text
+from loopscope.files import is_plain_name, read_bytes, read_text
 
 DIGITS = "1" * 5000
 

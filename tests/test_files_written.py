@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loopscope.errors import UserError
-from loopscope.writing import (
+from loopscope.files import (
     BusyError,
     atomic_file,
     atomic_folder,

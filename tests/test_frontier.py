@@ -13,9 +13,9 @@ from conftest import random_trajectory
 from hypothesis import given, settings
 
 import loopscope as ls
-from loopscope.exits.policy import accuracy_and_loops
-from loopscope.exits.sweep import choose, curve, swept_thresholds
-from loopscope.exits.thresholds import GATE_GRID
+from loopscope.frontier import choose, curve, swept_thresholds
+from loopscope.policy import accuracy_and_loops
+from loopscope.threshold_grids import GATE_GRID
 
 VALIDATION, TEST = random_trajectory(seed=1, split="validation"), random_trajectory(seed=2, split="test")
 

@@ -886,9 +886,8 @@ def test_notes(words: str, place: Path, gated_run: Path, tmp_path: Path, capsys:
 def hosted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Loads a small Ouro by transformers."""
     pytest.importorskip("transformers")
-    from transformers import AutoModelForCausalLM
-
     import loopscope.transformers  # noqa: F401
+    from transformers import AutoModelForCausalLM
 
     folder = write_ouro(tmp_path_factory.mktemp("hosted") / "ouro", max_position_embeddings=64)
     return lambda **changes: AutoModelForCausalLM.from_pretrained(folder, **changes).eval()
@@ -940,7 +939,7 @@ DEPLOYED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize(("words", "changes", "cache"), DEPLOYED.values(), ids=DEPLOYED)
 def test_vllm(words: str, changes: dict[str, Any], cache: list[str], tmp_path: Path) -> None:
-    from loopscope.vllm.deployment import read_deployment
+    from loopscope.integrations.vllm.deployment import read_deployment
 
     folder = GOLDEN / "ouro-tiny"
     weights = ls.load_model(folder).weights_sha256

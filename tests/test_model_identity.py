@@ -11,10 +11,10 @@ from conftest import random_trajectory
 from tiny_language import write_decoder
 
 import loopscope as ls
-from loopscope.exits.splits import check_same_model
 from loopscope.model_identity import same_model, weights_of, with_configuration
 from loopscope.models.checkpoint import stored_sha256, weights_sha256
-from loopscope.recording.tasks import holds_same
+from loopscope.recording.recording_folder import existing_artifact
+from loopscope.splits import check_same_model
 from loopscope.trajectory import RECORDING, RECORDING_FILES, concatenate
 
 TINY = Path(__file__).parent / "golden" / "ouro-tiny"
@@ -103,4 +103,6 @@ def test_recordings_of_another_configuration_are_of_another_model(tmp_path: Path
         gate.check(names[2])
     one.save(tmp_path / "one")
     with pytest.raises(ls.UserError, match="of another model"):
-        holds_same(tmp_path / "one", RECORDING, RECORDING_FILES, {"weights_sha256": names[2]})
+        existing_artifact(
+            tmp_path / "one", RECORDING, RECORDING_FILES, {"weights_sha256": names[2]}, ls.Trajectory.load
+        )

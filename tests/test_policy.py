@@ -5,7 +5,7 @@ import pytest
 from conftest import random_trajectory
 
 import loopscope as ls
-from loopscope.exits.signals import CONVERGENCE
+from loopscope.readouts.signals import CONVERGENCE
 
 
 def with_signal(name: str, values: list[list[float]]) -> ls.Trajectory:

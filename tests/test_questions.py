@@ -13,8 +13,8 @@ from benchmark_slices import DATA, asked, byte_pairs
 from conftest import GOLDEN
 
 from loopscope.errors import UserError
+from loopscope.paper.published import BenchmarkTitle as Title
 from loopscope.questions import BENCHMARKS, Question, _definitions, benchmark_named, encode_questions, load_questions
-from loopscope.reproduction.published import BenchmarkTitle as Title
 
 
 def golden_requests(benchmark: str) -> dict[str, list[dict[str, Any]]]:

@@ -13,7 +13,7 @@ from tiny_language import tiny_ouro
 
 from loopscope.engine.decoder import Decoder
 from loopscope.engine.generation import Token, stream
-from loopscope.models.linear import Linear
+from loopscope.models.decoder_layers import Linear
 
 
 def loaded(name: str) -> ModuleType:

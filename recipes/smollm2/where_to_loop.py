@@ -16,9 +16,9 @@ from typing import Any
 import altair as alt
 
 import loopscope as ls
-from loopscope.questions.benchmarks import BENCHMARKS
-from loopscope.recording import record_text
-from loopscope.report.colours import MODELS, SHAPES
+from loopscope.questions import BENCHMARKS
+from loopscope.recording.text_recording import record_text
+from loopscope.report.figure_style import MODELS, SHAPES
 
 PARTS = ("12-15", "10-19", "8-21", "2-9", "20-25", "14-25", "4-25", "0-29")
 LOOPS = 4

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from loopscope.errors import UserError as UserError, missing_extra
 
 if TYPE_CHECKING:
-    from loopscope.analysis.comparison import Comparison as Comparison
+    from loopscope.analysis.comparison import Comparison as Comparison, compare as compare
     from loopscope.analysis.diagnosis import Diagnosis as Diagnosis, diagnose as diagnose
     from loopscope.analysis.targets import Target as Target
     from loopscope.certify.calibration import calibrate as calibrate, conformal_risk_control as conformal_risk_control
     from loopscope.certify.monitor import Monitor as Monitor
-    from loopscope.checks.contract import check_model as check_model
-    from loopscope.engine.agreement import compare as compare
+    from loopscope.checks.model_contract import check_model as check_model
     from loopscope.engine.generation import Prompt as Prompt, generate as generate, stream as stream
     from loopscope.engine.requests import Request as Request, choices as choices
     from loopscope.engine.scheduler import Answer as Answer, run as run
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
     from loopscope.learned.stopper import Stopper as Stopper
     from loopscope.learned.stopper_fitting import fit_stopper as fit_stopper
     from loopscope.models.checkpoint import load_model as load_model
-    from loopscope.models.contract import LoopedModel as LoopedModel
+    from loopscope.models.looped_model import LoopedModel as LoopedModel, SimpleLoopedModel as SimpleLoopedModel
     from loopscope.models.looping import loop as loop
-    from loopscope.models.simple import SimpleLoopedModel as SimpleLoopedModel
-    from loopscope.objectives import LoopLosses as LoopLosses
     from loopscope.policy import ExitPolicy as ExitPolicy
     from loopscope.readouts.readout import (
         READOUTS as READOUTS,
@@ -39,22 +36,22 @@ if TYPE_CHECKING:
         register_readout as register_readout,
     )
     from loopscope.readouts.replay import signal as signal
-    from loopscope.recording.benchmarks import record_benchmark as record_benchmark
-    from loopscope.recording.tasks import record_model as record_model
+    from loopscope.recording.question_recording import record_benchmark as record_benchmark
+    from loopscope.recording.task_recording import record_model as record_model
     from loopscope.report.write import report as report
     from loopscope.training.gate_fitting import fit_gate as fit_gate
+    from loopscope.training.objectives import LoopLosses as LoopLosses
     from loopscope.training.task_run import train as train
     from loopscope.trajectory import Trajectory as Trajectory
 
 __version__: str
 _MODULES = {
-    "analysis.comparison": "Comparison",
+    "analysis.comparison": "Comparison compare",
     "analysis.diagnosis": "Diagnosis diagnose",
     "analysis.targets": "Target",
     "certify.calibration": "calibrate conformal_risk_control",
     "certify.monitor": "Monitor",
-    "checks.contract": "check_model",
-    "engine.agreement": "compare",
+    "checks.model_contract": "check_model",
     "engine.generation": "Prompt generate stream",
     "engine.requests": "Request choices",
     "engine.scheduler": "Answer run",
@@ -64,17 +61,16 @@ _MODULES = {
     "learned.stopper": "Stopper",
     "learned.stopper_fitting": "fit_stopper",
     "models.checkpoint": "load_model",
-    "models.contract": "LoopedModel",
+    "models.looped_model": "LoopedModel SimpleLoopedModel",
     "models.looping": "loop",
-    "models.simple": "SimpleLoopedModel",
-    "objectives": "LoopLosses",
     "policy": "ExitPolicy",
     "readouts.readout": "READOUTS Readout readout register_readout",
     "readouts.replay": "signal",
-    "recording.benchmarks": "record_benchmark",
-    "recording.tasks": "record_model",
+    "recording.question_recording": "record_benchmark",
+    "recording.task_recording": "record_model",
     "report.write": "report",
     "training.gate_fitting": "fit_gate",
+    "training.objectives": "LoopLosses",
     "training.task_run": "train",
     "trajectory": "Trajectory",
 }

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError
+from loopscope.files import read_bytes, read_text
 from loopscope.models.tokenizer import load_tokenizer
-from loopscope.reading import read_bytes, read_text
 
 END = "<|endoftext|>"
 

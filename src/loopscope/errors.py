@@ -25,7 +25,6 @@ _MAX_MESSAGE = 450
 _MAX_NAME = 255
 _EXTRAS = {
     "torch": "torch",
-    "altair": "report",
     "jinja2": "report",
     "vl_convert": "report",
     "transformers": "transformers",

@@ -39,11 +39,12 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.errors import UserError, did_you_mean
-from loopscope.reading import DEEPEST, json_depth, read_bytes
+from loopscope.files import read_bytes
 
 Tokens = NDArray[np.int64]
 FEWSHOT_SEED = 1234  # lm_eval's own default
@@ -195,8 +196,10 @@ def write_task_definition(
     if data is not None:
         files = _files(benchmark, subject, scored, data)
         for file in files.values():
-            if any(json_depth(line) > DEEPEST for line in read_bytes(file, "file of questions", None).splitlines()):
-                raise UserError(f"{file} is nested deeper than {DEEPEST} levels, so it holds no questions.")
+            try:
+                msgspec.json.Decoder().decode_lines(read_bytes(file, "file of questions", None))
+            except (RecursionError, ValueError, msgspec.MsgspecError) as error:
+                raise UserError(f"{file} holds no questions: {error}.") from None
         local = {"data_files": {name: str(file) for name, file in files.items()}, "cache_dir": str(folder)}
         definition |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": local}
     path = folder / f"{_task_name(benchmark, subject)}.yaml"

@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.arguments import check_split_name
 from loopscope.config import Seed, Settings
 from loopscope.errors import UserError
+from loopscope.trajectory import check_split_name
 
 Integers = NDArray[np.int64]
 SplitSize = Annotated[int, msgspec.Meta(ge=1, le=10**8)]

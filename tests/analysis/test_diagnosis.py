@@ -9,8 +9,8 @@ import pytest
 import loopscope as ls
 from loopscope.analysis.diagnosis import diagnose_subject
 from loopscope.analysis.gaps import Gap, Subject, with_stoppers
-from loopscope.exits.sweep import curve
-from loopscope.exits.thresholds import fine_grid
+from loopscope.frontier import curve
+from loopscope.threshold_grids import fine_grid
 
 LOOPS = 5
 

@@ -6,7 +6,7 @@ from conftest import random_trajectory
 
 import loopscope as ls
 from loopscope.analysis.difficulty import by_difficulty, difficulty_ordering, exit_distribution
-from loopscope.exits.recorded_signals import signal
+from loopscope.readouts.replay import signal
 
 
 def with_signal(name: str, values: list[list[float]], difficulty: list[float]) -> ls.Trajectory:

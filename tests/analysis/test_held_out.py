@@ -7,7 +7,7 @@ import pytest
 
 import loopscope as ls
 from loopscope.analysis.held_out import hold_out
-from loopscope.exits.risk_control import risk_interval
+from loopscope.certify.bounds import risk_interval
 
 
 def recording(lost: float, rows: int = 4_000, seed: int = 0, **more: object) -> ls.Trajectory:

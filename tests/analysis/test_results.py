@@ -5,7 +5,7 @@ from conftest import random_trajectory
 
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.results import model_label, over_seeds
-from loopscope.reproduction.products import PRODUCTS
+from loopscope.paper.counterparts import PRODUCTS
 
 RUN = {
     "task": {"name": "mano"},

@@ -20,9 +20,9 @@ from loopscope.analysis.threshold_details import (
     sample_by_pattern,
     slider_targets,
 )
-from loopscope.exits.policy import accuracy_and_loops
-from loopscope.exits.sweep import crossings, exit_loops, laxest_first
-from loopscope.exits.thresholds import grid
+from loopscope.frontier import crossings, exit_loops, laxest_first
+from loopscope.policy import accuracy_and_loops
+from loopscope.threshold_grids import grid
 
 Made = tuple[Results, list[ThresholdDetails]]
 

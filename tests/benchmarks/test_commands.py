@@ -12,7 +12,7 @@ from tiny_language import write_ouro
 
 from benchmarks import drift, guarantees, recording, scoring, sweep, training
 from benchmarks.training import _positions, useful_flops
-from loopscope.tasks.task import Examples
+from loopscope.tasks import Examples
 
 SMALL = ("demo", "--set", "task.train_examples=500", "--set", "training.batch_size=32", "--set", "model.width=16")
 

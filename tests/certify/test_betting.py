@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.exits.betting_bound import betting_p_values
-from loopscope.exits.losses import losses, lost_at, risk_groups
-from loopscope.exits.risk_control import min_units, min_units_by_bets, p_values
-from loopscope.exits.sweep import crossings
-from loopscope.exits.threshold_walk import Proof
-from loopscope.exits.thresholds import gap_grid
+from loopscope.certify.bounds import betting_p_values, min_units, min_units_by_bets, p_values
+from loopscope.certify.losses import losses, lost_at, risk_groups
+from loopscope.certify.threshold_walk import Proof
+from loopscope.frontier import crossings
+from loopscope.threshold_grids import gap_grid
 
 SHAPES = {
     "all or nothing": lambda rng, mean, size: (rng.random(size) < mean).astype(float),

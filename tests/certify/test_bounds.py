@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from loopscope.exits.risk_control import (
+from loopscope.certify.bounds import (
     conformal,
     count_leading,
     fixed_sequence,

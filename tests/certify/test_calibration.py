@@ -10,13 +10,13 @@ from conftest import random_trajectory
 from hypothesis import given, settings
 
 import loopscope as ls
-from loopscope.exits import calibration
-from loopscope.exits.losses import losses, risk_groups
-from loopscope.exits.refusals import NotProven
-from loopscope.exits.risk_target import RiskTarget
-from loopscope.exits.sweep import crossings, laxest_first, totals
-from loopscope.exits.threshold_walk import never_falling
-from loopscope.exits.thresholds import gap_grid
+from loopscope.certify import calibration
+from loopscope.certify.losses import losses, risk_groups
+from loopscope.certify.not_proven import NotProven
+from loopscope.certify.risk_target import RiskTarget
+from loopscope.certify.threshold_walk import never_falling
+from loopscope.frontier import crossings, laxest_first, totals
+from loopscope.threshold_grids import gap_grid
 
 
 def made(right: np.ndarray, margin: np.ndarray, **more: object) -> ls.Trajectory:

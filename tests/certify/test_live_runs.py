@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.exits.guarantee import DataSummary
-from loopscope.exits.live_calibration import certify_live
-from loopscope.exits.live_runs import LiveContents, LiveRuns
-from loopscope.exits.refusals import NotProven
-from loopscope.exits.risk_target import RiskTarget
+from loopscope.certify.calibration import certify
+from loopscope.certify.live_runs import LiveContents, LiveRuns
+from loopscope.certify.not_proven import NotProven
+from loopscope.certify.risk_target import RiskTarget
+from loopscope.guarantee import DataSummary
 
 DOCUMENTS, LENGTH = 400, 25
 TARGET = RiskTarget(max_drop=0.05, loss="disagreement")
@@ -45,7 +45,7 @@ def made(rates: list[float], loops: list[float], documents: int = DOCUMENTS, spl
 
 
 def test_what_comes_behind_a_failure_does_not_count() -> None:
-    policy = certify_live(made([0.005, 0.03, 0.06, 0.01], [3.5, 2.5, 2.0, 1.5]), TARGET)
+    policy = certify(made([0.005, 0.03, 0.06, 0.01], [3.5, 2.5, 2.0, 1.5]), TARGET)
     guarantee = policy.guarantee
     assert policy.threshold == pytest.approx(3 - 2 / 3)
     assert (guarantee.thresholds, guarantee.grid_size, guarantee.finalists) == (2, 6, ["margin"])
@@ -57,14 +57,14 @@ def test_what_comes_behind_a_failure_does_not_count() -> None:
 
 
 def test_of_those_that_are_proven_the_one_with_the_fewest_loops_is_taken() -> None:
-    policy = certify_live(made([0.005, 0.01, 0.02], [2.0, 3.0, 2.5]), TARGET)
+    policy = certify(made([0.005, 0.01, 0.02], [2.0, 3.0, 2.5]), TARGET)
     assert policy.threshold == 3.0
 
 
 def test_the_loss_is_the_one_that_is_asked_for() -> None:
     runs = made([0.02, 0.06], [3.0, 2.0])
-    assert certify_live(runs, TARGET).threshold == 3.0
-    gap = certify_live(runs, RiskTarget(max_drop=0.05, loss="gap"))  # half of the answers had nothing to lose
+    assert certify(runs, TARGET).threshold == 3.0
+    gap = certify(runs, RiskTarget(max_drop=0.05, loss="gap"))  # half of the answers had nothing to lose
     assert gap.threshold == 1.0
     assert gap.guarantee.evidence[0].loss == pytest.approx(0.03, abs=0.004)
     assert gap.guarantee.full_depth_accuracy == pytest.approx(0.5, abs=0.02)
@@ -72,23 +72,23 @@ def test_the_loss_is_the_one_that_is_asked_for() -> None:
 
 def test_bets_prove_what_hoeffding_bentkus_does_not() -> None:
     runs = made([0.01, 0.035], [3.0, 2.0])
-    assert certify_live(runs, TARGET).guarantee.thresholds == 2
-    mean_only = certify_live(runs, TARGET, bound="hoeffding_bentkus").guarantee
+    assert certify(runs, TARGET).guarantee.thresholds == 2
+    mean_only = certify(runs, TARGET, bound="hoeffding_bentkus").guarantee
     assert (mean_only.thresholds, mean_only.bound, mean_only.order_seed) == (1, "hoeffding_bentkus", None)
 
 
 def test_too_little_is_refused() -> None:
     with pytest.raises(NotProven, match="takes 59 tested sequences, and there are 50; record 74 in all") as few:
-        certify_live(made([0.0], [3.0], documents=50), TARGET)
+        certify(made([0.0], [3.0], documents=50), TARGET)
     assert few.value.needed == 74
     answers = r"of the answers, on average over the \d+ tested sequences, so no number of them would prove it; "
     with pytest.raises(NotProven, match=f"{answers}.* on other sequences, since a second test"):
-        certify_live(made([0.08, 0.0], [3.0, 2.0]), TARGET)
+        certify(made([0.08, 0.0], [3.0, 2.0]), TARGET)
     few_bets, few_mean = [], []
     for bound, needed in (("betting", few_bets), ("hoeffding_bentkus", few_mean)):
         with pytest.raises(NotProven, match="the most cautious candidate .margin at 3, .* takes about") as refused:
-            certify_live(made([0.045], [3.0], documents=100), TARGET, bound=bound)
+            certify(made([0.045], [3.0], documents=100), TARGET, bound=bound)
         needed.append(refused.value.needed)
     assert 100 < few_bets[0] < few_mean[0]
     with pytest.raises(ls.UserError, match="test split"):
-        certify_live(made([0.0], [3.0], split="test"), TARGET)
+        certify(made([0.0], [3.0], split="test"), TARGET)

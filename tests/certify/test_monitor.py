@@ -1,6 +1,5 @@
 """The monitor: quiet without a change, whatever the calibration drew; speaks with one; outlives its process."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +8,9 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.config import digest
+from loopscope.certify.monitor_bets import MEAN_BETS, MeanBets, RankBets, start
 from loopscope.errors import UserError
-from loopscope.exits.betting import MEAN_BETS, MeanBets, RankBets, start
-from loopscope.exits.calibration_exits import CalibrationExits
-from loopscope.exits.guarantee import Certificate
+from loopscope.guarantee import CalibrationExits, Certificate
 
 LOOPS = 4
 ALPHA = 0.2
@@ -65,7 +62,9 @@ def test_few_calibration_examples_do_not_pass_for_the_truth(policy: ls.ExitPolic
     found = []
     for number in range(streams):
         counts = CalibrationExits(per_loop=1, counts=rng.multinomial(40, shares).tolist())
-        monitor = ls.Monitor(replace(policy, certificate=Certificate(guarantee=policy.guarantee, exits=counts)), ALPHA, seed=number)
+        monitor = ls.Monitor(
+            replace(policy, certificate=Certificate(guarantee=policy.guarantee, exits=counts)), ALPHA, seed=number
+        )
         found.append(monitor.update(rng.choice(LOOPS, 400, p=shares) + 1))
     alarms, half = sum(each.alarm for each in found), ALPHA / 2
     assert alarms / streams <= half + 2 * (half * (1 - half) / streams) ** 0.5

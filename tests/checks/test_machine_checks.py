@@ -15,9 +15,9 @@ from loopscope.checks.machine_checks import divergence, selfcheck
 from loopscope.checks.model_contract import CHECK_KINDS, CheckKind
 from loopscope.cli import main
 from loopscope.models.checkpoint import save_model
-from loopscope.models.contract import LoopState
-from loopscope.models.layout import Layout
+from loopscope.models.looped_model import LoopState
 from loopscope.models.ouro import Ouro, OuroConfig
+from loopscope.models.packing import Layout
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

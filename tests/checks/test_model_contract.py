@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import loopscope as ls
 from loopscope.checks.model_contract import check_model
-from loopscope.models.contract import LoopedModel, LoopState, initial_loop_state
-from loopscope.models.layout import Layout
+from loopscope.models.looped_model import LoopedModel, LoopState, initial_loop_state
+from loopscope.models.packing import Layout
 from loopscope.training.task_run import initial_model
 
 

@@ -9,7 +9,7 @@ from conftest import GOLDEN
 
 import loopscope as ls
 from loopscope.cli import main
-from loopscope.exits import FittedGate
+from loopscope.learned.fitted_gate import FittedGate
 
 
 @pytest.fixture

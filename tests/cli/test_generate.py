@@ -16,7 +16,6 @@ import loopscope as ls
 from cli.conftest import refusal, run
 from loopscope.cli.generate import _wasted
 from loopscope.engine import generation
-from loopscope.exits import readouts
 from loopscope.models.tokenizer import Detokenizer
 
 
@@ -183,7 +182,7 @@ def test_texts_of_another_model_are_not_gone_on_with(
 
 def _forget_readout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another process would not know it."""
-    for table in (ls.READOUTS, readouts._KNOWN):
+    for table in (ls.READOUTS,):
         table.pop(name)  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, name)
 

@@ -2,11 +2,11 @@
 
 from typing import get_args
 
-from loopscope.checks.check import CHECK_KINDS
+from loopscope.checks.model_contract import CHECK_KINDS
 from loopscope.cli import options, selfcheck
 from loopscope.engine.decoder import CACHE_MODES
-from loopscope.exits.scope import CacheMode
 from loopscope.models.checkpoint import DTYPES
+from loopscope.scope import CacheMode
 
 
 def test_names_are_those_of_the_library() -> None:

@@ -8,7 +8,7 @@ import pytest
 from conftest import tiny_settings
 
 from cli.conftest import run
-from loopscope.exits.sweep import choose
+from loopscope.frontier import choose
 from loopscope.trajectory import Trajectory
 
 TASK = tiny_settings().task

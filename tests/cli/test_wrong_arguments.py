@@ -11,10 +11,10 @@ import pytest
 import loopscope as ls
 from cli.conftest import refusal, run
 from loopscope.artifacts import MANIFEST
+from loopscope.certify.live_runs import LIVE
 from loopscope.config import plain, to_json
-from loopscope.exits.live_runs import LIVE
-from loopscope.exits.scope import Scope
-from loopscope.models.configuration import CheckpointConfig
+from loopscope.models.checkpoint_folder import CheckpointConfig
+from loopscope.scope import Scope
 from loopscope.training.settings import read_settings
 
 HEAVY = ("torch", "lm_eval", "transformers")

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import loopscope as ls
-from loopscope.models import LoopedModel, LoopState, decoder_layers, transformer
+from loopscope.models import decoder_layers, transformer
 from loopscope.models.kv_cache import AppendingRows, KVCache
-from loopscope.models.layout import Layout
 from loopscope.models.looped_llama import LoopedLlama
+from loopscope.models.looped_model import LoopedModel, LoopState
+from loopscope.models.packing import Layout
 
 
 class PlainDecoder:
@@ -75,7 +76,7 @@ class PlainDecoder:
 
     def layout(self, position: int, loop: int) -> Layout:
         cache = AppendingRows(KVCache(1, 1), np.zeros(1, int), np.array([position]), np.array([loop]))
-        return Layout(torch.tensor([1]), cache=cache)
+        return Layout(np.array([1]), cache=cache)
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[int], Tensor]:

@@ -13,7 +13,8 @@ import loopscope as ls
 from loopscope.engine import decoder
 from loopscope.engine.decoder import Decoder
 from loopscope.engine.generation import Prompt, generate
-from loopscope.models import LoopedModel, LoopState, cached_attention
+from loopscope.models.attention import cached_attention
+from loopscope.models.looped_model import LoopedModel, LoopState
 
 FULL = ls.ExitPolicy("margin", 1e9)  # asked at every loop
 

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 from scipy.special import log_softmax
 
 from loopscope.engine import exit_decision
-from loopscope.exits.readouts import find_readout
-from loopscope.exits.recorded_signals import replayed
-from loopscope.exits.signals import CONVERGENCE
+from loopscope.readouts.readout import find_readout
+from loopscope.readouts.replay import replayed
+from loopscope.readouts.signals import CONVERGENCE
 
 NAMES = exit_decision.LOGIT_SIGNALS
 ROWS, LOOPS = 23, 5

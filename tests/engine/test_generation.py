@@ -15,8 +15,8 @@ import loopscope as ls
 from loopscope.engine.decoder import CACHE_MODES, CacheMode, Decoder
 from loopscope.engine.generation import Completion, GenerationStats, Prompt, generate, stream
 from loopscope.engine.sampling import Sampling
-from loopscope.exits.stopper import KINDS, StopperKind
-from loopscope.models import LoopedModel
+from loopscope.learned.stopper import STOPPER_KINDS, StopperKind
+from loopscope.models.looped_model import LoopedModel
 from loopscope.trajectory import concatenate
 
 POLICIES = [
@@ -115,7 +115,7 @@ def test_with_all_loops_kept_it_is_the_replay_on_what_was_said(name: str, policy
         assert recorded.predicted[np.arange(40), loops - 1].tolist() == text.tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STOPPER_KINDS)
 def test_a_stopper_writes_as_it_is_replayed(kind: StopperKind, model: LoopedModel) -> None:
     """Its signals over the vocabulary come from the device, the others from states, answers and the gate."""
     full = generate(model, prompts(3), max_new_tokens=34)

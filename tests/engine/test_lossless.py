@@ -16,8 +16,8 @@ from loopscope.engine.decoder import Decoder
 from loopscope.engine.draft_length import MOST_TOKENS, DraftLength
 from loopscope.engine.generation import GenerationStats, Prompt, generate, stream
 from loopscope.engine.sampling import Draft, Sampling
-from loopscope.exits.scope import Scope
-from loopscope.models import LoopedModel
+from loopscope.models.looped_model import LoopedModel
+from loopscope.scope import Scope
 
 POLICIES = [ls.ExitPolicy("fixed", 1), ls.ExitPolicy("top1", 0.075), ls.ExitPolicy("hidden_cosine", 0.3)]
 

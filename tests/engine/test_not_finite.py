@@ -11,7 +11,7 @@ from conftest import GOLDEN
 
 import loopscope as ls
 from loopscope.engine.sampling import Sampling
-from loopscope.models import LoopedModel
+from loopscope.models.looped_model import LoopedModel
 from loopscope.recording.question_recording import score_all_loops
 from loopscope.recording.recording_folder import Keep
 

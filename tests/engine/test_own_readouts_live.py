@@ -12,10 +12,10 @@ import loopscope as ls
 from loopscope.engine.generation import Prompt, generate
 from loopscope.engine.requests import Request, choices
 from loopscope.engine.scheduler import Answer, compare, run
-from loopscope.exits import readouts
-from loopscope.exits.readouts import find_readout
-from loopscope.exits.recorded_signals import replayed
-from loopscope.models import LoopedTransformer, TransformerSettings
+from loopscope.models.checkpoint_folder import TransformerSettings
+from loopscope.models.transformer import LoopedTransformer
+from loopscope.readouts.readout import find_readout
+from loopscope.readouts.replay import replayed
 from loopscope.recording.recording_folder import Keep
 from loopscope.trajectory import concatenate
 
@@ -164,7 +164,7 @@ def test_a_recorded_signal_is_held_to_the_definition_it_was_recorded_with(
     def other(logits):  # type: ignore[no-untyped-def]
         return -lead(logits, None)[0]
 
-    del ls.READOUTS["lead"], readouts._KNOWN["lead"]
+    del ls.READOUTS["lead"]
     ls.readout("lead", exits="above", reads="logits")(other)
     for trajectory in (bare, ls.Trajectory.load(tmp_path / "bare"), bare.take(np.arange(50))):
         with pytest.raises(ls.UserError, match="'lead' was recorded with another definition"):
@@ -173,7 +173,7 @@ def test_a_recorded_signal_is_held_to_the_definition_it_was_recorded_with(
     with pytest.raises(ls.UserError, match="differ in their definitions of signals"):
         concatenate([bare, again])
     assert not np.array_equal(ls.signal("lead", again), before)
-    del ls.READOUTS["lead"], readouts._KNOWN["lead"]
+    del ls.READOUTS["lead"]
     ls.register_readout(ls.Readout("lead", exits="below"))  # says when it exits, and nothing of its values
     assert np.array_equal(ls.signal("lead", bare), before)
 

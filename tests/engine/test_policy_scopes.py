@@ -15,9 +15,9 @@ from tiny_language import outspoken
 
 import loopscope as ls
 from loopscope.engine.requests import Request
-from loopscope.exits.scope import STATE_WORDS, scope_of
-from loopscope.models.contract import LoopedModel
+from loopscope.models.looped_model import LoopedModel
 from loopscope.recording.question_recording import score_all_loops
+from loopscope.scope import STATE_WORDS, scope_of
 
 ROWS = np.random.default_rng(0).integers(3, 600, (6, 7))
 CHOICES = [np.array([5, 6]), np.array([7]), np.array([8, 9, 10])]

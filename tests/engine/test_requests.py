@@ -10,8 +10,8 @@ from tiny_language import MODELS, VOCABULARY, outspoken
 import loopscope as ls
 from loopscope.engine.requests import PrefixCache, Request, choices, decision_states, embed_requests
 from loopscope.engine.scheduler import Answer, run
-from loopscope.models.contract import LoopedModel, LoopState
 from loopscope.models.kv_cache import AppendingRows
+from loopscope.models.looped_model import LoopedModel, LoopState
 
 POLICIES = {"gate": 0.55, "margin": 0.5, "hidden_cosine": 0.3, "fixed": 2}
 FIRST, SECOND = 40, 70

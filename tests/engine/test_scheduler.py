@@ -13,11 +13,11 @@ from conftest import GOLDEN
 import loopscope as ls
 from loopscope.engine.requests import Request, choices, task_requests
 from loopscope.engine.scheduler import Answer, compare, in_order, run
-from loopscope.exits import SIGNALS
-from loopscope.models import LoopedModel
+from loopscope.models.looped_model import LoopedModel
+from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_task
-from loopscope.training.settings import read_run_settings
+from loopscope.training.run_folder import read_run_settings
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_those_before_a_bad_request_are_answered(model: LoopedModel, requests: l
 def test_a_row_that_overflows_harms_nobody_else(requests: list[Request]) -> None:
     from conftest import tiny_settings
 
-    from loopscope.training import initial_model
+    from loopscope.training.task_run import initial_model
 
     model = initial_model(tiny_settings()).eval()
     row = np.array([6, 4, 0, 1, 7])
@@ -265,7 +265,7 @@ def test_only_who_exits_needs_scores() -> None:
 def test_no_gate_no_gate_readout(requests: list[Request]) -> None:
     from conftest import tiny_settings
 
-    from loopscope.training import initial_model
+    from loopscope.training.task_run import initial_model
 
     with pytest.raises(ls.UserError, match="no gate"):
         list(run(initial_model(tiny_settings()).eval(), ls.ExitPolicy("gate", 0.5), requests))

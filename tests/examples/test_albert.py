@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.engine import choices
+from loopscope.engine.requests import choices
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import loopscope as ls
-from loopscope.models import LoopedModel, LoopState, SimpleLoopedModel
-from loopscope.models.packed_attention import packed_attention
+from loopscope.models.attention import packed_attention
+from loopscope.models.looped_model import LoopedModel, LoopState, SimpleLoopedModel
+from loopscope.models.packing import Layout
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "causal.py"), run_name="example")
@@ -153,7 +154,7 @@ class OwnPositions(CausalModel):  # type: ignore[misc, valid-type]
 
     def embed(self, tokens: Tensor, layout: ls.models.Layout) -> LoopState:
         state = super().embed(tokens, layout)
-        place = ls.models.Layout(layout.lengths, sharing=layout.sharing).positions
+        place = Layout(layout.host_lengths, sharing=layout.sharing).positions
         return LoopState(state.hidden + 0.3 * torch.sin(place)[:, None], layout, state.loop)
 
 
@@ -161,7 +162,7 @@ class IgnoresTheCache(CausalModel):  # type: ignore[misc, valid-type]
     """Attends by means of its own, to its packed row and nothing else."""
 
     def step(self, state: LoopState) -> LoopState:
-        plain = ls.models.Layout(state.lengths, sharing=state.layout.sharing)
+        plain = Layout(state.layout.host_lengths, sharing=state.layout.sharing)
         after = super().step(LoopState(state.hidden, plain, state.loop))
         return LoopState(after.hidden, state.layout, after.loop)
 

@@ -15,8 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import loopscope as ls
-from loopscope.models import load_model
-from loopscope.models.checkpoint import weight_files
+from loopscope.models.checkpoint import load_model, weight_files
 from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 
 from .runner import Case, MisledError
@@ -110,7 +109,7 @@ def _check_stored(model: Any, folder: Path) -> None:
         if folder.resolve() not in file.resolve().parents:
             raise MisledError("weights from outside the folder are accepted")
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in tensors.keys():
                 stored.setdefault(name, []).append(tensors.get_tensor(name))
     for name, tensor in model.state_dict().items():
         found = stored.get(name) or stored.get(model.tied.get(name, ""), [])

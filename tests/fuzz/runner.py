@@ -33,7 +33,7 @@ import torch
 
 from loopscope.cli import main
 from loopscope.errors import UserError
-from loopscope.writing import is_scratch
+from loopscope.files import is_scratch
 
 from .mutations import Rng, spoil
 from .world import World

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 import loopscope as ls
+from loopscope.certify.live_runs import LiveRuns
 from loopscope.config import digest, plain
-from loopscope.exits.fitted import load_fitted
-from loopscope.exits.live_runs import LiveRuns
-from loopscope.models import load_model
-from loopscope.models.checkpoint import read_checkpoint_config
-from loopscope.studies import make_plan
-from loopscope.training import train
-from loopscope.training.settings import read_run_settings
+from loopscope.learned.attach import load_fitted
+from loopscope.models.checkpoint import load_model, read_checkpoint_config
+from loopscope.studies.plan import make_plan
+from loopscope.studies.study_file import expand_study
+from loopscope.training.run_folder import read_run_settings
+from loopscope.training.task_run import train
 
 from .mutations import STRINGS
 from .runner import Case, MisledError
@@ -115,7 +115,7 @@ def load_policy(path: Path) -> Any:
     fitted = policy.gate and plain(dict(policy.gate.provenance))
     threshold = None if policy.threshold is None else float(policy.threshold)
     rest = (policy.readout, threshold, policy.model, plain(policy.scope), policy.definition_sha256)
-    return *rest, weights, fitted, plain(policy.calibration_exits), plain(policy.guarantee)
+    return *rest, weights, fitted, plain(policy.certificate)
 
 
 def policy(world: World, case: Case) -> str:
@@ -229,7 +229,7 @@ def unfinished_recording(world: World, case: Case) -> str:
 
 @lru_cache(maxsize=1)
 def _plan(study: Path) -> Any:
-    return make_plan(str(study), [])
+    return make_plan(expand_study(str(study)))
 
 
 def _study_results(plan: Any, store: Path) -> tuple[str, str]:

@@ -2,8 +2,8 @@
 
 import json
 
-from loopscope.vllm.deployment import read_deployment
-from loopscope.vllm.exits_log import read_exits
+from loopscope.integrations.vllm.deployment import read_deployment
+from loopscope.integrations.vllm.exits_log import read_exits
 
 from .mutations import spoil_json
 from .runner import Case, MisledError

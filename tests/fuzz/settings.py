@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.config import plain
-from loopscope.studies import make_plan
-from loopscope.training import check_memory, estimate_time, read_settings
-from loopscope.training.settings import RunSettings
-from loopscope.training.text_settings import read_pretrain_settings
+from loopscope.studies.plan import make_plan
+from loopscope.studies.study_file import expand_study
+from loopscope.training.estimate import check_memory, estimate_time
+from loopscope.training.settings import RunSettings, read_pretrain_settings, read_settings
 
 from .mutations import STRINGS, toml_text
 from .runner import Case, MisledError
@@ -121,7 +121,7 @@ def study_file(world: World, case: Case) -> str:
     if case.rng.random() < 0.1:
         where = ("--store", case.out, "--out", case.folder / "out" / "study", "--device", "cpu")
         case.command("study", case.rng.choice(("plan", "status")), path, *where, "--json")
-    plan = make_plan(str(path), [])
+    plan = make_plan(expand_study(str(path)))
     check_holds(plain(plan.study), read_toml(path))
     if len(plan.models) > 10_000:
         raise MisledError("a study without bound is accepted")

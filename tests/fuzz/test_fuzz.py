@@ -13,8 +13,8 @@ from rich.progress import Progress, TextColumn
 import loopscope as ls
 import loopscope.artifacts
 from loopscope.errors import UserError
-from loopscope.exits.policy import PolicyFile
-from loopscope.writing import BESIDE
+from loopscope.files import BESIDE
+from loopscope.policy import PolicyFile
 
 from .arguments import GOOD, SLOW, good_words, last_words, verbs
 from .kinds import KINDS

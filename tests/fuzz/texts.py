@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 import loopscope as ls
-from loopscope.models import load_model
+from loopscope.models.checkpoint import load_model
 from loopscope.models.tokenizer import chat_prompt, load_tokenizer
-from loopscope.recording import record_benchmark, record_text
+from loopscope.recording.question_recording import record_benchmark
+from loopscope.recording.text_recording import record_text
 
 from .runner import Case, MisledError, json_values
 from .world import World

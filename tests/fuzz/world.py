@@ -16,22 +16,26 @@ from conftest import GATED, GOLDEN, TINY_OURO, random_trajectory, tiny_settings,
 from tiny_language import looped_llama_config, ouro_config, tiny_looped_llama, tiny_ouro
 
 import loopscope as ls
+from loopscope.certify.risk_target import RiskTarget
 from loopscope.cli import main
 from loopscope.cli.text_journal import TextJournal
-from loopscope.exits.fitted import load_fitted
-from loopscope.exits.readouts import Readout, register_readout
-from loopscope.exits.risk_target import RiskTarget
+from loopscope.learned.attach import load_fitted
 from loopscope.models.checkpoint import save_model
 from loopscope.progress import ProgressCallback, silent
-from loopscope.recording import Keep, benchmarks, record_live, record_task, record_text
-from loopscope.studies import make_plan
-from loopscope.studies.step_runner import do_step
+from loopscope.readouts.readout import Readout, register_readout
+from loopscope.recording import question_recording
+from loopscope.recording.live_text_recording import record_live
+from loopscope.recording.recording_folder import Keep
+from loopscope.recording.task_recording import record_task
+from loopscope.recording.text_recording import record_text
+from loopscope.studies.executors import do_step
+from loopscope.studies.plan import make_plan
 from loopscope.studies.steps import to_be_done
-from loopscope.training import train
-from loopscope.training.language_run import LanguageRun
-from loopscope.training.loop import train_run
-from loopscope.training.text_settings import read_pretrain_settings
-from loopscope.training.tokenizer import train_tokenizer
+from loopscope.studies.study_file import expand_study
+from loopscope.training.language_run import LanguageRun, train_tokenizer
+from loopscope.training.settings import read_pretrain_settings
+from loopscope.training.task_run import train
+from loopscope.training.training_loop import train_run
 
 SETTINGS = """\
 [task]
@@ -365,7 +369,7 @@ class World:
     def _stored(self, name: str, study: str, *overrides: str) -> Path:
         store = self.folder / name
         store.mkdir()
-        plan = make_plan(study, list(overrides))
+        plan = make_plan(expand_study(study, list(overrides)))
         for step in to_be_done((goal for model in plan.models for goal in model.goals), store):
             do_step(step, store, "cpu")
         return store
@@ -386,7 +390,10 @@ class World:
     def unfinished_recording(self) -> Path:
         """A recording of a benchmark that was interrupted at its second question of three; beside it a finished one."""
         folder = self.folder / "unfinished-recording"
-        with patch.object(benchmarks, "_EVERY", -1.0), suppress(_InterruptedError):  # what is done is kept at once
+        with (
+            patch.object(question_recording, "_KEEP_EVERY_SECONDS", -1.0),
+            suppress(_InterruptedError),
+        ):  # what is done is kept at once
             for name, progress in (("finished", silent), ("new", _interrupted_at(3))):
                 self.record(folder / name, progress)
         assert list((folder / "new.unfinished").glob("*.safetensors"))

@@ -20,15 +20,17 @@ from conftest import GATED, TINY, TINY_OURO, random_trajectory, tiny_text
 from tiny_language import write_decoder, write_ouro
 
 import loopscope as ls
+from loopscope.certify.live_runs import LiveRuns
 from loopscope.cli import main
 from loopscope.errors import UserError
-from loopscope.exits.live_runs import LiveRuns
-from loopscope.models import load_model
-from loopscope.recording import benchmarks
+from loopscope.models.checkpoint import load_model
+from loopscope.recording import question_recording
 
 from .processes import Work, run
 
-benchmarks._EVERY = 0.0  # what is done is kept after every batch: a slice of a benchmark takes less than ten seconds
+question_recording._KEEP_EVERY_SECONDS = (
+    0.0  # what is done is kept after every batch: a slice of a benchmark takes less than ten seconds
+)
 
 FURTHER = """\
 context = 16

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from loopscope.writing import is_scratch
+from loopscope.files import is_scratch
 
 Tree = dict[str, str]
 """What every path below a folder is: the hash of a file, the place that a link points to, or a folder."""

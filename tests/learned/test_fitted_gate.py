@@ -8,10 +8,11 @@ import torch
 from conftest import random_trajectory
 
 import loopscope as ls
-from loopscope.exits import FittedGate, attach
-from loopscope.exits.sweep import choose
-from loopscope.exits.thresholds import available_readouts
-from loopscope.models.gates import Gate
+from loopscope.frontier import choose
+from loopscope.learned.attach import attach
+from loopscope.learned.fitted_gate import FittedGate
+from loopscope.models.transformer import Gate
+from loopscope.threshold_grids import available_readouts
 
 
 def linear(width: int = 6, **provenance: object) -> FittedGate:

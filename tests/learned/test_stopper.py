@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 
 import loopscope as ls
-from loopscope.analysis.stoppers import with_stoppers
-from loopscope.exits.fitted import load_fitted
-from loopscope.exits.stopper import KINDS, Stopper, StopperKind, price_index
-from loopscope.exits.stopper_fitting import fit_out_of_bag
-from loopscope.exits.sweep import sweep
+from loopscope.analysis.gaps import with_stoppers
+from loopscope.frontier import sweep
+from loopscope.learned.attach import load_fitted
+from loopscope.learned.stopper import STOPPER_KINDS, Stopper, StopperKind, price_index
+from loopscope.learned.stopper_fitting import fit_out_of_bag
 
 LAST = 0.95
 """The accuracy of the last loop of the population below, whatever was seen before."""
@@ -139,7 +139,7 @@ def test_prices() -> None:
     assert price_index(gains, prices) == pytest.approx([0.15, -0.05, 1.0, 0.1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STOPPER_KINDS)
 def test_files(kind: StopperKind, tmp_path: Path) -> None:
     """It comes back from safetensors and JSON as it was, alone and with a policy, and pickle has no part in it."""
     recording = random_trajectory(1, rows=300, loops=4)

@@ -16,7 +16,7 @@ from loopscope.models.checkpoint import save_model, weight_files, weights_sha256
 from loopscope.models.checkpoint_folder import end_tokens
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.transformer import Gate
-from loopscope.training.settings import read_run_settings
+from loopscope.training.run_folder import read_run_settings
 
 TOKENS = torch.arange(20).view(2, 10)
 NORM = "model.norm.weight"

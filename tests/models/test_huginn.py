@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import loopscope as ls
 from loopscope.config import read_json
-from loopscope.engine import Request
+from loopscope.engine.requests import Request
 from loopscope.models.checkpoint import gate_tensors
 from loopscope.models.huginn import Huginn, HuginnConfig
 

@@ -9,10 +9,10 @@ import torch
 from tiny_language import tiny_looped_llama, write_decoder
 
 import loopscope as ls
-from loopscope.engine import compare
+from loopscope.engine.scheduler import compare
 from loopscope.models.looped_llama import LoopedLlama
 from loopscope.models.looped_model import LoopState
-from loopscope.recording import Keep
+from loopscope.recording.recording_folder import Keep
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DECODERS: dict[str, dict[str, Any]] = {

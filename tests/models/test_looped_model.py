@@ -12,7 +12,7 @@ from conftest import GOLDEN, tiny_settings
 import loopscope as ls
 from loopscope.models.checkpoint import weights_sha256
 from loopscope.models.looped_model import LoopedModel
-from loopscope.training import initial_model
+from loopscope.training.task_run import initial_model
 
 
 @pytest.fixture(params=["transformer", "learned positions", "ouro", "huginn"])

@@ -6,12 +6,12 @@ import torch
 from conftest import GATED, tiny_settings
 from torch import Tensor
 
-from loopscope.bench.padded_baseline import plain_losses
+from benchmarks.padded_baseline import plain_losses
 from loopscope.models.attention import attention_groups
 from loopscope.models.packing import Layout, share_prefixes
 from loopscope.models.transformer import LoopedTransformer
-from loopscope.training import RunSettings, initial_model
-from loopscope.training.task_run import answer_losses, training_batches
+from loopscope.training.settings import RunSettings
+from loopscope.training.task_run import AnswerLosses, initial_model, training_batches
 
 
 def gradients(settings: RunSettings, model: LoopedTransformer, losses: Tensor, gates: Tensor | None) -> list[Tensor]:
@@ -25,7 +25,7 @@ def test_loss_and_gradients_are_those_of_the_plain_way(overrides: tuple[str, ...
     model = initial_model(settings)
     batch = training_batches(settings)(0)
     assert len(set(batch.lengths)) > 2
-    losses, _, gates, _ = answer_losses(model, batch, torch.device("cpu"))
+    losses, _, gates, _ = AnswerLosses(model)(batch, torch.device("cpu"))
     packed = gradients(settings, model, losses, gates)
     other = plain_losses(model, batch)
     plain = gradients(settings, model, other.cross_entropy, other.gate_logits)

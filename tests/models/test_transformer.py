@@ -8,7 +8,8 @@ from conftest import GATED, tiny_settings
 
 from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.transformer import LoopedTransformer, parameter_count
-from loopscope.training import initial_model, read_settings
+from loopscope.training.settings import read_settings
+from loopscope.training.task_run import initial_model
 
 
 def count(model: LoopedTransformer) -> int:

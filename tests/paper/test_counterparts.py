@@ -10,9 +10,8 @@ from msgspec.structs import replace
 
 import loopscope as ls
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
-from loopscope.analysis.results import assemble_results
+from loopscope.analysis.results import assemble_results, over_seeds
 from loopscope.analysis.schema import FrontierResult, ModelResult, Results
-from loopscope.analysis.seeds import over_seeds
 from loopscope.paper.counterparts import OURO, PAPER, PRODUCTS
 from loopscope.paper.published import published
 from loopscope.paper.variants import TaskVariants

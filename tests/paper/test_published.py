@@ -7,8 +7,8 @@ from typing import get_args
 import msgspec
 import pytest
 
-from loopscope.exits.readouts import POST_HOC, READOUTS
-from loopscope.paper.published import Paper, PublishedFrontier, PublishedValue, Readout, published
+from loopscope.paper.published import Paper, PublishedFrontier, PublishedValue, published
+from loopscope.readouts.readout import POST_HOC, READOUTS, Readout
 
 PAPER = published()
 CLAIMS = {claim.key: claim for claim in PAPER.claims}

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 import loopscope as ls
 from loopscope.cli import main
-from loopscope.exits import readouts
-from loopscope.exits.exit_state import RowStates
-from loopscope.exits.recorded_signals import replayed
-from loopscope.exits.sweep import choose
-from loopscope.exits.thresholds import fine_grid, gap_grid, grid
+from loopscope.exit_state import RowStates
+from loopscope.frontier import choose
+from loopscope.readouts import readout as readouts
+from loopscope.readouts.replay import replayed
+from loopscope.threshold_grids import fine_grid, gap_grid, grid
 
 STEPPED = [name for name, kind in ls.READOUTS.items() if kind in ("above", "below")]
 

@@ -7,8 +7,8 @@ from conftest import random_trajectory
 from hypothesis import given, settings
 
 import loopscope as ls
-from loopscope.exits import SIGNALS
-from loopscope.objectives import log_exit_distribution
+from loopscope.readouts.signals import SIGNALS
+from loopscope.training.objectives import log_exit_distribution
 
 
 def by_definition(name: str, tr: ls.Trajectory, row: int, t: int) -> float:

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.analysis import hold_out
+from loopscope.analysis.held_out import hold_out
+from loopscope.certify.calibration import certify
+from loopscope.certify.live_candidates import candidate_p_values
+from loopscope.certify.live_runs import LiveRuns
+from loopscope.certify.risk_target import RiskTarget
+from loopscope.certify.threshold_walk import Proof
 from loopscope.cli import main
 from loopscope.engine.generation import stream
 from loopscope.engine.scheduler import close_calls
-from loopscope.exits.calibration import certify
-from loopscope.exits.live_calibration import candidate_p_values, certify_live
-from loopscope.exits.live_runs import LiveRuns
-from loopscope.exits.risk_target import RiskTarget
-from loopscope.exits.threshold_walk import Proof
 from loopscope.recording import live_text_recording
 from loopscope.recording.live_text_recording import record_live
 from loopscope.recording.text_recording import record_text
@@ -111,11 +111,11 @@ def test_a_promise_is_for_the_cache_in_which_the_text_was_run(
     assert replayed.scope.cache == "full"
     assert replayed.guarantee.sentence.endswith(", for next tokens along given documents, with the cache 'full'.")
     for cache, other in (("propagate", "full"), ("full", "propagate")):
-        policy = certify_live(runs[cache], LAX)
+        policy = certify(runs[cache], LAX)
         assert policy.scope.cache == cache
         assert policy.guarantee.sentence.endswith(f", for next tokens along given documents, with the cache '{cache}'.")
         assert (policy.guarantee.bound, policy.guarantee.order_seed) == ("betting", 0)
-        assert sum(policy.calibration_exits.counts) == policy.guarantee.evidence[0].units
+        assert sum(policy.certificate.exits.counts) == policy.guarantee.evidence[0].units
         policy.save(tmp_path / f"{cache}.json")
         loaded = ls.ExitPolicy.load(tmp_path / f"{cache}.json")
         assert loaded == policy
@@ -132,15 +132,13 @@ def test_a_promise_is_for_the_cache_in_which_the_text_was_run(
         with pytest.raises(ls.UserError, match="rests on this data"):
             hold_out(loaded, runs[cache])
         with pytest.raises(ls.UserError, match="can check a promise"):
-            certify_live(
-                replace(check, contents=runs[cache].contents.__class__(**{**fields(check), "split": None})), LAX
-            )
+            certify(replace(check, contents=runs[cache].contents.__class__(**{**fields(check), "split": None})), LAX)
         monitored = ls.Monitor(loaded).replay(check)
         assert (monitored.examples, monitored.audited) == (held.sequences, held.sequences)
-    full = certify_live(runs["full"], LAX)
+    full = certify(runs["full"], LAX)
     assert hold_out(full, recording).guarantee is not None  # which a replay tells, too
     with pytest.raises(ls.UserError, match="calibrated on text with the cache 'propagate'"):
-        hold_out(certify_live(runs["propagate"], LAX), recording)
+        hold_out(certify(runs["propagate"], LAX), recording)
 
 
 def test_the_command_line_says_for_which_cache_and_holds_to_it(
@@ -266,7 +264,7 @@ def test_a_live_run_on_disk_is_read_as_it_was_made(runs: dict[str, LiveRuns], tm
     again = LiveRuns.load(tmp_path / "copy")
     assert again.run_sha256 == made.run_sha256
     assert again.contents == made.contents
-    assert certify_live(again, LAX) == certify_live(made, LAX)
+    assert certify(again, LAX) == certify(made, LAX)
     with pytest.raises(ls.UserError, match="of other policies"):
         again.find(replace(made.policy(0), threshold=123.0))
     for spoilt in ({"loops": made.loops[:, :-1]}, {"loops": made.loops + 9}, {"thresholds": made.thresholds + 1}):

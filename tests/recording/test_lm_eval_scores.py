@@ -14,7 +14,7 @@ from benchmark_slices import DATA, asked, byte_pairs
 from tiny_language import tiny_ouro
 from torch import Tensor, nn
 
-from loopscope.models import LoopedModel
+from loopscope.models.looped_model import LoopedModel
 from loopscope.questions import (
     BENCHMARKS,
     Benchmark,

@@ -8,11 +8,11 @@ import torch
 from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
-from loopscope.exits import SIGNALS
+from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_task
 from loopscope.tasks import seen, training_fingerprints
-from loopscope.training import train
+from loopscope.training.task_run import train
 
 
 def test_a_recording_is_what_the_model_says(gated_run: Path, tmp_path: Path) -> None:

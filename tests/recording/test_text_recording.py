@@ -10,13 +10,11 @@ import torch
 
 import loopscope as ls
 from loopscope.documents import read_documents, tokenize_documents
-from loopscope.exits import readouts
-from loopscope.exits.signals import SIGNALS
+from loopscope.readouts.signals import SIGNALS
 from loopscope.recording import text_recording
 from loopscope.recording.text_recording import cut_documents, record_text
 from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_settings, write_back
-from loopscope.training.language_run import LanguageRun
-from loopscope.training.tokenizer import train_tokenizer
+from loopscope.training.language_run import LanguageRun, train_tokenizer
 from loopscope.trajectory import Trajectory
 
 CONTEXT = 20
@@ -181,7 +179,7 @@ def test_a_readout_of_one_s_own_is_recorded_with_the_others(
         ours = ls.signal(name, found)[: len(tokens) - 1]
         assert ours == pytest.approx(ls.signal(name, plain), rel=1e-2, abs=1e-2, nan_ok=True), name
     assert np.array_equal(ls.signal("patience", found)[: len(tokens) - 1], ls.signal("patience", plain))
-    del ls.READOUTS["span"], readouts._KNOWN["span"]
+    del ls.READOUTS["span"]
     ls.register_readout(ls.Readout("span", "above", "logits", lambda logits: logits.max(axis=1)))
     with pytest.raises(ls.UserError, match="'span' was recorded with another definition"):
         record_text(tiny_ouro.folder, tiny_ouro.validation, "validation", tmp_path / "after", limit=300)

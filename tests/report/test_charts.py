@@ -14,7 +14,7 @@ from simulated import pair
 
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import FrontierResult, Results
-from loopscope.exits.readouts import POST_HOC
+from loopscope.readouts.readout import POST_HOC
 from loopscope.report.charts import frontiers, write_figure
 from loopscope.report.curves import MAX_KEY_ENTRIES, Line, Panel, chosen_lines
 from loopscope.report.figure_style import DARK, GREY, STYLES, looks_of, shades_of

@@ -19,14 +19,14 @@ from playwright.sync_api import Browser, Page
 from simulated import pair
 
 import loopscope as ls
-from loopscope.analysis import interval, resampled_curves
+from loopscope.analysis.bootstrap import interval, resampled_curves
+from loopscope.analysis.gaps import with_stoppers
 from loopscope.analysis.model_analysis import ModelRecordings
-from loopscope.analysis.outcomes import OUTCOMES
 from loopscope.analysis.schema import Results
-from loopscope.analysis.stoppers import with_stoppers
-from loopscope.exits.policy import accuracy_and_loops
-from loopscope.exits.thresholds import available_readouts
+from loopscope.analysis.threshold_details import OUTCOMES
 from loopscope.paper.counterparts import PRODUCTS
+from loopscope.policy import accuracy_and_loops
+from loopscope.threshold_grids import available_readouts
 
 pytestmark = pytest.mark.long
 

@@ -6,7 +6,7 @@ from pages import TARGETS, source
 
 from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.schema import Results
-from loopscope.report.page.data import _coarser, _shorter, thinned
+from loopscope.report.page import _coarser, _shorter, thinned
 
 
 @pytest.fixture(autouse=True)

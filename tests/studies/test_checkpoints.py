@@ -15,9 +15,9 @@ from tiny_study import planned
 import loopscope as ls
 from loopscope.analysis.schema import Machine, QuestionBench, QuestionTiming, Spread
 from loopscope.cli import main
-from loopscope.models.checkpoint import save_model
-from loopscope.models.ouro import Ouro, read_ouro_config
-from loopscope.questions.benchmarks import BENCHMARKS
+from loopscope.models.checkpoint import read_config, save_model
+from loopscope.models.ouro import Ouro
+from loopscope.questions import BENCHMARKS
 from loopscope.studies.executors import do_step
 from loopscope.studies.plan import Plan
 from loopscope.studies.steps import Analyse, Fit, Join, Score, Step, Time
@@ -175,7 +175,7 @@ def tiny_ouro(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps({**config, **larger}))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        save_model(Ouro(read_ouro_config(folder)).state_dict(), folder)
+        save_model(Ouro(read_config(folder)).state_dict(), folder)
     byte_pairs().save_pretrained(folder)
     return folder
 

@@ -15,15 +15,16 @@ from killed_run import train_words
 
 import loopscope as ls
 from loopscope.cli import main
-from loopscope.models.configuration import read_checkpoint_config
-from loopscope.recording import Keep, record_task
+from loopscope.files import is_scratch
+from loopscope.models.checkpoint_folder import read_checkpoint_config
+from loopscope.recording.recording_folder import Keep
+from loopscope.recording.task_recording import record_task
 from loopscope.training.gate_fitting import gate_settings
 from loopscope.training.objectives import LoopLosses, load_objective
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.settings import Objective, with_source
 from loopscope.training.task_run import TaskRun
 from loopscope.training.training_loop import train_run
-from loopscope.writing import is_scratch
 
 CPU = torch.device("cpu")
 NOISY = """

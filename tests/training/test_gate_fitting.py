@@ -9,9 +9,12 @@ from conftest import GOLDEN, random_trajectory
 
 import loopscope as ls
 from loopscope.artifacts import sha256
-from loopscope.engine import compare, run, task_requests
-from loopscope.exits import FittedGate, attach
-from loopscope.recording import Keep, record_task
+from loopscope.engine.requests import task_requests
+from loopscope.engine.scheduler import compare, run
+from loopscope.learned.attach import attach
+from loopscope.learned.fitted_gate import FittedGate
+from loopscope.recording.recording_folder import Keep
+from loopscope.recording.task_recording import record_task
 from loopscope.training.gate_fitting import GateSettings, fit_gate, gate_loss, gate_settings, write_back
 from loopscope.training.objectives import objective_loss
 from loopscope.training.run_folder import read_run_settings

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import loopscope as ls
 from loopscope.cli import main
 from loopscope.config import build
-from loopscope.models.checkpoint import stored_sha256
-from loopscope.models.ouro import Ouro, read_ouro_config
+from loopscope.models.checkpoint import read_config, stored_sha256
+from loopscope.models.ouro import Ouro
 from loopscope.models.tokenizer import chat_prompt, load_tokenizer, stop_tokens
 from loopscope.training.language_run import (
     ContinuedRun,
@@ -55,7 +55,7 @@ def test_the_folder_is_a_checkpoint_in_ouro_s_layout(tiny_ouro: LanguageRun) -> 
     assert set(contents(tiny_ouro.folder)) == prepared | {"hashes.json", "metrics.jsonl", "model.safetensors"}
     config = json.loads((tiny_ouro.folder / "config.json").read_text())
     assert (config["model_type"], config["total_ut_steps"], config["eos_token_id"]) == ("ouro", 3, 0)
-    trained = Ouro(read_ouro_config(tiny_ouro.folder))
+    trained = Ouro(read_config(tiny_ouro.folder))
     trained.load_state_dict(load_file(tiny_ouro.folder / "model.safetensors"))
     tokens = torch.randint(300, (2, 20))
     with torch.no_grad():

@@ -18,10 +18,10 @@ import torch
 from conftest import TINY, tiny_language_run, tiny_settings
 
 import loopscope as ls
+from loopscope.files import only_writer
 from loopscope.training.parallel import Workers, join_workers
 from loopscope.training.task_run import train
 from loopscope.training.training_loop import train_run
-from loopscope.writing import only_writer
 
 CPU = torch.device("cpu")
 PACKAGE = Path(ls.__file__).parent

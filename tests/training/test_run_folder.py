@@ -10,12 +10,12 @@ from conftest import GATED, tiny_settings
 from safetensors.torch import load_file, save_file
 
 import loopscope as ls
+from loopscope.files import only_writer
 from loopscope.models.checkpoint import first_not_finite
 from loopscope.training.gate_fitting import write_back
 from loopscope.training.language_run import LanguageRun
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.task_run import train
-from loopscope.writing import only_writer
 
 
 def flip(file: Path, place: int = -5) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import loopscope as ls
-from loopscope.analysis.labels import model_label
+from loopscope.analysis.results import model_label
 from loopscope.config import plain
 from loopscope.training.gate_fitting import host_defaults
 from loopscope.training.objectives import LoopLosses, draw_unrolling, objective_loss

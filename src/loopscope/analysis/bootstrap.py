@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from loopscope.exits.sweep import crossings, laxest_first
+from loopscope.frontier import crossings, laxest_first
 from loopscope.trajectory import Trajectory
 
 Sums = NDArray[np.float64]

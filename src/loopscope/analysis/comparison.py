@@ -13,10 +13,10 @@ from loopscope.analysis.diagnosis import without_verdict
 from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject, depth_gap
 from loopscope.analysis.targets import Target, as_target, percent_text
 from loopscope.analysis.verdict_text import aligned, wrapped
+from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.recorded import counted_in
-from loopscope.exits.sweep import sweep
+from loopscope.frontier import sweep
+from loopscope.policy import ExitPolicy
 from loopscope.trajectory import Trajectory
 
 

@@ -26,10 +26,10 @@ from loopscope.analysis.targets import (
     target_level,
 )
 from loopscope.analysis.verdict_text import aligned, gap_text, rounded_percent, verdict_sentence, wrapped
+from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
-from loopscope.exits.recorded import counted_in
-from loopscope.exits.signals import own_name
-from loopscope.exits.splits import check_calibration
+from loopscope.readouts.signals import own_name
+from loopscope.splits import check_calibration
 from loopscope.trajectory import Trajectory
 
 NO_VERDICT = "no verdict"

@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 from loopscope.analysis.bootstrap import intervals, resampled_means
 from loopscope.analysis.schema import Binned, Ordering, rounded
-from loopscope.exits.recorded_signals import signal
+from loopscope.readouts.replay import signal
 from loopscope.trajectory import Trajectory
 
 _HARDER_IS_LOWER = ("margin", "top1")

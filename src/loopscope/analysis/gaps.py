@@ -22,13 +22,14 @@ from loopscope.analysis.bootstrap import (
 )
 from loopscope.analysis.targets import Target, TargetLevel, as_target, chance, target_level
 from loopscope.errors import UserError
-from loopscope.exits.fitted import Fitted, attach
-from loopscope.exits.signals import STOPPER
-from loopscope.exits.splits import check_calibration
-from loopscope.exits.stopper import KINDS
-from loopscope.exits.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
-from loopscope.exits.sweep import curve
-from loopscope.exits.thresholds import available_readouts, fine_grid
+from loopscope.frontier import curve
+from loopscope.learned.attach import Fitted, attach
+from loopscope.learned.stopper import STOPPER_KINDS
+from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
+from loopscope.readouts.readout import needs_labels
+from loopscope.readouts.signals import STOPPER
+from loopscope.splits import check_calibration
+from loopscope.threshold_grids import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
 
 Way = Callable[[float], tuple[str, Sums]]
@@ -85,7 +86,7 @@ class Subject:
     def __init__(self, validation: Trajectory, test: Trajectory, resamples: int = RESAMPLES) -> None:
         check_calibration(validation, test)
         self.validation, self.test = validation, test
-        found = [name for name in available_readouts(validation, test) if name != "oracle"]
+        found = [name for name in available_readouts(validation, test) if not needs_labels(name)]
         self.readouts = [name for name in found if not name.startswith(STOPPER)]
         self.stoppers = [name for name in found if name.startswith(STOPPER)]
         self.ceiling = float(test.correct.mean(axis=0).max())
@@ -142,7 +143,7 @@ def with_stoppers(validation: Trajectory, test: Trajectory) -> tuple[Trajectory,
     if validation.labels is None or test.labels is None or not names or why_not_learned(validation):
         return validation, test
     learned, stoppers = dict(validation.signals), dict[str, Fitted]()
-    for kind in KINDS:
+    for kind in STOPPER_KINDS:
         stoppers[kind], learned[STOPPER + kind] = fit_out_of_bag(validation, signals=names, kind=kind)
     return replace(validation, signals=learned), attach(test, stoppers)
 

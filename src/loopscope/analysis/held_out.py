@@ -8,14 +8,12 @@ from numpy.typing import NDArray
 from scipy.stats import chi2_contingency
 
 from loopscope.analysis.bootstrap import LEVEL, Estimate, estimate, resampled_sums
-from loopscope.exits.guarantee import Guarantee
-from loopscope.exits.live_runs import Recorded
-from loopscope.exits.losses import difficulty_counts, risk_groups
-from loopscope.exits.outcome import Outcome
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.recorded import outcome_of, promised_part
-from loopscope.exits.risk_control import risk_interval
-from loopscope.exits.splits import check_held_out
+from loopscope.certify.bounds import risk_interval
+from loopscope.certify.live_runs import Recorded
+from loopscope.certify.losses import difficulty_counts, risk_groups
+from loopscope.certify.tested_data import Outcome, check_held_out, outcome_of, promised_part
+from loopscope.guarantee import Guarantee
+from loopscope.policy import ExitPolicy
 
 Verdict = Literal["kept", "not refuted", "broken"]
 _OTHER_MIX = 0.001

@@ -25,20 +25,20 @@ from loopscope.analysis.threshold_details import (
     threshold_details,
     whole_frontier,
 )
+from loopscope.certify.losses import unit_count
 from loopscope.config import digest
 from loopscope.errors import UserError
-from loopscope.exits.fitted import Fitted, attach, by_readout
-from loopscope.exits.losses import unit_count
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.readouts import POST_HOC, readout_kind
-from loopscope.exits.recorded_signals import signal
-from loopscope.exits.signals import FITTED, STOPPER, own_name
-from loopscope.exits.stopper import KINDS
-from loopscope.exits.sweep import Frontier, Grid, sweep
-from loopscope.exits.thresholds import available_readouts
+from loopscope.frontier import Frontier, Grid, sweep
+from loopscope.learned.attach import Fitted, attach, by_readout
+from loopscope.learned.stopper import STOPPER_KINDS
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
-from loopscope.questions.benchmarks import BENCHMARKS
-from loopscope.recording_places import ANALYSED, find_recordings, recorded_name
+from loopscope.questions import BENCHMARKS
+from loopscope.readouts.readout import POST_HOC, has_threshold, needs_labels
+from loopscope.readouts.replay import signal
+from loopscope.readouts.signals import FITTED, STOPPER, own_name
+from loopscope.recording_paths import ANALYSED, find_recordings, recorded_name
+from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
 METRICS = ("acc", "acc_norm")
@@ -116,7 +116,7 @@ def analyse_model(
     levels = [target_level(target, source.validation, test) for target in sought]
     own = {own_name(policy.readout): policy.gate for policy in source.policies if policy.gate is not None}
     gates = {**own, **source.gates}
-    if taken := sorted({*by_readout(gates)} & {STOPPER + kind for kind in KINDS}):
+    if taken := sorted({*by_readout(gates)} & {STOPPER + kind for kind in STOPPER_KINDS}):
         raise UserError(
             f"A report learns a '{taken[0]}' of its own from validation data; give the folder of yours another name "
             f"than '{own_name(taken[0])}', and calibrate its policy again."
@@ -198,7 +198,7 @@ def frontier_result(
     means = resampled_means(exits_of(point.policy, evaluation), units=evaluation.units)
     return schema.FrontierResult(
         readout=frontier.readout,
-        thresholds=[] if frontier.readout == "oracle" else detail.thresholds[detail.on_grid].tolist(),
+        thresholds=[] if needs_labels(frontier.readout) else detail.thresholds[detail.on_grid].tolist(),
         accuracy=drawn.accuracy[0].tolist(),
         average_loops=drawn.average_loops[0].tolist(),
         accuracy_low=schema.rounded(bounds.low),
@@ -267,7 +267,7 @@ def _extrapolation(recording: Trajectory) -> schema.Extrapolation:
 def _signals(recording: Trajectory) -> list[str]:
     """Those of the model itself, without its fitted gates."""
     names = available_readouts(recording)
-    return [name for name in names if readout_kind(name) in ("above", "below") and not name.startswith(FITTED)]
+    return [name for name in names if has_threshold(name) and not name.startswith(FITTED)]
 
 
 def _group(provenance: dict[str, Any], name: str) -> str:

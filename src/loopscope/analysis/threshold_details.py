@@ -18,12 +18,12 @@ from loopscope.analysis.bootstrap import Curves, intervals, resampled_curves
 from loopscope.analysis.difficulty import difficulty_bins
 from loopscope.analysis.schema import Certified, rounded
 from loopscope.analysis.targets import Target
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.readouts import readout_kind
-from loopscope.exits.recorded_signals import signal
-from loopscope.exits.scope import Unit, counted, unit_of
-from loopscope.exits.sweep import Frontier, crossings, exit_loops, laxest_first
-from loopscope.exits.thresholds import available_readouts
+from loopscope.frontier import Frontier, crossings, exit_loops, laxest_first
+from loopscope.policy import ExitPolicy
+from loopscope.readouts.readout import has_threshold, needs_labels
+from loopscope.readouts.replay import signal
+from loopscope.scope import Unit, counted, unit_of
+from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
 Counts = NDArray[np.int64]
@@ -132,7 +132,7 @@ def detailed_frontier(
 ) -> DetailedFrontier:
     """`policies` are the certified ones, of this readout and of others; `accuracy` is the first target's."""
     readout, grid = frontier.readout, frontier.thresholds
-    if readout_kind(readout) == "oracle":
+    if needs_labels(readout):
         return replace(
             whole_frontier(frontier, evaluation), at_target=None if frontier.depth_at(accuracy) is None else 0
         )
@@ -181,7 +181,7 @@ def _curve(
     accuracy, loops = resampled.accuracy, resampled.average_loops
     depths = detail.depths.depths_at(stops)
     of_accuracy, of_loops, of_depths = (intervals(values) for values in (accuracy, loops, depths))
-    oracle = readout_kind(frontier.readout) == "oracle"
+    oracle = needs_labels(frontier.readout)
     return ReadoutCurve(
         readout=frontier.readout,
         thresholds=[] if oracle else detail.thresholds.tolist(),
@@ -220,7 +220,7 @@ def _mark_texts(certified: Certified, unit: Unit) -> tuple[str, str, str]:
 
 
 def _sheet(evaluation: Trajectory, rows: NDArray[np.int64], crossed: dict[str, list[list[int]]]) -> SampledExamples:
-    names = [name for name in available_readouts(evaluation) if readout_kind(name) in ("above", "below")]
+    names = [name for name in available_readouts(evaluation) if has_threshold(name)]
     signals = {name: signal(name, evaluation)[rows] for name in names}
     has_log_probs = evaluation.logits is not None or evaluation.label_log_probs is not None
     texts, difficulty = evaluation.examples, evaluation.difficulty

@@ -9,7 +9,7 @@ from scipy.stats import rankdata
 
 from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject
 from loopscope.analysis.targets import TargetLevel, harm_of_depth, percent_text
-from loopscope.exits.recorded_signals import has_signal
+from loopscope.readouts.replay import has_signal
 from loopscope.trajectory import Trajectory
 
 WIDTH = 80

@@ -17,24 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.analysis.timings import Machine, Spread
+from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import fastest, interleaved, spread
-from loopscope.engine.agreement import Agreement, compare
 from loopscope.engine.requests import Request, task_requests
-from loopscope.engine.scheduler import run
+from loopscope.engine.scheduler import Agreement, compare, run
 from loopscope.errors import UserError
-from loopscope.exits.exit_state import ExitState
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.sweep import choose, curve
-from loopscope.exits.thresholds import fine_grid
+from loopscope.exit_state import ExitState
+from loopscope.frontier import choose, curve
 from loopscope.models.checkpoint import load_model
-from loopscope.models.contract import LoopedModel
-from loopscope.models.layout import Layout
+from loopscope.models.looped_model import LoopedModel
+from loopscope.models.packing import Layout
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback
-from loopscope.recording.tasks import Keep, record_model
-from loopscope.recording_places import ANALYSED, find_recordings
-from loopscope.tasks.task import Examples
-from loopscope.training.settings import read_run_settings, read_settings
+from loopscope.recording.recording_folder import Keep
+from loopscope.recording.task_recording import record_model
+from loopscope.recording_paths import ANALYSED, find_recordings
+from loopscope.tasks import Examples
+from loopscope.threshold_grids import fine_grid
+from loopscope.training.run_folder import read_run_settings
+from loopscope.training.settings import read_settings
 from loopscope.training.task_run import initial_model
 from loopscope.trajectory import Trajectory
 
@@ -182,7 +183,7 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
     for start in range(0, len(requests), batch_size):
         rows = sorted((request.rows[0] for request in requests[start : start + batch_size]), key=len)
         lengths = torch.tensor([len(row) for row in rows])
-        embedded = model.begin_packed(torch.from_numpy(np.concatenate(rows)), Layout(lengths))
+        embedded = model.begin_packed(torch.from_numpy(np.concatenate(rows)), Layout(lengths.numpy()))
         exit_state = ExitState(policy, model.num_loops)
         exit_state.admit(len(rows))
         done = np.zeros(len(rows), dtype=bool)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.analysis.timings import Machine, Spread
+from loopscope.analysis.schema import Machine, Spread
 from loopscope.models.device import synchronize
 from loopscope.progress import ProgressCallback
 from loopscope.training.estimate import matmul_rate

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from loopscope.engine.generation import Prompt
 from loopscope.errors import UserError
-from loopscope.models.contract import LoopedModel
 from loopscope.models.decoder_layers import Attention
 from loopscope.models.looped_llama import LoopedLlama
+from loopscope.models.looped_model import LoopedModel
 from loopscope.models.ouro import Ouro, OuroLayer
 
 

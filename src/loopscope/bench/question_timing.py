@@ -12,21 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from loopscope.analysis.timings import QuestionBench, QuestionTiming
+from loopscope.analysis.schema import QuestionBench, QuestionTiming
 from loopscope.bench.measure import interleaved, spread
-from loopscope.engine.agreement import compare
-from loopscope.engine.scheduler import run
+from loopscope.engine.scheduler import compare, run
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.scope import scope_of
 from loopscope.models.checkpoint import load_model
-from loopscope.models.hub import find_checkpoint
+from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.tokenizer import load_tokenizer
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
-from loopscope.questions.benchmarks import benchmark_named
-from loopscope.questions.encoding import encode_questions
-from loopscope.questions.lm_eval_tasks import load_questions
-from loopscope.recording.choice_scoring import BATCH_TOKENS, question_requests
+from loopscope.questions import benchmark_named, encode_questions, load_questions
+from loopscope.recording.question_recording import BATCH_TOKENS, question_requests
+from loopscope.scope import scope_of
 from loopscope.trajectory import Trajectory
 
 ROUNDS = 3

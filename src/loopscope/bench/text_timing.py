@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.analysis.timings import Machine, Spread
+from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import Seconds, interleaved, spread
 from loopscope.bench.padded_generation import plain_text
 from loopscope.engine.decoder import CacheMode
+from loopscope.engine.exit_decision import kl_divergence
 from loopscope.engine.generation import GenerationStats, Prompt, generate, stream
-from loopscope.engine.logit_stats import kl_divergence
-from loopscope.exits.policy import ExitPolicy
-from loopscope.models.contract import LoopedModel
+from loopscope.models.looped_model import LoopedModel
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback
 
 _WIDTH = 512

@@ -25,17 +25,16 @@ from numpy.typing import NDArray
 
 from loopscope.bench.measure import interleaved, spread
 from loopscope.checks.model_contract import CHECK_KINDS, Check, CheckKind, contract_checks
-from loopscope.engine.agreement import close_calls
 from loopscope.engine.decoder import CACHE_MODES
+from loopscope.engine.exit_decision import kl_divergence
 from loopscope.engine.generation import Prompt, generate, stream
-from loopscope.engine.logit_stats import kl_divergence
 from loopscope.engine.requests import Request
-from loopscope.engine.scheduler import in_order, run
+from loopscope.engine.scheduler import close_calls, in_order, run
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.signals import margin
-from loopscope.models.contract import LoopedModel
+from loopscope.models.looped_model import LoopedModel
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
+from loopscope.readouts.signals import margin
 from loopscope.trajectory import Trajectory
 
 Array = NDArray[Any]

@@ -16,10 +16,10 @@ from loopscope.cli.output import machine_line, percent, print_note, print_table,
 from loopscope.cli.parser import add_group, add_verb
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
-from loopscope.exits.scope import CacheMode, Scope
-from loopscope.models.configuration import read_model_shape
+from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.progress import track
-from loopscope.recording_places import find_recordings
+from loopscope.recording_paths import find_recordings
+from loopscope.scope import CacheMode, Scope
 from loopscope.training.settings import presets, read_settings
 
 if TYPE_CHECKING:

@@ -21,19 +21,20 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
+from loopscope.certify.live_runs import LiveRuns, Recorded
+from loopscope.certify.risk_target import RiskTarget
+from loopscope.certify.tested_data import counted_in, decision_scope, load_recorded
 from loopscope.cli.inputs import check_readouts, load_gates, readout_name
 from loopscope.cli.options import READOUT_NAMES, add_shared, given, new_path, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.parser import add_verb
+from loopscope.config import build
 from loopscope.errors import UserError
-from loopscope.exits.guarantee import BOUNDS, Loss
-from loopscope.exits.live_runs import LiveRuns, Recorded
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.recorded import counted_in, load_recorded
-from loopscope.exits.risk_target import RiskTarget
-from loopscope.exits.scope import CacheMode, scope_of
-from loopscope.exits.splits import check_split
-from loopscope.recording_places import find_recording
+from loopscope.guarantee import BOUNDS, Loss
+from loopscope.policy import ExitPolicy
+from loopscope.recording_paths import find_recording
+from loopscope.scope import CacheMode
+from loopscope.splits import check_split
 from loopscope.trajectory import Trajectory
 
 
@@ -70,22 +71,20 @@ def execute(options: argparse.Namespace) -> None:
     folder = find_recording(options.recording, "validation")
     check_readouts(options.readout, auto=True)
     names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
-    target = RiskTarget(**given(options, *names))
+    target = build(RiskTarget, given(options, *names), "calibrate")
     recording = load_recorded(folder)
     check_split(recording, "calibration")
     _check_cache(recording, options.cache)
     if options.bound is not None and recording.sequences is None:
         raise UserError("--bound is for the losses of sequences, such as documents, and here are none; leave it out.")
+    from loopscope.certify.calibration import certify  # with scipy.stats, which takes a second
+
     bound = options.bound or BOUNDS[0]
     if isinstance(recording, LiveRuns):
         if options.grid is not None or options.gate:
             raise UserError("A live run has its thresholds and its gate already; leave out --grid and --gate.")
-        from loopscope.exits.live_calibration import certify_live  # with scipy.stats, which takes a second
-
-        policy = certify_live(recording, target, options.seed, bound)
+        policy = certify(recording, target, None, None, options.seed, bound)
     else:
-        from loopscope.exits.calibration import certify
-
         grid = None if options.grid is None else Trajectory.load(options.grid)
         gates = load_gates(options.gate, recording)
         policy = certify(recording, target, grid, gates, options.seed, bound)
@@ -99,7 +98,7 @@ def execute(options: argparse.Namespace) -> None:
 
 def _check_cache(recording: Recorded, cache: str | None) -> None:
     """Refuses to promise for one cache what another has shown."""
-    here = (recording.scope if isinstance(recording, LiveRuns) else scope_of(recording)).cache
+    here = decision_scope(recording).cache
     if cache not in (None, here):
         kind = "a recording of answers" if here is None else f"text with the cache '{here}'"
         raise UserError(

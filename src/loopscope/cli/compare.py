@@ -17,8 +17,8 @@ from loopscope.cli.inputs import add_custom_readouts, check_readouts, find_run, 
 from loopscope.cli.options import READOUT_NAMES, RECORDED, add_shared, option
 from loopscope.cli.output import print_table, show
 from loopscope.cli.parser import add_verb
-from loopscope.exits.fitted import attach
-from loopscope.recording_places import find_recordings
+from loopscope.learned.attach import attach
+from loopscope.recording_paths import find_recordings
 
 
 def define(subparsers: Any) -> None:

@@ -14,7 +14,7 @@ from loopscope.cli.inputs import add_custom_readouts, find_run
 from loopscope.cli.options import RECORDED, add_shared, option
 from loopscope.cli.output import print_json, print_sentences, print_table, watched
 from loopscope.cli.parser import add_verb
-from loopscope.recording_places import find_recordings
+from loopscope.recording_paths import find_recordings
 
 
 def define(subparsers: Any) -> None:

@@ -18,20 +18,21 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopscope.certify.live_runs import Recorded
+from loopscope.certify.monitor import Monitor, MonitorResult
+from loopscope.certify.tested_data import counted_in, decision_unit, load_recorded
 from loopscope.cli import inputs
 from loopscope.cli.options import READOUT_NAMES, add_shared, option, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, show
 from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
-from loopscope.exits.fitted import attach
-from loopscope.exits.live_runs import Recorded
-from loopscope.exits.monitor import Monitor, MonitorResult
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.recorded import counted_in, decision_unit, load_recorded
-from loopscope.exits.scope import Unit, counted
-from loopscope.exits.sweep import Frontier, sweep
-from loopscope.exits.thresholds import available_readouts
-from loopscope.recording_places import find_recording, find_recordings
+from loopscope.frontier import Frontier, sweep
+from loopscope.learned.attach import attach
+from loopscope.policy import ExitPolicy
+from loopscope.readouts.readout import needs_labels
+from loopscope.recording_paths import find_recording, find_recordings
+from loopscope.scope import Unit, counted
+from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
 def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: "list[TargetLevel]") -> None:
     rows = []
     for frontier in frontiers:
-        one_point = frontier.readout == "oracle"
+        one_point = needs_labels(frontier.readout)
         depths = ["-" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
         point = frontier.select()
         selected = str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-"

@@ -9,18 +9,18 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
+from loopscope.certify.tested_data import counted_in
 from loopscope.cli.inputs import find_model
 from loopscope.cli.options import add_shared, given, new_path, option
 from loopscope.cli.output import print_note, print_text, show
 from loopscope.cli.parser import add_group, add_verb
 from loopscope.errors import UserError
-from loopscope.exits.fitted_gate import FittedGate
-from loopscope.exits.recorded import counted_in
-from loopscope.exits.splits import check_gate_data
-from loopscope.exits.stopper import StopperKind
-from loopscope.exits.stopper_fitting import fit_stopper
+from loopscope.learned.fitted_gate import FittedGate
+from loopscope.learned.stopper import StopperKind
+from loopscope.learned.stopper_fitting import fit_stopper
 from loopscope.progress import track
-from loopscope.recording_places import find_recording
+from loopscope.recording_paths import find_recording
+from loopscope.splits import check_gate_data
 from loopscope.trajectory import Trajectory
 
 _GATES, _STOPPERS = ("linear", "mlp"), get_args(StopperKind)

@@ -34,16 +34,15 @@ from loopscope.cli.parser import add_verb
 from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
 from loopscope.cli.text_journal import new_texts, text_journal
 from loopscope.errors import UserError, visible
-from loopscope.exits.exit_state import check_drafts
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.readouts import readout_definition
-from loopscope.exits.scope import CacheMode, Scope
-from loopscope.models.configuration import read_model_shape
+from loopscope.exit_state import check_drafts
+from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import Detokenizer, chat_prompt, decode, encode, load_tokenizer, stop_tokens
+from loopscope.policy import ExitPolicy
+from loopscope.readouts.readout import readout_definition
+from loopscope.scope import CacheMode, Scope
 
 if TYPE_CHECKING:
-    from loopscope.engine.generation import GenerationStats, Token
-    from loopscope.engine.stop_strings import StopStrings
+    from loopscope.engine.generation import GenerationStats, StopStrings, Token
 
 
 _MIN_SAVED = 0.05
@@ -108,8 +107,8 @@ def execute(options: argparse.Namespace) -> int:
     folder = inputs.find_model(options.model, text=True)
     _check_rules(options, [policy or usual for policy in rules.values()], folder)
     from loopscope.engine import generation, sampling
-    from loopscope.engine.stop_strings import StopStrings
-    from loopscope.models.checkpoint import end_tokens
+    from loopscope.engine.generation import StopStrings
+    from loopscope.models.checkpoint_folder import end_tokens
 
     draws = sampling.Sampling(**given(options, "temperature", "top_k", "top_p", "seed"))
     tokenizer = load_tokenizer(folder)

@@ -20,13 +20,13 @@ from loopscope.cli.inputs import add_custom_readouts, check_runnable, find_model
 from loopscope.cli.options import COMPUTE, add_shared, given, option, whole
 from loopscope.cli.output import print_table, show
 from loopscope.cli.parser import add_verb
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.scope import ANYTHING, CacheMode
-from loopscope.harness.task_names import check_tasks
-from loopscope.models.configuration import read_model_shape
+from loopscope.integrations.lm_eval.task_names import check_tasks
+from loopscope.models.checkpoint_folder import read_model_shape
+from loopscope.policy import ExitPolicy
+from loopscope.scope import ANYTHING, CacheMode
 
 if TYPE_CHECKING:
-    from loopscope.harness.evaluation import Evaluation
+    from loopscope.integrations.lm_eval.evaluation import Evaluation
 
 
 def define(subparsers: Any) -> None:
@@ -56,12 +56,13 @@ def execute(options: argparse.Namespace) -> None:
     num_loops = read_model_shape(find_model(options.model, text=True)).num_loops
     # whether a policy is for questions or texts, tasks say later
     check_runnable(policy or ExitPolicy("fixed", options.loops or num_loops), num_loops, ANYTHING)
-    from loopscope.harness.evaluation import evaluate, load
+    from loopscope.integrations.lm_eval.evaluation import evaluate
+    from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
 
     device = device_of(options)
     chosen = given(options, "loops", "cache", "dtype", "batch_size", "batch_tokens", "think_end_token")
     with working(options, ", ".join(options.tasks), *unnamed_model(options.policy, policy)) as advance:
-        model = load(options.model, policy=policy, device=str(device), progress=advance, **chosen)
+        model = LoopScopeLM(options.model, policy=policy, device=str(device), progress=advance, **chosen)
         with redirect_stderr(StringIO()):  # lm_eval's bars and hints; ours goes where it went before
             found = evaluate(model, options.tasks, **given(options, "data", "limit", "shots", "chat"))
     show(found, options.json, lambda: _print(found, options.model))

@@ -5,25 +5,40 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from loopscope.certify.risk_target import AUTO
 from loopscope.cli.options import option
 from loopscope.cli.output import print_note
 from loopscope.cli.parser import Parser
 from loopscope.errors import UserError, did_you_mean, reason
-from loopscope.exits.exit_state import ExitState
-from loopscope.exits.fitted import Fitted, load_fitted
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.readouts import READOUTS, Readout, check_threshold, find_readout, no_readout, register_readout
-from loopscope.exits.risk_target import AUTO
-from loopscope.exits.scope import Scope
-from loopscope.exits.signals import FITTED_GATE, STOPPER
+from loopscope.exit_state import ExitState
+from loopscope.files import is_file, is_folder
+from loopscope.learned.attach import Fitted, load_fitted
 from loopscope.model_identity import same_model
-from loopscope.models.configuration import CONFIG, WEIGHTS, is_of_task, require_config
-from loopscope.models.hub import find_checkpoint
-from loopscope.models.run_hashes import check_hashes, known_sha256
+from loopscope.models.checkpoint_folder import (
+    CONFIG,
+    WEIGHTS,
+    check_hashes,
+    find_checkpoint,
+    is_of_task,
+    known_sha256,
+    require_config,
+)
 from loopscope.models.tokenizer import require_tokenizer
-from loopscope.reading import is_file, is_folder
-from loopscope.recording_places import holds_recordings, run_of_recordings
-from loopscope.training.settings import RunSettings, read_run_settings
+from loopscope.policy import ExitPolicy
+from loopscope.readouts.readout import (
+    READOUTS,
+    Readout,
+    check_threshold,
+    find_readout,
+    needs_labels,
+    no_readout,
+    register_readout,
+)
+from loopscope.readouts.signals import FITTED_GATE, STOPPER
+from loopscope.recording_paths import holds_recordings, run_of_recordings
+from loopscope.scope import Scope
+from loopscope.training.run_folder import read_run_settings
+from loopscope.training.settings import RunSettings
 from loopscope.trajectory import Trajectory
 
 POLICIES = "policy file of one of the runs; its hash says which (repeatable)"
@@ -63,12 +78,12 @@ def _custom_readout(given: str) -> str:
 def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> None:
     """Rejects names of no readout; `oracle`, `auto`: whether the verb takes these."""
     for name in names:
-        known = [AUTO] * auto + [each for each, kind in READOUTS.items() if oracle or kind != "oracle"]
+        known = [AUTO] * auto + [each for each in READOUTS if oracle or not needs_labels(each)]
         if name in known or find_readout(name) is not None:
             continue
         others = f"choose one of {', '.join(known)}"
         labels = UserError(f"The oracle needs the labels, so only `loopscope evaluate` takes it; {others}.")
-        raise labels if name == "oracle" else no_readout(name, known)
+        raise labels if name in READOUTS else no_readout(name, known)
 
 
 def policy_by_hand(readout: str, threshold: float | None, gate: Fitted | None = None) -> ExitPolicy:

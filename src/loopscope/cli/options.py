@@ -9,13 +9,12 @@ from typing import Any, Final, NoReturn
 
 from loopscope.cli.parser import Parser
 from loopscope.errors import UserError, did_you_mean
-from loopscope.exits.readouts import READOUTS
-from loopscope.reading import is_file, require_file
-from loopscope.writing import remove_leftovers
+from loopscope.files import is_file, remove_leftovers, require_file
+from loopscope.readouts.readout import READOUTS, needs_labels
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16")
 """Those of `models.checkpoint`, which takes PyTorch to import."""
-READOUT_NAMES: Final = ", ".join(name for name in READOUTS if name != "oracle")
+READOUT_NAMES: Final = ", ".join(name for name in READOUTS if not needs_labels(name))
 RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
 
 

@@ -23,8 +23,8 @@ from loopscope.errors import visible
 from loopscope.progress import ProgressCallback, silent, track
 
 if TYPE_CHECKING:
-    from loopscope.analysis.timings import Machine
-    from loopscope.training import RunResult
+    from loopscope.analysis.schema import Machine
+    from loopscope.training.training_loop import RunResult
 
 
 _GAP = 2

@@ -26,8 +26,8 @@ from loopscope.cli.options import COMPUTE, add_shared, option, out_folder, text_
 from loopscope.cli.output import print_trained
 from loopscope.cli.parser import add_verb
 from loopscope.progress import clock, silent
-from loopscope.training.run_place import check_run_place
-from loopscope.training.text_settings import read_continue_settings, read_pretrain_settings
+from loopscope.training.run_folder import check_run_place
+from loopscope.training.settings import read_continue_settings, read_pretrain_settings
 
 if TYPE_CHECKING:
     from loopscope.training.parallel import Workers
@@ -60,11 +60,10 @@ def _read_settings(options: argparse.Namespace) -> Any:
 
 
 def _pretrain(options: argparse.Namespace, workers: "Workers") -> None:
-    from loopscope.training.continued_run import ContinuedRun
     from loopscope.training.estimate import time_for
-    from loopscope.training.language_run import LanguageRun, TextRun
-    from loopscope.training.loop import train_run
-    from loopscope.training.run_folder import steps_done
+    from loopscope.training.language_run import ContinuedRun, LanguageRun, TextRun
+    from loopscope.training.run_state import steps_done
+    from loopscope.training.training_loop import train_run
 
     notes: list[str] = []
     texts = tuple(options.text), tuple(options.validation)
@@ -73,13 +72,11 @@ def _pretrain(options: argparse.Namespace, workers: "Workers") -> None:
         device, settings = device_of(options), _read_settings(options)
         if options.start is not None:
             run = ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
-            flops, width = run.flops, run.width
         else:
             run = LanguageRun(settings, *texts, options.out)
-            flops, width = settings.flops, settings.model.hidden_size
         left = run.settings.training.steps - steps_done(options.out)
         if workers.is_main and left and not options.force:
-            expected = time_for(flops * left, width, device, workers)
+            expected = time_for(run.flops * left, run.width, device, workers)
             expected.check()
             notes.append(f"{left:,} steps to go, about {clock(expected.seconds)} on a quiet machine.")
     with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:

@@ -9,8 +9,8 @@ import msgspec
 from loopscope.cli.inputs import load_policy, policy_by_hand
 from loopscope.config import Loops
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
-from loopscope.reading import DEEPEST, json_depth, read_text
+from loopscope.files import read_text
+from loopscope.policy import ExitPolicy
 
 T = TypeVar("T")
 Some = msgspec.Meta(min_length=1)
@@ -78,9 +78,8 @@ def read_prompts(path: Path) -> Iterator[GivenPrompt]:
 def _parsed(line: str) -> Any:
     """What a line of JSON holds; None where it is none."""
     try:
-        data = line.encode()
-        return None if json_depth(data) > DEEPEST else msgspec.json.decode(data)
-    except (ValueError, msgspec.MsgspecError):
+        return msgspec.json.decode(line.encode())
+    except (ValueError, RecursionError, msgspec.MsgspecError):
         return None
 
 

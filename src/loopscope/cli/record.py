@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import loopscope as ls
-from loopscope.arguments import SPLITS
+from loopscope.certify.risk_target import RiskTarget
 from loopscope.cli import inputs
 from loopscope.cli.compute import device_of, working
 from loopscope.cli.options import COMPUTE, add_shared, given, number_range, option, out_folder, text_file, whole
@@ -21,15 +21,13 @@ from loopscope.cli.output import percent, print_by_loop, print_json, print_note,
 from loopscope.cli.parser import Parser, add_group, add_verb
 from loopscope.documents import check_context, read_documents
 from loopscope.errors import UserError
-from loopscope.exits.guarantee import Loss
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.risk_target import RiskTarget
-from loopscope.exits.scope import CacheMode, Scope
-from loopscope.models.configuration import read_model_shape
+from loopscope.guarantee import Loss
+from loopscope.models.checkpoint_folder import read_model_shape
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback
-from loopscope.questions.benchmarks import BENCHMARKS, Split, benchmark_named
-from loopscope.questions.lm_eval_tasks import check_data
-from loopscope.trajectory import Trajectory
+from loopscope.questions import BENCHMARKS, Split, benchmark_named, check_data
+from loopscope.scope import CacheMode, Scope
+from loopscope.trajectory import SPLITS, Trajectory
 
 _TEXT_FILES: dict[str, Any] = {"type": text_file, "nargs": "+", "metavar": "FILE"}
 
@@ -116,7 +114,8 @@ def _record_task(options: argparse.Namespace) -> None:
     loopscope record task runs/paper --split extrapolation --levels 11-14 --examples 10000
     """
     inputs.finished_run(options.run)
-    from loopscope.recording.tasks import Keep, record_task
+    from loopscope.recording.recording_folder import Keep
+    from loopscope.recording.task_recording import record_task
 
     out = options.out or options.run / "recordings" / options.split
     keep = Keep(logits=not options.no_logits, hidden=options.hidden)
@@ -144,7 +143,7 @@ def _record_text(options: argparse.Namespace) -> None:
     shape = read_model_shape(inputs.find_model(options.model, text=True))
     check_context(options.context or shape.block_size, shape.block_size)
     read_documents(options.files)
-    from loopscope.recording.text import record_text
+    from loopscope.recording.text_recording import record_text
 
     device, chosen = device_of(options), given(options, "context", "limit", "hidden", "dtype")
     with _recording(options, f"recording {options.split}", out) as advance:
@@ -185,7 +184,7 @@ def _record_live(options: argparse.Namespace) -> None:
     if options.policy is not None:
         what = inputs.load_policy(options.policy, options.any_model)
         what.scope.check(Scope(cache=options.cache))
-    from loopscope.recording.live_text import record_live
+    from loopscope.recording.live_text_recording import record_live
 
     with _recording(options, f"running with the cache '{options.cache}'", options.out) as advance:
         runs = record_live(
@@ -225,7 +224,7 @@ def _record_benchmark(options: argparse.Namespace) -> None:
     check_data(benchmark_named(options.name), options.split, options.data)
     out = _out(options, options.name, options.split)
     inputs.find_model(options.model, text=True)
-    from loopscope.analysis.benchmarks import metric_accuracies
+    from loopscope.analysis.model_analysis import metric_accuracies
 
     device, chosen = device_of(options), given(options, "data", "limit", "shots", "hidden", "dtype", "batch_tokens")
     with _recording(options, f"{options.name}, {options.split}", out) as advance:

@@ -23,7 +23,7 @@ from loopscope.cli.options import (
 )
 from loopscope.cli.output import watched
 from loopscope.cli.parser import add_verb
-from loopscope.recording_places import find_recordings, recorded_name
+from loopscope.recording_paths import find_recordings, recorded_name
 
 
 def define(subparsers: Any) -> None:

@@ -15,11 +15,10 @@ from loopscope.cli.output import print_json, print_note, print_sentences, print_
 from loopscope.errors import UserError
 
 try:
+    from loopscope.paper.counterparts import PRODUCTS, markers
     from loopscope.report.charts import write_figure
     from loopscope.report.tables import of_sequences
     from loopscope.report.write import check_report_place, reported_models, write_report
-    from loopscope.reproduction.markers import markers
-    from loopscope.reproduction.products import PRODUCTS
 except ImportError as error:
     raise UserError(f"The report needs {error.name}; install it with: pip install 'loopscope[report]'.") from None
 

@@ -29,13 +29,13 @@ from loopscope.cli.options import READOUT_NAMES, add_shared, new_path, option, t
 from loopscope.cli.output import percent, print_note
 from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
-from loopscope.exits.fitted import attach, load_fitted
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.sweep import choose
-from loopscope.recording_places import find_recording
-from loopscope.tasks.task import Examples
+from loopscope.files import atomic_file
+from loopscope.frontier import choose
+from loopscope.learned.attach import attach, load_fitted
+from loopscope.policy import ExitPolicy
+from loopscope.recording_paths import find_recording
+from loopscope.tasks import Examples
 from loopscope.trajectory import Trajectory
-from loopscope.writing import atomic_file
 
 Parse = Callable[[list[str]], Examples]
 

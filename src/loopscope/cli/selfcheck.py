@@ -21,12 +21,12 @@ from loopscope.cli.inputs import find_model
 from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, option, rounds, text_file
 from loopscope.cli.output import print_note, print_sentences, print_table, show
 from loopscope.cli.parser import add_verb
+from loopscope.files import read_text
 from loopscope.models.tokenizer import FILE, encode, load_tokenizer
-from loopscope.reading import read_text
 
 if TYPE_CHECKING:
-    from loopscope.checks.check import Check, CheckKind
-    from loopscope.checks.selfcheck import SelfCheck
+    from loopscope.checks.machine_checks import SelfCheck
+    from loopscope.checks.model_contract import Check, CheckKind
 
 KINDS: "tuple[CheckKind, ...]" = ("contract", "precision", "batch", "cache", "replay", "speed")
 """Those of `checks`, which takes PyTorch to import."""
@@ -46,8 +46,7 @@ def define(subparsers: Any) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     folder = find_model(options.model, text=options.text is not None)
-    from loopscope.checks.sample import TEXT
-    from loopscope.checks.selfcheck import selfcheck
+    from loopscope.checks.machine_checks import TEXT, selfcheck
 
     device = device_of(options)
     text = None

@@ -18,14 +18,13 @@ from loopscope.cli.output import print_json, print_note, print_sentences, print_
 from loopscope.cli.parser import Parser, add_group, add_verb
 from loopscope.errors import UserError
 from loopscope.progress import clock
-from loopscope.studies.place import check_place
-from loopscope.studies.study_file import Study, check_study, runs_of
+from loopscope.studies.study_file import ExpandedStudy, expand_study
 
 if TYPE_CHECKING:
     from loopscope.studies.plan import Model, Plan
 
 _STEPS = {"run": "training runs", "recording": "recordings", "gate": "fitted gates"}
-_STEPS |= {"analysis": "analyses", "timing": "timings"}
+_STEPS |= {"policy": "policies", "analysis": "analyses", "timing": "timings"}
 _CHECKPOINT_OPTIONS = ("models", "benchmarks", "data", "limit", "dtype")
 """What of a study's checkpoints the command line can change."""
 _HASH_DIGITS = 8
@@ -92,13 +91,13 @@ def _run(options: argparse.Namespace) -> None:
 
     An interrupted study continues with the same command. Whatever another study made already is used again.
     """
-    study = _check_place(options)
+    expanded = _expand(options)
     from loopscope.cli.report_output import PRODUCTS
-    from loopscope.studies.run import run_study, training_time
+    from loopscope.studies.executors import run_study, training_time
 
-    PRODUCTS.names(study.products)
-    plan, store = _make_plan(options)
-    plan.check_links(_out(options))
+    PRODUCTS.names(expanded.study.products)
+    plan, store = _make_plan(options, expanded)
+    plan.check_folder(_out(options))
     if options.engine == "local" and not options.force:
         for expected in training_time(plan.steps, store, options.device):
             expected.check()
@@ -129,14 +128,13 @@ def _report_finished(options: argparse.Namespace) -> None:
     loopscope study report mano  # of what is finished so far
     loopscope study report mano --product gate_summary  # one table; docs/paper.md lists all products
     """
-    _check(options)
+    expanded = _expand(options)
     device = None if options.device == "auto" else options.device
     nothing = UserError(f"Nothing of this study is analysed yet; run it with: {_command(options, 'run', device)}.")
     if not any(_store(options).glob("analysis-*")):  # which needs no plan, and so no PyTorch
         raise nothing
-    _check_place(options)
-    plan, store = _make_plan(options)
-    plan.check_links(_out(options))
+    plan, store = _make_plan(options, expanded)
+    plan.check_folder(_out(options))
     missing = sum(not model.analysis.done(store) for model in plan.models)
     if missing == len(plan.models):
         raise nothing
@@ -145,28 +143,19 @@ def _report_finished(options: argparse.Namespace) -> None:
     _report(options, plan, store)
 
 
-def _check_place(options: argparse.Namespace) -> Study:
-    """The study, if its folder is its own, or nobody's yet, as far as settings say."""
-    study, beside = _check(options)
-    runs = [run for part in study.parts for run in runs_of(part, beside, options.set)]
-    check_place(_out(options), {run.name: run.settings for run in runs})
-    return study
+def _expand(options: argparse.Namespace) -> ExpandedStudy:
+    """The study with all of its runs, read without PyTorch."""
+    return expand_study(options.study, options.set, given(options, *_CHECKPOINT_OPTIONS))
 
 
-def _check(options: argparse.Namespace) -> tuple[Study, Path]:
-    """The study, if all of it can be read, and the folder that its file lies in."""
-    return check_study(options.study, options.set, given(options, *_CHECKPOINT_OPTIONS))
-
-
-def _make_plan(options: argparse.Namespace) -> tuple["Plan", Path]:
+def _make_plan(options: argparse.Namespace, expanded: ExpandedStudy) -> tuple["Plan", Path]:
     """The plan and its store. With other threads or devices floats add up otherwise: those are other artifacts."""
-    _check(options)
     from loopscope.studies.plan import make_plan
 
     device_of(options)
     usual = (options.device, options.threads) == ("cpu", 1)
     arithmetic = "" if usual else f"{options.device.partition(':')[0]}, {options.threads} threads"
-    return make_plan(options.study, options.set, arithmetic, given(options, *_CHECKPOINT_OPTIONS)), _store(options)
+    return make_plan(expanded, arithmetic), _store(options)
 
 
 def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
@@ -197,8 +186,8 @@ def _plan(options: argparse.Namespace) -> None:
     loopscope study plan mano
     loopscope study plan paper --json
     """
-    plan, store = _make_plan(options)
-    from loopscope.studies.run import training_time
+    plan, store = _make_plan(options, _expand(options))
+    from loopscope.studies.executors import training_time
 
     if options.json:
         models = [{"name": model.name, "run": (model.training or model.analysis).key} for model in plan.models]
@@ -240,7 +229,7 @@ def _status(options: argparse.Namespace) -> None:
 
     loopscope study status mano
     """
-    plan, store = _make_plan(options)
+    plan, store = _make_plan(options, _expand(options))
     states = {model.name: _state(model, store) for model in plan.models}
     if options.json:
         done = sum(step.done(store) for step in plan.steps)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from loopscope.cli.options import new_path
 from loopscope.errors import UserError, visible
-from loopscope.writing import BusyError, atomic_file, locked, remove_leftovers, room_for
+from loopscope.files import BusyError, atomic_file, locked, remove_leftovers, room_for
 
 
 class TextJournal:

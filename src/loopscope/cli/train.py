@@ -20,7 +20,7 @@ from loopscope.cli.options import COMPUTE, add_shared, option, out_folder
 from loopscope.cli.output import print_trained
 from loopscope.cli.parser import add_verb
 from loopscope.progress import clock, silent
-from loopscope.training.run_place import check_run_place
+from loopscope.training.run_folder import check_run_place
 from loopscope.training.settings import presets, read_settings
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def execute(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace, workers: "Workers") -> None:
     from loopscope.training.estimate import check_memory, estimate_time
-    from loopscope.training.run_folder import steps_done
+    from loopscope.training.run_state import steps_done
 
     notes: list[str] = []
     with workers.together():

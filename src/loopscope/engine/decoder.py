@@ -27,12 +27,12 @@ from torch import Tensor
 
 from loopscope.engine.exit_decision import ExitDecision, Integers
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.scope import CacheMode
-from loopscope.models.contract import LoopedModel, LoopState
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, KVCache
-from loopscope.models.layout import Layout, count_up
+from loopscope.models.looped_model import LoopedModel, LoopState
+from loopscope.models.packing import Layout, count_up
+from loopscope.policy import ExitPolicy
+from loopscope.scope import CacheMode
 
 CACHE_MODES: tuple[CacheMode, ...] = ("full", "propagate", "latest")
 _CHUNK = 1024
@@ -231,7 +231,7 @@ class Decoder:
         cached = self._cached[rows, none]
         tokens = self._tokens.reshape(-1)[self._host_indices(rows, cached, counts)]
         cache = AppendingRows(self._kv_cache, rows, cached, none)
-        layout = Layout.from_host(counts, self._device, cache=cache)
+        layout = Layout(counts, self._device, cache=cache)
         state = self._model.begin_packed(upload(tokens, self._device), layout)
         if self._kind is not type(state):
             self._kind = _by_token(type(state))
@@ -242,7 +242,7 @@ class Decoder:
 
     def _stored_states(self, counts: Integers, loops: Integers, indices: Tensor) -> LoopState:
         """So many tokens of rows, which lie at `indices`, as these loops left them; the rows are sorted by loop."""
-        layout, cache = Layout.from_host(counts, self._device), self._kv_cache
+        layout, cache = Layout(counts, self._device), self._kv_cache
         extra = {name: cache.read_states(name, 0, indices) for name in self._extra_states}
         hidden = [cache.read_states("hidden", loop, indices[part]) for loop, part in _loop_slices(counts, loops)]
         joined = hidden[0] if len(hidden) == 1 else torch.cat(hidden)

@@ -11,7 +11,7 @@ tokens are asked up to the loop at which that pays, by how many of those that we
 from collections.abc import Sequence
 
 from loopscope.engine.sampling import Draft
-from loopscope.models import LoopedModel
+from loopscope.models.looped_model import LoopedModel
 
 MOST_TOKENS = 16
 _FEW = 4

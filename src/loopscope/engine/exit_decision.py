@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.errors import UserError
-from loopscope.exits.exit_state import ExitState
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.scope import Scope
-from loopscope.exits.signals import CONVERGENCE, SIGNALS
-from loopscope.exits.steps import LARGEST_RATIO
-from loopscope.models.contract import LoopedModel
+from loopscope.exit_state import ExitState
 from loopscope.models.device import accumulator, upload
+from loopscope.models.looped_model import LoopedModel
+from loopscope.policy import ExitPolicy
+from loopscope.readouts.signals import CONVERGENCE, LARGEST_RATIO, SIGNALS
+from loopscope.scope import Scope
 
 Array = NDArray[Any]
 Integers = NDArray[np.int64]

@@ -14,20 +14,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from loopscope.arguments import as_token_row
+from loopscope.arrays import as_token_row
 from loopscope.engine.decoder import CACHE_MODES, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
 from loopscope.engine.exit_decision import Integers, check_policy
 from loopscope.engine.requests import check_tokens, require_vocabulary
 from loopscope.engine.sampling import Draft, Sampling, draw_drafts, greedy_tokens, verify, verify_greedy
 from loopscope.errors import UserError
-from loopscope.exits.exit_state import check_drafts
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.scope import CacheMode, Scope
-from loopscope.models.contract import LoopedModel
+from loopscope.exit_state import check_drafts
 from loopscope.models.device import upload
-from loopscope.models.layout import count_up
+from loopscope.models.looped_model import LoopedModel
+from loopscope.models.packing import count_up
 from loopscope.models.tokenizer import Detokenizer, decode
+from loopscope.policy import ExitPolicy
+from loopscope.scope import CacheMode, Scope
 
 FinishReason = Literal["stop", "length"]
 MOST_ROWS = 1 << 16

@@ -17,15 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arguments import as_array, as_token_row
+from loopscope.arrays import as_array, as_token_row
 from loopscope.engine.exit_decision import Array, Integers, check_finite
 from loopscope.errors import UserError
-from loopscope.exits.scope import Score
-from loopscope.models.contract import LoopedModel, LoopState
 from loopscope.models.device import accumulator, upload
 from loopscope.models.kv_cache import AppendingRows, KVCache, SharedPrefix
-from loopscope.models.layout import Layout
-from loopscope.tasks.task import Examples
+from loopscope.models.looped_model import LoopedModel, LoopState
+from loopscope.models.packing import Layout
+from loopscope.scope import Score
+from loopscope.tasks import Examples
 
 _MAX_LOGITS = 1 << 26
 """Logits that are held at a time."""
@@ -193,7 +193,7 @@ class _Prefix:
     def __init__(self, model: LoopedModel, tokens: Integers, device: torch.device) -> None:
         self._model, self._loop = model, 0
         self._kv_cache = KVCache(1, len(tokens), most_loops=model.num_loops)
-        layout = Layout.from_host(np.array([len(tokens)]), device, cache=self._appending())
+        layout = Layout(np.array([len(tokens)]), device, cache=self._appending())
         self._state = model.begin_packed(upload(tokens, device), layout)
 
     def run_to(self, loop: int) -> KVCache:
@@ -222,7 +222,7 @@ def embed_requests(
             counts[: len(request.rows)] = request.branches
     cache = prefix_cache.shared_prefix(requests, np.zeros(len(requests), dtype=np.int64))
     tokens = upload(np.concatenate([request.tokens for request in requests]), device)
-    return model.begin_packed(tokens, Layout.from_host(lengths, device, branches, cache))
+    return model.begin_packed(tokens, Layout(lengths, device, branches, cache))
 
 
 def trunk_ends(state: LoopState) -> Tensor:

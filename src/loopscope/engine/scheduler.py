@@ -31,11 +31,11 @@ from loopscope.engine.requests import (
     trunk_ends,
 )
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.scope import Scope, StateRead
-from loopscope.exits.thresholds import is_whole
-from loopscope.models.contract import LoopedModel, LoopState
 from loopscope.models.device import upload
+from loopscope.models.looped_model import LoopedModel, LoopState
+from loopscope.policy import ExitPolicy
+from loopscope.scope import Scope, StateRead
+from loopscope.threshold_grids import is_whole
 from loopscope.trajectory import Trajectory
 
 _CLOSE = 1e-5
@@ -231,7 +231,7 @@ class _RunningBatch:
         elif self.count == len(states[0].loop):
             return states[0]  # nobody came, nobody left
         state = states[0] if len(states) == 1 else type(states[0]).join(states)
-        keys = [state.layout.counts.lengths[self._decision.rows]]
+        keys = [state.layout.host_lengths[self._decision.rows]]
         if self._shares:
             prefixes = [request.prefix for request in self._requests]
             keys += [self._loops, np.unique(np.array(prefixes, dtype=object), return_inverse=True)[1]]

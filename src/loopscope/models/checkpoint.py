@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loopscope.config import read_json
+from loopscope.config import read_json, write_json
 from loopscope.errors import UserError
+from loopscope.files import atomic_file, require_file
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint_folder import (
     CONFIG,
@@ -42,8 +43,6 @@ from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.transformer import Gate, LoopedTransformer
-from loopscope.reading import require_file
-from loopscope.writing import atomic_file, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED_FLOATS = ("F64", "F32", "F16", "BF16")
@@ -114,7 +113,7 @@ def fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: to
     weights: dict[str, Tensor] = {}
     for file in weight_files(folder):
         with _opened(file, str(device)) as stored:
-            for name in stored.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in stored.keys():
                 if not name.endswith(model.unneeded):
                     _check_tensor(folder, name, stored.get_slice(name), expected)
                     tensor = stored.get_tensor(name)

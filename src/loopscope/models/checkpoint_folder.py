@@ -20,10 +20,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from loopscope.artifacts import sha256
-from loopscope.config import Layers, Loops, Positions, Settings, Vocabulary, Width, digest, read_json
+from loopscope.config import Layers, Loops, Positions, Settings, Vocabulary, Width, digest, read_json, write_json
 from loopscope.errors import UserError
-from loopscope.reading import is_file, is_folder, is_plain_name, no_folder
-from loopscope.writing import write_json
+from loopscope.files import is_file, is_folder, is_plain_name, no_folder
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

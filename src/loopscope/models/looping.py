@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from loopscope.artifacts import artifact_folder
-from loopscope.config import build, plain, read_json
+from loopscope.config import build, plain, read_json, write_json
 from loopscope.errors import UserError
+from loopscope.files import is_file, is_folder, is_there, remove_leftovers
 from loopscope.models.checkpoint import check_layers, fill, require_finite, save_model
 from loopscope.models.checkpoint_folder import (
     BESIDE_WEIGHTS,
@@ -30,8 +31,6 @@ from loopscope.models.checkpoint_folder import (
     read_model_type,
 )
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig, Looping
-from loopscope.reading import is_file, is_folder, is_there
-from loopscope.writing import remove_leftovers, write_json
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
 """What a configuration of the Hub means where it says nothing."""

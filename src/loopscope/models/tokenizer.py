@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from loopscope.errors import UserError, brief
+from loopscope.files import is_folder
 from loopscope.models.checkpoint_folder import explained, optional_module
-from loopscope.reading import is_folder
 
 FILE = "tokenizer.json"
 ENDS_OF_TURN = ("<|im_end|>", "<|end_turn|>")
@@ -41,7 +41,7 @@ def load_tokenizer(source: str | Path) -> Any:
     require_tokenizer(source)
     with explained(f"No tokenizer could be read from {source}"):
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(source))
-        tokenizer.eos_token_id  # noqa: B018 - of the wrong type where the file is wrong
+        tokenizer.eos_token_id
     return tokenizer
 
 

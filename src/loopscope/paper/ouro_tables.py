@@ -7,13 +7,19 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from loopscope.analysis.bootstrap import Interval
-from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
+from loopscope.analysis.schema import (
+    BenchmarkResult,
+    FrontierResult,
+    ModelResult,
+    QuestionBench,
+    QuestionTiming,
+    Results,
+)
 from loopscope.analysis.targets import percent_text
-from loopscope.analysis.timings import QuestionBench, QuestionTiming
-from loopscope.exits.readouts import POST_HOC
-from loopscope.exits.signals import FITTED, FITTED_GATE
 from loopscope.paper.published import PublishedPoint, published
-from loopscope.questions.benchmarks import BENCHMARKS
+from loopscope.questions import BENCHMARKS
+from loopscope.readouts.readout import POST_HOC
+from loopscope.readouts.signals import FITTED, FITTED_GATE
 from loopscope.report.tables import Table, loop_table, with_bounds
 
 _CHOSEN = (

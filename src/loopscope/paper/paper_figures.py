@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 
 from loopscope.analysis.schema import Results
-from loopscope.exits.readouts import POST_HOC
-from loopscope.exits.signals import FITTED_GATE
 from loopscope.paper.ouro_tables import BenchmarkModel, benchmark_models
 from loopscope.paper.variants import GEOMETRIC, UNIFORM, TaskVariants, TrainedVariant, VariantPrior, prior_words
+from loopscope.readouts.readout import POST_HOC
+from loopscope.readouts.signals import FITTED_GATE
 from loopscope.report.charts import Drawing, difficulty_chart, frontiers
 from loopscope.report.curves import SIGNAL_TITLES, Line, Seeds, continued, frontier_panel, readout_lines, signal_panels
 from loopscope.report.products import exit_distributions, forced_exits

@@ -13,7 +13,9 @@ import msgspec
 
 from loopscope.config import Settings, build, read_toml
 
-Readout = Literal["fixed", "gate", "entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine"]
+PaperReadout = Literal[
+    "fixed", "gate", "entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine"
+]
 BenchmarkTitle = Literal["MMLU", "ARC-Easy", "ARC-Challenge", "OpenBookQA", "HellaSwag", "CommonsenseQA"]
 
 
@@ -39,13 +41,13 @@ class TrainedWith(Settings, frozen=True, kw_only=True):
 
 class PublishedFrontier(Settings, frozen=True, kw_only=True):
     training: TrainedWith
-    readout: Readout
+    readout: PaperReadout
     depth_at: dict[str, PublishedValue]  # the paper's D@X for X of 0.95, 0.98, 0.99; what it marks N/A is not there
 
 
 class OverSeedsPoint(Settings, frozen=True, kw_only=True):
     training: TrainedWith
-    readout: Readout
+    readout: PaperReadout
     accuracy: PublishedValue
     loops: PublishedValue
 
@@ -59,20 +61,20 @@ class OuroPair(Settings, frozen=True, kw_only=True):
     model: str
     benchmark: BenchmarkTitle
     gate: PublishedPoint
-    readout: Readout  # the post-hoc one
+    readout: PaperReadout  # the post-hoc one
     post_hoc: PublishedPoint
 
 
 class OuroBest(PublishedPoint, frozen=True, kw_only=True):
     model: str
     benchmark: BenchmarkTitle
-    readout: Readout
+    readout: PaperReadout
 
 
 class PublishedLatency(PublishedPoint, frozen=True, kw_only=True):
     benchmark: BenchmarkTitle | None = None  # Ouro's
     training: TrainedWith | None = None  # MANO's
-    readout: Readout
+    readout: PaperReadout
     milliseconds: float  # an example
     speedup: float
 

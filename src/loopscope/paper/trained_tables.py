@@ -1,10 +1,9 @@
 """The counterparts of the paper's tables on models that LoopScope trained: our numbers, and the paper's beside them."""
 
 from loopscope.analysis.bootstrap import ENOUGH, Interval
-from loopscope.analysis.schema import FrontierResult, ModelResult, Results
-from loopscope.analysis.seeds import OverSeeds, over_seeds
+from loopscope.analysis.results import over_seeds
+from loopscope.analysis.schema import FrontierResult, ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import percent_text
-from loopscope.exits.signals import FITTED, FITTED_GATE
 from loopscope.paper.published import PublishedValue, published
 from loopscope.paper.variants import (
     DECOUPLED,
@@ -16,6 +15,7 @@ from loopscope.paper.variants import (
     prior_words,
     trained_variants,
 )
+from loopscope.readouts.signals import FITTED, FITTED_GATE
 from loopscope.report.curves import continued
 from loopscope.report.tables import Table, share, with_bounds
 

@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from loopscope.analysis.labels import model_label, recorded_run
-from loopscope.analysis.results import group_models
+from loopscope.analysis.results import group_models, model_label, recorded_run
 from loopscope.analysis.schema import GroupResult, ModelResult, Results
 from loopscope.paper.published import TrainedWith
 from loopscope.report.tables import grouped_runs

@@ -15,27 +15,28 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.artifacts import sha256
+from loopscope.certify.calibration import Candidates
+from loopscope.certify.live_candidates import CANDIDATES, candidate_p_values, propose_candidates
+from loopscope.certify.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
+from loopscope.certify.risk_target import RiskTarget
+from loopscope.certify.threshold_walk import Proof
 from loopscope.config import digest, plain
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.engine.exit_decision import likeliest_classes
 from loopscope.engine.generation import MOST_ROWS, Prompt, stream
 from loopscope.errors import UserError
-from loopscope.exits.exit_state import ExitState
-from loopscope.exits.fitted import Fitted
-from loopscope.exits.live_calibration import CANDIDATES, Candidates, candidate_p_values, propose_candidates
-from loopscope.exits.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.risk_target import RiskTarget
-from loopscope.exits.scope import CacheMode, Scope
-from loopscope.exits.threshold_walk import Proof
+from loopscope.exit_state import ExitState
+from loopscope.learned.attach import Fitted
 from loopscope.model_identity import same_model, weights_of
 from loopscope.models.checkpoint import load_model
-from loopscope.models.contract import LoopedModel
+from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.device import check_device
-from loopscope.models.hub import find_checkpoint
+from loopscope.models.looped_model import LoopedModel
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.recording.recording_folder import Arrays, existing_artifact, keep_part, kept_parts, resume_or_make
 from loopscope.recording.text_recording import TextWindows, cut_documents
+from loopscope.scope import CacheMode, Scope
 from loopscope.trajectory import Trajectory
 
 _BATCHES_TOGETHER = 8
@@ -177,7 +178,7 @@ def _given(policy: ExitPolicy, recording: Trajectory, cache: CacheMode) -> Candi
 
 def _identity(rule: ExitPolicy) -> str:
     weights = rule.gate and {name: np.asarray(values).tolist() for name, values in rule.gate.tensors.items()}
-    return digest([rule.readout, weights, rule.definition_sha256])
+    return digest([rule.readout, weights, rule.scope.definition])
 
 
 def _sequences(recording: Trajectory) -> Integers:

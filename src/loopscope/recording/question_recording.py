@@ -22,16 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.config import digest, read_json
+from loopscope.config import digest, read_json, write_json
 from loopscope.engine.exit_decision import check_finite, to_host
 from loopscope.engine.requests import PrefixCache, Request, choice_scores, choices, decision_states, embed_requests
 from loopscope.errors import UserError
-from loopscope.exits.readouts import readouts_reading
-from loopscope.exits.recorded_signals import replayed
-from loopscope.exits.scope import SCORE_OF_METRIC, STATE_WORDS
 from loopscope.models.checkpoint import load_model
-from loopscope.models.contract import LoopedModel
-from loopscope.models.hub import find_checkpoint
+from loopscope.models.checkpoint_folder import find_checkpoint
+from loopscope.models.looped_model import LoopedModel
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import (
@@ -44,6 +41,8 @@ from loopscope.questions import (
     load_questions,
     metric_scores,
 )
+from loopscope.readouts.readout import readouts_reading
+from loopscope.readouts.replay import replayed
 from loopscope.recording.recording_folder import (
     Arrays,
     Keep,
@@ -53,8 +52,8 @@ from loopscope.recording.recording_folder import (
     resume_or_make,
     unfinished_folder,
 )
+from loopscope.scope import SCORE_OF_METRIC, STATE_WORDS
 from loopscope.trajectory import Trajectory
-from loopscope.writing import write_json
 
 BATCH_TOKENS = 8192
 """Tokens of a batch, unless it is asked for otherwise: enough to keep a machine busy."""

@@ -26,13 +26,14 @@ from loopscope.artifacts import (
     save_tensors,
     sha256,
 )
-from loopscope.config import digest, read_json
+from loopscope.config import digest, read_json, write_json
 from loopscope.engine.exit_decision import check_finite
 from loopscope.errors import UserError
-from loopscope.exits.readouts import readout_definition, readouts_reading
-from loopscope.exits.recorded_signals import check_definition, replayed
+from loopscope.files import SCRATCH, discard, is_scratch, only_writer, remove_leftovers, remove_scratch, room_for
 from loopscope.model_identity import same_model
-from loopscope.models.contract import LoopedModel, Loops
+from loopscope.models.looped_model import LoopedModel, Loops
+from loopscope.readouts.readout import readout_definition, readouts_reading
+from loopscope.readouts.replay import check_definition, replayed
 from loopscope.trajectory import (
     EXAMPLES,
     HIDDEN,
@@ -42,16 +43,6 @@ from loopscope.trajectory import (
     TRAJECTORY,
     Trajectory,
     seal,
-)
-from loopscope.writing import (
-    SCRATCH,
-    discard,
-    is_scratch,
-    only_writer,
-    remove_leftovers,
-    remove_scratch,
-    room_for,
-    write_json,
 )
 
 Arrays = dict[str, NDArray[Any]]

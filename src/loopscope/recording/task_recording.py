@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from loopscope.arguments import as_integers
+from loopscope.arrays import as_integers
 from loopscope.config import plain
 from loopscope.engine.exit_decision import check_logits
 from loopscope.engine.requests import check_tokens
 from loopscope.errors import UserError
-from loopscope.exits.readouts import readouts_reading
-from loopscope.exits.recorded_signals import replayed
-from loopscope.exits.signals import OF_LOG_PROBS, SIGNALS, log_probs
 from loopscope.models.checkpoint import load_model, weights_sha256
-from loopscope.models.contract import LoopedModel, Loops
 from loopscope.models.device import upload
+from loopscope.models.looped_model import LoopedModel, Loops
 from loopscope.progress import ProgressCallback, silent
+from loopscope.readouts.readout import readouts_reading
+from loopscope.readouts.replay import replayed
+from loopscope.readouts.signals import OF_LOG_PROBS, SIGNALS, log_probs
 from loopscope.recording.recording_folder import (
     ArrayLayout,
     Arrays,
@@ -36,8 +36,9 @@ from loopscope.recording.recording_folder import (
     write_recording,
     write_states,
 )
-from loopscope.tasks.task import Examples, drawn, seen, training_fingerprints
-from loopscope.training.settings import RunSettings, read_run_settings
+from loopscope.tasks import Examples, drawn, seen, training_fingerprints
+from loopscope.training.run_folder import read_run_settings
+from loopscope.training.settings import RunSettings
 from loopscope.trajectory import SIGNAL_PREFIX, Trajectory
 
 BATCH = 1024

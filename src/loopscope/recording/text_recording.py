@@ -16,19 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.arguments import check_split_name
 from loopscope.artifacts import sha256
 from loopscope.documents import check_context, read_documents, tokenize_documents
 from loopscope.engine.exit_decision import LOGIT_SIGNALS, check_finite, logit_signals
 from loopscope.errors import UserError
-from loopscope.exits.readouts import readouts_reading
-from loopscope.exits.recorded_signals import replayed
 from loopscope.models.checkpoint import load_model
-from loopscope.models.contract import LoopedModel, Loops
+from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.device import check_device, upload
-from loopscope.models.hub import find_checkpoint
-from loopscope.models.layout import Layout, count_up
+from loopscope.models.looped_model import LoopedModel, Loops
+from loopscope.models.packing import Layout, count_up
 from loopscope.progress import ProgressCallback, silent
+from loopscope.readouts.readout import readouts_reading
+from loopscope.readouts.replay import replayed
 from loopscope.recording.recording_folder import (
     Arrays,
     Keep,
@@ -38,8 +37,8 @@ from loopscope.recording.recording_folder import (
     write_recording,
     write_states,
 )
-from loopscope.training.run_place import trained_with
-from loopscope.trajectory import SIGNAL_PREFIX, Trajectory
+from loopscope.training.run_folder import trained_with
+from loopscope.trajectory import SIGNAL_PREFIX, Trajectory, check_split_name
 
 CONTEXT = 512
 """Tokens of a window, if the model takes as many."""
@@ -167,7 +166,7 @@ def window_predictions(
 ) -> Iterator[tuple[slice, Loops]]:
     """What the model says at every loop at all tokens but the last of every window, some of them at a time."""
     device = torch.device(device)
-    layout = Layout.from_host(lengths, device)
+    layout = Layout(lengths, device)
     embedded = model.begin_packed(upload(tokens, device), layout)
     predicting = upload(count_up(layout.host_starts, lengths - 1), device)
     outputs = [[each.index_select(0, predicting) for each in model.read(state)] for state in model.unroll(embedded)]

@@ -13,9 +13,9 @@ from typing import Any
 
 import vl_convert
 
+from loopscope.files import write_bytes
 from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, chosen_lines
 from loopscope.report.figure_style import GREY, INK, STYLES, FigureStyle, looks_of, shades_of
-from loopscope.writing import write_bytes
 
 Specification = dict[str, Any]
 Drawing = Callable[[FigureStyle], Specification]

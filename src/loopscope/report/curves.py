@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.schema import Binned, FrontierResult, ModelResult, Results
-from loopscope.exits.signals import CONVERGENCE
+from loopscope.readouts.signals import CONVERGENCE
 
 POINTS = ("fixed", "oracle")
 """Between two fixed depths there is no fixed depth, and the oracle is one point: marks without a line."""

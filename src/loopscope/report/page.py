@@ -19,9 +19,9 @@ import vl_convert
 from jinja2 import Environment
 
 from loopscope.analysis.diagnosis import NO_VERDICT
-from loopscope.analysis.outcomes import OUTCOMES
 from loopscope.analysis.schema import Binned, ModelResult, Results
 from loopscope.analysis.threshold_details import (
+    OUTCOMES,
     ExitsByThreshold,
     ModelDetails,
     SampledExamples,

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis
-from loopscope.analysis.labels import recorded_run
+from loopscope.analysis.results import recorded_run
 from loopscope.analysis.schema import ModelResult, Results
 from loopscope.analysis.targets import Target, percent_text
 from loopscope.report.tables import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from loopscope.analysis.schema import Results
 from loopscope.errors import visible
-from loopscope.exits.signals import STOPPER
+from loopscope.readouts.signals import STOPPER
 from loopscope.report import tables
 from loopscope.report.charts import Drawing, difficulty_chart, frontiers
 from loopscope.report.curves import (

@@ -8,12 +8,12 @@ from loopscope.analysis.bootstrap import Estimate
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.gaps import Gap
 from loopscope.analysis.held_out import HeldOut
-from loopscope.analysis.schema import GroupResult, ModelResult, Results
-from loopscope.analysis.seeds import OverSeeds, over_seeds
+from loopscope.analysis.results import over_seeds
+from loopscope.analysis.schema import GroupResult, ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import Target, percent_text
-from loopscope.exits.guarantee import Guarantee
-from loopscope.exits.signals import STOPPER
-from loopscope.exits.stopper import KINDS
+from loopscope.guarantee import Guarantee
+from loopscope.learned.stopper import STOPPER_KINDS
+from loopscope.readouts.signals import STOPPER
 
 UNLEARNED = "nothing learned"
 """Where there were too few examples, or no signals, to learn a stopper from."""
@@ -144,7 +144,7 @@ def gaps(results: Results) -> Table:
 
 def learned_stoppers(results: Results) -> Table:
     """What rules on all signals together gain over the best single readout, and what no rule has reached."""
-    learned = [f"{STOPPER}{kind}" for kind in KINDS]
+    learned = [f"{STOPPER}{kind}" for kind in STOPPER_KINDS]
     several, rows = len(results.targets) > 1, []
     for group, members in grouped_runs(results):
         if without_depths(members) or not any(name in group.depth_at for name in learned):
@@ -163,7 +163,14 @@ def learned_stoppers(results: Results) -> Table:
         "accuracy. Gaps are at a lower accuracy (@) where the target is out of reach. "
         "Over several seeds: mean ± sample standard deviation (how many)."
     )
-    columns = ["model", *(["target"] if several else []), "best single readout", *KINDS, "room left", "reachable room"]
+    columns = [
+        "model",
+        *(["target"] if several else []),
+        "best single readout",
+        *STOPPER_KINDS,
+        "room left",
+        "reachable room",
+    ]
     columns += ["seeds better, worse", "remaining"]
     return Table("Learned stoppers", note + of_sequences(results), columns, rows)
 

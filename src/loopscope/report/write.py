@@ -11,18 +11,17 @@ from loopscope.analysis.schema import Results
 from loopscope.analysis.targets import Target
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST
-from loopscope.config import read_json
+from loopscope.config import read_json, write_json
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
+from loopscope.files import is_file, is_folder, is_scratch, only_writer, remove_scratch, write_bytes
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
-from loopscope.reading import is_file, is_folder
-from loopscope.recording_places import RECORDINGS
+from loopscope.recording_paths import RECORDINGS
 from loopscope.report.charts import write_figure
 from loopscope.report.figure_style import STYLES
 from loopscope.report.page import Marker, render
 from loopscope.report.products import OVERVIEW, Product, markdown
 from loopscope.trajectory import Trajectory
-from loopscope.writing import is_scratch, only_writer, remove_scratch, write_bytes, write_json
 
 RESULTS, TABLES, PAGE = ("results.json", "tables.md", "report.html")
 

@@ -22,12 +22,12 @@ from typing import Any, Literal
 import torch
 
 from loopscope.errors import UserError
+from loopscope.files import remove_scratch
 from loopscope.machine import cores, keep_memory, out_of_memory
 from loopscope.progress import ProgressCallback
 from loopscope.studies.plan import Model, Plan
 from loopscope.studies.steps import Step, Time, Train, all_steps, to_be_done
 from loopscope.training.estimate import TimeEstimate, estimate_time
-from loopscope.writing import remove_scratch
 
 Executor = Literal["local", "ray"]
 StepResult = BaseException | str | None

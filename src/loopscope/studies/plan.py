@@ -14,15 +14,14 @@ from loopscope.analysis.schema import ModelResult, QuestionBench, Results
 from loopscope.analysis.targets import as_targets
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST
+from loopscope.certify.risk_target import RiskTarget
 from loopscope.config import build, differences, plain
 from loopscope.errors import UserError
-from loopscope.exits.risk_target import RiskTarget
-from loopscope.models.configuration import CONFIG
-from loopscope.objectives import Objective
-from loopscope.questions.benchmarks import BENCHMARKS, Split
-from loopscope.reading import is_folder
-from loopscope.recording.tasks import extrapolation_levels
-from loopscope.recording_places import RECORDINGS
+from loopscope.files import is_folder
+from loopscope.models.checkpoint_folder import CONFIG
+from loopscope.questions import BENCHMARKS, Split
+from loopscope.recording.task_recording import extrapolation_levels
+from loopscope.recording_paths import RECORDINGS
 from loopscope.studies.steps import (
     POLICY,
     Analyse,
@@ -48,7 +47,8 @@ from loopscope.studies.study_file import (
     usual_objective,
 )
 from loopscope.training.gate_fitting import GateSettings, host_defaults
-from loopscope.training.run_place import named_settings, trained_with
+from loopscope.training.run_folder import named_settings, trained_with
+from loopscope.training.settings import Objective
 
 
 @dataclass(frozen=True)

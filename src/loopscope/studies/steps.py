@@ -20,27 +20,27 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, on
 from loopscope.analysis.schema import ModelResult, QuestionBench
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
-from loopscope.bench.questions import time_benchmark
-from loopscope.config import Settings, digest, plain, read_json
+from loopscope.bench.question_timing import time_benchmark
+from loopscope.certify.calibration import certify
+from loopscope.certify.risk_target import RiskTarget
+from loopscope.config import Settings, digest, plain, read_json, write_json
 from loopscope.errors import UserError
-from loopscope.exits.calibration import certify
-from loopscope.exits.fitted_gate import FittedGate
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.readouts import POST_HOC
-from loopscope.exits.risk_target import RiskTarget
-from loopscope.exits.sweep import choose
+from loopscope.frontier import choose
+from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import WEIGHTS
-from loopscope.questions.benchmarks import Split
-from loopscope.recording.benchmarks import record_benchmark, share_recorded
-from loopscope.recording.tasks import Keep, record_task
+from loopscope.policy import ExitPolicy
+from loopscope.questions import Split
+from loopscope.readouts.readout import POST_HOC
+from loopscope.recording.question_recording import record_benchmark, share_recorded
+from loopscope.recording.recording_folder import Keep
+from loopscope.recording.task_recording import record_task
 from loopscope.studies.study_file import ExternalSource
 from loopscope.training.gate_fitting import GateSettings, fit_gate
-from loopscope.training.loop import with_objective
 from loopscope.training.run_folder import logged_steps
 from loopscope.training.settings import RunSettings
 from loopscope.training.task_run import TaskRun, train
+from loopscope.training.training_loop import with_objective
 from loopscope.trajectory import Trajectory, concatenate
-from loopscope.writing import write_json
 
 SMALL = 50
 """Recording, fitting or analysing counts as much progress as this many steps of training."""

@@ -17,16 +17,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from loopscope.artifacts import sha256
+from loopscope.certify.risk_target import AUTO, RiskTarget
 from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, digest, plain, read_toml
 from loopscope.errors import UserError, did_you_mean
-from loopscope.exits.readouts import readout_kind
-from loopscope.exits.risk_target import AUTO, RiskTarget
-from loopscope.models.configuration import CONFIG, GateKind, require_config, weight_files
-from loopscope.objectives import BUILT_IN, Objective
-from loopscope.questions.benchmarks import BENCHMARKS
-from loopscope.reading import is_file, is_folder, no_folder, no_such_toml
-from loopscope.training.custom_objectives import with_source
-from loopscope.training.settings import RunSettings, read_settings
+from loopscope.files import is_file, is_folder, no_folder, no_such_toml
+from loopscope.models.checkpoint_folder import CONFIG, GateKind, require_config, weight_files
+from loopscope.questions import BENCHMARKS
+from loopscope.readouts.readout import needs_labels
+from loopscope.training.settings import BUILT_IN, Objective, RunSettings, read_settings, with_source
 
 Lambda = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Prior = Literal["uniform", "final"] | Lambda
@@ -139,7 +137,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
 
 
 def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
-    if any(each.readout != AUTO and readout_kind(each.readout) == "oracle" for each in guarantees):
+    if any(each.readout != AUTO and needs_labels(each.readout) for each in guarantees):
         raise ValueError("the oracle needs the labels, so it cannot be promised; choose another readout")
 
 

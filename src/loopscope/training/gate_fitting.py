@@ -20,18 +20,17 @@ from torch import Tensor
 from loopscope.artifacts import artifact_folder
 from loopscope.config import Count, NonNegative, Positive, Seed, Settings, build, plain
 from loopscope.errors import UserError
-from loopscope.exits.fitted_gate import FittedGate
-from loopscope.exits.splits import check_gate_data
+from loopscope.files import BESIDE
+from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
-from loopscope.models.configuration import weight_files
-from loopscope.models.gates import Gate
-from loopscope.models.run_hashes import HASHES
+from loopscope.models.checkpoint_folder import HASHES, weight_files
+from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
+from loopscope.splits import check_gate_data
 from loopscope.tasks import Draws
 from loopscope.training.objectives import objective_loss
 from loopscope.training.settings import GATED, DepthPrior, Objective, Probability
 from loopscope.trajectory import Trajectory
-from loopscope.writing import BESIDE
 
 _MIN_IMPROVEMENT, _SHARPNESS = 0.005, 50.0
 """Another loop is worth it from an improvement of about 0.005 nats on."""
@@ -142,7 +141,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
                 metadata = opened.metadata()
             theirs = {part: name for part, name in names.items() if name in tensors}
             for part, name in theirs.items():

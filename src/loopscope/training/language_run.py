@@ -30,27 +30,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loopscope.artifacts import sha256
-from loopscope.config import build, plain, read_json
+from loopscope.config import build, plain, read_json, write_json
 from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
-from loopscope.models.checkpoint import (
-    BESIDE_WEIGHTS,
-    end_tokens,
-    gate_tensors,
-    load_model,
-    model_without_weights,
-    stored_sha256,
-)
-from loopscope.models.configuration import CONFIG
-from loopscope.models.contract import LoopedModel, LoopState
+from loopscope.files import write_bytes
+from loopscope.models.checkpoint import gate_tensors, load_model, model_without_weights, stored_sha256
+from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, end_tokens
 from loopscope.models.device import accumulator, upload
+from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.tokenizer import FILE as TOKENIZER
 from loopscope.training.objectives import Unrolling, expected_loops
 from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import GATED, SPECIAL_TOKENS, ContinueSettings, PretrainSettings
 from loopscope.training.training_loop import BatchLosses, TrainingRun, epoch_rows
-from loopscope.writing import write_bytes, write_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _EMBEDDING_SPREAD = 0.3

@@ -15,12 +15,20 @@ from typing import Any
 
 import msgspec
 
-from loopscope.config import build, differences, plain, read_json
+from loopscope.config import build, differences, plain, read_json, write_json
 from loopscope.errors import UserError
-from loopscope.models.configuration import CONFIG, read_checkpoint_config
-from loopscope.reading import is_file, is_folder, no_folder
+from loopscope.files import (
+    is_file,
+    is_folder,
+    is_scratch,
+    no_folder,
+    only_writer,
+    remove_scratch,
+    room_for,
+    write_bytes,
+)
+from loopscope.models.checkpoint_folder import CONFIG, read_checkpoint_config
 from loopscope.training.settings import RunSettings, with_source
-from loopscope.writing import is_scratch, only_writer, remove_scratch, room_for, write_bytes, write_json
 
 STATE_FILE = "state.safetensors"
 METRICS_FILE = "metrics.jsonl"

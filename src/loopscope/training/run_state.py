@@ -13,13 +13,12 @@ from torch import Tensor
 from loopscope.artifacts import sha256
 from loopscope.config import digest
 from loopscope.errors import UserError
+from loopscope.files import atomic_file
 from loopscope.models.checkpoint import first_not_finite, write_tensors
-from loopscope.models.configuration import WEIGHTS
-from loopscope.models.contract import LoopedModel, tensors_sha256
-from loopscope.models.run_hashes import write_hashes
+from loopscope.models.checkpoint_folder import WEIGHTS, write_hashes
+from loopscope.models.looped_model import LoopedModel, tensors_sha256
 from loopscope.training.optimizers import Optimizers
 from loopscope.training.run_folder import METRICS_FILE, STATE_FILE, metrics_sha256, trained_with
-from loopscope.writing import atomic_file
 
 
 def steps_done(folder: Path) -> int:

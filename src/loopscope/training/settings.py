@@ -38,8 +38,8 @@ from loopscope.config import (
 )
 from loopscope.documents import END
 from loopscope.errors import UserError, brief, did_you_mean, reason
-from loopscope.models.configuration import TransformerSettings
-from loopscope.reading import is_file, no_such_toml
+from loopscope.files import is_file, no_such_toml
+from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.tasks import Mano, Parity
 
 GATED = ("learned_gate", "decoupled_gate")

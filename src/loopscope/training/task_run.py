@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loopscope.config import plain
-from loopscope.models.configuration import CheckpointConfig
+from loopscope.config import plain, write_json
+from loopscope.models.checkpoint_folder import CheckpointConfig
 from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.progress import ProgressCallback, silent
@@ -26,7 +26,6 @@ from loopscope.training.parallel import SINGLE_WORKER, Workers
 from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import Option, RunSettings, UserFunction, custom_objective, read_settings
 from loopscope.training.training_loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
-from loopscope.writing import write_json
 
 
 def train(

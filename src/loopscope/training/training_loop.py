@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from loopscope.artifacts import sha256
 from loopscope.errors import UserError
-from loopscope.models.configuration import CONFIG, WEIGHTS
-from loopscope.models.run_hashes import check_hashes
+from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS, check_hashes
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
 from loopscope.training.objectives import (

@@ -11,11 +11,11 @@ from tiny_language import write_outspoken
 
 import loopscope as ls
 from loopscope.cli import main
-from loopscope.exits.scope import scope_of
 from loopscope.integrations.lm_eval.evaluation import evaluate
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
-from loopscope.questions.benchmarks import BENCHMARKS
-from loopscope.recording.benchmarks import record_benchmark
+from loopscope.questions import BENCHMARKS
+from loopscope.recording.question_recording import record_benchmark
+from loopscope.scope import scope_of
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from benchmark_slices import asked, byte_pairs
 from tiny_language import hugging_face, outspoken
 
 import loopscope as ls
-from loopscope.engine.generation import Prompt, generate
-from loopscope.engine.stop_strings import StopStrings
+from loopscope.engine.generation import Prompt, StopStrings, generate
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM, sampling_of
 
 load = partial(LoopScopeLM, tokenizer=byte_pairs(), batch_tokens=600)
@@ -83,8 +82,8 @@ def test_texts_are_those_of_the_hugging_face_backend() -> None:
 
 def test_a_policy_decides_about_a_whole_question() -> None:
     """As the engine's answers to the same questions say."""
-    from loopscope.questions.encoding import encode_questions
-    from loopscope.recording.choice_scoring import question_requests
+    from loopscope.questions import encode_questions
+    from loopscope.recording.question_recording import question_requests
 
     model, questions = outspoken(), asked("openbookqa")[:8]
     encoded = encode_questions(questions, byte_pairs())

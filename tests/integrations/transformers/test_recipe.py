@@ -10,7 +10,7 @@ import torch
 from conftest import tiny_language_run
 
 import loopscope as ls
-from loopscope.training.loop import train_run
+from loopscope.training.training_loop import train_run
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "fine_tuning"
 

@@ -30,9 +30,9 @@ from transformers import (
 
 import loopscope as ls
 from loopscope.integrations.transformers import LoopTrainer, lora_config
-from loopscope.objectives import LoopLosses, Objective
-from loopscope.training.custom_objectives import load_objective
 from loopscope.training.language_run import LanguageRun, TokenLosses, TokenWindows
+from loopscope.training.objectives import LoopLosses, load_objective
+from loopscope.training.settings import Objective
 
 
 def text(seed: int, rows: int = 64, length: int = 17) -> list[dict[str, Any]]:

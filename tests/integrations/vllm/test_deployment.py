@@ -15,10 +15,10 @@ from vllm_engines import write_looped_llama
 
 import loopscope as ls
 from loopscope.errors import UserError
-from loopscope.exits.scope import Scope
 from loopscope.integrations.vllm.deployment import Deployment, check_log, read_deployment
 from loopscope.integrations.vllm.exits_log import ExitsLog, TextExits, prompt_digest, read_exits
 from loopscope.models.checkpoint import weights_sha256
+from loopscope.scope import Scope
 
 FOLDER = GOLDEN / "ouro-tiny"
 VALUES = json.loads((FOLDER / "config.json").read_text())
@@ -74,7 +74,7 @@ def test_a_promise_is_not_for_a_cache_of_another_precision(told: dict[str, Any])
     with pytest.raises(UserError, match="holds them in fp8_e5m2"):
         deployed(told, "fp8_e5m2")
     assert deployed({**told, "without_promise": True}, "fp8_e5m2").policy is not None
-    replace(policy, guarantee=None, calibration_exits=None).save(Path(told["policy"]))
+    replace(policy, certificate=None).save(Path(told["policy"]))
     assert deployed(told, "fp8_e5m2").policy is not None
 
 

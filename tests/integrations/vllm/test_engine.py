@@ -25,7 +25,7 @@ from vllm_engines import (
 import loopscope as ls
 from loopscope.errors import UserError
 from loopscope.integrations.vllm.exits_log import StepExits, prompt_digest, read_exits
-from loopscope.models.run_hashes import write_hashes
+from loopscope.models.checkpoint_folder import write_hashes
 from loopscope.models.tokenizer import load_tokenizer
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")

@@ -14,7 +14,7 @@ from tiny_language import looped_llama_config, tiny_looped_llama, write_ouro
 import loopscope as ls
 from loopscope.integrations.vllm.exits_log import StepExits, prompt_digest, read_exits
 from loopscope.models.checkpoint import save_model
-from loopscope.training.tokenizer import train_tokenizer
+from loopscope.training.language_run import train_tokenizer
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 

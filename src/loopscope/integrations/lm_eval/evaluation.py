@@ -12,16 +12,16 @@ from lm_eval.tasks import TaskManager
 
 from loopscope.config import Settings
 from loopscope.errors import UserError
+from loopscope.files import is_file
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
 from loopscope.integrations.lm_eval.task_names import benchmark_tasks
-from loopscope.questions.benchmarks import Benchmark
-from loopscope.questions.lm_eval_tasks import (
+from loopscope.questions import (
+    Benchmark,
     reading_benchmark,
     subjects_of,
     templates_compiled_once,
     write_task_definition,
 )
-from loopscope.reading import is_file
 
 
 class LoopUsage(Settings, frozen=True):

@@ -22,23 +22,20 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from loopscope.engine.decoder import CacheMode
-from loopscope.engine.generation import Prompt, Token, stream
+from loopscope.engine.generation import Prompt, StopStrings, Token, stream
 from loopscope.engine.requests import Request, choices
 from loopscope.engine.sampling import Sampling
 from loopscope.engine.scheduler import run
-from loopscope.engine.stop_strings import StopStrings
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
-from loopscope.models.chat_template import render_chat
-from loopscope.models.checkpoint import end_tokens, load_model
-from loopscope.models.contract import LoopedModel
+from loopscope.models.checkpoint import load_model
+from loopscope.models.checkpoint_folder import end_tokens, find_checkpoint
 from loopscope.models.device import accumulator
-from loopscope.models.hub import find_checkpoint
-from loopscope.models.tokenizer import load_tokenizer, stop_tokens
+from loopscope.models.looped_model import LoopedModel
+from loopscope.models.tokenizer import load_tokenizer, render_chat, stop_tokens
+from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
-from loopscope.questions.encoding import EncodedQuestion, encode_questions
-from loopscope.questions.lm_eval_tasks import Question
-from loopscope.recording.choice_scoring import BATCH_TOKENS
+from loopscope.questions import EncodedQuestion, Question, encode_questions
+from loopscope.recording.question_recording import BATCH_TOKENS
 
 Likelihood = tuple[float, bool]
 _MIN_SHARED = 32
@@ -207,7 +204,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def _adaptive(self) -> bool:
-        return self.policy.readout != "fixed"
+        return self.policy.fixed_depth is None
 
     def _together(self, requests: Sequence[Request], names: Sequence[str]) -> dict[int, list[Likelihood]]:
         """Questions, numbered; those with the same beginning, and then those of one length, run together."""

@@ -10,9 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from loopscope.errors import UserError, did_you_mean
-from loopscope.questions.benchmarks import BENCHMARKS, Benchmark
-from loopscope.questions.lm_eval_tasks import check_data
-from loopscope.reading import is_file, require_file
+from loopscope.files import is_file, require_file
+from loopscope.questions import BENCHMARKS, Benchmark, check_data
 
 _NAMED = re.compile(rb"^[ \t-]*(?:task|group|tag):[ \t]*[\"']?([\w.:/-]+)", re.MULTILINE)
 _DEFINITION = (".yaml", ".yml")

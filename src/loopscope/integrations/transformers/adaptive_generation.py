@@ -32,9 +32,9 @@ from loopscope.engine.decoder import CacheMode
 from loopscope.engine.generation import Prompt, stream
 from loopscope.engine.sampling import Sampling
 from loopscope.errors import UserError
-from loopscope.exits.policy import ExitPolicy
 from loopscope.integrations.transformers.padded_batch import PaddedBatch
-from loopscope.models.contract import LoopedModel
+from loopscope.models.looped_model import LoopedModel
+from loopscope.policy import ExitPolicy
 
 _DONE = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
 """What the engine does itself."""

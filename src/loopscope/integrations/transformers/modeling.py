@@ -31,15 +31,15 @@ from loopscope.integrations.pretrained_configuration import (
 from loopscope.integrations.transformers.adaptive_generation import AdaptiveGenerationMixin
 from loopscope.integrations.transformers.padded_batch import LoopedCache, PaddedBatch
 from loopscope.models.checkpoint import first_not_finite, weights_sha256
-from loopscope.models.contract import LoopedModel
+from loopscope.models.checkpoint_folder import check_hashes
 from loopscope.models.decoder_layers import SwiGLU
 from loopscope.models.huginn import Huginn, HuginnConfig, HuginnMLP
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
+from loopscope.models.looped_model import LoopedModel
 from loopscope.models.ouro import EARLY_EXIT, Ouro, OuroConfig
-from loopscope.models.run_hashes import check_hashes
-from loopscope.objectives import Unrolling
 from loopscope.training.language_run import TokenLosses
-from loopscope.training.loop import BatchLosses
+from loopscope.training.objectives import Unrolling
+from loopscope.training.training_loop import BatchLosses
 
 _OTHER_WEIGHTS = ("subfolder", "variant", "state_dict", "gguf_file", "quantization_config")
 """Arguments of `from_pretrained` by which the weights are not those of the folder's own files."""
@@ -259,7 +259,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         at_loop = None if cache is None else partial(cache.appending, batch.rows, batch.counts)
         state = looped.begin_packed(batch.tokens, batch.layout(None if at_loop is None else at_loop(0)))
         hidden, logits, halts = [batch.unpack(state.hidden)] if with_states else [], [], []
-        for loop, state in enumerate(looped.unroll(state, loops, at_loop), start=1):  # noqa: B020
+        for loop, state in enumerate(looped.unroll(state, loops, at_loop), start=1):
             if with_states or loop in read_at:
                 pooled = looped.pooled(state)
             if with_states:
@@ -294,7 +294,7 @@ class OuroForCausalLM(LoopedForCausalLM):
     network, settings = Ouro, OuroConfig
     configured_depth = staticmethod(lambda config: config.total_ut_steps)
     config: OuroPretrainedConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' own way
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 class RavenForCausalLM(LoopedForCausalLM):
@@ -317,7 +317,7 @@ class LoopedLlamaForCausalLM(LoopedForCausalLM):
     network, settings = LoopedLlama, LoopedLlamaConfig
     configured_depth = staticmethod(lambda config: config.looping["loops"])
     config: LoopedLlamaPretrainedConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _keys_to_ignore_on_load_unexpected = (r"rotary_emb\.inv_freq",)
 
 

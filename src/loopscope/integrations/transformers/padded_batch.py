@@ -18,7 +18,7 @@ from transformers import Cache
 from loopscope.errors import UserError
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, Integers, KVCache
-from loopscope.models.layout import Layout
+from loopscope.models.packing import Layout
 
 
 class LoopedCache(Cache):  # type: ignore[misc]
@@ -116,7 +116,7 @@ class PaddedBatch:
 
     def layout(self, cache: AppendingRows | None = None) -> Layout:
         """Rejects positions that are not those of the tokens in their rows: several texts in one row, say."""
-        layout = Layout.from_host(self.counts, self.cells.device, cache=cache)
+        layout = Layout(self.counts, self.cells.device, cache=cache)
         if self.positions is not None and not torch.equal(self.positions, layout.positions):
             raise UserError(
                 "position_ids must count the tokens that the attention mask shows, from 0 in every row; leave them "

@@ -20,9 +20,9 @@ from loopscope.config import build, plain
 from loopscope.errors import UserError
 from loopscope.integrations.transformers.modeling import LoopedForCausalLM, LoopedOutput, TeacherLogits
 from loopscope.integrations.transformers.padded_batch import PaddedBatch
-from loopscope.objectives import GATED, LoopLosses, Objective, log_exit_distribution
-from loopscope.training.adapters import adaptable_layers
-from loopscope.training.custom_objectives import UserFunction, custom_objective, load_objective
+from loopscope.training.language_run import adaptable_layers
+from loopscope.training.objectives import LoopLosses, draw_unrolling, load_objective, log_exit_distribution
+from loopscope.training.settings import GATED, Objective, UserFunction, custom_objective
 
 _NOT_TAKEN = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
 """Arguments of `Trainer` that would have no effect here."""
@@ -130,7 +130,7 @@ class LoopTrainer(Trainer):  # type: ignore[misc]
         """The objective of a batch; how many loops are drawn for it follows from the run's seed and the step."""
         training, step = model.training, self.state.global_step
         loops = self._sums[training].shape[1]
-        unrolling = self.objective.unrolling(loops, self.args.seed, step) if training else None
+        unrolling = draw_unrolling(self.objective, loops, self.args.seed, step) if training else None
         found = model(**inputs, loop_losses=True, unrolling=unrolling, teacher=self._teacher)
         self._add(found, self._sums[training][:, : loops if unrolling is None else unrolling.loops])
         if not found.cross_entropy.shape[1]:

@@ -15,15 +15,14 @@ import msgspec
 
 from loopscope.config import Loops, Settings, build
 from loopscope.errors import UserError
-from loopscope.exits.exit_state import ExitState
-from loopscope.exits.policy import ExitPolicy
-from loopscope.exits.scope import Scope
+from loopscope.exit_state import ExitState
 from loopscope.model_identity import with_configuration
 from loopscope.models.checkpoint import weights_sha256
-from loopscope.models.hub import find_checkpoint
+from loopscope.models.checkpoint_folder import check_hashes, find_checkpoint
 from loopscope.models.looped_llama import LoopedLlamaConfig, Looping
 from loopscope.models.ouro import OuroConfig
-from loopscope.models.run_hashes import check_hashes
+from loopscope.policy import ExitPolicy
+from loopscope.scope import Scope
 
 KEY = "loopscope"
 _WHERE = f"hf_overrides: {KEY}"
@@ -85,7 +84,7 @@ def read_deployment(
         looping = Looping(source="llama", prelude=0, core=layers, loops=depth, gate="linear")
     loops = settings.loops or looping.loops
     policy = _policy(settings)
-    if settings.exits_log is not None and (policy is None or policy.readout == "fixed"):
+    if settings.exits_log is not None and (policy is None or policy.fixed_depth is not None):
         raise UserError(
             f"{_WHERE}: at a fixed depth all tokens take as many loops, and there is nothing to log in exits_log."
         )
@@ -99,7 +98,7 @@ def read_deployment(
         )
     tied = policy.model is not None or policy.gate is not None
     weights = with_configuration(weights_sha256(find_checkpoint(checkpoint, revision)), config.sha256) if tied else None
-    fixed = policy.readout == "fixed"
+    fixed = policy.fixed_depth is not None
     policy.check(weights, loops, Scope(unit="tokens", cache=None if fixed else "propagate", precision=precision))
     state = ExitState(policy, loops)  # rejects what can only be replayed
     if fixed:  # all exit together, so that no later token lacks anything, whatever the rule of the cache
@@ -115,8 +114,8 @@ def _policy(settings: DeploymentSettings) -> ExitPolicy | None:
     policy = ExitPolicy.load(Path(settings.policy))
     if settings.without_promise:
         scope = msgspec.structs.replace(policy.scope, cache=None)
-        return replace(policy, guarantee=None, calibration_exits=None, scope=scope)
-    if policy.readout != "fixed" and policy.scope.cache not in (None, "propagate"):
+        return replace(policy, certificate=None, scope=scope)
+    if policy.fixed_depth is None and policy.scope.cache not in (None, "propagate"):
         raise UserError(
             f"This policy was calibrated on text with the cache '{policy.scope.cache}', and vLLM writes with the cache "
             "'propagate', for which it promises nothing; to use its rule all the same, add \"without_promise\": true."

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from loopscope.config import Tally
 from loopscope.errors import UserError
-from loopscope.reading import read_text
+from loopscope.files import read_text
 
 Integers = NDArray[np.int64]
 _MAX_BYTES, _MAX_LINE_BYTES = 1 << 30, 1 << 22

@@ -29,8 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from loopscope.integrations.vllm.deployment import Deployment
 from loopscope.integrations.vllm.step_batch import ExitCache, noting_backend
-from loopscope.models.decoder_layers import DecoderConfig, rms_normalised
-from loopscope.models.gates import linear_halt
+from loopscope.models.decoder_layers import DecoderConfig, linear_halt, rms_normalised
 from loopscope.models.ouro import OuroConfig
 
 _NARROWEST_HEAD = 32

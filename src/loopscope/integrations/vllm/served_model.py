@@ -21,7 +21,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from loopscope.engine.exit_group import ExitGroup
+from loopscope.engine.exit_decision import ExitDecision
 from loopscope.errors import UserError
 from loopscope.integrations.vllm.deployment import deployment_of
 from loopscope.integrations.vllm.exits_log import ExitsLog
@@ -90,7 +90,7 @@ class ServedModel(nn.Module):
         batch = None if policy is None else current_batch(str(self.looped_attention[0].attn[0].layer_name))
         if policy is None or batch is None:
             return self.model(input_ids, positions)
-        step = _AdaptiveStep(self, ExitGroup(self.model, policy), batch, input_ids, positions)
+        step = _AdaptiveStep(self, ExitDecision(self.model, policy), batch, input_ids, positions)
         hidden = step.run()
         if self._log is not None:
             self._log.note(batch, input_ids.cpu().numpy(), step.exits, step.ran)
@@ -107,7 +107,7 @@ class _AdaptiveStep:
     """A step with a policy."""
 
     def __init__(
-        self, model: ServedModel, group: ExitGroup, batch: StepBatch, input_ids: Tensor, positions: Tensor
+        self, model: ServedModel, group: ExitDecision, batch: StepBatch, input_ids: Tensor, positions: Tensor
     ) -> None:
         self._model, self._decoder, self._group, self._batch = model, model.model, group, batch
         self._positions, self._device = positions, positions.device
