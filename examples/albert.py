@@ -16,6 +16,7 @@ from loopscope.engine.requests import task_requests
 from loopscope.engine.scheduler import Agreement, compare
 from loopscope.models.looped_model import SimpleLoopedModel
 from loopscope.tasks import Parity
+from loopscope.training.objectives import objective_loss
 from loopscope.training.settings import Objective
 
 

@@ -1,5 +1,7 @@
 """Fixtures that several tests share: random trajectories, one of a benchmark too, and a tiny trained run."""
 
+# ruff: noqa: E402
+
 import os
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -126,9 +126,9 @@ def test_labels_may_be_missing_and_sequences_be_there(tmp_path: Path) -> None:
     trajectory = random_trajectory(labels=None, sequences=np.arange(200) // 4)
     assert trajectory.num_examples == 200
     with pytest.raises(ls.UserError, match="has no labels"):
-        trajectory.correct
+        trajectory.correct  # noqa: B018
     with pytest.raises(ls.UserError, match="has no labels"):
-        trajectory.cross_entropy
+        trajectory.cross_entropy  # noqa: B018
     trajectory.save(tmp_path / "unlabelled")
     again = ls.Trajectory.load(tmp_path / "unlabelled")
     assert again.labels is None

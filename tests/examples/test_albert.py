@@ -26,7 +26,7 @@ def albert() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def model(albert: ModuleType) -> ls.models.LoopedModel:
+def model(albert: ModuleType) -> ls.LoopedModel:
     torch.manual_seed(1)
     model = albert.small_albert()
     for parameter in model.parameters():  # larger than at the start, so that differences show
@@ -35,7 +35,7 @@ def model(albert: ModuleType) -> ls.models.LoopedModel:
 
 
 @torch.no_grad()
-def test_every_loop_is_a_layer_of_the_original(model: ls.models.LoopedModel) -> None:
+def test_every_loop_is_a_layer_of_the_original(model: ls.LoopedModel) -> None:
     """With rows of different lengths, two of which begin alike; padding and batch change nothing."""
     lengths = torch.tensor([10, 4, 7, 10])
     tokens = torch.randint(4, (4, 10), generator=torch.Generator().manual_seed(0))
@@ -53,12 +53,12 @@ def test_every_loop_is_a_layer_of_the_original(model: ls.models.LoopedModel) -> 
         assert torch.allclose(out.hidden[:, row, :length], torch.cat(alone[1:]), atol=1e-5)
 
 
-def test_beginnings_are_shared_by_causal_models_only(model: ls.models.LoopedModel) -> None:
+def test_beginnings_are_shared_by_causal_models_only(model: ls.LoopedModel) -> None:
     tokens = torch.zeros(3, 5, dtype=torch.long)
     assert len(model.begin(tokens, share=True).hidden) == 15
 
 
-def test_the_adapter_keeps_the_protocol(model: ls.models.LoopedModel) -> None:
+def test_the_adapter_keeps_the_protocol(model: ls.LoopedModel) -> None:
     assert max(check.measured for check in ls.check_model(model)) < 1e-5
     question = choices(0, np.array([2, 1]), [np.array([0]), np.array([1])])
     with pytest.raises(ls.UserError, match="LoopedAlbert declares no branches"):

@@ -109,7 +109,7 @@ def _check_stored(model: Any, folder: Path) -> None:
         if folder.resolve() not in file.resolve().parents:
             raise MisledError("weights from outside the folder are accepted")
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
+            for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
                 stored.setdefault(name, []).append(tensors.get_tensor(name))
     for name, tensor in model.state_dict().items():
         found = stored.get(name) or stored.get(model.tied.get(name, ""), [])

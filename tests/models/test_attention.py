@@ -155,7 +155,7 @@ def test_rows_go_on_where_they_are(model: LoopedModel) -> None:
         kv_cache.grow(done[1] + len(theirs))
 
         def cache(rows: list[int], loops: list[int]) -> AppendingRows:
-            before = np.array([done[0] if row == 0 else done[1] for row in rows])
+            before = np.array([done[0] if row == 0 else done[1] for row in rows])  # noqa: B023 - used at once
             return AppendingRows(kv_cache, np.array(rows), before, np.array(loops))
 
         states: list[LoopState] = []

@@ -133,7 +133,7 @@ def test_replay_equals_live(
                 assert answer.logits == pytest.approx(expected, abs=1e-4)
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 - nothing is wrong
     pass
 
 

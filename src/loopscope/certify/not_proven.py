@@ -11,7 +11,7 @@ from loopscope.errors import UserError
 GRID_SHARE = 0.2
 
 
-class NotProven(UserError):
+class NotProven(UserError):  # noqa: N818 - a refusal, not a mistake
     """No threshold that saves anything could be proven; `needed` is about how many examples would do, if any would."""
 
     def __init__(self, message: str, needed: int | None) -> None:

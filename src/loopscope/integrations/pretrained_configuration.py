@@ -21,7 +21,7 @@ class LoopedPretrainedConfig(PreTrainedConfig):  # type: ignore[misc]
     architecture: ClassVar[str]
     auto_map: ClassVar[Mapping[str, str]] = MappingProxyType({})  # TRL asks for it: no code of a checkpoint is run
 
-    keys_to_ignore_at_inference = ["past_key_values", "last_hidden_state"]
+    keys_to_ignore_at_inference = ["past_key_values", "last_hidden_state"]  # noqa: RUF012 - transformers adds to it
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # of the code beside the Hub's weights, which is not used and not saved
@@ -39,7 +39,7 @@ class OuroPretrainedConfig(LoopedPretrainedConfig):
 
 class HuginnPretrainedConfig(LoopedPretrainedConfig):
     model_type, architecture = "huginn_raven", "RavenForCausalLM"
-    attribute_map = {
+    attribute_map = {  # noqa: RUF012 - transformers' own way
         "hidden_size": "n_embd",
         "num_attention_heads": "n_heads",
         "num_hidden_layers": "n_layers",

@@ -113,7 +113,7 @@ def fill(model: LoopedModel, folder: Path, device: str | torch.device, dtype: to
     weights: dict[str, Tensor] = {}
     for file in weight_files(folder):
         with _opened(file, str(device)) as stored:
-            for name in stored.keys():
+            for name in stored.keys():  # noqa: SIM118 - safe_open is no mapping
                 if not name.endswith(model.unneeded):
                     _check_tensor(folder, name, stored.get_slice(name), expected)
                     tensor = stored.get_tensor(name)

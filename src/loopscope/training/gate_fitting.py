@@ -141,7 +141,7 @@ def write_back(gate: FittedGate, checkpoint: Path, out: Path) -> None:
         shutil.copytree(checkpoint, scratch, ignore=beside, dirs_exist_ok=True)
         for file in weight_files(scratch):
             with safe_open(file, framework="pt") as opened:
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
                 metadata = opened.metadata()
             theirs = {part: name for part, name in names.items() if name in tensors}
             for part, name in theirs.items():

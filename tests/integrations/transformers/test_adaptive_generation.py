@@ -17,6 +17,8 @@ from loopscope.engine.generation import Prompt
 from loopscope.engine.sampling import Sampling
 from loopscope.integrations.transformers import LoopedCache
 
+# ruff: noqa: F811 - fixtures
+
 PROMPTS = torch.arange(1, 13).view(2, 6)
 POLICY = ls.ExitPolicy("gate", 0.5)
 TOKENS, MASK = padded(rows(), "left")

@@ -259,7 +259,7 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         at_loop = None if cache is None else partial(cache.appending, batch.rows, batch.counts)
         state = looped.begin_packed(batch.tokens, batch.layout(None if at_loop is None else at_loop(0)))
         hidden, logits, halts = [batch.unpack(state.hidden)] if with_states else [], [], []
-        for loop, state in enumerate(looped.unroll(state, loops, at_loop), start=1):
+        for loop, state in enumerate(looped.unroll(state, loops, at_loop), start=1):  # noqa: B020
             if with_states or loop in read_at:
                 pooled = looped.pooled(state)
             if with_states:
@@ -294,7 +294,7 @@ class OuroForCausalLM(LoopedForCausalLM):
     network, settings = Ouro, OuroConfig
     configured_depth = staticmethod(lambda config: config.total_ut_steps)
     config: OuroPretrainedConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
 
 class RavenForCausalLM(LoopedForCausalLM):
@@ -317,7 +317,7 @@ class LoopedLlamaForCausalLM(LoopedForCausalLM):
     network, settings = LoopedLlama, LoopedLlamaConfig
     configured_depth = staticmethod(lambda config: config.looping["loops"])
     config: LoopedLlamaPretrainedConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = (r"rotary_emb\.inv_freq",)
 
 
