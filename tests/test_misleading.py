@@ -20,6 +20,7 @@ from tiny_language import outspoken, write_ouro
 
 import loopscope as ls
 from loopscope.cli import main
+from loopscope.scope import Scope
 
 NAN, INF = float("nan"), float("inf")
 OURS, THEIRS = {"weights_sha256": "a" * 64}, {"weights_sha256": "b" * 64}
@@ -575,7 +576,7 @@ def test_recordings_of_different_kinds_are_not_mixed(first: str, second: str) ->
 
 def trained_further(_: Path) -> object:
     other = outspoken()
-    rule = ls.ExitPolicy("margin", 0.5, model=other.weights_sha256)
+    rule = ls.ExitPolicy("margin", 0.5, scope=Scope(model=other.weights_sha256))
     other.lm_head.weight.mul_(1.5)
     return run_rows(rule, other)
 
@@ -586,7 +587,7 @@ def looped_otherwise(at: Path) -> object:
         (at / file.name).write_bytes(file.read_bytes())
     values = json.loads((at / "config.json").read_text())
     (at / "config.json").write_text(json.dumps(values | {"rope_theta": 77.0}))
-    rule = ls.ExitPolicy("margin", 0.5, model=ls.load_model(GOLDEN / "ouro-tiny").weights_sha256)
+    rule = ls.ExitPolicy("margin", 0.5, scope=Scope(model=ls.load_model(GOLDEN / "ouro-tiny").weights_sha256))
     return ls.generate(ls.load_model(at), [ls.Prompt(0, np.array([1]))], rule, max_new_tokens=1)
 
 
@@ -612,7 +613,7 @@ def mixed(request: ls.Request) -> object:
 
 
 def foreign_prompt() -> object:
-    other = ls.ExitPolicy("margin", 0.5, model="b" * 64)
+    other = ls.ExitPolicy("margin", 0.5, scope=Scope(model="b" * 64))
     return ls.generate(our_model(), [ls.Prompt(0, ROWS[0]), ls.Prompt(1, ROWS[1], policy=other)])
 
 
@@ -901,7 +902,7 @@ def changed(model: Any, **values: object) -> Any:
 
 TOKENS = torch.arange(1, 13).view(2, 6)
 PADDED = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-OTHERS_POLICY = ls.ExitPolicy("margin", 0.5, model="b" * 64)
+OTHERS_POLICY = ls.ExitPolicy("margin", 0.5, scope=Scope(model="b" * 64))
 CALLED: dict[str, tuple[str, dict[str, Any]]] = {
     "several texts in one row": ("position_ids", {"position_ids": TOKENS % 3}),
     "labels of which none counts": ("No label", {"labels": 0 * TOKENS - 100, "loop_losses": True}),

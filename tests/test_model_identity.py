@@ -14,6 +14,7 @@ import loopscope as ls
 from loopscope.model_identity import same_model, weights_of, with_configuration
 from loopscope.models.checkpoint import stored_sha256, weights_sha256
 from loopscope.recording.recording_folder import existing_artifact
+from loopscope.scope import Scope
 from loopscope.splits import check_same_model
 from loopscope.trajectory import RECORDING, RECORDING_FILES, concatenate
 
@@ -70,7 +71,7 @@ def test_one_decoder_looped_three_ways_is_three_models(tmp_path: Path) -> None:
         ls.loop(tmp_path / "llama", tmp_path / str(number), loops=4, **way)
         models.append(ls.load_model(tmp_path / str(number)))
     assert len({stored_sha256(tmp_path / str(number)) for number in range(3)}) == 1
-    policy = ls.ExitPolicy("margin", 0.1, model=models[0].weights_sha256)
+    policy = ls.ExitPolicy("margin", 0.1, scope=Scope(model=models[0].weights_sha256))
     prompts = [ls.Prompt(0, np.arange(5))]
     ls.generate(models[0], prompts, policy, max_new_tokens=2)
     for other in models[1:]:

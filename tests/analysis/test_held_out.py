@@ -58,7 +58,7 @@ def test_a_promise_for_every_difficulty_is_checked_at_every_one() -> None:
     assert check.verdict == "broken"
     assert "of difficulty 2, the worst," in check.sentence
     assert (
-        hold_out(replace(policy, guarantee=replace_promise(policy, per_difficulty=False)), bad).guarantee.verdict
+        hold_out(replace(policy, certificate=replace_promise(policy, per_difficulty=False)), bad).guarantee.verdict
         == "kept"
     )
     new = hold_out(policy, replace(held_out, difficulty=levels + 1)).guarantee

@@ -17,6 +17,7 @@ from cli.conftest import refusal, run
 from loopscope.cli.generate import _wasted
 from loopscope.engine import generation
 from loopscope.models.tokenizer import Detokenizer
+from loopscope.scope import Scope
 
 
 def test_a_prompt_is_continued_as_it_comes(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +300,7 @@ def test_what_cannot_be_generated(
 ) -> None:
     """Nothing is announced that is rejected, also not what the weights reject."""
     monkeypatch.chdir(tmp_path)
-    ls.ExitPolicy("margin", 0.5, model="0" * 64).save("other.json")
+    ls.ExitPolicy("margin", 0.5, scope=Scope(model="0" * 64)).save("other.json")
     assert words in refusal(capsys, "generate", checkpoint, *options)
     assert not list(tmp_path.glob("*.unfinished"))
 

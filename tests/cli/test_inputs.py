@@ -9,6 +9,7 @@ import pytest
 import loopscope as ls
 from cli.conftest import read_json, recording_of, refusal, run
 from loopscope.cli.inputs import policies_by_model
+from loopscope.scope import Scope
 
 
 def test_on_another_model_it_is_refused(
@@ -67,7 +68,7 @@ def test_an_altered_file_is_refused(
 
 def test_of_several_models_each_has_its_own(tmp_path: Path) -> None:
     for name, model in (("first", "a"), ("second", "b"), ("everybody", None)):
-        ls.ExitPolicy("margin", 1.0, model=model).save(tmp_path / name)
+        ls.ExitPolicy("margin", 1.0, scope=Scope(model=model)).save(tmp_path / name)
     paths = [tmp_path / name for name in ("second", "first", "everybody")]
     found = policies_by_model(paths, ["a", "b"])
     assert [[policy.model for policy in policies] for policies in found] == [["a", None], ["b", None]]

@@ -252,7 +252,7 @@ def test_only_what_resumes_says_so_when_interrupted(
 
     monkeypatch.setattr("loopscope.cli.train.read_settings", interrupted)
     monkeypatch.setattr("loopscope.cli.inputs.find_checkpoint", interrupted)
-    monkeypatch.setattr("loopscope.cli.study.check_study", interrupted)
+    monkeypatch.setattr("loopscope.cli.study.expand_study", interrupted)
     assert main(list(words)) == 130
     assert ("same command" in capsys.readouterr().err) == resumes
 

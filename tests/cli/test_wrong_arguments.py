@@ -67,7 +67,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
     _write_run(Path(trained))
     (place / "trained" / "recordings").symlink_to(folder)
     foreign, bad, two = str(place / "foreign.json"), str(place / "bad.txt"), str(place / "two.json")
-    ls.ExitPolicy("margin", 0.5, model="0" * 64).save(foreign)
+    ls.ExitPolicy("margin", 0.5, scope=Scope(model="0" * 64)).save(foreign)
     ls.ExitPolicy("fixed", 99).save(two)
     Path(bad).write_text("hello\n")
     lines, blank, full = str(place / "lines.jsonl"), str(place / "blank.txt"), str(place / "full.json")

@@ -281,7 +281,7 @@ def test_drafts_may_come_from_a_policy_for_another_cache(model: LoopedModel) -> 
 
 
 def test_policies_of_all_prompts_are_looked_at_before_the_first_token(model: LoopedModel) -> None:
-    foreign = ls.ExitPolicy("top1", 0.5, model="a" * 64)
+    foreign = ls.ExitPolicy("top1", 0.5, scope=Scope(model="a" * 64))
     asked = [Prompt(0, np.array([1])), Prompt(1, np.array([1]), policy=foreign)]
     with pytest.raises(ls.UserError, match="calibrated for another model"):
         next(stream(model, asked, batch_size=1))

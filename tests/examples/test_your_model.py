@@ -152,7 +152,7 @@ def test_a_false_declaration_is_refused_by_the_functions_that_ignore_it(kind: ty
 class OwnPositions(CausalModel):  # type: ignore[misc, valid-type]
     """Counts positions by itself, and so begins anew after cached tokens and in every branch."""
 
-    def embed(self, tokens: Tensor, layout: ls.models.Layout) -> LoopState:
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         state = super().embed(tokens, layout)
         place = Layout(layout.host_lengths, sharing=layout.sharing).positions
         return LoopState(state.hidden + 0.3 * torch.sin(place)[:, None], layout, state.loop)
@@ -217,7 +217,7 @@ class WrongFromLoop4(Packed):
 
     calls = 0
 
-    def embed(self, tokens: Tensor, layout: ls.models.Layout) -> LoopState:
+    def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         self.calls = 0
         return super().embed(tokens, layout)
 

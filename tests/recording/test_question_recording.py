@@ -106,7 +106,7 @@ def test_what_is_not_kept_is_not_missed(recording: Record, whole: ls.Trajectory,
     """Signals of the hidden states are there without them."""
     lean = recording(tmp_path / "lean")
     assert lean.hidden is None
-    for name in ls.exits.SIGNALS:
+    for name in SIGNALS:
         assert np.array_equal(ls.signal(name, lean), ls.signal(name, whole), equal_nan=True), name
 
 

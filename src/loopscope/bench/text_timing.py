@@ -268,4 +268,4 @@ def ways_of(policies: Sequence[ExitPolicy], caches: Sequence[CacheMode], lossles
 def _for_cache(policy: ExitPolicy, cache: CacheMode) -> ExitPolicy:
     if policy.scope.cache in (None, cache):
         return policy
-    return replace(policy, guarantee=None, scope=msgspec.structs.replace(policy.scope, cache=None))
+    return replace(policy, certificate=None, scope=msgspec.structs.replace(policy.scope, cache=None))

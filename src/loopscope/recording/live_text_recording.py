@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.artifacts import sha256
-from loopscope.certify.calibration import Candidates
-from loopscope.certify.live_candidates import CANDIDATES, candidate_p_values, propose_candidates
+from loopscope.certify.live_candidates import CANDIDATES, LiveCandidates, candidate_p_values, propose_candidates
 from loopscope.certify.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof
@@ -166,14 +165,14 @@ def _check_model(model: LoopedModel, recording: Trajectory) -> None:
             raise UserError(f"The recording was made with another model: its {what} differ; record with this one.")
 
 
-def _given(policy: ExitPolicy, recording: Trajectory, cache: CacheMode) -> Candidates:
+def _given(policy: ExitPolicy, recording: Trajectory, cache: CacheMode) -> LiveCandidates:
     """One policy, for all documents."""
     found = recording.provenance
     here = Scope(unit="tokens", cache=cache, precision=found.get("precision"))
     policy.check(found.get("weights_sha256"), recording.num_loops, here)
     ExitState(policy, recording.num_loops)  # rejects what can only be replayed
     assert policy.threshold is not None
-    return Candidates(policy, np.array([float(policy.threshold)]), [policy.readout], None, recording)
+    return LiveCandidates(policy, np.array([float(policy.threshold)]), [policy.readout], None, recording)
 
 
 def _identity(rule: ExitPolicy) -> str:

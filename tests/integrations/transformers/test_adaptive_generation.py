@@ -16,6 +16,7 @@ import loopscope as ls
 from loopscope.engine.generation import Prompt
 from loopscope.engine.sampling import Sampling
 from loopscope.integrations.transformers import LoopedCache
+from loopscope.scope import Scope
 
 # ruff: noqa: F811 - fixtures
 
@@ -152,7 +153,7 @@ def test_a_stream_of_one_row() -> None:
 def test_a_policy_knows_its_model() -> None:
     """Loaded by transformers it is the model that it was calibrated on, until its weights change."""
     model = load(OURO)
-    tied = ls.ExitPolicy("margin", 0.3, model=ls.load_model(OURO).weights_sha256)
+    tied = ls.ExitPolicy("margin", 0.3, scope=Scope(model=ls.load_model(OURO).weights_sha256))
     assert generated(model, max_new_tokens=3, policy=tied).shape[1] == 12
     with torch.no_grad():
         model.lm_head.weight[5] += 1

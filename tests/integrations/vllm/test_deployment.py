@@ -44,16 +44,16 @@ def test_a_policy_is_held_to_its_model_and_cache(told: dict[str, Any]) -> None:
     path, weights = Path(told["policy"]), weights_sha256(FOLDER)
     ls.ExitPolicy("fixed", 3, scope=Scope(cache="full")).save(path)
     assert deployed(told).loops == 3  # all exit together, so that the cache is the same in every mode
-    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(unit="tokens", cache="full")).save(path)
+    ls.ExitPolicy("gate", 0.5, scope=Scope(model=weights, unit="tokens", cache="full")).save(path)
     with pytest.raises(UserError, match="promises nothing"):
         deployed(told)
     policy = deployed({**told, "without_promise": True}).policy
     assert policy is not None
     assert (policy.readout, policy.threshold, policy.model) == ("gate", 0.5, weights)
-    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(precision="bfloat16")).save(path)
+    ls.ExitPolicy("gate", 0.5, scope=Scope(model=weights, precision="bfloat16")).save(path)
     with pytest.raises(UserError, match="weights in bfloat16"):
         deployed(told)
-    ls.ExitPolicy("gate", 0.5, model=weights, scope=Scope(unit="tokens", cache="propagate")).save(path)
+    ls.ExitPolicy("gate", 0.5, scope=Scope(model=weights, unit="tokens", cache="propagate")).save(path)
     assert deployed(told).policy == ls.ExitPolicy.load(path)
     with pytest.raises(UserError, match="the same weights, computed with by another"):
         deployed(told, rope_theta=77.0)

@@ -27,6 +27,7 @@ from loopscope.errors import UserError
 from loopscope.integrations.vllm.exits_log import StepExits, prompt_digest, read_exits
 from loopscope.models.checkpoint_folder import write_hashes
 from loopscope.models.tokenizer import load_tokenizer
+from loopscope.scope import Scope
 
 pytest.importorskip("vllm.config", reason="needs an environment with vLLM: make test-vllm")
 
@@ -148,7 +149,7 @@ def test_what_cannot_be_served_is_refused_before_an_engine_starts(tmp_path: Path
     exits = {"readout": "gate", "threshold": 0.5}
     connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     policy = tmp_path / "policy.json"
-    ls.ExitPolicy("gate", 0.5, model="ab" * 32).save(policy)
+    ls.ExitPolicy("gate", 0.5, scope=Scope(model="ab" * 32)).save(policy)
     for folder, told, options, words in (
         (GOLDEN_OURO, {"policy": str(policy)}, {}, "calibrated for another model"),
         (GOLDEN_OURO, {"depth": 2}, {}, "depth"),
