@@ -53,15 +53,15 @@ def test_without_a_grid_a_fifth_is_set_aside(mine: Path, tmp_path: Path, capsys:
     assert run(*words, "--out", tmp_path / "a.json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_json(tmp_path / "a.json")
-    assert printed["model"] == weights_sha256(mine)
-    guarantee = printed["guarantee"]
+    assert printed["scope"]["model"] == weights_sha256(mine)
+    guarantee = printed["certificate"]["guarantee"]
     assert (guarantee["tested"]["examples"], guarantee["grid"]["examples"]) == (96, 24)
     assert {"fixed", "gate", "margin", "kl"} <= set(guarantee["candidates"])
     assert "oracle" not in guarantee["candidates"]
     assert run(*words, "--out", tmp_path / "same.json") == 0
     assert (tmp_path / "same.json").read_bytes() == (tmp_path / "a.json").read_bytes()
     assert run(*words, "--out", tmp_path / "b.json", "--seed", 1) == 0
-    assert read_json(tmp_path / "b.json")["guarantee"]["grid"]["sha256"] != guarantee["grid"]["sha256"]
+    assert read_json(tmp_path / "b.json")["certificate"]["guarantee"]["grid"]["sha256"] != guarantee["grid"]["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_sequences_are_counted_not_their_tokens(texts: Path, capsys: pytest.Capt
         ((*MILD, "--gate", "nowhere"), "There is no folder"),
         ((*MILD, "--grid", "nowhere"), "There is no folder"),
         (("--max-drop", "nan"), "number"),
-        (("--max-drop", 0.3, "--confidence", 1), "between 0 and 1"),
-        (("--max-drop", 0.3, "--seed", -1), ""),
+        (("--max-drop", 0.3, "--confidence", 1), "confidence: expected a number < 1.0"),
+        (("--max-drop", 0.3, "--seed", -1), "not a whole number"),
         (("--max-drop", 0.1, "--confidence", 0.9999999999999), ""),
     ],
 )

@@ -45,19 +45,18 @@ def test_an_altered_file_is_refused(
     file, data = tmp_path / "policy.json", read_json(policy)
     file.write_text(json.dumps(data))  # written otherwise, it is the same
     assert ls.ExitPolicy.load(file) == ls.ExitPolicy.load(policy)
-    promise = data["guarantee"]
+    certificate, promise = data["certificate"], data["certificate"]["guarantee"]
     for changes, sentence in (
         ({"tresholds": 1}, "unknown key `tresholds`"),
         ({"schema_version": 99}, "schema_version"),
         ({"threshold": "low"}, "threshold"),
-        ({"readout": "mood", "guarantee": None}, "the readout 'mood', which is not installed"),
-        ({"guarantee": {"max_drop": 0.1}}, "guarantee"),
-        ({"guarantee": promise | {"max_drop": 1.5}}, "max_drop"),
-        ({"guarantee": promise | {"mood": 1}}, "unknown key `mood`"),
-        ({"guarantee": promise | {"max_drop": 0.05}}, "was altered"),
-        ({"guarantee": promise | {"per_difficulty": True}}, "was altered"),
+        ({"readout": "mood", "certificate": None}, "the readout 'mood', which is not installed"),
+        ({"certificate": {"guarantee": promise}}, "certificate"),
+        ({"certificate": certificate | {"guarantee": promise | {"max_drop": 1.5}}}, "max_drop"),
+        ({"certificate": certificate | {"mood": 1}}, "unknown key `mood`"),
+        ({"certificate": certificate | {"guarantee": promise | {"max_drop": 0.05}}}, "was altered"),
         ({"threshold": 0.0}, "was altered"),
-        ({"model": None}, "was altered"),
+        ({"scope": data["scope"] | {"model": None}}, "was altered"),
         ({"digest": ""}, "was altered"),
     ):
         file.write_text(json.dumps(data | changes))

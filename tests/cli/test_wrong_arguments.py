@@ -107,13 +107,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["diagnose", str(place)], "has no recording 'validation'; give one of those in it that have: mine, trained."),
         (["report", folder + "/validation", folder + "/test", "--out", out], "Two of the runs have the same name"),
         (["report", folder, "--policy", "policy.json", "--out", out], "There is no file policy.json"),
-        (["calibrate", folder, "--max-drop", "2", "--out", out], "The largest drop lies between 0 and 1"),
+        (["calibrate", folder, "--max-drop", "2", "--out", out], "max_drop: expected a number < 1.0"),
         (["diagnose", folder + "s"], f"did you mean {folder}?"),
         (["diagnose", folder, "--reference", "mien"], "did you mean 'mine'?"),
         (["compare", folder, "entropy", "margn"], "did you mean 'margin'?"),
         (["report", folder, "--out", out, "--reference", "nobody"], "There is no run 'nobody'"),
-        (["report", folder, "--out", out, "--product", "headlin"], "no product 'headlin'; choose one of"),
-        (["calibrate", folder, "--unseen", "--out", out], "(leave out --unseen), or say it: Trajectory(seen=...)"),
+        (["report", folder, "--out", out, "--product", "headlin"], "no product 'headlin' (did you mean 'headline'?)"),
+        (["calibrate", folder, "--unseen", "--out", out], "or say it (Trajectory(seen=...)), or ask for all"),
         (["calibrate", folder, "--bound", "betting", "--out", out], "--bound is for the losses of sequences"),
         (["calibrate", folder, "--max-drop", "0.3", "--out", out], "Even if exiting early lost nothing, a promise of"),
         (["gate", "fit", folder + "/test", "--out", out], "A gate must not be fitted on the test split"),
@@ -123,12 +123,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["run", folder, str(place / "exampels.txt")], "examples.txt?"),
         (["generate", "nowhere", "text", "--readout", "gate"], "--threshold"),
         (["generate", "nowhere", "text", "--cache", "ful"], "did you mean 'full'?"),
-        (["generate", model, "Once", "--loops", "9"], "A fixed depth of 9 is beyond the model's 4 loops"),
+        (["generate", model, "Once", "--loops", "9"], "A fixed depth of 9 is beyond the 4 loops"),
         (["generate", model, "Once", "--policy", policy], "calibrated on answers of a task, and here it would decide"),
-        (["generate", model, "Once", "--policy", file], "is not a policy: it is no JSON object; give a file that"),
+        (["generate", model, "Once", "--policy", file], "is not a readable policy that"),
         (["generate", model, "Once", "--lossless", "--loops", "2", "--cache", "propagate"], "'full', not 'propagate'"),
         (["generate", model, "Once", "--lossless", "--loops", "4"], "full depth drafts nothing"),
-        (["generate", model, "Once", "--readout", "gate", "--threshold", "5"], "never reaches 5; give a threshold"),
+        (["generate", model, "Once", "--readout", "gate", "--threshold", "5"], "'gate' never reaches 5: its values"),
         (["generate", model, "Once", "--temperature", "-1"], "--temperature: '-1' is not a number from 0"),
         (["generate", model, "Once", "--top-p", "2"], "--top-p: '2' is not a number above 0 and up to 1"),
         (["generate", model, "Once", "--top-k", "5"], "--top-k needs --temperature; give it with"),
@@ -150,12 +150,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["calibrate", folder, "--readout", "oracle", "--out", out], "choose one of auto, fixed, gate, entropy"),
         (["evaluate", folder, "--readout", "auto"], "There is no readout 'auto'; choose one of fixed"),
         (["harness", model, "--tasks", "arc_easy", "--loops", "9"], "A fixed depth of 9 is beyond"),
-        (["harness", model, "--tasks", "arc_easy", "--data", "nope"], "There is no folder nope"),
+        (["harness", model, "--tasks", "arc_easy", "--data", "nope"], "There is no file nope/arc_easy/train.jsonl"),
         (["record", "text", model, file, "--context", "1"], "A context of 1 tokens is not possible: choose 2 to 256"),
         (["record", "text", model, file, "--split", "extrapolation"], "choose one of train, validation, test;"),
         (["record", "benchmark", model, "arc_easy", "--data", folder], "arc_easy/train.jsonl, which ARC-Easy needs"),
         (["bench", "generation", model, "--text", file, "--policy", policy], "answers of a task"),
-        (["bench", "generation", model, "--text", file, "--readout=top1", "--threshold=2"], "'top1' is a probability"),
+        (["bench", "generation", model, "--text", file, "--readout=top1", "--threshold=2"], "'top1' never reaches 2"),
         (
             ["bench", "generation", model, "--text", file, "--readout=fixed", "--threshold=1", "--prompt-tokens=5000"],
             "A prompt of 5,000 tokens and 64 after it are more than the 256",
@@ -172,7 +172,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["loop", "nowhere", "--prelude", "1", "--core", "1", "--loops", "2", "--out", out], "There is no folder"),
         (["bench", "exits", "--settings", "papr"], "did you mean 'paper'?"),
         (["bench", "exits", trained, "--policy", foreign], "foreign.json was calibrated for another model than these"),
-        (["bench", "exits", trained, "--policy", two], "A fixed depth of 99 is beyond the model's"),
+        (["bench", "exits", trained, "--policy", two], "A fixed depth of 99 is beyond the 4 loops"),
         (["run", trained, bad, "--threshold", "1"], "bad.txt, line 1: 'hello' is not an expression in prefix notation"),
         (["run", trained, file, "--policy", foreign], "This policy was calibrated for another model (weights 00000"),
         (["bench", "generation", "x", "--text", "x", "--readout", "gate", "--threshold", "1"], "There is no file x"),
@@ -182,7 +182,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[str], s
         (["study", "run", "ouro", "--data", "nope"], "There are no files of mmlu in nope/mmlu"),
         (["study", "plan", "ouro", "--benchmark", "arc"], "did you mean 'arc_easy' or 'arc_challenge'?"),
         (["study", "report", "mano", "--out", out], f"run it with: loopscope study run mano --out {out}."),
-        (["study", "plan", "mano", "--set", "training.sede=1"], "loopscope: --set training.sede=1: training: unknown"),
+        (["study", "plan", "mano", "--set", "training.sede=1"], "training.sede=1: training: unknown key"),
         (["demo", "--out", out, "--set", "task.modlus=3"], "did you mean 'modulus'?"),
     ]
     found = _answered([words for words, _ in wrong], place, HEAVY)
@@ -201,9 +201,7 @@ def test_nothing_heavy_is_imported_to_refuse(answers: list[tuple[list[str], str,
 
 
 def test_what_was_meant_is_named(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:
-    for words, message, code, err, _ in answers:
-        assert code == 2, words
-        assert message in err, (words, err)
+    assert [(words, message, err) for words, message, code, err, _ in answers if code != 2 or message not in err] == []
 
 
 def test_nothing_is_announced_that_is_refused(answers: list[tuple[list[str], str, int, str, list[str]]]) -> None:

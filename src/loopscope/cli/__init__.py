@@ -31,7 +31,7 @@ from importlib import import_module
 from typing import Any
 
 from loopscope.cli.parser import Parser, VersionAction, add_verbs
-from loopscope.errors import RecordingWarning, UserError, brief, visible
+from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, visible
 from loopscope.machine import out_of_memory
 
 VERBS = {
@@ -76,10 +76,13 @@ def answer(words: Sequence[str], make: Any) -> int:
         options.parser.check_pairs(options)
         with _warnings_as_notes():
             return options.execute(options) or 0
-    except UserError as error:
+    except (UserError, ModuleNotFoundError) as error:
+        said = missing_extra(error, "This") if isinstance(error, ModuleNotFoundError) else error
+        if not isinstance(said, UserError):
+            raise
         if _follows():
             return 0  # the first worker has the same error; failing here could end it before it has said so
-        _print_error(str(error))
+        _print_error(str(said))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _print_error(f"{where}{error.strerror or error}.")
