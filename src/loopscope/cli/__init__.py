@@ -54,8 +54,8 @@ VERBS = {
     "demo": "Train, record, diagnose and report five small models",
 }
 """Each verb, with the sentence that its help begins with."""
-_ELSEWHERE = {"demo": "study"}
-"""The module of a verb, where it is not called like the verb."""
+_ELSEWHERE = {"pretrain": "train", "demo": "study"}
+"""The module of a verb that is not called like the verb; it is defined there by `define_VERB`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,5 +153,5 @@ def make_parser(verbs: Sequence[str] = tuple(VERBS)) -> Parser:
             subparsers.add_parser(name, help=sentence)
             continue
         module = import_module(f"loopscope.cli.{_ELSEWHERE.get(name, name)}")
-        (module.define_demo if name == "demo" else module.define)(subparsers)
+        getattr(module, f"define_{name}" if name in _ELSEWHERE else "define")(subparsers)
     return parser

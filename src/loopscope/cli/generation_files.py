@@ -1,4 +1,4 @@
-"""Which files does `generate` read and write? Prompts, one per line or .jsonl, and a file of texts that survives a kill.
+"""Which files does `generate` read and write? Prompts, a line each, and a file of texts that survives a kill.
 
 Texts that are finished are kept beside their file, in the order in which they are finished: each after its hash, below
 a line that says what is being written. When all are there, the file is written. The same command goes on from there,
