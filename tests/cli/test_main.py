@@ -59,18 +59,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("train", "paper", *out, "--set", "training.steps=100000000"), "--force"),
         (("train", "demo", "--out", recorded, *settings("training.seed=9")), "training.seed"),
         (("train", "demo", *out, "--set", "training.seed=" + "1" * 5000), "training.seed: expected a whole number"),
-        (("train", "demo", *out, "--set", "task.modulus=" + "[" * 50_000), "task.modulus: expected a whole number"),
         (("train", "demo", *out, "--set", "objective.name=" + "x" * 9000), "there is no objective 'xxx"),
         (("record", "task", recorded.parent, "--split", "test"), "is not a run: it has no config.json"),
-        (("record", "task", recorded, "--split", "test", "--examples", "7"), "another recording"),
         (("record", "task", recorded, "--split", "extrapolation", "--levels", "1-4"), "above 2"),
         (("evaluate", validation, tmp_path), "has no recording 'test'"),
         (("evaluate", validation, corrupt), "trajectory.safetensors"),
-        (("evaluate", validation, test, "--readout", "gate"), "has no gate"),
-        (("evaluate", test, validation), "test split"),
         (("evaluate", validation, validation), "same data"),
         (("evaluate", validation, test, "--readout", ESCAPES), "no readout '\\u001b[31m\\u001b]0;owned\\u0007'"),
-        (("diagnose", tmp_path / ESCAPES), "\\u001b[31m"),
         (("diagnose", tmp_path / ("x" * 300)), "There is no folder"),
         (("evaluate", test, "--policy", "a\0b"), "NUL"),
         (("evaluate", test, "--policy", "\udcff"), "is not UTF-8"),
@@ -101,11 +96,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["generate", "x", "y", "--loops", "2", "--policy", "z"], "--policy: it excludes --loops; leave one of them"),
         (["gate", "fit", "x", "--out", "y", "--kind", "lineer"], "no 'lineer' (did you mean 'linear'?); choose one of"),
         (["record", "task", "x", "--split", "test", "--levels", "4-2"], "'4-2' is neither a number such as 12 nor a"),
-        (["train", "demo", "--threads", "0"], "'0' is not a whole number from 1 to 4,096"),
-        (["gate", "fit", "x", "--out", "y", "--mood", "5"], "no option --mood; see loopscope gate fit --help."),
         (["train", "demo", "--threads", "1" * 5000], "is not a whole number from 1 to 4,096"),
         (["run", "x", "-", "--batch-size", "²"], "'²' is not a whole number"),
-        (["record", "task", "x", "--levels", "1-" + "1" * 5000], "is neither a number such as 12 nor a range"),
         (["train", "demo", "--out", "x", ESCAPES], "'\\u001b[31m"),
     ],
 )
@@ -166,13 +158,7 @@ def test_the_verbs_stand_in_the_order_of_the_stages() -> None:
 
 @pytest.mark.parametrize(
     ("words", "heavy"),
-    [
-        (["--help"], HEAVY + LIGHT),
-        (["fly"], HEAVY + LIGHT),
-        (["record", "task", "--help"], HEAVY),
-        (["record", "runs/mine"], HEAVY),
-        (["generate", "m", "x", "--cache", "all"], HEAVY),
-    ],
+    [(["--help"], HEAVY + LIGHT), (["record", "runs/mine"], HEAVY), (["generate", "m", "x", "--cache", "all"], HEAVY)],
 )
 def test_an_answer_is_quick_where_nothing_heavy_is_needed(words: list[str], heavy: tuple[str, ...]) -> None:
     check = (
