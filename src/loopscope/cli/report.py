@@ -56,11 +56,13 @@ def execute(options: argparse.Namespace) -> None:
     runs, reference = _runs(options)
     for path in options.policy:
         load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
-    check_products(options.product)
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
+    from loopscope.paper.counterparts import PRODUCTS
+    from loopscope.report.write import check_report_place
 
+    check_products(options.product)
     if not options.product:
-        _check_place(options.out)
+        check_report_place(options.out, PRODUCTS.recipes)
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
     policies = policies_by_model(options.policy, models, options.any_model)
@@ -95,14 +97,6 @@ def check_products(names: Sequence[str]) -> None:
             raise UserError(
                 f"There is no product '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}."
             )
-
-
-def _check_place(folder: Path) -> None:
-    """Rejects a folder with the files of something else."""
-    from loopscope.paper.counterparts import PRODUCTS
-    from loopscope.report.write import check_report_place
-
-    check_report_place(folder, PRODUCTS.recipes)
 
 
 def show_report(
