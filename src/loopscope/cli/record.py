@@ -81,7 +81,7 @@ def _define_live(kinds: Any) -> None:
     add_shared(parser, "--gate DIR", "--any-model")
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
     inputs.add_custom_readouts(parser)
-    option(parser, "--seed N", "random seed of the selection", type=int, default=0)
+    option(parser, "--seed N", "random seed of the selection", type=whole, default=0)
     option(parser, "--batch-size N", "windows to run at a time", default=32)
     option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
     add_shared(parser, *COMPUTE)
