@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -946,7 +947,7 @@ def test_vllm(words: str, changes: dict[str, Any], cache: list[str], tmp_path: P
     weights = ls.load_model(folder).weights_sha256
     text = made(seed=5, rows=400, split="validation", sequences=np.arange(400), provenance={"weights_sha256": weights})
     rule = ls.calibrate(text, 0.5, 0.8, readout="margin")
-    replace(rule, scope=type(rule.scope)(unit="tokens", cache="propagate")).save(tmp_path / "policy.json")
+    replace(rule, scope=msgspec.structs.replace(rule.scope, unit="tokens", cache="propagate")).save(tmp_path / "policy.json")
     if "loopscope" in changes:
         changes = changes | {"loopscope": {"policy": str(tmp_path / "policy.json")}}
     values = json.loads((folder / "config.json").read_text())

@@ -146,7 +146,7 @@ def moved(to: str) -> Callable[[Path], None]:
         (configured(num_attention_heads=32, num_key_value_heads=32), "an even width"),
         (configured(run={"model": {"total_ut_steps": 7}}), "contradicts itself: total_ut_steps is 4, and 7 in"),
         (configured(model_type="\x1b[31m" + "x" * 1000), r"of type '\\u001b\[31mxxx"),
-        (lambda folder: (folder / "config.json").write_text("[" * 60_000), "nested"),
+        (lambda folder: (folder / "config.json").write_text('{"a":' * 60_000), "nested"),
         (moved("../"), "'../outside.safetensors', which does not lie beside it"),
         (moved("{}/"), "/outside.safetensors', which does not lie beside it"),
     ],

@@ -31,7 +31,7 @@ from transformers import (
 import loopscope as ls
 from loopscope.integrations.transformers import LoopTrainer, lora_config
 from loopscope.training.language_run import LanguageRun, TokenLosses, TokenWindows
-from loopscope.training.objectives import LoopLosses, load_objective
+from loopscope.training.objectives import LoopLosses, draw_unrolling, load_objective
 from loopscope.training.settings import Objective
 
 
@@ -158,7 +158,7 @@ def test_what_is_minimised_is_what_our_own_training_minimises(
     for step in range(4):
         run.state.global_step = step
         loss = run.compute_loss(model, {"input_ids": tokens, "labels": tokens})
-        unrolling = run.objective.unrolling(3, run.args.seed, step)
+        unrolling = draw_unrolling(run.objective, 3, run.args.seed, step)
         depths.add(unrolling and unrolling.loops)
 
         def log_probs(given: Tensor) -> Tensor:
