@@ -128,12 +128,10 @@ def test_the_plugin_imports_little_and_never_ends_a_server() -> None:
     ("told", "words"),
     [
         ({"loop": 2}, "loop"),
-        ({"loops": 0}, "loops"),
         ({"readout": "gate"}, "together"),
         ({"readout": "gate", "threshold": 0.5, "policy": "policy.json"}, "not both"),
         ({"readout": "oracle", "threshold": 1}, "oracle"),
         ({"readout": "fixed", "threshold": 5}, "beyond the 4 loops"),
-        ({"readout": "patience:3", "threshold": 0.5}, "patience:3"),
         ({"exits_log": "exits.jsonl"}, "nothing to log"),
         ({"readout": "fixed", "threshold": 2, "exits_log": "exits.jsonl"}, "nothing to log"),
         ({"without_promise": True}, "only the policy of a file"),
@@ -144,18 +142,6 @@ def test_the_plugin_imports_little_and_never_ends_a_server() -> None:
 def test_what_makes_no_sense_is_refused(told: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         deployed(told)
-
-
-@pytest.mark.parametrize("name", ["loops", "num_loops", "readout", "policy"])
-def test_what_stands_beside_its_place_is_refused(name: str) -> None:
-    """vLLM takes any key, and all loops would be run."""
-    with pytest.raises(UserError, match=f"'{name}' belongs under loopscope"):
-        read_deployment({**looped_llama_config(), name: 1}, "", None, "float32")
-
-
-def test_ouros_own_threshold_is_refused() -> None:
-    with pytest.raises(UserError, match="early_exit_threshold has no effect here"):
-        deployed({}, early_exit_threshold=0.5)
 
 
 @pytest.mark.parametrize(("log", "words"), [("nowhere/exits.jsonl", "No such file"), (".", "Is a directory")])
