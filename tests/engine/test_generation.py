@@ -278,7 +278,7 @@ def test_tokens_come_before_all_is_done(model: LoopedModel) -> None:
         (Prompt(0, np.array([1]), np.array([99])), {}, "outside the model's vocabulary"),
         (Prompt(0, np.array([1]), np.ones(256, dtype=np.int64)), {}, "block size is 256"),
         (Prompt(0, np.array([1])), {"cache": "some"}, "no cache 'some'; choose one of full, propagate, latest"),
-        (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("fixed", 9)}, "beyond the model's 4 loops"),
+        (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("fixed", 9)}, "beyond the 4 loops here"),
         (Prompt(0, np.array([1])), {"policy": ls.ExitPolicy("oracle")}, "cannot be run|replayed but not run"),
     ],
 )

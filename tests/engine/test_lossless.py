@@ -300,7 +300,7 @@ def test_prompts_with_policies_of_their_own_run_together(model: LoopedModel) -> 
             for prompt, policy in zip(prompts(), own, strict=True)
         ]
         assert same(together, alone)
-    with pytest.raises(ls.UserError, match="beyond the model's 4 loops"):
+    with pytest.raises(ls.UserError, match="beyond the 4 loops here"):
         generate(model, [Prompt(0, np.array([1]), policy=ls.ExitPolicy("fixed", 9))], usual)
 
 

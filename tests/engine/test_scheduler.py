@@ -246,7 +246,7 @@ def test_tokens_of_any_whole_type(model: LoopedModel, requests: list[Request]) -
     for dtype in (np.uint8, np.int32, np.uint64):
         (answer,) = run(model, ls.ExitPolicy("fixed", 1), [Request(0, [requests[0].rows[0].astype(dtype)])])
         assert np.array_equal(answer.logits, same.logits)
-    with pytest.raises(ls.UserError, match="a whole number each"):
+    with pytest.raises(ls.UserError, match="must be whole numbers"):
         Request(0, [np.array([1.0])])
 
 

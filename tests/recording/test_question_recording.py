@@ -15,6 +15,7 @@ import loopscope as ls
 from loopscope.engine.scheduler import compare, run
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.questions import BENCHMARKS, EncodedQuestion, Question, benchmark_named, encode_questions, load_questions
+from loopscope.readouts.signals import SIGNALS
 from loopscope.recording import question_recording
 from loopscope.recording.question_recording import question_requests, record_benchmark
 

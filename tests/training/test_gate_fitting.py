@@ -140,5 +140,5 @@ def test_what_cannot_be_fitted_is_refused() -> None:
         fit_gate(random_trajectory(hidden=None), GateSettings())
     with pytest.raises(ls.UserError, match="must not be fitted on the test split"):
         fit_gate(random_trajectory(split="test"), GateSettings())
-    with pytest.raises(ls.UserError, match="no gate to fit"):
+    with pytest.raises(ls.UserError, match="of two loops or more"):
         fit_gate(random_trajectory(loops=1), GateSettings())

@@ -27,7 +27,7 @@ from loopscope.files import (
     room_for,
     write_bytes,
 )
-from loopscope.models.checkpoint_folder import CONFIG, read_checkpoint_config
+from loopscope.models.checkpoint_folder import CONFIG, is_of_task, read_checkpoint_config
 from loopscope.training.settings import RunSettings, with_source
 
 STATE_FILE = "state.safetensors"
@@ -58,6 +58,8 @@ def read_run_settings(run: Path) -> RunSettings:
     if not is_file(run / CONFIG):
         other = UserError(f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made.")
         raise other if is_folder(run) else no_folder(run, "the folder of a finished run")
+    if not is_of_task(run):
+        raise UserError(f"{run} has no task of its own: it is a model of text; give a run that was trained on a task.")
     config = read_checkpoint_config(run)
     settings = build(RunSettings, config.run, str(run / CONFIG))
     sizes = settings.model, settings.task.vocab_size, settings.block_size
