@@ -83,12 +83,11 @@ def check_run_place(folder: Path, settings: RunSettings | None = None) -> None:
 
 def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
     """Rejects the checkpoint in `folder` if its configuration is not that of the run with this one."""
-    trained = trained_with(folder) is not None
     found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
     changed = differences({name: found.get(name) for name in config}, config)
     if changed:
         names = named_settings([name.removeprefix("run.") for name in changed])
-        what = f"a run with other settings ({names})" if trained else "a checkpoint that was not trained here"
+        what = f"a run with other settings ({names})" if found.get("run") else "a checkpoint that was not trained here"
         raise UserError(f"{folder} holds {what}; choose another --out, or remove it.")
 
 
