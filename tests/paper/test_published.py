@@ -7,8 +7,8 @@ from typing import get_args
 import msgspec
 import pytest
 
-from loopscope.paper.published import Paper, PublishedFrontier, PublishedValue, published
-from loopscope.readouts.readout import POST_HOC, READOUTS, Readout
+from loopscope.paper.published import Paper, PaperReadout, PublishedFrontier, PublishedValue, published
+from loopscope.readouts.readout import POST_HOC, READOUTS
 
 PAPER = published()
 CLAIMS = {claim.key: claim for claim in PAPER.claims}
@@ -58,7 +58,7 @@ def test_tables_have_the_rows_of_the_paper() -> None:
 
 
 def test_names_are_loopscopes() -> None:
-    assert set(get_args(Readout)) == {"fixed", "gate", *POST_HOC} <= set(READOUTS)
+    assert set(get_args(PaperReadout)) == {"fixed", "gate", *POST_HOC} <= set(READOUTS)
     assert {*PAPER.uniform_ordering, *PAPER.geometric_ordering} <= set(READOUTS)
     targets = {target for row in PAPER.fixed_prior + PAPER.fixed_vs_gate for target in row.depth_at}
     assert targets == {"0.95", "0.98", "0.99"}

@@ -118,7 +118,7 @@ def test_what_a_policy_step_made_is_not_altered_unnoticed(finished: Path, tmp_pa
     file = step.folder(finished / "store") / "policy.json"
     whole = file.read_bytes()
     file.write_bytes(whole.replace(b"gap", b"gab"))
-    with pytest.raises(ls.UserError, match="was altered"):
+    with pytest.raises(ls.UserError, match="does not have the hash of its manifest"):
         step.result(finished / "store")
     file.write_bytes(whole)
 

@@ -35,7 +35,7 @@ from loopscope.studies.study_file import expand_study
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["decoupled_gate", "m:f"]', "of its own"),
         ('gate = ["none", "mlp"]', 'objective = ["decoupled_gate"]', "decoupled_gate need model.gate = 'linear'"),
         ('gate = ["none", "mlp"]\nprior = ["uniform"]', 'objective = ["nowhere:f"]', "There is no module 'nowhere'"),
-        ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "largest drop"),
+        ("gates = {", "guarantees = [{ max_drop = 2 }]\ngates = {", "max_drop: expected a number < 1"),
         ("gates = {", "guarantees = [{ max_loss = 0.1 }]\ngates = {", "max_loss"),
         ("gates = {", 'guarantees = [{ readout = "mood" }]\ngates = {', "no readout 'mood'"),
         ("gates = {", 'guarantees = [{ readout = "oracle" }]\ngates = {', "cannot be promised"),
