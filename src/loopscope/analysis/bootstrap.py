@@ -87,23 +87,15 @@ class Interval:
 
 def interval(values: Sums) -> Interval | None:
     """Of [1 + R] values, the sample's own first; None where no resample has one (NaN)."""
-    found = intervals(values[:, None])
-    if not found.reached[0]:
-        return None
-    return Interval(float(found.low[0]), float(found.high[0]), float(found.reached[0]))
+    low, high, reached = (float(bound[0]) for bound in intervals(values[:, None]))
+    return Interval(low, high, reached) if reached else None
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """The same for many numbers, [K] each; NaN where no resample has one."""
+def intervals(values: Sums) -> tuple[Sums, Sums, Sums]:
+    """The same for many numbers, of [1 + R, K] values: low and high ends (NaN where there are none), and shares [K].
 
-    low: Sums
-    high: Sums
-    reached: Sums
-
-
-def intervals(values: Sums) -> Intervals:
-    """Of [1 + R, K] values, the samples' own first; as `np.nanpercentile` has them, and faster."""
+    As `np.nanpercentile` has them, and faster.
+    """
     rising = np.sort(values[1:], axis=0)  # NaN last
     known = (~np.isnan(rising)).sum(axis=0)
     last = np.maximum(known - 1, 0)
@@ -116,7 +108,7 @@ def intervals(values: Sums) -> Intervals:
         return np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
 
     tail = 50 * (1 - LEVEL)
-    return Intervals(quantile(tail / 100), quantile((100 - tail) / 100), known / len(rising))
+    return quantile(tail / 100), quantile((100 - tail) / 100), known / len(rising)
 
 
 @dataclass(frozen=True)

@@ -194,15 +194,15 @@ def frontier_result(
     """A frontier whose curve has the points that are drawn, and whose depths are of all of its grid."""
     frontier, point = detail.frontier, detail.frontier.select()
     drawn = detail.resampled.at(detail.on_grid)
-    bounds = intervals(drawn.accuracy)
+    low, high, _ = intervals(drawn.accuracy)
     means = resampled_means(exits_of(point.policy, evaluation), units=evaluation.units)
     return schema.FrontierResult(
         readout=frontier.readout,
         thresholds=[] if needs_labels(frontier.readout) else detail.thresholds[detail.on_grid].tolist(),
         accuracy=drawn.accuracy[0].tolist(),
         average_loops=drawn.average_loops[0].tolist(),
-        accuracy_low=schema.rounded(bounds.low),
-        accuracy_high=schema.rounded(bounds.high),
+        accuracy_low=schema.rounded(low),
+        accuracy_high=schema.rounded(high),
         depth_at={level.target.key: frontier.depth_at(level.reached) for level in levels},
         depth_interval={level.target.key: interval(detail.depths.depth_at(level.reached)) for level in levels},
         calibration_depth_at={level.target.key: frontier.calibration_depth_at(level.accuracy) for level in levels},
