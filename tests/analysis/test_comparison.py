@@ -46,8 +46,6 @@ def test_the_depth_gap_of_two_readouts() -> None:
     same = depth_gap(0.6, (subject, "margin"), (subject, "margin"))
     assert same is not None
     assert (same.value, same.low, same.high) == (0, 0, 0)
-    with pytest.raises(ls.UserError, match="do not have the readout 'gate:x'"):
-        depth_gap(0.6, (subject, "gate:x"), (subject, "margin"))
 
 
 def test_two_readouts_compared_from_python() -> None:

@@ -120,7 +120,7 @@ def test_a_study_with_other_settings_takes_another_folder(
         capsys.readouterr()
         assert main([*map(str, words), "--out", str(out), "--store", str(finished / "store")]) == 2
         (sentence,) = capsys.readouterr().err.splitlines()
-        assert sentence.endswith(f"; choose another --out, such as {finished / 'tiny-2'}.")
+        assert sentence.endswith("; choose another --out.")
         return sentence
 
     for kind in ("run", "report"):

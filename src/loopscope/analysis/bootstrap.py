@@ -30,7 +30,7 @@ LEVEL = 0.95
 ENOUGH = 0.95
 """A number is compared, or given an interval, where at least this share of the resamples have it."""
 RESAMPLES = 1000
-SEED = 0
+_SEED = 0
 _CHUNK = 50
 _MOST_KEPT = 1 << 25
 """The largest table of counts that is kept between calls, in bytes: 33,000 examples at 1,000 resamples."""
@@ -39,7 +39,7 @@ _ROUNDING = 1e-10
 
 
 def resampled_sums(
-    contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, seed: int = SEED, units: Units = None
+    contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, units: Units = None
 ) -> Sums:
     """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample of units [N] (None: of rows)."""
     if units is not None:
@@ -48,14 +48,14 @@ def resampled_sums(
     rows = contributions.shape[0]
     draws = _kept_counts if rows * resamples <= _MOST_KEPT else _counts
     sums = [contributions.sum(axis=0, dtype=np.float64)[None]]
-    for counts in draws(rows, resamples, seed):
+    for counts in draws(rows, resamples):
         sums.append((counts.astype(np.float32) @ contributions).astype(np.float64))  # exact: whole numbers below 2**24
     return np.concatenate(sums)
 
 
-def _counts(rows: int, resamples: int, seed: int) -> Iterator[NDArray[np.uint8]]:
+def _counts(rows: int, resamples: int) -> Iterator[NDArray[np.uint8]]:
     """[R, rows] how often each row is drawn, some resamples at a time; no row is ever drawn 256 times."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(_SEED)
     for start in range(0, resamples, _CHUNK):
         size = (min(_CHUNK, resamples - start), rows)
         drawn = rng.integers(0, rows, size) + np.arange(size[0])[:, None] * rows
@@ -63,9 +63,9 @@ def _counts(rows: int, resamples: int, seed: int) -> Iterator[NDArray[np.uint8]]
 
 
 @lru_cache(maxsize=8)
-def _kept_counts(rows: int, resamples: int, seed: int) -> tuple[NDArray[np.uint8], ...]:
+def _kept_counts(rows: int, resamples: int) -> tuple[NDArray[np.uint8], ...]:
     """The same counts, kept: every readout, grid and mean of a model is resampled alike."""
-    return tuple(_counts(rows, resamples, seed))
+    return tuple(_counts(rows, resamples))
 
 
 def resampled_means(values: NDArray[np.float32], resamples: int = RESAMPLES, units: Units = None) -> Sums:
