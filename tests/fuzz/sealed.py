@@ -114,8 +114,7 @@ def load_policy(path: Path) -> Any:
     weights = policy.gate and {name: held(value) for name, value in policy.gate.tensors.items()}
     fitted = policy.gate and plain(dict(policy.gate.provenance))
     threshold = None if policy.threshold is None else float(policy.threshold)
-    rest = (policy.readout, threshold, policy.model, plain(policy.scope), policy.definition_sha256)
-    return *rest, weights, fitted, plain(policy.certificate)
+    return policy.readout, threshold, plain(policy.scope), weights, fitted, plain(policy.certificate)
 
 
 def policy(world: World, case: Case) -> str:
@@ -157,11 +156,11 @@ def monitor(world: World, case: Case) -> str:
 def _says(loaded: Any, path: Path) -> str:
     """A policy without a promise is the user's to change: then it is what its file says."""
     values = json.loads(path.read_bytes())
-    readout, threshold, model, scope, definition, weights, *_ = loaded
-    if values.get("guarantee") is not None:
+    readout, threshold, scope, weights, *_ = loaded
+    if values.get("certificate") is not None:
         raise MisledError("a policy lost its promise, and is accepted")
     said = values.get("threshold")
-    if readout != values["readout"] or model != values.get("model") or definition != values.get("definition_sha256"):
+    if readout != values["readout"]:
         raise MisledError("a policy is not what its file says")
     if (threshold is None) != (said is None) or (said is not None and threshold != float(said)):
         raise MisledError("a policy has another threshold than its file")

@@ -22,7 +22,7 @@ from loopscope.cli.text_journal import TextJournal
 from loopscope.learned.attach import load_fitted
 from loopscope.models.checkpoint import save_model
 from loopscope.progress import ProgressCallback, silent
-from loopscope.readouts.readout import Readout, register_readout
+from loopscope.readouts.readout import Readout, has_threshold, register_readout
 from loopscope.recording import question_recording
 from loopscope.recording.live_text_recording import record_live
 from loopscope.recording.recording_folder import Keep
@@ -240,7 +240,7 @@ class World:
         register_readout(Readout("fuzzed", "above", "logits", own_step))
         big = random_trajectory(5, rows=300, split="validation", provenance={"weights_sha256": "a" * 64})
         gates = {name: load_fitted(path) for name, path in self.gates.items()}
-        own = [name for name, kind in ls.READOUTS.items() if kind in ("above", "below")]
+        own = filter(has_threshold, ls.READOUTS)
         for name in (*own, "gate:linear", "gate:mlp", "stopper:induction", "stopper:classifier"):
             found = ls.calibrate(big, 0.5, 0.6, readout=name, gates=gates)
             found.save(folder / f"{name.replace(':', '-')}.json")
