@@ -14,8 +14,9 @@ def as_array(values: Any, name: str) -> NDArray[Any]:
     array = np.asarray(_without_device(values))
     if np.ma.isMaskedArray(values):
         raise UserError(f"{name} must be an array without a mask, which would be lost.")
-    if array.dtype.kind not in "biuf":
-        raise UserError(f"{name} must be made of numbers, got an array of {array.dtype}.")
+    wraps = array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max
+    if array.dtype.kind not in "biuf" or wraps:
+        raise UserError(f"{name} must be made of numbers below 2**63, got an array of {array.dtype}.")
     return array
 
 

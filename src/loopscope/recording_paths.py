@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from loopscope.artifacts import MANIFEST
+from loopscope.config import read_json
 from loopscope.errors import UserError
 from loopscope.files import is_file, is_folder, no_folder
 
@@ -54,15 +56,11 @@ def recorded_name(folder: Path) -> str:
 
 
 def _is_recording(path: Path) -> bool:
-    from loopscope.artifacts import MANIFEST  # with NumPy, which the command line does not import for its help
-
     return is_file(path / MANIFEST)
 
 
 def _word(file: Path, key: str) -> str | None:
     """What a JSON file says at `key`, if it is one."""
-    from loopscope.config import read_json
-
     try:
         found: dict[str, Any] = read_json(dict, file, "file")
     except (OSError, UserError):
@@ -75,8 +73,6 @@ def _recordings_in(path: Path) -> Path:
 
 
 def _not_recorded(folder: Path, path: Path, split: str) -> UserError:
-    from loopscope.artifacts import MANIFEST
-
     run = path.parent if path.name == RECORDINGS else path
     if _word(path / MANIFEST, "kind") == "live run":
         return UserError(

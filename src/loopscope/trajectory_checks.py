@@ -76,8 +76,9 @@ def _shape_problems(trajectory: Any) -> Iterator[str]:
     for name, signal in trajectory.signals.items():
         if np.shape(signal) != (rows, loops):
             yield f"signal {name} has the shape {list(np.shape(signal))}, expected {[rows, loops]}."
-    if trajectory.examples is not None and len(trajectory.examples) != rows:
-        yield f"There are {len(trajectory.examples)} example texts for {rows} examples."
+    texts = trajectory.examples
+    if texts is not None and (isinstance(texts, str) or len(texts) != rows):
+        yield f"There are {1 if isinstance(texts, str) else len(texts)} example texts for {rows} examples."
 
 
 def _value_problems(trajectory: Any) -> Iterator[str]:
