@@ -73,7 +73,7 @@ FIELDS: dict[str, tuple[str, dict[str, object]]] = {
     "labels of no class": ("not one of the classes", {"labels": np.full(200, 5)}),
     "labels with a fraction": ("whole numbers", {"labels": np.full(200, 0.5)}),
     "labels one-hot": (r"labels has the shape \[200, 5\]", {"labels": np.eye(200, 5, dtype=int)}),
-    "labels that wrap around": ("not one of the classes", {"labels": np.full(200, 2**64 - 1, np.uint64)}),
+    "labels that wrap around": (r"below 2\*\*63", {"labels": np.full(200, 2**64 - 1, np.uint64)}),
     "a label that is no choice": ("without those", {"logits": one(-INF, 4, (5,), 0) + np.zeros(FULL)}),
     "a choice missing at one loop": (r"one loop.*\[17, 1, 2\]", {"logits": one(-INF, 347, FULL)}),
     "one choice": ("fewer than two", {"logits": one(0, 0, (5,), -INF) + np.zeros(FULL), "labels": None}),
@@ -93,6 +93,7 @@ FIELDS: dict[str, tuple[str, dict[str, object]]] = {
     "seen as a count": ("seen must be true or false", {"seen": np.full(200, 2)}),
     "sequences with a fraction": ("sequences must be whole", {"sequences": np.full(200, 0.5)}),
     "texts of other examples": ("1 example texts for 200", {"examples": ["one"]}),
+    "one text for all examples": ("1 example texts for 200", {"examples": "x" * 200}),
     "a split misspelt": (r"no split 'tset' \(did you mean 'test'\?\)", {"split": "tset"}),
     "a part of a split": ("no split 'test-20'", {"split": "test-20"}),
 }
