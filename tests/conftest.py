@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402
 
+import json
 import os
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -78,6 +79,32 @@ def forgotten() -> Iterator[None]:
 
 def tiny_settings(*overrides: str) -> RunSettings:
     return read_settings("demo", [*TINY, *overrides])
+
+
+def tiny_study(product: str, *settings: str) -> str:
+    """The text of a study of two runs and a reference, with gates, a guarantee and one product."""
+    return f"""
+title = "Tiny"
+targets = [0.2, 0.9]
+products = ["{product}"]
+
+[[parts]]
+settings = "demo"
+set = {json.dumps(settings)}
+reference = {{ gate = "none", prior = 0.3 }}
+gates = {{ examples = 40, steps = 3, kind = ["linear"], objective = ["utility"] }}
+guarantees = [{{ max_drop = 0.9, confidence = 0.5, readout = "margin" }}]
+
+[[parts.runs]]
+prior = [0.3]
+seed = [0]
+fit = true
+
+[[parts.runs]]
+gate = ["linear"]
+prior = [0.3]
+beta = [0.1]
+"""
 
 
 def random_trajectory(

@@ -7,7 +7,7 @@ from typing import Any
 from loopscope.cli import make_parser
 
 from .mutations import NUMBERS, STRINGS
-from .runner import Case, MisledError
+from .runner import Case, WrongError
 from .world import HARDLY, World
 
 _TINY = " ".join(f"--set {each}" for each in HARDLY)
@@ -175,7 +175,7 @@ def _try(world: World, case: Case, name: str) -> str:
     given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
     printed = case.command(*given, verdicts=(0, 1) if path[0] in ("evaluate", "selfcheck") else (0,))
     if not printed and "--out" not in given and name not in ("generate", "generate --lossless", "run", "gate write"):
-        raise MisledError("a command did nothing, and said so")
+        raise WrongError("a command did nothing, and said so")
     return "other"
 
 

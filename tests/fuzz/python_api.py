@@ -12,7 +12,7 @@ import numpy as np
 import loopscope as ls
 
 from .mutations import Rng
-from .runner import Case, MisledError
+from .runner import Case, WrongError
 from .world import World
 
 
@@ -64,13 +64,13 @@ def _check_trajectory(made: ls.Trajectory, given: dict[str, Any]) -> None:
     """What is said of it holds."""
     seen = np.asarray(given["seen"]).astype(bool)
     if not seen.all() and made.unseen().num_examples != int((~seen).sum()):
-        raise MisledError("seen examples are counted as unseen")
+        raise WrongError("seen examples are counted as unseen")
     if made.predicted.dtype.kind not in "iu":
-        raise MisledError("answers are no whole numbers")
+        raise WrongError("answers are no whole numbers")
     if made.labels is not None and made.correct.shape != (made.num_examples, made.num_loops):
-        raise MisledError("answers are judged in another shape")
+        raise WrongError("answers are judged in another shape")
     if made.norms is not None and not (np.asarray(made.norms) > 0).all():
-        raise MisledError("a choice has no characters")
+        raise WrongError("a choice has no characters")
     made.save(Path("saved"))
     if ls.Trajectory.load(Path("saved")).sha256 != made.sha256:
-        raise MisledError("a trajectory is another one when it is saved and loaded")
+        raise WrongError("a trajectory is another one when it is saved and loaded")

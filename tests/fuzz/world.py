@@ -12,15 +12,15 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from conftest import GATED, GOLDEN, TINY_OURO, random_trajectory, tiny_settings, tiny_text
-from tiny_language import looped_llama_config, ouro_config, tiny_looped_llama, tiny_ouro
+from conftest import GATED, GOLDEN, TINY, TINY_OURO, random_trajectory, tiny_settings, tiny_study, tiny_text
+from tiny_language import write_decoder, write_ouro
 
 import loopscope as ls
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.cli import main
 from loopscope.cli.text_journal import TextJournal
+from loopscope.config import plain
 from loopscope.learned.attach import load_fitted
-from loopscope.models.checkpoint import save_model
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import Readout, has_threshold, register_readout
 from loopscope.recording import question_recording
@@ -37,79 +37,20 @@ from loopscope.training.settings import read_pretrain_settings
 from loopscope.training.task_run import train
 from loopscope.training.training_loop import train_run
 
-SETTINGS = """\
-[task]
-name = "mano"
-modulus = 3
-max_operations = 2
-train_examples = 60
-validation_examples = 12
-test_examples = 15
-
-[model]
-layers = 1
-heads = 2
-width = 16
-loops = 3
-block_size = 11
-gate = "linear"
-
-[objective]
-name = "learned_gate"
-prior = "geometric"
-geometric_lambda = 0.3
-beta = 0.1
-
-[training]
-steps = 2
-batch_size = 4
-learning_rate = 3e-3
-min_learning_rate = 3e-4
-muon_learning_rate = 0.01
-warmup_steps = 1
-log_every = 1
-checkpoint_every = 1
-validate_every = 2
-validation_sample = 6
-"""
-STUDY = """\
-title = "Tiny"
-targets = [0.2, 0.9]
-products = ["headline"]
-
-[[parts]]
-settings = "demo"
-set = ["task.modulus=3", "task.max_operations=2", "task.train_examples=60", "task.validation_examples=40",
-    "task.test_examples=40", "model.width=16", "model.loops=3", "model.block_size=11", "training.steps=2",
-    "training.batch_size=4", "training.checkpoint_every=4", "training.validation_sample=6"]
-reference = { gate = "none", prior = 0.3 }
-gates = { examples = 40, steps = 3, kind = ["linear"], objective = ["utility"] }
-guarantees = [{ max_drop = 0.9, confidence = 0.5, readout = "margin" }]
-
-[[parts.runs]]
-prior = [0.3]
-seed = [0]
-fit = true
-
-[[parts.runs]]
-gate = ["linear"]
-prior = [0.3]
-beta = [0.1]
-"""
 HARDLY = (
     *("task.train_examples=60", "task.validation_examples=12", "task.test_examples=15", "training.steps=1"),
-    *("training.batch_size=4", "model.width=16"),
+    *("training.batch_size=4", "model.width=16", "training.validation_sample=6", "training.log_every=1"),
 )
 """Settings that train in no time."""
 FURTHER = "context = 8\n[training]\nsteps = 1\nbatch_size = 2\nvalidation_sample = 2\n"
 SIZES: dict[str, Any] = {"vocab_size": 290, "hidden_size": 16, "max_position_embeddings": 64, "intermediate_size": 24}
-SIZES |= {"num_attention_heads": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+STUDIED = (*TINY, *HARDLY, "task.validation_examples=40", "task.test_examples=40", "training.steps=2")
 SHORT = ("task.train_examples=60", "training.steps=6")
 PROMPTS = (
     '{"prompt": "1 and 2"}\n{"prompt": "3 make 4. ", "loops": 1}\n'
     '{"messages": [{"role": "user", "content": "5 and 6"}]}\n'
 )
-EXAMPLES = "+ 1 * 0 1\n* 2 2\n- 0 1\n"
 CPU = torch.device("cpu")
 
 
@@ -224,13 +165,9 @@ class World:
     @cached_property
     def own_gate(self) -> Path:
         """A gate of the run's model."""
-        recording = ls.Trajectory.load(self.run / "recordings" / "validation")
-        provenance = {"split": "train", "weights_sha256": recording.provenance["weights_sha256"]}
-        assert recording.hidden is not None
-        ls.FittedGate(np.ones(recording.hidden.shape[-1]), np.array(0.5), provenance=provenance).save(
-            self.folder / "own-gate"
-        )
-        return self.folder / "own-gate"
+        known = ls.Trajectory.load(self.run / "recordings" / "validation").provenance["weights_sha256"]
+        gate = ls.FittedGate(np.ones(16), np.array(0.5), provenance={"split": "train", "weights_sha256": known})
+        return self._saved("own-gates", {"gate": gate})["gate"]
 
     @cached_property
     def policies(self) -> dict[str, Path]:
@@ -267,15 +204,16 @@ class World:
 
     @cached_property
     def documents(self) -> dict[str, Path]:
-        folder = self.folder / "documents"
-        folder.mkdir()
+        (self.folder / "documents").mkdir()
         written = [f"{a} and {a + 1} make {2 * a + 1}. " for a in range(6)]
-        (folder / "documents.txt").write_text("<|endoftext|>".join(written))
-        (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
-        (folder / "prompts.jsonl").write_text(PROMPTS)
-        (folder / "prompts.txt").write_text("1 and 2\n3 make\n")
-        (folder / "examples.txt").write_text(EXAMPLES)
-        return {path.name: path for path in folder.iterdir()}
+        texts = {
+            "documents.txt": "<|endoftext|>".join(written),
+            "documents.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in written),
+            "prompts.jsonl": PROMPTS,
+            "prompts.txt": "1 and 2\n3 make\n",
+            "examples.txt": "+ 1 * 0 1\n* 2 2\n- 0 1\n",
+        }
+        return {name: self._written(f"documents/{name}", text) for name, text in texts.items()}
 
     def text_words(self, out: Path) -> list[str]:
         """Of a command that continues prompts."""
@@ -318,25 +256,17 @@ class World:
         folder.mkdir()
         documents = [f"{a} and {b} make {a + b}. " for a in range(10) for b in range(10)]
         train_tokenizer(documents, 290, 64, folder)
-        changes = SIZES | {"num_key_value_heads": 2, "total_ut_steps": 3}
-        (folder / "config.json").write_text(json.dumps(ouro_config(**changes)))
+        write_ouro(folder, shard_bytes=20_000, **SIZES, total_ut_steps=3)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "max_new_tokens": 5}))
-        save_model(tiny_ouro(**changes).state_dict(), folder, 20_000)
         assert len(list(folder.glob("*.safetensors"))) > 1
         return folder
 
     @cached_property
     def llama(self) -> Path:
         """A small Llama that is not looped, with a tokenizer."""
-        folder = self.folder / "llama"
-        shutil.copytree(self.checkpoint, folder, ignore=shutil.ignore_patterns("model*"))
-        changes = SIZES | {"num_key_value_heads": 1}
-        plain = {"prelude": 0, "core": 3, "injection": False, "gate": "none"}
-        values = looped_llama_config(**changes) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-        del values["looping"]
-        (folder / "config.json").write_text(json.dumps(values))
-        save_model(tiny_looped_llama(**changes, looping=plain).state_dict(), folder)
-        return folder
+        shutil.copytree(self.checkpoint, self.folder / "llama", ignore=shutil.ignore_patterns("model*"))
+        write_decoder(self.folder / "llama", **SIZES, num_hidden_layers=3)
+        return self.folder / "llama"
 
     @cached_property
     def looped(self) -> Path:
@@ -347,16 +277,21 @@ class World:
     @cached_property
     def golden(self) -> dict[str, Path]:
         """Checkpoints in the layouts of Ouro and Huginn."""
-        found = {}
-        for name in ("ouro-tiny", "huginn-tiny"):
-            found[name] = self.folder / name
-            shutil.copytree(GOLDEN / name, found[name], ignore=shutil.ignore_patterns("expected*"))
-        return found
+        names = ("ouro-tiny", "huginn-tiny")
+        for name in names:
+            shutil.copytree(GOLDEN / name, self.folder / name, ignore=shutil.ignore_patterns("expected*"))
+        return {name: self.folder / name for name in names}
 
-    settings = cached_property(lambda self: self._written("settings.toml", SETTINGS))
+    @cached_property
+    def settings(self) -> Path:
+        """Every key of a run's settings, with its value."""
+        tables = plain(tiny_settings(*GATED, *HARDLY))
+        lines = {name: [f"{key} = {json.dumps(value)}" for key, value in tables[name].items()] for name in tables}
+        return self._written("settings.toml", "\n".join("\n".join((f"[{name}]", *lines[name])) for name in lines))
+
     language_settings = cached_property(lambda self: self._written("language.toml", TINY_OURO))
     further_settings = cached_property(lambda self: self._written("further.toml", FURTHER))
-    study = cached_property(lambda self: self._written("study.toml", STUDY))
+    study = cached_property(lambda self: self._written("study.toml", tiny_study("headline", *STUDIED)))
     store = cached_property(lambda self: self._stored("store", str(self.study)))  # of the study, finished
     demo_store = cached_property(lambda self: self._stored("demo-store", "demo", *HARDLY))  # of one that hardly trains
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from benchmark_slices import DATA, byte_pairs
-from conftest import GATED, TINY, TINY_OURO, random_trajectory, tiny_text
+from conftest import GATED, TINY, TINY_OURO, random_trajectory, tiny_study, tiny_text
 from tiny_language import write_decoder, write_ouro
 
 import loopscope as ls
@@ -96,7 +96,7 @@ _MADE: dict[str, Callable[[Path], object]] = {
     "llama": lambda out: write_decoder(out, tokenizer=byte_pairs()),
     "texts": _write_texts,
     "prompts.txt": lambda out: out.write_text("\n".join(f"{a} {b}" for a in _PROMPTS for b in _PROMPTS[:3])),
-    "tiny.toml": lambda out: out.write_text(_STUDY),
+    "tiny.toml": lambda out: out.write_text(tiny_study("frontiers", *TINY)),
 }
 _WORDS = {
     "run": "\n".join(
@@ -221,28 +221,6 @@ def _cut_off(inputs: Inputs, target: str) -> Work:
         return 0
 
     return work
-
-
-_STUDY = """
-title = "Tiny"
-targets = [0.2]
-products = ["frontiers"]
-
-[[parts]]
-settings = "demo"
-set = [SETTINGS]
-reference = { gate = "none", prior = 0.3 }
-gates = { examples = 200, steps = 20, kind = ["linear"], objective = ["ponder"] }
-guarantees = [{ readout = "margin", max_drop = 0.3, confidence = 0.8 }]
-
-[[parts.runs]]
-prior = [0.3]
-fit = true
-
-[[parts.runs]]
-gate = ["linear"]
-prior = [0.3]
-""".replace("SETTINGS", ", ".join(f'"{each}"' for each in TINY))
 
 
 _FITTED = "gate fit [run/recordings/train] --out OUT"
