@@ -1,16 +1,15 @@
 """Every option of every verb, found in the parser itself: a verb that joins it needs only some good words here."""
 
 import argparse
-from functools import cache
 from typing import Any
 
-from loopscope.cli import make_parser
+from conftest import verbs
 
 from .mutations import NUMBERS, STRINGS
 from .runner import Case, WrongError
-from .world import HARDLY, World
+from .world import HARDLY, World, setting
 
-_TINY = " ".join(f"--set {each}" for each in HARDLY)
+_TINY = setting(*HARDLY)
 _TRAINED_ON = "--text {w.texts[0]} --validation {w.texts[1]} --out {c.out}"
 _LIVE = "{w.checkpoint} {w.documents[documents.txt]} --recording {w.live_runs[recording]} --out {c.out}"
 GOOD = {
@@ -90,23 +89,6 @@ _READOUTS = (
     *("margin", "gate", "entropy", "oracle", "fixed", "auto", "gate:linear", "stopper:induction", "none", "os:path"),
     *("no.such:x", ":"),
 )
-
-
-@cache
-def verbs() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every verb, by the words that lead to it."""
-    found: dict[str, argparse.ArgumentParser] = {}
-
-    def look(parser: argparse.ArgumentParser, name: str) -> None:
-        below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        if not below:
-            found[name] = parser
-        for action in below:
-            for word, each in action.choices.items():
-                look(each, f"{name} {word}".strip())
-
-    look(make_parser(), "")
-    return found
 
 
 def _places(world: World) -> list[object]:

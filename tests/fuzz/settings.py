@@ -37,9 +37,8 @@ def check_holds(built: Mapping[Any, Any], said: Mapping[Any, Any]) -> None:
             check_holds(built[key], {"name": value})
         elif isinstance(value, list) and isinstance(built[key], list | tuple) and len(value) == len(built[key]):
             check_holds(dict(enumerate(built[key])), dict(enumerate(value)))
-        elif plain(value) != built[key]:
-            if not (isinstance(value, int) and isinstance(built[key], float) and float(value) == built[key]):
-                raise WrongError(f"{key} is not what the file says")
+        elif built[key] not in (plain(value), float(value) if isinstance(value, int) else value):
+            raise WrongError(f"{key} is not what the file says")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

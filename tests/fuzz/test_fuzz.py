@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from conftest import forgetting_readouts
+from conftest import forgetting_readouts, verbs
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
@@ -15,7 +15,7 @@ import loopscope as ls
 from loopscope.errors import UserError
 from loopscope.files import BESIDE
 
-from .arguments import GOOD, SLOW, good_words, last_words, verbs
+from .arguments import GOOD, SLOW, good_words, last_words
 from .kinds import KINDS
 from .runner import Case, Fuzzer, Kind, working_folder
 from .world import World
@@ -73,9 +73,7 @@ def test_ten_thousand_inputs_are_right_or_refused_in_a_sentence(world: World) ->
 def found_within(world: World, inputs: int, kind: str, what: str) -> bool:
     """Whether so many inputs of a kind are enough to find a failure."""
     fuzzer = Fuzzer(world, {kind: KINDS[kind]})
-    return any(
-        fuzzer.attempt(kind, index) == "FAILED" and what in fuzzer.failures[-1].what for index in range(inputs)
-    )
+    return any(fuzzer.attempt(kind, index) == "FAILED" and what in fuzzer.failures[-1].what for index in range(inputs))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from loopscope.recording.question_recording import record_benchmark
 from loopscope.recording.text_recording import record_text
 
 from .runner import Case, WrongError, json_values
-from .world import World
+from .world import TEXTS, World
 
 _READY: dict[Path, tuple[Any, Any]] = {}
 
@@ -61,7 +61,7 @@ def unfinished_texts(world: World, case: Case) -> str:
     kept = case.copy(world.unfinished_texts)
     case.spoil(kept, writes=True)
     out = kept.with_name(kept.name.removesuffix(".unfinished"))
-    case.command(*world.text_words(out))
+    case.command(*world.words(TEXTS, out))
     if out.read_bytes() != world.whole_texts.read_bytes():
         raise WrongError("the texts are not those of a command that was not interrupted")
     return "same"

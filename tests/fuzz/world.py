@@ -3,9 +3,10 @@
 import json
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,7 @@ from conftest import GATED, GOLDEN, TINY, TINY_OURO, random_trajectory, tiny_set
 from tiny_language import write_decoder, write_ouro
 
 import loopscope as ls
-from loopscope.certify.risk_target import RiskTarget
+from loopscope.certify.live_runs import LiveRuns
 from loopscope.cli import main
 from loopscope.cli.text_journal import TextJournal
 from loopscope.config import plain
@@ -24,18 +25,8 @@ from loopscope.learned.attach import load_fitted
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import Readout, has_threshold, register_readout
 from loopscope.recording import question_recording
-from loopscope.recording.live_text_recording import record_live
-from loopscope.recording.recording_folder import Keep
-from loopscope.recording.task_recording import record_task
-from loopscope.recording.text_recording import record_text
-from loopscope.studies.executors import do_step
-from loopscope.studies.plan import make_plan
-from loopscope.studies.steps import to_be_done
-from loopscope.studies.study_file import expand_study
-from loopscope.training.language_run import LanguageRun, train_tokenizer
-from loopscope.training.settings import read_pretrain_settings
+from loopscope.training.language_run import train_tokenizer
 from loopscope.training.task_run import train
-from loopscope.training.training_loop import train_run
 
 HARDLY = (
     *("task.train_examples=60", "task.validation_examples=12", "task.test_examples=15", "training.steps=1"),
@@ -70,31 +61,64 @@ def own_step(now: Any) -> Any:
     return np.abs(now).max(axis=1)
 
 
+def setting(*values: str) -> str:
+    return " ".join(f"--set {each}" for each in values)
+
+
+_RUN = f"train demo --out OUT --force --device cpu {setting(*TINY, *GATED, *SHORT)}"
+_LIVE = "record live {w.checkpoint} {w.documents[documents.txt]} --recording {w.live_recording} --out OUT --cache"
+_LIVE_TARGET = "--max-drop 0.6 --confidence 0.5 --readout margin --loss disagreement --candidates 2"
+_PRETRAIN = "pretrain {w.language_settings} --text {w.texts[0]} --validation {w.texts[1]} --out OUT --force"
+TEXTS = (
+    "generate {w.checkpoint} --prompts {w.documents[prompts.txt]} --max-new-tokens 2 --temperature 1 --device cpu "
+    "--out OUT"
+)
+COMMANDS = {
+    "run": "\n".join((_RUN, *(f"record task OUT --split {split} --hidden" for split in ("validation", "test")))),
+    "other_run": f"{_RUN} --set training.seed=7",
+    "language_run": f"{_PRETRAIN} --set training.steps=2 --device cpu",
+    "own_gate": "gate fit {w.run}/recordings/validation --steps 2 --out OUT",
+    "looped": "loop {w.llama} --prelude 1 --core 1 --loops 3 --damping 0.5 --injection --gate linear --out OUT",
+    "live_recording": "record text {w.checkpoint} {w.documents[documents.txt]} --out OUT",
+    "live_candidates": f"{_LIVE} propagate {_LIVE_TARGET}",
+    "live_policy": f"{_LIVE} latest --policy {{w.policies[by-hand]}}",
+    "whole_texts": TEXTS,
+    "store": "study run {w.study} --store OUT --out OUT-study --workers 1 --device cpu",
+    "demo_store": f"demo --store OUT --out OUT-demo --workers 1 {setting(*HARDLY)}",
+    "drawn": "report {w.run} --out OUT",  # what draws figures reserves more memory for ever than an input may take
+}
+"""Artifacts that verbs write, each by its commands."""
+
+
 class World:
-    """A folder of good artifacts; a property makes its own when it is asked for."""
+    """A folder of good artifacts; each is made when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         torch.set_num_threads(1)
 
+    def __getattr__(self, name: str) -> Path:
+        """What a verb writes."""
+        if name not in COMMANDS:
+            raise AttributeError(name)
+        self.__dict__[name] = out = self.folder / name
+        for line in COMMANDS[name].splitlines():
+            code, said = self.call(line, out)
+            assert code == 0, said
+        return out
+
+    def call(self, line: str, out: Path) -> tuple[int, str]:
+        """The exit code of a command, and what it says."""
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
+            return main(self.words(line, out)), said.getvalue()
+
+    def words(self, line: str, out: Path) -> list[str]:
+        """Of a command, in whose words artifacts stand in braces, and OUT is where it writes."""
+        return [word.format(w=self).replace("OUT", str(out)) for word in line.split()]
+
     def make(self, names: str) -> None:
         for name in names.split():
             getattr(self, name)
-
-    @cached_property
-    def run(self) -> Path:
-        """A finished run of a task with a gate, and recordings of two splits."""
-        folder = self.folder / "run"
-        train(tiny_settings(*GATED, *SHORT), folder, CPU)
-        for split in ("validation", "test"):
-            record_task(folder, split, folder / "recordings" / split, Keep(hidden=True))
-        return folder
-
-    @cached_property
-    def other_run(self) -> Path:
-        """The same with other random numbers, not recorded."""
-        train(tiny_settings(*GATED, *SHORT, "training.seed=7"), self.folder / "other-run", CPU)
-        return self.folder / "other-run"
 
     @cached_property
     def unfinished(self) -> tuple[Path, Any]:
@@ -136,19 +160,6 @@ class World:
         return self._saved("recordings", made)
 
     @cached_property
-    def live_runs(self) -> dict[str, Path]:
-        """A text that was recorded, run live with candidates, and with a policy; and one that was run with a gate."""
-        folder, texts = self.folder / "live-runs", [self.documents["documents.txt"]]
-        recording = record_text(self.checkpoint, texts, "validation", folder / "recording")
-        asked = RiskTarget(max_drop=0.6, confidence=0.5, loss="disagreement", readout="margin")
-        by_hand = ls.ExitPolicy("margin", 0.5)
-        ran = record_live(self.checkpoint, texts, recording, folder / "propagate", "propagate", asked, candidates=2)
-        record_live(self.checkpoint, texts, recording, folder / "policy", "latest", by_hand)
-        gate = load_fitted(self.gates["linear"])
-        replace(ran, rule=ls.ExitPolicy("gate:linear", float(ran.thresholds[0]), gate)).save(folder / "gate")
-        return {path.name: path for path in sorted(folder.iterdir())}
-
-    @cached_property
     def gates(self) -> dict[str, Path]:
         rng = np.random.default_rng(0)
         vector, matrix = rng.normal(size=6), rng.normal(size=(3, 6))
@@ -163,11 +174,12 @@ class World:
         return self._saved("gates", made | stoppers)
 
     @cached_property
-    def own_gate(self) -> Path:
-        """A gate of the run's model."""
-        known = ls.Trajectory.load(self.run / "recordings" / "validation").provenance["weights_sha256"]
-        gate = ls.FittedGate(np.ones(16), np.array(0.5), provenance={"split": "train", "weights_sha256": known})
-        return self._saved("own-gates", {"gate": gate})["gate"]
+    def live_runs(self) -> dict[str, Path]:
+        """A text that was recorded, run live with candidates, and with a policy; and one that was run with a gate."""
+        ran, gate = LiveRuns.load(self.live_candidates), load_fitted(self.gates["linear"])
+        rule = ls.ExitPolicy("gate:linear", float(ran.thresholds[0]), gate)
+        made = self._saved("live-runs", {"gate": replace(ran, rule=rule)})
+        return made | {"recording": self.live_recording, "propagate": self.live_candidates, "policy": self.live_policy}
 
     @cached_property
     def policies(self) -> dict[str, Path]:
@@ -215,18 +227,6 @@ class World:
         }
         return {name: self._written(f"documents/{name}", text) for name, text in texts.items()}
 
-    def text_words(self, out: Path) -> list[str]:
-        """Of a command that continues prompts."""
-        given = ("generate", self.checkpoint, "--prompts", self.documents["prompts.txt"], "--max-new-tokens", 2)
-        return [str(word) for word in (*given, "--temperature", 1, "--device", "cpu", "--out", out)]
-
-    @cached_property
-    def whole_texts(self) -> Path:
-        """What it writes."""
-        out = self.folder / "whole.jsonl"
-        assert main(self.text_words(out)) == 0
-        return out
-
     @cached_property
     def unfinished_texts(self) -> Path:
         """What is kept of it where it was interrupted after the first text."""
@@ -238,16 +238,8 @@ class World:
 
         add = TextJournal.add
         with patch.object(TextJournal, "add", interrupted):
-            assert main(self.text_words(out)) == 130
+            assert self.call(TEXTS, out)[0] == 130
         return out.with_name(f"{out.name}.unfinished")
-
-    @cached_property
-    def language_run(self) -> Path:
-        """A pretrained run, which is a checkpoint of an Ouro with a tokenizer."""
-        settings = read_pretrain_settings(self.language_settings, ["training.steps=2"])
-        first, second = self.texts
-        train_run(LanguageRun(settings, (first,), (second,), self.folder / "language-run"), CPU)
-        return self.folder / "language-run"
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -269,12 +261,6 @@ class World:
         return self.folder / "llama"
 
     @cached_property
-    def looped(self) -> Path:
-        """The same, looped, with all that may be added."""
-        ls.loop(self.llama, self.folder / "looped", 1, 1, 3, damping=0.5, injection=True, gate="linear")
-        return self.folder / "looped"
-
-    @cached_property
     def golden(self) -> dict[str, Path]:
         """Checkpoints in the layouts of Ouro and Huginn."""
         names = ("ouro-tiny", "huginn-tiny")
@@ -292,22 +278,6 @@ class World:
     language_settings = cached_property(lambda self: self._written("language.toml", TINY_OURO))
     further_settings = cached_property(lambda self: self._written("further.toml", FURTHER))
     study = cached_property(lambda self: self._written("study.toml", tiny_study("headline", *STUDIED)))
-    store = cached_property(lambda self: self._stored("store", str(self.study)))  # of the study, finished
-    demo_store = cached_property(lambda self: self._stored("demo-store", "demo", *HARDLY))  # of one that hardly trains
-
-    @cached_property
-    def drawn(self) -> Path:
-        """A report with figures: what draws them reserves more memory for ever than an input may take."""
-        plain, test = (ls.Trajectory.load(self.recordings[name]) for name in ("plain", "test"))
-        return ls.report({"a": (plain, test)}, self.folder / "drawn", targets=[0.5])
-
-    def _stored(self, name: str, study: str, *overrides: str) -> Path:
-        store = self.folder / name
-        store.mkdir()
-        plan = make_plan(expand_study(study, list(overrides)))
-        for step in to_be_done((goal for model in plan.models for goal in model.goals), store):
-            do_step(step, store, "cpu")
-        return store
 
     @cached_property
     def benchmarks(self) -> Path:
