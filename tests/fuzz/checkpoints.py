@@ -80,9 +80,9 @@ def looping(world: World, case: Case) -> str:
     _answer(model)
     _check_finite(model)
     for name, tensor in model.state_dict().items():
-        theirs = name.replace("layers.1.", "layers.2.").replace(
-            "lm_head.", "model.embed_tokens." if model.tied else "lm_head."
-        )
+        theirs = name.replace("layers.1.", "layers.2.")
+        if model.tied:
+            theirs = theirs.replace("lm_head.", "model.embed_tokens.")
         if held(original[theirs].to(tensor.dtype)) != held(tensor):
             raise WrongError(f"a tensor is not the original's: {name}")
     return "other"
@@ -119,14 +119,16 @@ def _check_stored(model: Any, folder: Path) -> None:
 
 TEMPLATES = (
     *("{{ 1 / 0 }}", "{{ raise_exception('\x1b[31mno\nway') }}", "{{ messages[0].content.x.y }}", "{{ 2 ** 10**8 }}"),
-    *(
-        "{% for i in range(10**8) %}x{% endfor %}",
-        "{{ 'a' * 10**10 }}",
-        "{{ range(10**9) | list }}",
-        "{% include 'x' %}",
-    ),
+    *("{% for i in range(10**8) %}x{% endfor %}", "{{ 'a' * 10**10 }}", "{{ range(10**9) | list }}"),
     *("{{ messages.__class__.__mro__ }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% for m in messages %}"),
-    *("{{ undefined_function() }}", "", "{{ '\ud800' }}", "{{ [1] + 1 }}", "{{ messages | tojson(indent=10**9) }}"),
+    *(
+        "{% include 'x' %}",
+        "{{ undefined_function() }}",
+        "",
+        "{{ '\ud800' }}",
+        "{{ [1] + 1 }}",
+        "{{ messages | tojson(indent=10**9) }}",
+    ),
     *("{{ '%s' * 5 % 1 }}", "{{ messages[7] }}", "{{ {}['x'] }}", "{% set x = namespace(a=1) %}{{ x.b.c }}"),
 )
 

@@ -18,16 +18,13 @@ _LOG = """{"ran": 4, "texts": [0, 1], "loops": [2, 1], "prompts": {"0": [3, "0a1
 def deployment(world: World, case: Case) -> str:
     folder = world.golden["ouro-tiny"]
     policy = case.rng.choice([path for name, path in sorted(world.policies.items()) if name != "fixed"])
-    case.notes.append(str(policy))
-    good = case.rng.choice(
-        (
-            {"loops": 2},
-            {"readout": "gate", "threshold": 0.5, "exits_log": "exits.jsonl", "loops": 3},
-            {"readout": "fixed", "threshold": 2},
-            {"policy": str(policy), "without_promise": True},
-        )
+    good: tuple[dict[str, object], ...] = (
+        {"loops": 2},
+        {"readout": "gate", "threshold": 0.5, "exits_log": "exits.jsonl", "loops": 3},
+        {"readout": "fixed", "threshold": 2},
+        {"policy": str(policy), "without_promise": True},
     )
-    data = spoil_json(case.rng, json.dumps(good).encode())
+    data = spoil_json(case.rng, json.dumps(case.rng.choice(good)).encode())
     case.notes.append(data.decode(errors="replace")[:500])
     try:
         overrides = json.loads(data)
@@ -47,7 +44,6 @@ def deployment(world: World, case: Case) -> str:
 
 def exits_log(world: World, case: Case) -> str:
     path = case.inputs / "exits.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_LOG)
     case.spoil(path)
     texts, steps = read_exits(path)

@@ -1,6 +1,7 @@
 """Texts are the user's: a file with other bytes is refused, or gives what the same text gives when it comes cleanly."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +16,30 @@ from loopscope.recording.text_recording import record_text
 from .runner import Case, WrongError, json_values
 from .world import TEXTS, World
 
-_READY: dict[Path, tuple[Any, Any]] = {}
 
-
+@cache
 def _ready(checkpoint: Path) -> tuple[Any, Any]:
     """The model and the tokenizer of a good checkpoint, loaded once."""
-    if checkpoint not in _READY:
-        _READY[checkpoint] = load_model(checkpoint), load_tokenizer(checkpoint)
-    return _READY[checkpoint]
+    return load_model(checkpoint), load_tokenizer(checkpoint)
 
 
 def prompts(world: World, case: Case) -> str:
     path = case.copy(world.documents[case.rng.choice(("prompts.jsonl", "prompts.txt"))])
     case.spoil(path)
-    printed = case.command(
-        "generate", world.checkpoint, "--prompts", path, "--max-new-tokens", 2, "--json", "--device", "cpu"
-    )
+    words = ("--max-new-tokens", 2, "--json", "--device", "cpu")
+    printed = case.command("generate", world.checkpoint, "--prompts", path, *words)
     lines = [line for line in path.read_bytes().decode("utf-8-sig").split("\n") if line.strip()]
-    if path.suffix == ".jsonl":
-        entries = [json.loads(line) for line in lines]
-        given = [entry["messages"] if "messages" in entry else entry["prompt"] for entry in entries]
-    else:
-        given = lines
+    given = [json.loads(line) if path.suffix == ".jsonl" else {"prompt": line} for line in lines]
     answers = [json.loads(line) for line in printed.split("\n") if line]
     if len(answers) != len(given):
         raise WrongError("there are more or fewer answers than prompts")
     model, tokenizer = _ready(world.checkpoint)
-    number = case.rng.randrange(len(given))
-    chosen, answer = given[number], answers[number]
-    if path.suffix != ".jsonl":  # a carriage return at the end of a line may go
-        chosen = chosen.rstrip("\r") if answer["prompt"] == chosen.rstrip("\r") else chosen
-    if answer["prompt"] != chosen:
+    entry, answer = case.rng.choice(list(zip(given, answers, strict=True)))
+    said, chosen = entry.get("messages", entry.get("prompt")), answer["prompt"]
+    if said != chosen and (path.suffix == ".jsonl" or said.rstrip("\r") != chosen):  # the end of a line may go
         raise WrongError("a prompt is not what the file says")
     tokens = tokenizer(chosen)["input_ids"] if isinstance(chosen, str) else chat_prompt(tokenizer, chosen)
-    loops = entries[number].get("loops") if path.suffix == ".jsonl" else None
-    policy = None if loops is None else ls.ExitPolicy("fixed", loops)
+    policy = None if entry.get("loops") is None else ls.ExitPolicy("fixed", entry["loops"])
     (alone,) = ls.generate(model, [ls.Prompt(0, np.array(tokens))], policy, max_new_tokens=2, stop=[0, 1, 2])
     if alone.tokens != answer["tokens"]:
         raise WrongError("a prompt gives another text than alone")
