@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402
 
+import json
 import os
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -9,16 +10,20 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         _name, "1"
     )  # which NumPy and PyTorch read when they are imported, here and in what tests start
 
+from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 import loopscope as ls
+from loopscope.cli import make_parser
 from loopscope.questions import BENCHMARKS
 from loopscope.training.language_run import LanguageRun
 from loopscope.training.settings import PretrainSettings, RunSettings, read_pretrain_settings, read_settings
@@ -53,20 +58,14 @@ def one_thread() -> None:
 
 
 def forget_readout(name: str) -> None:
-    tables: tuple[dict[str, Any], ...] = (ls.READOUTS,)
-    for table in tables:
-        table.pop(name, None)
+    ls.READOUTS.pop(name, None)
 
 
 @contextmanager
 def forgetting_readouts() -> Iterator[None]:
     """What is registered as a readout meanwhile is not known afterwards."""
-    tables: tuple[dict[str, Any], ...] = (ls.READOUTS,)
-    before = [dict(table) for table in tables]
-    yield
-    for table, known in zip(tables, before, strict=True):
-        table.clear()
-        table.update(known)
+    with patch.dict(ls.READOUTS):
+        yield
 
 
 @pytest.fixture
@@ -76,8 +75,48 @@ def forgotten() -> Iterator[None]:
         yield
 
 
+@cache
+def verbs() -> dict[str, ArgumentParser]:
+    """The parser of every verb, by the words that lead to it."""
+    found, left = {}, {"": make_parser()}
+    while left:
+        name, parser = left.popitem()
+        below = [action.choices for action in parser._actions if isinstance(action, _SubParsersAction)]
+        for word, each in below[0].items() if below else ():
+            left[f"{name} {word}".strip()] = each
+        if not below:
+            found[name] = parser
+    return found
+
+
 def tiny_settings(*overrides: str) -> RunSettings:
     return read_settings("demo", [*TINY, *overrides])
+
+
+def tiny_study(product: str, *settings: str) -> str:
+    """The text of a study of two runs and a reference, with gates, a guarantee and one product."""
+    return f"""
+title = "Tiny"
+targets = [0.2, 0.9]
+products = ["{product}"]
+
+[[parts]]
+settings = "demo"
+set = {json.dumps(settings)}
+reference = {{ gate = "none", prior = 0.3 }}
+gates = {{ examples = 40, steps = 3, kind = ["linear"], objective = ["utility"] }}
+guarantees = [{{ max_drop = 0.9, confidence = 0.5, readout = "margin" }}]
+
+[[parts.runs]]
+prior = [0.3]
+seed = [0]
+fit = true
+
+[[parts.runs]]
+gate = ["linear"]
+prior = [0.3]
+beta = [0.1]
+"""
 
 
 def random_trajectory(

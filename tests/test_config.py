@@ -30,7 +30,6 @@ from loopscope.training.settings import RunSettings, presets, read_settings
         ("task.modulus=" + "[" * 60_000, ["task.modulus"]),
         (".".join(["a"] * 30_000) + "=1", ["tables"]),
         ("training.seed=" + "1" * 5000, ["training.seed"]),
-        (f"objective.options.x={10**30}", ["--set", "64 bits"]),
         (f"training.warmup_steps={2**50}", ["training.warmup_steps"]),
         (f"model.loops={10**9}", ["model.loops", "1024"]),
         ("task.name=" + "x" * 10_000, ["task.name"]),

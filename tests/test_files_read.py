@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from loopscope.config import read_json, read_toml
-from loopscope.documents import read_documents
+from loopscope.models.tokenizer import read_documents
 from loopscope.errors import UserError, brief, visible
 from loopscope.files import is_plain_name, read_bytes, read_text
 
@@ -21,7 +21,6 @@ DIGITS = "1" * 5000
         (read_toml, "a.toml", b"a = " + b"[" * 60_000, "nested"),
         (read_toml, "a.toml", b"[" + b".".join([b"a"] * 5000) + b"]", "nested"),
         (read_toml, "a.toml", f"a = {DIGITS}".encode(), "beyond 64 bits"),
-        (read_toml, "a.toml", b"a = [{b = 18446744073709551616}]", "beyond 64 bits"),
         (read_toml, "a.toml", b"a = '\xff'", "not UTF-8 text .byte 5.; convert it"),
         (read_toml, "a.toml", b"#" * (1 << 22) + b"\n", "too large for a TOML file"),
         (lambda path: read_json(dict[str, Any], path, "policy"), "a.json", b'{"a":' * 60_000, "nested"),

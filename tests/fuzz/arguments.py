@@ -1,16 +1,15 @@
 """Every option of every verb, found in the parser itself: a verb that joins it needs only some good words here."""
 
 import argparse
-from functools import cache
 from typing import Any
 
-from loopscope.cli import make_parser
+from conftest import verbs
 
 from .mutations import NUMBERS, STRINGS
-from .runner import Case, MisledError
-from .world import HARDLY, World
+from .runner import Case, WrongError
+from .world import HARDLY, World, setting
 
-_TINY = " ".join(f"--set {each}" for each in HARDLY)
+_TINY = setting(*HARDLY)
 _TRAINED_ON = "--text {w.texts[0]} --validation {w.texts[1]} --out {c.out}"
 _LIVE = "{w.checkpoint} {w.documents[documents.txt]} --recording {w.live_runs[recording]} --out {c.out}"
 GOOD = {
@@ -92,23 +91,6 @@ _READOUTS = (
 )
 
 
-@cache
-def verbs() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every verb, by the words that lead to it."""
-    found: dict[str, argparse.ArgumentParser] = {}
-
-    def look(parser: argparse.ArgumentParser, name: str) -> None:
-        below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        if not below:
-            found[name] = parser
-        for action in below:
-            for word, each in action.choices.items():
-                look(each, f"{name} {word}".strip())
-
-    look(make_parser(), "")
-    return found
-
-
 def _places(world: World) -> list[object]:
     """Paths of every kind of artifact, and of none."""
     return [
@@ -175,7 +157,7 @@ def _try(world: World, case: Case, name: str) -> str:
     given = [str(word).replace("\x00", "") for word in words]  # no command line can have it
     printed = case.command(*given, verdicts=(0, 1) if path[0] in ("evaluate", "selfcheck") else (0,))
     if not printed and "--out" not in given and name not in ("generate", "generate --lossless", "run", "gate write"):
-        raise MisledError("a command did nothing, and said so")
+        raise WrongError("a command did nothing, and said so")
     return "other"
 
 

@@ -18,7 +18,7 @@ import loopscope as ls
 from loopscope.models.checkpoint import load_model, weight_files
 from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 
-from .runner import Case, MisledError
+from .runner import Case, WrongError
 from .sealed import held
 from .world import World
 
@@ -35,7 +35,7 @@ def _answer(model: Any) -> None:
     if model.kv_cache and model.num_loops < 50:
         (completion,) = ls.generate(model, [ls.Prompt(0, PROMPT)], max_new_tokens=2)
         if not completion.tokens:
-            raise MisledError("a model says nothing")
+            raise WrongError("a model says nothing")
     elif model.num_loops < 50:
         with torch.inference_mode():
             model.loops(torch.from_numpy(PROMPT)[None])
@@ -43,7 +43,7 @@ def _answer(model: Any) -> None:
 
 def _check_finite(model: Any) -> None:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values()):
-        raise MisledError("weights that are not finite gave an answer")
+        raise WrongError("weights that are not finite gave an answer")
 
 
 def _drawn(world: World, case: Case) -> tuple[str, Path]:
@@ -60,9 +60,9 @@ def configuration(world: World, case: Case) -> str:
     values = json.loads((folder / "config.json").read_bytes(), parse_int=float)  # some integers are no integers
     for ours, theirs in _CONFIGURED[values["model_type"]].items():
         if getattr(model, ours) != reduce(getitem, theirs.split("."), values):
-            raise MisledError(f"{theirs} is not what the configuration says")
+            raise WrongError(f"{theirs} is not what the configuration says")
     if model.num_loops > 10_000 or model.block_size > 10**8:
-        raise MisledError("a depth or a length without bound is accepted")
+        raise WrongError("a depth or a length without bound is accepted")
     _answer(model)
     return "other"
 
@@ -76,15 +76,15 @@ def looping(world: World, case: Case) -> str:
     for file in weight_files(folder):
         original |= load_file(file)
     if model.num_loops != 2 or made.looping.prelude != 1:
-        raise MisledError("it loops otherwise than was asked")
+        raise WrongError("it loops otherwise than was asked")
     _answer(model)
     _check_finite(model)
     for name, tensor in model.state_dict().items():
-        theirs = name.replace("layers.1.", "layers.2.").replace(
-            "lm_head.", "model.embed_tokens." if model.tied else "lm_head."
-        )
+        theirs = name.replace("layers.1.", "layers.2.")
+        if model.tied:
+            theirs = theirs.replace("lm_head.", "model.embed_tokens.")
         if held(original[theirs].to(tensor.dtype)) != held(tensor):
-            raise MisledError(f"a tensor is not the original's: {name}")
+            raise WrongError(f"a tensor is not the original's: {name}")
     return "other"
 
 
@@ -107,26 +107,28 @@ def _check_stored(model: Any, folder: Path) -> None:
     stored: dict[str, list[Any]] = {}
     for file in weight_files(folder):
         if folder.resolve() not in file.resolve().parents:
-            raise MisledError("weights from outside the folder are accepted")
+            raise WrongError("weights from outside the folder are accepted")
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
                 stored.setdefault(name, []).append(tensors.get_tensor(name))
     for name, tensor in model.state_dict().items():
         found = stored.get(name) or stored.get(model.tied.get(name, ""), [])
         if not any(held(each.to(tensor.dtype)) == held(tensor) for each in found):
-            raise MisledError(f"a tensor is not that of its file: {name}")
+            raise WrongError(f"a tensor is not that of its file: {name}")
 
 
 TEMPLATES = (
     *("{{ 1 / 0 }}", "{{ raise_exception('\x1b[31mno\nway') }}", "{{ messages[0].content.x.y }}", "{{ 2 ** 10**8 }}"),
-    *(
-        "{% for i in range(10**8) %}x{% endfor %}",
-        "{{ 'a' * 10**10 }}",
-        "{{ range(10**9) | list }}",
-        "{% include 'x' %}",
-    ),
+    *("{% for i in range(10**8) %}x{% endfor %}", "{{ 'a' * 10**10 }}", "{{ range(10**9) | list }}"),
     *("{{ messages.__class__.__mro__ }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% for m in messages %}"),
-    *("{{ undefined_function() }}", "", "{{ '\ud800' }}", "{{ [1] + 1 }}", "{{ messages | tojson(indent=10**9) }}"),
+    *(
+        "{% include 'x' %}",
+        "{{ undefined_function() }}",
+        "",
+        "{{ '\ud800' }}",
+        "{{ [1] + 1 }}",
+        "{{ messages | tojson(indent=10**9) }}",
+    ),
     *("{{ '%s' * 5 % 1 }}", "{{ messages[7] }}", "{{ {}['x'] }}", "{% set x = namespace(a=1) %}{{ x.b.c }}"),
 )
 
@@ -149,5 +151,5 @@ def tokenizer(world: World, case: Case) -> str:
     found = load_tokenizer(folder)
     ids = chat_prompt(found, [{"role": "user", "content": "1 and 2"}])
     if not all(isinstance(token, int) for token in ids):
-        raise MisledError("a chat is not made of tokens")
+        raise WrongError("a chat is not made of tokens")
     return "other"

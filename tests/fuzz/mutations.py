@@ -47,25 +47,23 @@ def toml_text(rng: Rng) -> str:
 
 def spoil_bytes(rng: Rng, data: bytes) -> bytes:
     """Flips, cuts, inserts or repeats some bytes."""
-    at = rng.randrange(len(data) + 1)
-    size = min(len(data) - at, rng.choice((1, 1, 2, 8, 64, 1_000)))
-    change = rng.randrange(7)
-    if change == 0 and at < len(data):
-        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-    if change == 1:
-        return data[:at] + data[at + size :]
-    if change == 2:
-        return data[:at] + bytes(rng.randrange(256) for _ in range(rng.choice((1, 4, 50)))) + data[at:]
-    if change == 3:
-        return data[:at] + data[at : at + size] * rng.choice((2, 3, 50)) + data[at + size :]
-    if change == 4:
-        return data[:at]
-    if change == 5:
-        byte_order, half, overlong, separator = b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xc0\xaf", b"\xe2\x80\xa8"
-        odd = (b"\x00", b"\xff\xfe", byte_order, b"\r\n", b"\x1b[2J", half, overlong, separator)
-        return data[:at] + rng.choice(odd) + data[at:]
-    other = rng.randrange(len(data) + 1)
-    return data[:at] + data[other : other + size] + data[at + size :]
+    at, other = rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)
+    size = rng.choice((1, 1, 2, 8, 64, 1_000))
+    before, some, after = data[:at], data[at : at + size], data[at + size :]
+    flipped = bytes(byte ^ 1 << rng.randrange(8) for byte in some[:1]) + some[1:]
+    byte_order, half, overlong, separator = b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xc0\xaf", b"\xe2\x80\xa8"
+    odd = rng.choice((b"\x00", b"\xff\xfe", byte_order, b"\r\n", b"\x1b[2J", half, overlong, separator))
+    return rng.choice(
+        (
+            before + flipped + after,
+            before + after,
+            before + rng.randbytes(rng.choice((1, 4, 50))) + some + after,
+            before + some * rng.choice((2, 3, 50)) + after,
+            before,
+            before + odd + some + after,
+            before + data[other : other + size] + after,
+        )
+    )
 
 
 def spoil_json(rng: Rng, data: bytes) -> bytes:
@@ -155,15 +153,9 @@ def spoil_toml(rng: Rng, data: bytes) -> bytes:
     return "\n".join(lines).encode("utf-8", "surrogatepass")
 
 
-def tensor_header(data: bytes) -> tuple[dict[str, Any], bytes]:
-    (length,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + length]), data[8 + length :]
-
-
-def tensor_file(header: str | dict[str, Any], payload: bytes) -> bytes:
-    text = (header if isinstance(header, str) else json.dumps(header)).encode("utf-8", "surrogatepass")
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + payload
+def tensor_file(header: bytes, payload: bytes) -> bytes:
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + payload
 
 
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1, "U8": 1}
@@ -178,51 +170,34 @@ _STRANGE = {
 
 def spoil_tensors(rng: Rng, data: bytes) -> bytes:
     """Changes the header of a safetensors file, or numbers of its tensors."""
-    header, payload = tensor_header(data)
-    names = [name for name in header if name != "__metadata__"]
-    name = rng.choice(names)
-    entry, other = header[name], header[rng.choice(names)]
-    change = rng.randrange(12)
-    if change == 0:
-        shape = list(entry["shape"])
+    length = 8 + int.from_bytes(data[:8], "little")
+    header, payload = json.loads(data[8:length]), data[length:]
+    entry = header[rng.choice([name for name in header if name != "__metadata__"])]
+    shape, (start, end) = list(entry["shape"]), entry["data_offsets"]
+    change = rng.randrange(10)
+    if change < 3:
+        return tensor_file(spoil_json(rng, json.dumps(header).encode()), payload)
+    if change == 3:
         entry["shape"] = rng.choice(([*shape, 1], shape[:-1], shape[::-1], [-1], [2**62, 4], [0], ["a"], None, 3))
-    elif change == 1:
-        entry["dtype"] = rng.choice((*_SIZES, "F8_E4M3", "C64", "", "object", 3, None))
-    elif change == 2:
-        start, end = entry["data_offsets"]
-        pairs = ([start, end + 8], [start + 1, end], [end, start], [-8, end], [0, 2**63], [start], None)
-        entry["data_offsets"] = rng.choice((*pairs, other["data_offsets"]))
-    elif change == 3:
-        header[rng.choice((name.upper(), name + ".x", "__metadata__", *STRINGS))] = header.pop(name)
     elif change == 4:
-        del header[name]
+        entry["dtype"] = rng.choice((*_SIZES, "F8_E4M3", "C64", "", "object", 3, None))
     elif change == 5:
-        header["__metadata__"] = rng.choice(
-            ({"step": "-1"}, {"step": "9" * 5_000}, {"step": "x"}, {}, 3, {"a": 1}, None)
-        )
-    elif change == 6 and entry["dtype"] in _STRANGE and payload:
-        size, start = _SIZES[entry["dtype"]], entry["data_offsets"][0]
-        count = (entry["data_offsets"][1] - start) // size
-        if count:
-            at = start + size * rng.randrange(count)
-            odd = rng.choice(_STRANGE[entry["dtype"]]).to_bytes(size, "little")
-            payload = payload[:at] + odd + payload[at + size :]
-    elif change == 7 and payload:
-        at = rng.randrange(len(payload))
-        payload = payload[:at] + bytes([payload[at] ^ 1 << rng.randrange(8)]) + payload[at + 1 :]
-    elif change == 8:
+        pairs = ([start, end + 8], [start + 1, end], [end, start], [-8, end], [0, 2**63], [start])
+        entry["data_offsets"] = rng.choice((*pairs, rng.choice([*header.values()]).get("data_offsets")))
+    elif change == 6:
+        some = ({"step": "-1"}, {"step": "9" * 5_000}, {"step": "x"}, {}, 3, {"a": 1}, None)
+        header["__metadata__"] = rng.choice(some)
+    elif change == 7:
         payload = rng.choice((payload[:-1], payload[: len(payload) // 2], b"", payload + b"\0" * 8))
-    elif change == 9:
-        length = rng.choice((0, 1, len(data), 2**40, 2**63, 2**64 - 1))
-        return struct.pack("<Q", length) + data[8:]
-    elif change == 10:
-        return tensor_file(json_text(rng), payload)
-    else:
-        same = [each for each in names if header[each]["shape"] == entry["shape"] and each != name]
-        if same:  # two tensors change places
-            twin = rng.choice(same)
-            header[name], header[twin] = header[twin], header[name]
-    return tensor_file(header, payload)
+    elif change == 8:
+        return struct.pack("<Q", rng.choice((0, 1, len(data), 2**40, 2**63, 2**64 - 1))) + data[8:]
+    elif start < end:  # one number becomes another
+        size = _SIZES[entry["dtype"]]
+        at = start + size * rng.randrange((end - start) // size)
+        flipped = int.from_bytes(payload[at : at + size], "little") ^ 1 << rng.randrange(8 * size)
+        odd = rng.choice((flipped, *_STRANGE.get(entry["dtype"], ())))
+        payload = payload[:at] + odd.to_bytes(size, "little") + payload[at + size :]
+    return tensor_file(json.dumps(header).encode(), payload)
 
 
 SPOILERS: dict[str, Callable[[Rng, bytes], bytes]] = {

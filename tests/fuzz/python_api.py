@@ -12,7 +12,7 @@ import numpy as np
 import loopscope as ls
 
 from .mutations import Rng
-from .runner import Case, MisledError
+from .runner import Case, WrongError
 from .world import World
 
 
@@ -20,23 +20,17 @@ def arrays(world: World, case: Case) -> str:
     """A recording of arrays of which one or two have another type or shape, or a strange number."""
     whole = ls.Trajectory.load(world.recordings["plain"])
     rows, loops = whole.num_examples, whole.num_loops
-    given: dict[str, Any] = {
-        **{name: np.array(getattr(whole, name)) for name in ("labels", "difficulty", "hidden", "gate_logits")},
-        "seen": np.arange(rows) % 2 == 0,
-        "sequences": np.arange(rows) // 4,
-        "signals": {"own": np.zeros((rows, loops))},
-        "split": "validation",
-    }
+    given = {name: np.array(getattr(whole, name)) for name in ("labels", "difficulty", "hidden", "gate_logits")}
+    given |= {"seen": np.arange(rows) % 2 == 0, "sequences": np.arange(rows) // 4}
     if case.rng.random() < 0.5:
         given |= {"logits": np.array(whole.logits), "norms": np.ones((rows, whole.num_classes or 2), np.int64)}
     else:
         given |= {"predictions": np.array(whole.predicted), "label_log_probs": -whole.cross_entropy}
-    names = [name for name, value in given.items() if isinstance(value, np.ndarray)]
-    for name in case.rng.sample(names, case.rng.choice((1, 1, 2))):
+    for name in case.rng.sample(list(given), case.rng.choice((1, 1, 2))):
         given[name] = _other_array(case.rng, given[name])
         case.notes.append(f"{name}: {np.asarray(given[name], dtype=object).shape} {given[name]!r:.100}")
     try:
-        made = ls.Trajectory(**given)
+        made = ls.Trajectory(**given, signals={"own": np.zeros((rows, loops))}, split="validation")  # type: ignore[arg-type]
     except Exception:  # whatever Python, NumPy or LoopScope say
         return "refused"
     _check_trajectory(made, given)
@@ -64,13 +58,13 @@ def _check_trajectory(made: ls.Trajectory, given: dict[str, Any]) -> None:
     """What is said of it holds."""
     seen = np.asarray(given["seen"]).astype(bool)
     if not seen.all() and made.unseen().num_examples != int((~seen).sum()):
-        raise MisledError("seen examples are counted as unseen")
+        raise WrongError("seen examples are counted as unseen")
     if made.predicted.dtype.kind not in "iu":
-        raise MisledError("answers are no whole numbers")
+        raise WrongError("answers are no whole numbers")
     if made.labels is not None and made.correct.shape != (made.num_examples, made.num_loops):
-        raise MisledError("answers are judged in another shape")
+        raise WrongError("answers are judged in another shape")
     if made.norms is not None and not (np.asarray(made.norms) > 0).all():
-        raise MisledError("a choice has no characters")
+        raise WrongError("a choice has no characters")
     made.save(Path("saved"))
     if ls.Trajectory.load(Path("saved")).sha256 != made.sha256:
-        raise MisledError("a trajectory is another one when it is saved and loaded")
+        raise WrongError("a trajectory is another one when it is saved and loaded")

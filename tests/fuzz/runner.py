@@ -1,7 +1,7 @@
 """What becomes of an input? It is tried within limits of time and memory, and its outcome judged.
 
 An input is right if it is refused in one sentence (exit code 2, or `UserError`), or accepted and what it says holds:
-the kinds know what that is, and raise `MisledError` where it does not. Whatever else happens is a failure. Input I of a
+the kinds know what that is, and raise `WrongError` where it does not. Whatever else happens is a failure. Input I of a
 kind is drawn from the seed, the kind and I alone, so that it can be repeated alone.
 """
 
@@ -21,7 +21,7 @@ import time
 import traceback
 import unicodedata
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -38,11 +38,11 @@ from loopscope.files import is_scratch
 from .mutations import Rng, spoil
 from .world import World
 
-LONGEST = 500
-"""Characters of a message."""
+MAX_MESSAGE = 500
+"""Characters."""
 SECONDS = 30.0
 """Of computing; an input takes 20 ms, a whole demo with all its figures twenty seconds."""
-WAITING = 300.0
+MAX_WAIT = 300.0
 """Seconds by the clock, computing or not: a shared machine may be slow."""
 MEMORY = 3 << 30
 """Bytes that an input may take."""
@@ -54,12 +54,8 @@ _READING = re.compile(r"\r(?:Generating \w+ split: [^\r\n\x1b]*)?")
 """The bar of the library that reads tasks' data."""
 
 
-class MisledError(Exception):
-    """An input was accepted, and means something else than it says."""
-
-
-class UnfitError(Exception):
-    """An input ended in another way than it may: an exit code, a message, a file that is left."""
+class WrongError(Exception):
+    """An input means something else than it says, or ends otherwise than it may: a message, a file that is left."""
 
 
 class RefusedError(Exception):
@@ -89,13 +85,10 @@ class Case:
     notes: list[str] = field(default_factory=list)
     before: dict[Path, tuple[int, ...]] = field(default_factory=dict)  # the files that must stay as they are
 
-    @property
-    def inputs(self) -> Path:
-        return self.folder / "in"
-
-    @property
-    def out(self) -> Path:
-        return self.folder / "out" / "new"
+    def __post_init__(self) -> None:
+        self.inputs, self.out = self.folder / "in", self.folder / "out" / "new"
+        for place in (self.inputs, self.out.parent, self.folder / "here"):
+            place.mkdir(parents=True)
 
     def copy(self, source: Path, name: str = "") -> Path:
         """A copy of a file or a folder, to be spoilt."""
@@ -140,7 +133,7 @@ class Case:
             check_message(said)
             raise RefusedError(said)
         if code not in verdicts:
-            raise UnfitError(f"exit code {code}: {said[-300:]}")
+            raise WrongError(f"exit code {code}: {said[-300:]}")
         if "--json" in given:
             check_json(printed)
         return printed
@@ -150,17 +143,13 @@ def check_message(said: str) -> None:
     """One sentence, after whatever was noted before."""
     sentences = [line for line in said.splitlines() if line.startswith("loopscope")]
     if len(sentences) != 1 or not said.rstrip("\n").endswith(sentences[0]):
-        raise UnfitError(f"not one sentence: {said[-300:]!r}")
-    sentence = sentences[0].partition(": ")[2]
-    if len(sentence) > LONGEST:
-        raise UnfitError(f"a message is too long: {len(sentence):,} characters, {sentence[:200]!r}")
+        raise WrongError(f"not one sentence: {said[-300:]!r}")
+    check_length(sentences[0].partition(": ")[2])
 
 
-def check_error(error: UserError) -> None:
-    message = str(error)
-    if len(message.splitlines()) != 1 or len(message) > LONGEST:
-        raise UnfitError(f"a message is too long, or has several lines: {message[:300]!r}") from error
-    check_text(message)
+def check_length(message: str) -> None:
+    if len(message.splitlines()) != 1 or len(message) > MAX_MESSAGE:
+        raise WrongError(f"a message is too long, or has several lines: {message[:300]!r}")
 
 
 def _no_number(name: str) -> None:
@@ -172,7 +161,7 @@ def check_json(printed: str) -> None:
     try:
         list(json_values(printed, _no_number))
     except ValueError as error:
-        raise UnfitError(f"--json prints what is no JSON: {error}, {printed[:200]!r}") from None
+        raise WrongError(f"--json prints what is no JSON: {error}, {printed[:200]!r}") from None
 
 
 def json_values(text: str, constant: Callable[[str], Any] = float) -> Iterator[Any]:
@@ -189,16 +178,13 @@ def check_text(text: str, keep: str = "\n") -> None:
     for character in set(text) - set(keep):
         if unicodedata.category(character) in ("Cc", "Cs") or character in "\u2028\u2029\u202e\u2066\u2067\u2068":
             at = text.index(character)
-            raise UnfitError(f"a raw character is printed: {character!r} in {text[max(0, at - 150) : at + 50]!r}")
-
-
-Attempt = Callable[[World, Case], str | None]
-"""Tries one input: "same" (accepted, and means what it meant) or "other" (accepted, and what it says holds)."""
+            raise WrongError(f"a raw character is printed: {character!r} in {text[max(0, at - 150) : at + 50]!r}")
 
 
 @dataclass(frozen=True)
 class Kind:
-    attempt: Attempt
+    attempt: Callable[[World, Case], str | None]
+    """Tries one input: "same" (accepted, and means what it meant) or "other" (accepted, and what it says holds)."""
     share: int  # of the inputs, against those of the other kinds
     needs: str = ""  # names of good artifacts of the world, made before the time of an input counts
     quick: bool = True  # whether it is in the short run of the tests
@@ -210,27 +196,28 @@ class Failure:
     index: int
     what: str  # in a line
     place: str  # the same for inputs that fail for the same reason
-    notes: tuple[str, ...]
+    notes: list[str]
     trace: str
 
 
-@dataclass
-class Report:
-    seed: int
-    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    verbs: dict[str, Counter[str]] = field(default_factory=dict)
-    """Outcomes by the verb whose options were tried."""
+class Fuzzer:
+    """Tries inputs of some kinds, and counts what became of them."""
+
+    def __init__(self, world: World, kinds: Mapping[str, Kind], seed: int = 0) -> None:
+        self.world, self.kinds, self.seed = world, kinds, seed
+        self.work = world.folder.with_name(f"{world.folder.name}-inputs")
+        self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+        self.verbs: dict[str, Counter[str]] = defaultdict(Counter)
+        """Outcomes by the verb whose options were tried."""
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.failures: list[Failure] = []
 
     def __str__(self) -> str:
         names = ("refused", "same", "other", "FAILED")
         lines = [f"{'kind':<22}" + "".join(f"{name:>9}" for name in ("inputs", *names, "s", "slowest"))]
-        whole = sum(self.outcomes.values(), Counter[str]())
-        times = [each for some in self.seconds.values() for each in some]
-        for kind, counts in [*sorted(self.outcomes.items()), ("all", whole)]:
-            seconds = self.seconds.get(kind, times) or [0.0]
-            numbers = [counts.total(), *(counts[name] for name in names), sum(seconds), max(seconds)]
+        for kind, counts in sorted(self.outcomes.items()):
+            times = self.seconds[kind]
+            numbers = [counts.total(), *(counts[name] for name in names), sum(times), max(times)]
             lines.append(f"{kind:<22}" + "".join(f"{number:>9.4g}" for number in numbers))
         accepted = [f"{verb} {counts['other']} of {counts.total()}" for verb, counts in sorted(self.verbs.items())]
         lines += ["", f"Options accepted: {', '.join(accepted)}"] if accepted else []
@@ -242,66 +229,41 @@ class Report:
             lines += [f"  {note}" for note in failure.notes]
         return "\n".join(lines)
 
-
-def schedule(kinds: Mapping[str, Kind], inputs: int, seed: int) -> Iterator[tuple[str, int]]:
-    """The kind of every input, drawn by its share, and its number among those of the kind."""
-    numbers = Counter[str]()
-    for name in random.Random(seed).choices(list(kinds), [kind.share for kind in kinds.values()], k=inputs):
-        yield name, numbers[name]
-        numbers[name] += 1
-
-
-class Fuzzer:
-    def __init__(self, world: World, kinds: Mapping[str, Kind], seed: int = 0, keep: Path | None = None) -> None:
-        self.world, self.kinds, self.seed, self.keep = world, kinds, seed, keep
-        self.report = Report(seed)
-        self._work = world.folder.with_name(f"{world.folder.name}-inputs")
-
-    def run(self, inputs: int, progress: Callable[[int], None] = lambda done: None) -> Report:
+    def run(self, inputs: int, progress: Callable[[int], None] = lambda done: None) -> None:
         """Tries so many inputs, of every kind its share."""
-        for done, (kind, index) in enumerate(schedule(self.kinds, inputs, self.seed), start=1):
-            self.attempt(kind, index)
+        shares, numbers = [kind.share for kind in self.kinds.values()], Counter[str]()
+        for done, kind in enumerate(random.Random(self.seed).choices(list(self.kinds), shares, k=inputs), start=1):
+            self.attempt(kind, numbers[kind])
+            numbers[kind] += 1
             progress(done)
-        return self.report
 
     def attempt(self, kind: str, index: int) -> str:
         """Tries one input, and says what became of it."""
         self.world.make(self.kinds[kind].needs)
-        folder = self._work / f"{kind}-{index}"
-        case = Case(random.Random(f"{self.seed}/{kind}/{index}"), folder)
-        for place in (case.inputs, folder / "out", folder / "here"):
-            place.mkdir(parents=True)
-        (self._work / "now").write_text(f"--seed {self.seed} --only {kind} --index {index}\n")
-        before = _stamps(self.world.folder)
-        start = time.monotonic()
-        failure: Failure | None = None
-        with _limits(folder / "here"):
+        case = Case(random.Random(f"{self.seed}/{kind}/{index}"), self.work / f"{kind}-{index}")
+        (self.work / "now").write_text(f"--seed {self.seed} --only {kind} --index {index}\n")
+        before, start = _stamps(self.world.folder), time.monotonic()
+        with _limits(case.folder / "here"):
             try:
                 outcome = self._outcome(kind, case)
                 self._check_files(case, before)
             except (Exception, TooLongError) as error:
                 _stop_timers()
-                failure = _failure(kind, index, error, case)
-        outcome = "FAILED" if failure else outcome
-        if failure:
-            self.report.failures.append(failure)
-            if self.keep:
-                self.keep.mkdir(parents=True, exist_ok=True)
-                shutil.copytree(folder, self.keep / folder.name, symlinks=True, dirs_exist_ok=True, ignore=_pipes)
-                text = "\n".join([failure.what, *failure.notes, failure.trace])
-                (self.keep / folder.name / "failure.txt").write_text(text, errors="backslashreplace")
-        shutil.rmtree(folder, ignore_errors=True)
-        self.report.outcomes.setdefault(kind, Counter())[outcome] += 1
+                outcome = "FAILED"
+                self.failures.append(_failure(kind, index, error, case))
+        shutil.rmtree(case.folder, ignore_errors=True)
+        self.outcomes[kind][outcome] += 1
         if case.verb:
-            self.report.verbs.setdefault(case.verb, Counter())[outcome] += 1
-        self.report.seconds.setdefault(kind, []).append(time.monotonic() - start)
+            self.verbs[case.verb][outcome] += 1
+        self.seconds[kind].append(time.monotonic() - start)
         return outcome
 
     def _outcome(self, kind: str, case: Case) -> str:
         try:
             return self.kinds[kind].attempt(self.world, case) or "same"
         except UserError as error:
-            check_error(error)
+            check_length(str(error))
+            check_text(str(error))
         except RefusedError:
             pass
         return "refused"
@@ -310,25 +272,17 @@ class Fuzzer:
         """Nothing is left behind, and nothing that was there has changed."""
         for root in (case.folder, self.world.folder):
             if left := next(filter(is_scratch, root.rglob("*")), None):
-                raise UnfitError(f"{left.name} was left behind")
+                raise WrongError(f"{left.name} was left behind")
         for root, known in ((self.world.folder, before), (case.inputs, case.before)):
             after = _stamps(root)
             if lost := [path for path, stamp in known.items() if after.get(path) != stamp]:
-                raise UnfitError(f"{lost[0].relative_to(root)} was changed or lost")
+                raise WrongError(f"{lost[0].relative_to(root)} was changed or lost")
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
-    found = {}
-    for place, _, names in os.walk(folder):
-        for name in names:
-            path = Path(place, name)
-            state = path.lstat()
-            found[path] = (state.st_size, state.st_mtime_ns, state.st_ino)
-    return found
-
-
-def _pipes(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if (path := Path(folder, name)).is_fifo() or not os.access(path, os.R_OK)]
+    files = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    states = ((path, path.lstat()) for path in files)
+    return {path: (state.st_size, state.st_mtime_ns, state.st_ino) for path, state in states}
 
 
 @contextmanager
@@ -336,22 +290,21 @@ def _limits(folder: Path) -> Iterator[None]:
     """Within `folder`, with limits of time and memory, and as many threads afterwards as before."""
 
     def stop(*_: Any) -> None:
-        raise TooLongError(f"more than {SECONDS:g} s of computing, or {WAITING:g} s of waiting")
+        raise TooLongError(f"more than {SECONDS:g} s of computing, or {MAX_WAIT:g} s of waiting")
 
     here = Path.cwd()
     before = [(number, signal.signal(number, stop)) for number in (signal.SIGPROF, signal.SIGALRM)]
-    environment = dict(os.environ)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else None
-    if pages is not None:
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
     os.chdir(folder)
     logging.disable()  # libraries warn of what is then refused
     signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)  # again, if something swallows the first
-    signal.setitimer(signal.ITIMER_REAL, WAITING, 1.0)
-    faulthandler.dump_traceback_later(3 * WAITING, exit=True, file=sys.__stderr__)  # a hang that no signal ends
+    signal.setitimer(signal.ITIMER_REAL, MAX_WAIT, 1.0)
+    faulthandler.dump_traceback_later(3 * MAX_WAIT, exit=True, file=sys.__stderr__)  # a hang that no signal ends
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.dict(os.environ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -362,8 +315,6 @@ def _limits(folder: Path) -> Iterator[None]:
         os.chdir(here)
         logging.disable(logging.NOTSET)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        os.environ.clear()
-        os.environ.update(environment)
         torch.set_num_threads(1)
 
 
@@ -376,21 +327,19 @@ def _failure(kind: str, index: int, error: BaseException, case: Case) -> Failure
     """An error and where it came from: the innermost line of ours, without the fuzzer's."""
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     ours = [frame for frame in frames if f"{os.sep}loopscope{os.sep}" in frame.filename]
-    place = f" in {ours[-1].filename.rpartition('loopscope' + os.sep)[2]}:{ours[-1].name}" if ours else ""
-    name = type(error).__name__
-    if isinstance(error, (MisledError, UnfitError)):
-        name += f": {str(error).partition(':')[0][:60]}"
-        place = "" if isinstance(error, MisledError) else place
+    place = f"{ours[-1].filename.rpartition('loopscope' + os.sep)[2]}:{ours[-1].name}" if ours else ""
+    if isinstance(error, WrongError):
+        place = str(error).partition(":")[0][:60]
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     trace = "".join(traceback.format_exception(error, limit=-12))
-    return Failure(kind, index, ascii(what)[1:-1], name + place, tuple(ascii(note)[1:-1] for note in case.notes), trace)
+    notes = [ascii(note)[1:-1] for note in case.notes]
+    return Failure(kind, index, ascii(what)[1:-1], f"{type(error).__name__} in {place}", notes, trace)
 
 
 @contextmanager
 def working_folder() -> Iterator[Path]:
     """A folder for good artifacts; beside it `...-inputs` is for spoilt ones."""
     with tempfile.TemporaryDirectory(prefix="loopscope-fuzz-") as name:
-        world = Path(name, "world")
-        world.mkdir()
-        Path(name, "world-inputs").mkdir()
-        yield world
+        for folder in ("world", "world-inputs"):
+            Path(name, folder).mkdir()
+        yield Path(name, "world")

@@ -5,8 +5,9 @@ Accepted is right only where what was loaded equals the original.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from loopscope.training.run_folder import read_run_settings
 from loopscope.training.task_run import train
 
 from .mutations import STRINGS
-from .runner import Case, MisledError
+from .runner import Case, WrongError
 from .world import CPU, World
 
 
@@ -40,108 +41,90 @@ def held(value: Any) -> Any:
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.contiguous().view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
+    if is_dataclass(value):
+        return {each.name: held(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
         return {key: held(each) for key, each in value.items()}
-    return value
+    return [held(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def same(loaded: Any, original: Any, what: str) -> str:
     if loaded != original:
-        raise MisledError(f"{what} was altered, and is accepted")
+        raise WrongError(f"{what} was altered, and is accepted")
     return "same"
 
 
 @lru_cache(maxsize=64)
 def _original(load: Callable[[Path], Any], path: Path) -> Any:
-    return load(path)
+    return held(load(path))
 
 
-def load_recording(path: Path) -> Any:
-    found = ls.Trajectory.load(path)
-    arrays = {name: held(value) for name, value in vars(found).items() if isinstance(value, np.ndarray)}
-    signals = {name: held(value) for name, value in found.signals.items()}
-    return arrays, signals, found.split, plain(dict(found.provenance)), found.examples and list(found.examples)
-
-
-def _spoilt(case: Case, sources: dict[str, Path], load: Callable[[Path], Any]) -> tuple[Path, Any]:
-    """A copy of one of these folders with a file that is spoilt, and what the folder holds as it was."""
-    name = case.rng.choice(list(sources))
-    folder, original = case.copy(sources[name]), _original(load, sources[name])
+def _sealed(
+    case: Case, sources: dict[str, Path], load: Callable[[Path], Any], what: str, *commands: str, often: float = 0.1
+) -> str:
+    """A copy of one of these folders with a file that is spoilt: it is refused by `load`, and by commands."""
+    source = sources[case.rng.choice(list(sources))]
+    folder = case.copy(source)
     file = case.rng.choice(files_of(folder))
     case.spoil(file, [other / file.name for other in sources.values() if (other / file.name).is_file()])
-    return folder, original
+    if commands and case.rng.random() < often:
+        case.command(*case.rng.choice(commands).replace("FOLDER", str(folder)).replace("OUT", str(case.out)).split())
+    return same(held(load(folder)), _original(load, source), what)
 
 
 def recording(world: World, case: Case) -> str:
-    folder, original = _spoilt(case, world.recordings, load_recording)
-    if case.rng.random() < 0.1:
-        words = (
-            ("evaluate", folder, world.recordings["test"], "--readout", "margin"),
-            ("calibrate", folder, "--max-drop", 0.6, "--confidence", 0.5, "--out", case.out),
-            ("gate", "fit", folder, "--out", case.out, "--steps", 2),
-        )
-        case.command(*case.rng.choice(words))
-    return same(load_recording(folder), original, "a recording")
-
-
-def load_live_run(path: Path) -> Any:
-    found = LiveRuns.load(path)
-    arrays = {name: held(np.asarray(value)) for name, value in vars(found).items() if isinstance(value, np.ndarray)}
-    return arrays, load_policy(path / "rule.json"), plain(found.contents), plain(dict(found.provenance))
+    commands = (
+        f"evaluate FOLDER {world.recordings['test']} --readout margin",
+        "calibrate FOLDER --max-drop 0.6 --confidence 0.5 --out OUT",
+        "gate fit FOLDER --steps 2 --out OUT",
+    )
+    return _sealed(case, world.recordings, ls.Trajectory.load, "a recording", *commands)
 
 
 def live_run(world: World, case: Case) -> str:
     runs = {name: world.live_runs[name] for name in ("propagate", "gate", "policy")}
-    folder, original = _spoilt(case, runs, load_live_run)
-    if case.rng.random() < 0.2:
-        words = ("--loss", "disagreement", "--max-drop", 0.6, "--confidence", 0.5, "--out", case.out)
-        case.command("calibrate", folder, *words)
-    return same(load_live_run(folder), original, "a live run")
-
-
-def load_gate(path: Path) -> Any:
-    gate = load_fitted(path)
-    return repr(gate), {name: held(value) for name, value in gate.tensors.items()}, plain(dict(gate.provenance))
+    command = "calibrate FOLDER --loss disagreement --max-drop 0.6 --confidence 0.5 --out OUT"
+    return _sealed(case, runs, LiveRuns.load, "a live run", command, often=0.2)
 
 
 def gate(world: World, case: Case) -> str:
-    folder, original = _spoilt(case, world.gates, load_gate)
-    return same(load_gate(folder), original, "a gate")
-
-
-def load_policy(path: Path) -> Any:
-    policy = ls.ExitPolicy.load(path)
-    weights = policy.gate and {name: held(value) for name, value in policy.gate.tensors.items()}
-    fitted = policy.gate and plain(dict(policy.gate.provenance))
-    threshold = None if policy.threshold is None else float(policy.threshold)
-    rest = (policy.readout, threshold, policy.model, plain(policy.scope), policy.definition_sha256)
-    return *rest, weights, fitted, plain(policy.certificate)
+    return _sealed(case, world.gates, load_fitted, "a gate")
 
 
 def policy(world: World, case: Case) -> str:
     name = case.rng.choice(list(world.policies))
     path = case.copy(world.policies[name])
     copied = [case.copy(weights) for weights in world.policies[name].parent.glob(f"{name}.gate-*.safetensors")]
-    original = _original(load_policy, world.policies[name])
     case.spoil(copied[0] if copied and case.rng.random() < 0.4 else path)
-    loaded = load_policy(path)
+    loaded = held(ls.ExitPolicy.load(path))
     if case.rng.random() < 0.05:
         case.command("evaluate", world.recordings["test"], "--policy", path, verdicts=(0, 1))
-    if loaded == original:
+    if loaded == _original(ls.ExitPolicy.load, world.policies[name]):
         return "same"
-    if loaded[-1] is not None:
-        raise MisledError("a promised policy was altered, and is accepted")
-    return _says(loaded, path)
+    if loaded["certificate"] is not None:
+        raise WrongError("a promised policy was altered, and is accepted")
+    values = json.loads(path.read_bytes())  # without a promise it is the user's to change: it is what its file says
+    threshold = values.get("threshold")
+    said = {"readout": values["readout"], "threshold": None if threshold is None else float(threshold)}
+    said["scope"] = {key: value for key, value in (values.get("scope") or {}).items() if value is not None}
+    scope = {key: value for key, value in plain(loaded["scope"]).items() if value is not None}
+    if said != {"readout": loaded["readout"], "threshold": loaded["threshold"], "scope": scope}:
+        raise WrongError("a policy is not what its file says")
+    if not math.isfinite(loaded["threshold"] or 0):
+        raise WrongError("a policy has a threshold that is no number")
+    if values.get("certificate") is not None or (loaded["gate"] is None) != (values.get("gate") is None):
+        raise WrongError("a policy lost its promise or its gate, and is accepted")
+    return "other"
 
 
 def monitor(world: World, case: Case) -> str:
-    """What a monitor has seen so far, kept in a file; one whose digest was made anew can go on, if it is accepted."""
+    """What a monitor has seen so far, kept in a file; one whose digest was made again can go on, if it is accepted."""
     promised = ls.ExitPolicy.load(world.policies["margin"])
     path = case.copy(world.monitor)
-    original = plain(ls.Monitor.load(world.monitor, promised).result)
     case.spoil(path)
     if case.rng.random() < 0.5:
-        return same(plain(ls.Monitor.load(path, promised).result), original, "a monitor")
+        original = ls.Monitor.load(world.monitor, promised).result
+        return same(ls.Monitor.load(path, promised).result, original, "a monitor")
     with suppress(ValueError, OSError, OverflowError, RecursionError, TypeError, msgspec.MsgspecError):
         values = json.loads(path.read_bytes())
         path.write_text(json.dumps(values | {"digest": digest(values | {"digest": ""})}))
@@ -150,36 +133,13 @@ def monitor(world: World, case: Case) -> str:
     before = resealed.result
     after = resealed.update([1, 2], [0.0, 1.0])
     if not 0 <= before.audited <= before.examples == after.examples - 2:
-        raise MisledError("a monitor counts what was not there")
+        raise WrongError("a monitor counts what was not there")
     return "other"
 
 
-def _says(loaded: Any, path: Path) -> str:
-    """A policy without a promise is the user's to change: then it is what its file says."""
-    values = json.loads(path.read_bytes())
-    readout, threshold, model, scope, definition, weights, *_ = loaded
-    if values.get("guarantee") is not None:
-        raise MisledError("a policy lost its promise, and is accepted")
-    said = values.get("threshold")
-    if readout != values["readout"] or model != values.get("model") or definition != values.get("definition_sha256"):
-        raise MisledError("a policy is not what its file says")
-    if (threshold is None) != (said is None) or (said is not None and threshold != float(said)):
-        raise MisledError("a policy has another threshold than its file")
-    if threshold is not None and not math.isfinite(threshold):
-        raise MisledError("a policy has a threshold that is no number")
-    ours, theirs = (
-        {key: each for key, each in of.items() if each is not None} for of in (scope, values.get("scope") or {})
-    )
-    if ours != theirs:
-        raise MisledError("a policy has another scope than its file")
-    if (weights is None) != (values.get("gate") is None):
-        raise MisledError("a policy lost its gate")
-    return "other"
-
-
-def load_run(folder: Path) -> Any:
+def _run_contents(folder: Path) -> Any:
     model = load_model(folder)
-    return held(dict(model.state_dict())), (model.num_loops, model.block_size, model.vocab_size)
+    return dict(model.state_dict()), (model.num_loops, model.block_size, model.vocab_size)
 
 
 def finished_run(world: World, case: Case) -> str:
@@ -191,18 +151,17 @@ def finished_run(world: World, case: Case) -> str:
     file = case.rng.choice(weighty if case.rng.random() < 0.7 else mine)
     other = world.other_run / file.name
     case.spoil(file, [other] if source is world.run and other.is_file() else ())
-    original, loaded = _original(load_run, source), load_run(folder)
+    original, loaded = _original(_run_contents, source), held(_run_contents(folder))
     with torch.inference_mode():
         load_model(folder).loops(torch.zeros((1, 3), dtype=torch.int64))
     if source is world.run:
         settings, config = read_run_settings(folder), read_checkpoint_config(folder)
         expected = (settings.model, settings.task.vocab_size, settings.block_size)
         if expected != (config.model, config.vocab_size, config.block_size):
-            raise MisledError("a run's configuration contradicts itself, and is accepted")
+            raise WrongError("a run's configuration contradicts itself, and is accepted")
         if case.rng.random() < 0.1:
             case.command("run", folder, world.documents["examples.txt"], "--threshold", 0.5)
-    if loaded[0] != original[0]:
-        raise MisledError("the weights of a run were altered, and are accepted")
+    same(loaded[0], original[0], "a run")
     return "same" if loaded == original else "other"
 
 
@@ -213,9 +172,7 @@ def unfinished_run(world: World, case: Case) -> str:
     file = folder / "state.safetensors" if case.rng.random() < 0.7 else case.rng.choice(files_of(folder))
     case.spoil(file, [], writes=True)
     train(settings, folder, CPU)
-    if (folder / "model.safetensors").read_bytes() != world.finished_weights:
-        raise MisledError("the state of a run was altered, and it ended with other weights")
-    return "same"
+    return same((folder / "model.safetensors").read_bytes(), world.finished_weights, "the state of a run")
 
 
 def unfinished_recording(world: World, case: Case) -> str:
@@ -223,8 +180,8 @@ def unfinished_recording(world: World, case: Case) -> str:
     folder = case.copy(world.unfinished_recording, "recordings")
     case.spoil(case.rng.choice(files_of(folder / "new.unfinished")), writes=True)
     world.record(folder / "new")
-    original = _original(load_recording, world.unfinished_recording / "finished")
-    return same(load_recording(folder / "new"), original, "an unfinished recording")
+    original = _original(ls.Trajectory.load, world.unfinished_recording / "finished")
+    return same(held(ls.Trajectory.load(folder / "new")), original, "an unfinished recording")
 
 
 @lru_cache(maxsize=1)
@@ -232,14 +189,9 @@ def _plan(study: Path) -> Any:
     return make_plan(expand_study(str(study)))
 
 
-def _study_results(plan: Any, store: Path) -> tuple[str, str]:
+def _study_results(plan: Any, store: Path) -> list[str]:
     results = plan.results(store)
-    return digest(results), digest(list(plan.details(results, store)))
-
-
-@lru_cache(maxsize=1)
-def _finished(study: Path, store: Path) -> tuple[str, str]:
-    return _study_results(_plan(study), store)
+    return [digest(results), digest(list(plan.details(results, store)))]
 
 
 def _titled(world: World, case: Case) -> Path:
@@ -259,18 +211,16 @@ def titled_study(world: World, case: Case) -> str:
 
 
 def study_store(world: World, case: Case) -> str:
-    plan, original = _plan(world.study), _finished(world.study, world.store)
-    store = case.inputs / "store"
+    plan, store = _plan(world.study), case.inputs / "store"
     analyses = [model.analysis.folder(world.store) for model in plan.models]
     for each in analyses:
         case.copy(each, f"store/{each.name}")
     chosen = case.rng.choice(analyses)
-    names = ("manifest.json", "model.json", "details.json")
-    file = store / chosen.name / case.rng.choice(names)
+    file = store / chosen.name / case.rng.choice(("manifest.json", "model.json", "details.json"))
     case.spoil(file, [each / file.name for each in analyses if each != chosen])
     if case.rng.random() < 0.1:
         where = ("--store", store, "--out", case.out, "--device", "cpu")
         case.command("study", "report", _titled(world, case), *where, "--product", "headline")
     missing = not file.is_file() and file.name == "manifest.json"  # then that model is not analysed yet
     found = _study_results(plan, store)
-    return "other" if missing else same(found, original, "an artifact of a study")
+    return "other" if missing else same(found, _study_results(plan, world.store), "an artifact of a study")

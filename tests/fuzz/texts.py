@@ -1,6 +1,7 @@
 """Texts are the user's: a file with other bytes is refused, or gives what the same text gives when it comes cleanly."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +13,36 @@ from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 from loopscope.recording.question_recording import record_benchmark
 from loopscope.recording.text_recording import record_text
 
-from .runner import Case, MisledError, json_values
-from .world import World
-
-_READY: dict[Path, tuple[Any, Any]] = {}
+from .runner import Case, WrongError, json_values
+from .world import TEXTS, World
 
 
+@cache
 def _ready(checkpoint: Path) -> tuple[Any, Any]:
     """The model and the tokenizer of a good checkpoint, loaded once."""
-    if checkpoint not in _READY:
-        _READY[checkpoint] = load_model(checkpoint), load_tokenizer(checkpoint)
-    return _READY[checkpoint]
+    return load_model(checkpoint), load_tokenizer(checkpoint)
 
 
 def prompts(world: World, case: Case) -> str:
     path = case.copy(world.documents[case.rng.choice(("prompts.jsonl", "prompts.txt"))])
     case.spoil(path)
-    printed = case.command(
-        "generate", world.checkpoint, "--prompts", path, "--max-new-tokens", 2, "--json", "--device", "cpu"
-    )
+    words = ("--max-new-tokens", 2, "--json", "--device", "cpu")
+    printed = case.command("generate", world.checkpoint, "--prompts", path, *words)
     lines = [line for line in path.read_bytes().decode("utf-8-sig").split("\n") if line.strip()]
-    if path.suffix == ".jsonl":
-        entries = [json.loads(line) for line in lines]
-        given = [entry["messages"] if "messages" in entry else entry["prompt"] for entry in entries]
-    else:
-        given = lines
+    given = [json.loads(line) if path.suffix == ".jsonl" else {"prompt": line} for line in lines]
     answers = [json.loads(line) for line in printed.split("\n") if line]
     if len(answers) != len(given):
-        raise MisledError("there are more or fewer answers than prompts")
+        raise WrongError("there are more or fewer answers than prompts")
     model, tokenizer = _ready(world.checkpoint)
-    number = case.rng.randrange(len(given))
-    chosen, answer = given[number], answers[number]
-    if path.suffix != ".jsonl":  # a carriage return at the end of a line may go
-        chosen = chosen.rstrip("\r") if answer["prompt"] == chosen.rstrip("\r") else chosen
-    if answer["prompt"] != chosen:
-        raise MisledError("a prompt is not what the file says")
+    entry, answer = case.rng.choice(list(zip(given, answers, strict=True)))
+    said, chosen = entry.get("messages", entry.get("prompt")), answer["prompt"]
+    if said != chosen and (path.suffix == ".jsonl" or said.rstrip("\r") != chosen):  # the end of a line may go
+        raise WrongError("a prompt is not what the file says")
     tokens = tokenizer(chosen)["input_ids"] if isinstance(chosen, str) else chat_prompt(tokenizer, chosen)
-    loops = entries[number].get("loops") if path.suffix == ".jsonl" else None
-    policy = None if loops is None else ls.ExitPolicy("fixed", loops)
+    policy = None if entry.get("loops") is None else ls.ExitPolicy("fixed", entry["loops"])
     (alone,) = ls.generate(model, [ls.Prompt(0, np.array(tokens))], policy, max_new_tokens=2, stop=[0, 1, 2])
     if alone.tokens != answer["tokens"]:
-        raise MisledError("a prompt gives another text than alone")
+        raise WrongError("a prompt gives another text than alone")
     return "other"
 
 
@@ -61,9 +51,9 @@ def unfinished_texts(world: World, case: Case) -> str:
     kept = case.copy(world.unfinished_texts)
     case.spoil(kept, writes=True)
     out = kept.with_name(kept.name.removesuffix(".unfinished"))
-    case.command(*world.text_words(out))
+    case.command(*world.words(TEXTS, out))
     if out.read_bytes() != world.whole_texts.read_bytes():
-        raise MisledError("the texts are not those of a command that was not interrupted")
+        raise WrongError("the texts are not those of a command that was not interrupted")
     return "same"
 
 
@@ -74,7 +64,7 @@ def examples(world: World, case: Case) -> str:
     with path.open(encoding="utf-8-sig") as lines:
         given = [line.strip() for line in lines if line.strip()]
     if [json.loads(line)["example"] for line in printed.split("\n") if line] != given:
-        raise MisledError("the answered examples are not those of the file")
+        raise WrongError("the answered examples are not those of the file")
     return "other"
 
 
@@ -94,7 +84,7 @@ def documents(world: World, case: Case) -> str:
     tokens = [tokenizer.encode(text, add_special_tokens=False) for text in found if text.strip()]
     expected = [token for row in tokens for token in row[1:]]
     if recording.labels is None or recording.labels.tolist() != expected:
-        raise MisledError("the recorded tokens are not those of the text")
+        raise WrongError("the recorded tokens are not those of the text")
     return "other"
 
 
@@ -104,5 +94,5 @@ def benchmark(world: World, case: Case) -> str:
     case.spoil(case.rng.choice(sorted((data / "openbookqa").iterdir())))
     recording = record_benchmark(world.checkpoint, "openbookqa", "test", case.out, data=data, limit=2)
     if recording.num_examples > 2:
-        raise MisledError("more questions than were asked for")
+        raise WrongError("more questions than were asked for")
     return "other"

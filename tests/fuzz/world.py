@@ -3,113 +3,45 @@
 import json
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from functools import cached_property
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from conftest import GATED, GOLDEN, TINY_OURO, random_trajectory, tiny_settings, tiny_text
-from tiny_language import looped_llama_config, ouro_config, tiny_looped_llama, tiny_ouro
+from conftest import GATED, GOLDEN, TINY, TINY_OURO, random_trajectory, tiny_settings, tiny_study, tiny_text
+from tiny_language import write_decoder, write_ouro
 
 import loopscope as ls
-from loopscope.certify.risk_target import RiskTarget
+from loopscope.certify.live_runs import LiveRuns
 from loopscope.cli import main
-from loopscope.cli.text_journal import TextJournal
+from loopscope.cli.generation_files import TextJournal
+from loopscope.config import plain
 from loopscope.learned.attach import load_fitted
-from loopscope.models.checkpoint import save_model
 from loopscope.progress import ProgressCallback, silent
-from loopscope.readouts.readout import Readout, register_readout
+from loopscope.readouts.readout import Readout, has_threshold, register_readout
 from loopscope.recording import question_recording
-from loopscope.recording.live_text_recording import record_live
-from loopscope.recording.recording_folder import Keep
-from loopscope.recording.task_recording import record_task
-from loopscope.recording.text_recording import record_text
-from loopscope.studies.executors import do_step
-from loopscope.studies.plan import make_plan
-from loopscope.studies.steps import to_be_done
-from loopscope.studies.study_file import expand_study
-from loopscope.training.language_run import LanguageRun, train_tokenizer
-from loopscope.training.settings import read_pretrain_settings
+from loopscope.training.language_run import train_tokenizer
 from loopscope.training.task_run import train
-from loopscope.training.training_loop import train_run
 
-SETTINGS = """\
-[task]
-name = "mano"
-modulus = 3
-max_operations = 2
-train_examples = 60
-validation_examples = 12
-test_examples = 15
-
-[model]
-layers = 1
-heads = 2
-width = 16
-loops = 3
-block_size = 11
-gate = "linear"
-
-[objective]
-name = "learned_gate"
-prior = "geometric"
-geometric_lambda = 0.3
-beta = 0.1
-
-[training]
-steps = 2
-batch_size = 4
-learning_rate = 3e-3
-min_learning_rate = 3e-4
-muon_learning_rate = 0.01
-warmup_steps = 1
-log_every = 1
-checkpoint_every = 1
-validate_every = 2
-validation_sample = 6
-"""
-STUDY = """\
-title = "Tiny"
-targets = [0.2, 0.9]
-products = ["headline"]
-
-[[parts]]
-settings = "demo"
-set = ["task.modulus=3", "task.max_operations=2", "task.train_examples=60", "task.validation_examples=40",
-    "task.test_examples=40", "model.width=16", "model.loops=3", "model.block_size=11", "training.steps=2",
-    "training.batch_size=4", "training.checkpoint_every=4", "training.validation_sample=6"]
-reference = { gate = "none", prior = 0.3 }
-gates = { examples = 40, steps = 3, kind = ["linear"], objective = ["utility"] }
-guarantees = [{ max_drop = 0.9, confidence = 0.5, readout = "margin" }]
-
-[[parts.runs]]
-prior = [0.3]
-seed = [0]
-fit = true
-
-[[parts.runs]]
-gate = ["linear"]
-prior = [0.3]
-beta = [0.1]
-"""
 HARDLY = (
     *("task.train_examples=60", "task.validation_examples=12", "task.test_examples=15", "training.steps=1"),
-    *("training.batch_size=4", "model.width=16"),
+    *("training.batch_size=4", "model.width=16", "training.validation_sample=6", "training.log_every=1"),
 )
 """Settings that train in no time."""
 FURTHER = "context = 8\n[training]\nsteps = 1\nbatch_size = 2\nvalidation_sample = 2\n"
 SIZES: dict[str, Any] = {"vocab_size": 290, "hidden_size": 16, "max_position_embeddings": 64, "intermediate_size": 24}
-SIZES |= {"num_attention_heads": 2}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+STUDIED = (*TINY, *HARDLY, "task.validation_examples=40", "task.test_examples=40", "training.steps=2")
 SHORT = ("task.train_examples=60", "training.steps=6")
 PROMPTS = (
     '{"prompt": "1 and 2"}\n{"prompt": "3 make 4. ", "loops": 1}\n'
     '{"messages": [{"role": "user", "content": "5 and 6"}]}\n'
 )
-EXAMPLES = "+ 1 * 0 1\n* 2 2\n- 0 1\n"
 CPU = torch.device("cpu")
 
 
@@ -129,31 +61,64 @@ def own_step(now: Any) -> Any:
     return np.abs(now).max(axis=1)
 
 
+def setting(*values: str) -> str:
+    return " ".join(f"--set {each}" for each in values)
+
+
+_RUN = f"train demo --out OUT --force --device cpu {setting(*TINY, *GATED, *SHORT)}"
+_LIVE = "record live {w.checkpoint} {w.documents[documents.txt]} --recording {w.live_recording} --out OUT --cache"
+_LIVE_TARGET = "--max-drop 0.6 --confidence 0.5 --readout margin --loss disagreement --candidates 2"
+_PRETRAIN = "pretrain {w.language_settings} --text {w.texts[0]} --validation {w.texts[1]} --out OUT --force"
+TEXTS = (
+    "generate {w.checkpoint} --prompts {w.documents[prompts.txt]} --max-new-tokens 2 --temperature 1 --device cpu "
+    "--out OUT"
+)
+COMMANDS = {
+    "run": "\n".join((_RUN, *(f"record task OUT --split {split} --hidden" for split in ("validation", "test")))),
+    "other_run": f"{_RUN} --set training.seed=7",
+    "language_run": f"{_PRETRAIN} --set training.steps=2 --device cpu",
+    "own_gate": "gate fit {w.run}/recordings/validation --steps 2 --out OUT",
+    "looped": "loop {w.llama} --prelude 1 --core 1 --loops 3 --damping 0.5 --injection --gate linear --out OUT",
+    "live_recording": "record text {w.checkpoint} {w.documents[documents.txt]} --out OUT",
+    "live_candidates": f"{_LIVE} propagate {_LIVE_TARGET}",
+    "live_policy": f"{_LIVE} latest --policy {{w.policies[by-hand]}}",
+    "whole_texts": TEXTS,
+    "store": "study run {w.study} --store OUT --out OUT-study --workers 1 --device cpu",
+    "demo_store": f"demo --store OUT --out OUT-demo --workers 1 {setting(*HARDLY)}",
+    "drawn": "report {w.run} --out OUT",  # what draws figures reserves more memory for ever than an input may take
+}
+"""Artifacts that verbs write, each by its commands."""
+
+
 class World:
-    """A folder of good artifacts; a property makes its own when it is asked for."""
+    """A folder of good artifacts; each is made when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         torch.set_num_threads(1)
 
+    def __getattr__(self, name: str) -> Path:
+        """What a verb writes."""
+        if name not in COMMANDS:
+            raise AttributeError(name)
+        self.__dict__[name] = out = self.folder / name
+        for line in COMMANDS[name].splitlines():
+            code, said = self.call(line, out)
+            assert code == 0, said
+        return out
+
+    def call(self, line: str, out: Path) -> tuple[int, str]:
+        """The exit code of a command, and what it says."""
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as said:
+            return main(self.words(line, out)), said.getvalue()
+
+    def words(self, line: str, out: Path) -> list[str]:
+        """Of a command, in whose words artifacts stand in braces, and OUT is where it writes."""
+        return [word.format(w=self).replace("OUT", str(out)) for word in line.split()]
+
     def make(self, names: str) -> None:
         for name in names.split():
             getattr(self, name)
-
-    @cached_property
-    def run(self) -> Path:
-        """A finished run of a task with a gate, and recordings of two splits."""
-        folder = self.folder / "run"
-        train(tiny_settings(*GATED, *SHORT), folder, CPU)
-        for split in ("validation", "test"):
-            record_task(folder, split, folder / "recordings" / split, Keep(hidden=True))
-        return folder
-
-    @cached_property
-    def other_run(self) -> Path:
-        """The same with other random numbers, not recorded."""
-        train(tiny_settings(*GATED, *SHORT, "training.seed=7"), self.folder / "other-run", CPU)
-        return self.folder / "other-run"
 
     @cached_property
     def unfinished(self) -> tuple[Path, Any]:
@@ -195,19 +160,6 @@ class World:
         return self._saved("recordings", made)
 
     @cached_property
-    def live_runs(self) -> dict[str, Path]:
-        """A text that was recorded, run live with candidates, and with a policy; and one that was run with a gate."""
-        folder, texts = self.folder / "live-runs", [self.documents["documents.txt"]]
-        recording = record_text(self.checkpoint, texts, "validation", folder / "recording")
-        asked = RiskTarget(max_drop=0.6, confidence=0.5, loss="disagreement", readout="margin")
-        by_hand = ls.ExitPolicy("margin", 0.5)
-        ran = record_live(self.checkpoint, texts, recording, folder / "propagate", "propagate", asked, candidates=2)
-        record_live(self.checkpoint, texts, recording, folder / "policy", "latest", by_hand)
-        gate = load_fitted(self.gates["linear"])
-        replace(ran, rule=ls.ExitPolicy("gate:linear", float(ran.thresholds[0]), gate)).save(folder / "gate")
-        return {path.name: path for path in sorted(folder.iterdir())}
-
-    @cached_property
     def gates(self) -> dict[str, Path]:
         rng = np.random.default_rng(0)
         vector, matrix = rng.normal(size=6), rng.normal(size=(3, 6))
@@ -222,15 +174,12 @@ class World:
         return self._saved("gates", made | stoppers)
 
     @cached_property
-    def own_gate(self) -> Path:
-        """A gate of the run's model."""
-        recording = ls.Trajectory.load(self.run / "recordings" / "validation")
-        provenance = {"split": "train", "weights_sha256": recording.provenance["weights_sha256"]}
-        assert recording.hidden is not None
-        ls.FittedGate(np.ones(recording.hidden.shape[-1]), np.array(0.5), provenance=provenance).save(
-            self.folder / "own-gate"
-        )
-        return self.folder / "own-gate"
+    def live_runs(self) -> dict[str, Path]:
+        """A text that was recorded, run live with candidates, and with a policy; and one that was run with a gate."""
+        ran, gate = LiveRuns.load(self.live_candidates), load_fitted(self.gates["linear"])
+        rule = ls.ExitPolicy("gate:linear", float(ran.thresholds[0]), gate)
+        made = self._saved("live-runs", {"gate": replace(ran, rule=rule)})
+        return made | {"recording": self.live_recording, "propagate": self.live_candidates, "policy": self.live_policy}
 
     @cached_property
     def policies(self) -> dict[str, Path]:
@@ -240,7 +189,7 @@ class World:
         register_readout(Readout("fuzzed", "above", "logits", own_step))
         big = random_trajectory(5, rows=300, split="validation", provenance={"weights_sha256": "a" * 64})
         gates = {name: load_fitted(path) for name, path in self.gates.items()}
-        own = [name for name, kind in ls.READOUTS.items() if kind in ("above", "below")]
+        own = filter(has_threshold, ls.READOUTS)
         for name in (*own, "gate:linear", "gate:mlp", "stopper:induction", "stopper:classifier"):
             found = ls.calibrate(big, 0.5, 0.6, readout=name, gates=gates)
             found.save(folder / f"{name.replace(':', '-')}.json")
@@ -267,27 +216,16 @@ class World:
 
     @cached_property
     def documents(self) -> dict[str, Path]:
-        folder = self.folder / "documents"
-        folder.mkdir()
+        (self.folder / "documents").mkdir()
         written = [f"{a} and {a + 1} make {2 * a + 1}. " for a in range(6)]
-        (folder / "documents.txt").write_text("<|endoftext|>".join(written))
-        (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
-        (folder / "prompts.jsonl").write_text(PROMPTS)
-        (folder / "prompts.txt").write_text("1 and 2\n3 make\n")
-        (folder / "examples.txt").write_text(EXAMPLES)
-        return {path.name: path for path in folder.iterdir()}
-
-    def text_words(self, out: Path) -> list[str]:
-        """Of a command that continues prompts."""
-        given = ("generate", self.checkpoint, "--prompts", self.documents["prompts.txt"], "--max-new-tokens", 2)
-        return [str(word) for word in (*given, "--temperature", 1, "--device", "cpu", "--out", out)]
-
-    @cached_property
-    def whole_texts(self) -> Path:
-        """What it writes."""
-        out = self.folder / "whole.jsonl"
-        assert main(self.text_words(out)) == 0
-        return out
+        texts = {
+            "documents.txt": "<|endoftext|>".join(written),
+            "documents.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in written),
+            "prompts.jsonl": PROMPTS,
+            "prompts.txt": "1 and 2\n3 make\n",
+            "examples.txt": "+ 1 * 0 1\n* 2 2\n- 0 1\n",
+        }
+        return {name: self._written(f"documents/{name}", text) for name, text in texts.items()}
 
     @cached_property
     def unfinished_texts(self) -> Path:
@@ -300,16 +238,8 @@ class World:
 
         add = TextJournal.add
         with patch.object(TextJournal, "add", interrupted):
-            assert main(self.text_words(out)) == 130
+            assert self.call(TEXTS, out)[0] == 130
         return out.with_name(f"{out.name}.unfinished")
-
-    @cached_property
-    def language_run(self) -> Path:
-        """A pretrained run, which is a checkpoint of an Ouro with a tokenizer."""
-        settings = read_pretrain_settings(self.language_settings, ["training.steps=2"])
-        first, second = self.texts
-        train_run(LanguageRun(settings, (first,), (second,), self.folder / "language-run"), CPU)
-        return self.folder / "language-run"
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -318,61 +248,36 @@ class World:
         folder.mkdir()
         documents = [f"{a} and {b} make {a + b}. " for a in range(10) for b in range(10)]
         train_tokenizer(documents, 290, 64, folder)
-        changes = SIZES | {"num_key_value_heads": 2, "total_ut_steps": 3}
-        (folder / "config.json").write_text(json.dumps(ouro_config(**changes)))
+        write_ouro(folder, shard_bytes=20_000, **SIZES, total_ut_steps=3)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "max_new_tokens": 5}))
-        save_model(tiny_ouro(**changes).state_dict(), folder, 20_000)
         assert len(list(folder.glob("*.safetensors"))) > 1
         return folder
 
     @cached_property
     def llama(self) -> Path:
         """A small Llama that is not looped, with a tokenizer."""
-        folder = self.folder / "llama"
-        shutil.copytree(self.checkpoint, folder, ignore=shutil.ignore_patterns("model*"))
-        changes = SIZES | {"num_key_value_heads": 1}
-        plain = {"prelude": 0, "core": 3, "injection": False, "gate": "none"}
-        values = looped_llama_config(**changes) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-        del values["looping"]
-        (folder / "config.json").write_text(json.dumps(values))
-        save_model(tiny_looped_llama(**changes, looping=plain).state_dict(), folder)
-        return folder
-
-    @cached_property
-    def looped(self) -> Path:
-        """The same, looped, with all that may be added."""
-        ls.loop(self.llama, self.folder / "looped", 1, 1, 3, damping=0.5, injection=True, gate="linear")
-        return self.folder / "looped"
+        shutil.copytree(self.checkpoint, self.folder / "llama", ignore=shutil.ignore_patterns("model*"))
+        write_decoder(self.folder / "llama", **SIZES, num_hidden_layers=3)
+        return self.folder / "llama"
 
     @cached_property
     def golden(self) -> dict[str, Path]:
         """Checkpoints in the layouts of Ouro and Huginn."""
-        found = {}
-        for name in ("ouro-tiny", "huginn-tiny"):
-            found[name] = self.folder / name
-            shutil.copytree(GOLDEN / name, found[name], ignore=shutil.ignore_patterns("expected*"))
-        return found
-
-    settings = cached_property(lambda self: self._written("settings.toml", SETTINGS))
-    language_settings = cached_property(lambda self: self._written("language.toml", TINY_OURO))
-    further_settings = cached_property(lambda self: self._written("further.toml", FURTHER))
-    study = cached_property(lambda self: self._written("study.toml", STUDY))
-    store = cached_property(lambda self: self._stored("store", str(self.study)))  # of the study, finished
-    demo_store = cached_property(lambda self: self._stored("demo-store", "demo", *HARDLY))  # of one that hardly trains
+        names = ("ouro-tiny", "huginn-tiny")
+        for name in names:
+            shutil.copytree(GOLDEN / name, self.folder / name, ignore=shutil.ignore_patterns("expected*"))
+        return {name: self.folder / name for name in names}
 
     @cached_property
-    def drawn(self) -> Path:
-        """A report with figures: what draws them reserves more memory for ever than an input may take."""
-        plain, test = (ls.Trajectory.load(self.recordings[name]) for name in ("plain", "test"))
-        return ls.report({"a": (plain, test)}, self.folder / "drawn", targets=[0.5])
+    def settings(self) -> Path:
+        """Every key of a run's settings, with its value."""
+        tables = plain(tiny_settings(*GATED, *HARDLY))
+        lines = {name: [f"{key} = {json.dumps(value)}" for key, value in tables[name].items()] for name in tables}
+        return self._written("settings.toml", "\n".join("\n".join((f"[{name}]", *lines[name])) for name in lines))
 
-    def _stored(self, name: str, study: str, *overrides: str) -> Path:
-        store = self.folder / name
-        store.mkdir()
-        plan = make_plan(expand_study(study, list(overrides)))
-        for step in to_be_done((goal for model in plan.models for goal in model.goals), store):
-            do_step(step, store, "cpu")
-        return store
+    language_settings = cached_property(lambda self: self._written("language.toml", TINY_OURO))
+    further_settings = cached_property(lambda self: self._written("further.toml", FURTHER))
+    study = cached_property(lambda self: self._written("study.toml", tiny_study("headline", *STUDIED)))
 
     @cached_property
     def benchmarks(self) -> Path:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -95,13 +95,12 @@ class Process:
         if hangs:
             self.kill()
         _, status = os.waitpid(self.pid, 0)
-        stderr, operations = ((self._log / name) for name in ("stderr", "operations"))
-        return Ended(
-            1 if hangs else os.waitstatus_to_exitcode(status),
-            time.monotonic() - self._begun,
-            f"it still ran after {LONGEST:.0f} s" if hangs else _text(stderr),
-            _text(operations).splitlines(),
-        )
+        files = [self._log / name for name in ("stderr", "operations")]
+        stderr, operations = (file.read_text(errors="replace") if file.exists() else "" for file in files)
+        if hangs:
+            return Ended(1, LONGEST, f"it still ran after {LONGEST:.0f} s", operations.splitlines())
+        seconds = time.monotonic() - self._begun
+        return Ended(os.waitstatus_to_exitcode(status), seconds, stderr, operations.splitlines())
 
     def wait_until_stopped(self) -> bool:
         """Whether it stopped itself, and did not end before."""
@@ -119,11 +118,12 @@ class Process:
 
     def alive(self) -> list[int]:
         """The processes of its session that still run."""
-        return [pid for pid, session in _sessions() if session == self.pid]
-
-
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has just ended
+                state, _, _, session, *_ = entry.read_text().rpartition(")")[2].split()
+                found += [int(entry.parent.name)] if int(session) == self.pid and state not in "ZX" else []
+        return found
 
 
 def run(work: Work, folder: Path, log: Path) -> Ended:
@@ -169,12 +169,8 @@ def _hook(folder: str, log: int, at: At | None) -> Callable[[str, tuple[Any, ...
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal count
-        if event == "open":
-            if not isinstance(arguments[2], int) or not arguments[2] & _WRITES:
-                return
-        elif event not in _CHANGES:
-            return
-        if not isinstance(arguments[0], (str, bytes, os.PathLike)):
+        opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES
+        if not (opens or event in _CHANGES) or not isinstance(arguments[0], (str, bytes, os.PathLike)):
             return
         path = os.fsdecode(arguments[0])
         if path.startswith("/") and not path.startswith(folder):
@@ -182,20 +178,6 @@ def _hook(folder: str, log: int, at: At | None) -> Callable[[str, tuple[Any, ...
         number, count = count, count + 1
         os.write(log, f"{event} {path.removeprefix(folder)}\n".encode())
         if at is not None and number == at.operation:
-            if at.signal == signal.SIGSTOP:
-                os.kill(os.getpid(), at.signal)
-            else:
-                os.killpg(0, at.signal)
+            os.kill(os.getpid() if at.signal == signal.SIGSTOP else 0, at.signal)  # 0: all of its group
 
     return hook
-
-
-def _sessions() -> Iterator[tuple[int, int]]:
-    """Every process that is no zombie, with its session."""
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session, *_ = entry.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if state not in "ZX":
-            yield int(entry.parent.name), int(session)

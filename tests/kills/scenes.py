@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from benchmark_slices import DATA, byte_pairs
-from conftest import GATED, TINY, TINY_OURO, random_trajectory, tiny_text
+from conftest import GATED, TINY, TINY_OURO, random_trajectory, tiny_study, tiny_text
 from tiny_language import write_decoder, write_ouro
 
 import loopscope as ls
@@ -28,17 +28,8 @@ from loopscope.recording import question_recording
 
 from .processes import Work, run
 
-question_recording._KEEP_EVERY_SECONDS = (
-    0.0  # what is done is kept after every batch: a slice of a benchmark takes less than ten seconds
-)
-
-FURTHER = """\
-context = 16
-[training]
-steps = 20
-batch_size = 4
-validation_sample = 4
-"""
+question_recording._KEEP_EVERY_SECONDS = 0.0  # after every batch: a slice of a benchmark takes less than ten seconds
+FURTHER = "context = 16\n[training]\nsteps = 20\nbatch_size = 4\nvalidation_sample = 4\n"
 
 
 class Inputs:
@@ -51,16 +42,11 @@ class Inputs:
         path = self._folder / name
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
-            work = self._work(name, path)
-            ended = run(work, self._folder, self._folder / f"{name}.log")
+            commands = [self.words(line, str(path)) for line in _WORDS.get(name, "").splitlines()]
+            make = (lambda: max(map(main, commands))) if commands else (lambda: _done(_MADE[name](path)))
+            ended = run(make, self._folder, self._folder / f"{name}.log")
             assert ended.code == 0, f"{name} cannot be made: {ended}\n{ended.stderr}"
         return path
-
-    def _work(self, name: str, path: Path) -> Work:
-        if name in _WORDS:
-            commands = [self.words(line, str(path)) for line in _WORDS[name].splitlines()]
-            return lambda: max(main(words) for words in commands)
-        return lambda: _done(_MADE[name](path))
 
     def words(self, line: str, out: str) -> list[str]:
         """The words of a command; [NAME] is an input, [NAME/PLACE] lies in it, OUT is the target."""
@@ -96,7 +82,7 @@ _MADE: dict[str, Callable[[Path], object]] = {
     "llama": lambda out: write_decoder(out, tokenizer=byte_pairs()),
     "texts": _write_texts,
     "prompts.txt": lambda out: out.write_text("\n".join(f"{a} {b}" for a in _PROMPTS for b in _PROMPTS[:3])),
-    "tiny.toml": lambda out: out.write_text(_STUDY),
+    "tiny.toml": lambda out: out.write_text(tiny_study("frontiers", *TINY)),
 }
 _WORDS = {
     "run": "\n".join(
@@ -138,11 +124,10 @@ class Scene:
     """Of the kills that the others get: some take long."""
     requires: str = "loopscope"
 
-    def work(self, inputs: Inputs, target: str | None = None) -> Work:
-        target = target or self.target
+    def work(self, inputs: Inputs, target: str = "") -> Work:
         if self.act is not None:
-            return self.act(inputs, target)
-        words = inputs.words(self.command, target)
+            return self.act(inputs, target or self.target)
+        words = inputs.words(self.command, target or self.target)
         return lambda: main(words)
 
     @property
@@ -168,16 +153,8 @@ def _saving(make: Callable[[int], Any], *seeds: int) -> Callable[[Inputs, str], 
     return act
 
 
-def _trajectory(seed: int) -> ls.Trajectory:
-    return random_trajectory(seed, rows=300)
-
-
 def _gate(seed: int) -> ls.FittedGate:
     return ls.FittedGate(np.full(6, 1.0 + seed), np.array(0.5), provenance={"weights_sha256": "a" * 64})
-
-
-def _gated(seed: int) -> ls.ExitPolicy:
-    return ls.ExitPolicy("gate:own", 0.5, _gate(seed))
 
 
 def _promised() -> ls.ExitPolicy:
@@ -202,11 +179,6 @@ def _read_at_any_time(path: Path) -> None:
         raise AssertionError("there is no whole policy") from error
 
 
-def _unfinished(files: str = "*") -> dict[str, str]:
-    """What a run holds until it is finished."""
-    return {f"{files}metrics.jsonl": "beginning", f"{files}state.safetensors": "any"}
-
-
 def _read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -214,37 +186,11 @@ def _read_lines(path: Path) -> list[Any]:
 def _cut_off(inputs: Inputs, target: str) -> Work:
     """The same recording, damaged since."""
     recording = inputs["run"] / "recordings" / "test"
-
-    def work() -> int:
-        shutil.copytree(recording, target)
-        (Path(target) / "examples.json").write_text("[")
-        return 0
-
-    return work
+    return lambda: _done((shutil.copytree(recording, target) / "examples.json").write_text("["))
 
 
-_STUDY = """
-title = "Tiny"
-targets = [0.2]
-products = ["frontiers"]
-
-[[parts]]
-settings = "demo"
-set = [SETTINGS]
-reference = { gate = "none", prior = 0.3 }
-gates = { examples = 200, steps = 20, kind = ["linear"], objective = ["ponder"] }
-guarantees = [{ readout = "margin", max_drop = 0.3, confidence = 0.8 }]
-
-[[parts.runs]]
-prior = [0.3]
-fit = true
-
-[[parts.runs]]
-gate = ["linear"]
-prior = [0.3]
-""".replace("SETTINGS", ", ".join(f'"{each}"' for each in TINY))
-
-
+_UNFINISHED = {"*metrics.jsonl": "beginning", "*state.safetensors": "any"}
+"""What a run holds until it is finished."""
 _FITTED = "gate fit [run/recordings/train] --out OUT"
 _PROMISED = (
     "calibrate [run/recordings/validation] --max-drop 0.1 --confidence 0.8 --grid [run/recordings/train] --out OUT"
@@ -254,7 +200,7 @@ _PRETRAINED = f"{_TEXTS} --out OUT --force {{one}} --set training.checkpoint_eve
 _STUDIED = "study run [tiny.toml] --out OUT --store store --workers"
 SCENES = (
     *(
-        Scene(name, words, read=load_model, growing=_unfinished(), neighbours=True)
+        Scene(name, words, read=load_model, growing=_UNFINISHED, neighbours=True)
         for name, words in {
             "train": "train demo --out OUT --force {one} {settings}",
             "pretrain further": f"pretrain [texts/further.toml] --start [language] {_PRETRAINED}",
@@ -292,13 +238,13 @@ SCENES = (
         neighbours=True,
         requires="lm_eval",
     ),
-    _over_another("Trajectory.save over another", _trajectory, ls.Trajectory.load, neighbours=True),
+    _over_another("Trajectory.save over another", random_trajectory, ls.Trajectory.load, neighbours=True),
     _over_another("FittedGate.save over another", _gate, ls.FittedGate.load, neighbours=True),
     Scene(
         "ExitPolicy.save over others",
-        act=_saving(_gated, 1, 2),
+        act=_saving(lambda seed: ls.ExitPolicy("gate:own", 0.5, _gate(seed)), 1, 2),
         target="policy.json",
-        before=_saving(_gated, 0),
+        before=_saving(lambda seed: ls.ExitPolicy("gate:own", 0.5, _gate(seed)), 0),
         read=_read_at_any_time,
         growing={"policy.json": "any", "policy.gate-*.safetensors": "any"},
         outliving="policy.gate-*.safetensors",
@@ -325,8 +271,8 @@ SCENES = (
         read=_read_lines,
         refuses=True,
     ),
-    Scene("study run on one worker", f"{_STUDIED} 1", growing=_unfinished(), share=0.2),
-    Scene("study run on two workers", f"{_STUDIED} 2", growing=_unfinished(), share=0.4),
+    Scene("study run on one worker", f"{_STUDIED} 1", growing=_UNFINISHED, share=0.2),
+    Scene("study run on two workers", f"{_STUDIED} 2", growing=_UNFINISHED, share=0.4),
     Scene("study report", "study report [tiny.toml] --out OUT --store [store]", share=0.3),
-    Scene("demo", "demo --out OUT --workers 2 {settings}", growing=_unfinished(), share=0.1),
+    Scene("demo", "demo --out OUT --workers 2 {settings}", growing=_UNFINISHED, share=0.1),
 )

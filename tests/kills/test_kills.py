@@ -1,24 +1,21 @@
 """Killed, out of room or in company, a writer loses nothing: a short run of `python -m tests.kills`, and a long one."""
 
-import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from loopscope.cli import make_parser
+from conftest import verbs
 
 from .scenes import SCENES
 
 QUICK = ("record task", "ExitPolicy.save over others")
 WRITES = {"out", "figure", "store"}
 """Options that say where something is written."""
-READS = {"study plan", "study status", "bench guarantees"}
-"""Verbs that have such an option to find what another one wrote; or that only draw what they measured."""
+READS = {"study plan", "study status"}
+"""Verbs that have such an option to find what another one wrote."""
 
 
 def tried(*words: str) -> list[dict[str, Any]]:
@@ -69,17 +66,9 @@ def test_every_verb_that_writes_is_a_scene() -> None:
     names = {scene.name for scene in SCENES}
     missing = [
         verb
-        for verb, parser in verbs(make_parser())
+        for verb, parser in verbs().items()
         if verb not in READS
         and any(action.dest in WRITES for action in parser._actions)
         and not any(name.startswith(verb) for name in names)
     ]
     assert missing == []
-
-
-def verbs(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not found:
-        yield name, parser
-    for word, each in found[0].choices.items() if found else ():
-        yield from verbs(each, f"{name} {word}".strip())

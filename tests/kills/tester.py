@@ -8,7 +8,7 @@
 - A full disk: one sentence and 2, nothing left behind, what was there is as it was; with room, it works.
 """
 
-import json
+import hashlib
 import os
 import random
 import shutil
@@ -16,17 +16,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
 from loopscope.errors import UserError
+from loopscope.files import is_scratch
 
 from .processes import At, Ended, Process, learn, run
 from .scenes import Inputs, Scene
-from .trees import Tree, differences, leftovers, tree_of, visible
+
+Tree = dict[str, str]
+"""What every path below a folder is: the hash of a file, the place that a link points to, or a folder."""
 
 SHARED_MEMORY = Path("/dev/shm")
 PRIVATE = "LOOPSCOPE_KILLS_PRIVATE"
@@ -48,10 +52,7 @@ class Count:
     what: str
     tries: int = 0
     faults: list[str] = field(default_factory=list)
-    outcomes: dict[str, int] = field(default_factory=dict)
-
-    def note(self, outcome: str) -> None:
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+    outcomes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Tester:
         late = 0  # how often it had ended before, since the last kill
         while counted.tries < count and missed < 2 * count + 10:
             number, by = counted.tries, rng.choice(_SIGNALS if scene.act is None else _SIGNALS[:-1])
-            with self._place(scene), self._shared_memory() as shared:
+            with self._place(scene):
                 work = scene.work(self.inputs)
                 at_operation = bool(reference.operations) and (number % 2 == 1 or late > 2)
                 if at_operation:
@@ -103,10 +104,10 @@ class Tester:
                         counted.faults.append(f"it ended before it was {how}: {ended}")
                     continue
                 counted.tries, late = counted.tries + 1, 0
-                counted.note(by.name)
+                counted.outcomes[by.name] += 1
                 how += f" ({ended.operations[-1]})" if at_operation and ended.operations else ""
                 fault = self._half(scene, reference, read=number % _READ_EVERY == 0) or self._again(scene, reference)
-                fault = fault or _left(process, shared)
+                fault = fault or self._left(process)
                 if fault:
                     counted.faults.append(f"{how}: {fault}")
         counted.outcomes["had ended before"] = missed
@@ -119,7 +120,7 @@ class Tester:
         operations = _in_turn(len(reference.operations), rng)
         second = f"{scene.target}-2" if neighbours else scene.target
         for number in range(count):
-            with self._place(scene, *([second] if neighbours else [])), self._shared_memory() as shared:
+            with self._place(scene, *([second] if neighbours else [])):
                 through = scene.neighbours and not neighbours and number % 3 == 1  # what is written has no name of it
                 works = scene.work(self.inputs), scene.work(self.inputs, f"../link/{second}" if through else second)
                 if number % 2 and reference.operations:
@@ -134,10 +135,10 @@ class Tester:
                     processes = first, Process(works[1], self._work, self._log / "second")
                 ended = [process.end() for process in processes]
                 counted.tries += 1
-                counted.note(" and ".join(sorted(str(each.code) for each in ended)))
+                counted.outcomes[" and ".join(sorted(str(each.code) for each in ended))] += 1
                 how += ", through a link" if through else ""
-                fault = self._both(ended, neighbours) or self._whole(scene, reference, second if neighbours else None)
-                fault = fault or next(filter(None, (_left(process, shared) for process in processes)), None)
+                fault = _both(ended, neighbours) or self._whole(scene, reference, second if neighbours else None)
+                fault = fault or next(filter(None, map(self._left, processes)), None)
                 if fault:
                     counted.faults.append(f"{how}: {fault}")
         return counted
@@ -148,12 +149,12 @@ class Tester:
         needed = _pages(reference.folder, reference.tree)
         frees = sorted({round(share * needed) for share in (_FEW_SIZES if few else _SIZES)})
         for free in frees:
-            with self._place(scene, free=free), self._shared_memory() as shared:
+            with self._place(scene, free=free):
                 before = tree_of(self._work)
                 process = Process(scene.work(self.inputs), self._work, self._log)
                 ended = process.end()
                 counted.tries += 1
-                counted.note("refused" if ended.refused else f"ended with {ended.code}")
+                counted.outcomes["refused" if ended.refused else f"ended with {ended.code}"] += 1
                 fault = None
                 if ended.code == 0:
                     fault = self._whole(scene, reference)
@@ -167,7 +168,7 @@ class Tester:
                         fault = f"left behind: {_some(left)}; lost: {_some(lost)}"
                     fault = fault or self._half(scene, reference, read=True)
                 _mount(self._disk, _ROOMY, again=True)
-                fault = fault or (self._again(scene, reference) if ended.code else None) or _left(process, shared)
+                fault = fault or (self._again(scene, reference) if ended.code else None) or self._left(process)
                 if fault:
                     counted.faults.append(f"{free} pages for {needed}: {fault}")
         return counted
@@ -202,6 +203,7 @@ class Tester:
     @contextmanager
     def _place(self, scene: Scene, *others: str, free: int | None = None) -> Iterator[None]:
         """A fresh working directory with what the target holds before; on a disk with so many free pages, if given."""
+        self._shared_before = _shared()
         shutil.rmtree(self._disk, ignore_errors=True)
         self._disk.mkdir(parents=True)
         if free is not None:
@@ -221,17 +223,17 @@ class Tester:
             if free is not None:
                 subprocess.run(["umount", "--lazy", str(self._disk)], check=True)
 
-    @contextmanager
-    def _shared_memory(self) -> Iterator[Callable[[], list[str]]]:
-        """What is new in shared memory; that of a machine that others use is not looked at."""
-        before = set(SHARED_MEMORY.iterdir()) if PRIVATE in os.environ else set()
-        yield (
-            lambda: (
-                [str(path) for path in SHARED_MEMORY.iterdir() if path not in before] if PRIVATE in os.environ else []
-            )
-        )
-        for path in set(SHARED_MEMORY.iterdir()) - before if PRIVATE in os.environ else ():
+    def _left(self, process: Process) -> str | None:
+        """What outlives a process; shared memory that others use is not looked at."""
+        until = time.monotonic() + 5  # a worker sees within half a second that its parent is gone
+        while (alive := process.alive()) and time.monotonic() < until:
+            time.sleep(0.01)
+        if alive:
+            return f"{len(alive)} of its processes still run"
+        found = _shared() - self._shared_before
+        for path in found:
             path.unlink()
+        return f"left in shared memory: {_some(sorted(map(str, found)))}" if found else None
 
     def _half(self, scene: Scene, reference: Reference, read: bool) -> str | None:
         """Whether anything that others see is neither old nor new, or is no artifact and can be read all the same."""
@@ -239,25 +241,19 @@ class Tester:
             if value in (reference.tree.get(name), reference.before.get(name)):
                 continue
             form = next((form for pattern, form in scene.growing.items() if fnmatch(name, pattern)), None)
-            if form is None or (form == "beginning" and not self._is_beginning(reference, name)):
+            becomes = reference.folder / name
+            begins = not becomes.exists() or becomes.read_bytes().startswith((self._work / name).read_bytes())
+            if form is None or (form == "beginning" and not begins):
                 return f"{name} is half written, or nobody's"
         if not read or scene.read is None:
             return None
         target, reading = self._work / scene.target, scene.read
         ended = run(lambda: _read(reading, target), self._work, self._log / "reader")
         if ended.code == 0:
-            tree = visible(tree_of(self._work))
-            wanted = (visible(reference.tree), visible(reference.before))
-            own = [{name: value for name, value in each.items() if name not in _extra(scene, each)} for each in wanted]
-            if {name: value for name, value in tree.items() if name not in _extra(scene, tree)} not in own:
-                return "half an artifact was read as a whole one"
-            return None
+            trees = (tree_of(self._work), reference.tree, reference.before)
+            found, *wanted = (_without(visible(tree), *scene.growing) for tree in trees)
+            return None if found in wanted else "half an artifact was read as a whole one"
         return None if ended.refused else f"reading ended with {ended}"
-
-    def _is_beginning(self, reference: Reference, name: str) -> bool:
-        path = reference.folder / name
-        found = (self._work / name).read_bytes()
-        return not path.exists() or path.read_bytes().startswith(found)
 
     def _again(self, scene: Scene, reference: Reference) -> str | None:
         """What is wrong after the next call of the same command."""
@@ -281,15 +277,7 @@ class Tester:
             tree, wanted = (_without(each, scene.outliving) for each in (tree, wanted))
             if fault := self._half(scene, reference, read=True):
                 return fault
-        if wrong := differences(tree, wanted):
-            return _some(wrong)
-        return None
-
-    def _both(self, ended: list[Ended], neighbours: bool) -> str | None:
-        for each in ended:
-            if each.code != 0 and (neighbours or not each.refused):
-                return f"one ended with {each}"
-        return None if any(each.code == 0 for each in ended) else f"both were refused: {ended[0]}; {ended[1]}"
+        return _some(differences(tree, wanted)) or None
 
     def _interleaved(
         self, works: "tuple[Callable[[], int | None], ...]", operation: int, seconds: float
@@ -306,18 +294,25 @@ class Tester:
         return [first, second]
 
 
+def _both(ended: list[Ended], neighbours: bool) -> str | None:
+    for each in ended:
+        if each.code != 0 and (neighbours or not each.refused):
+            return f"one ended with {each}"
+    return None if any(each.code == 0 for each in ended) else f"both were refused: {ended[0]}; {ended[1]}"
+
+
+def _shared() -> set[Path]:
+    return set(SHARED_MEMORY.iterdir()) if PRIVATE in os.environ else set()
+
+
 def _in_turn(count: int, rng: random.Random) -> Iterator[int]:
     """Numbers below `count` in random order, all of them before any comes again."""
     while True:
         yield from rng.sample(range(count), count)
 
 
-def _without(tree: Tree, pattern: str) -> Tree:
-    return {name: value for name, value in tree.items() if not fnmatch(name, pattern)}
-
-
-def _extra(scene: Scene, tree: Tree) -> set[str]:
-    return {name for name in tree if any(fnmatch(name, pattern) for pattern in scene.growing)}
+def _without(tree: Tree, *patterns: str) -> Tree:
+    return {name: value for name, value in tree.items() if not any(fnmatch(name, each) for each in patterns)}
 
 
 def _read(read: Callable[[Path], object], target: Path) -> int:
@@ -330,15 +325,6 @@ def _read(read: Callable[[Path], object], target: Path) -> int:
         print(f"loopscope: {str(error).rstrip('.')}.", file=sys.stderr)
         return 2
     return 0
-
-
-def _left(process: Process, shared: Callable[[], list[str]]) -> str | None:
-    until = time.monotonic() + 5  # a worker sees within half a second that its parent is gone
-    while (alive := process.alive()) and time.monotonic() < until:
-        time.sleep(0.01)
-    if alive:
-        return f"{len(alive)} of its processes still run"
-    return f"left in shared memory: {_some(found)}" if (found := shared()) else None
 
 
 def _some(names: list[str]) -> str:
@@ -355,5 +341,46 @@ def _mount(folder: Path, pages: int, again: bool = False) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
 
 
-def as_json(counts: list[Count]) -> str:
-    return json.dumps([vars(count) for count in counts], indent=2)
+def tree_of(folder: Path) -> Tree:
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = f"-> {os.path.relpath(path.readlink(), folder)}"
+        elif path.is_dir():
+            found[name] = "a folder"
+        else:
+            found[name] = _content(path)
+    return found
+
+
+def _content(path: Path) -> str:
+    """The hash of a file. A PDF bears the time at which it was made: of that, only whether it is whole."""
+    data = path.read_bytes()
+    if path.suffix == ".pdf" and data.startswith(b"%PDF") and data.rstrip().endswith(b"%%EOF"):
+        return "a whole PDF"
+    return hashlib.sha256(data).hexdigest()
+
+
+def leftovers(tree: Iterable[str]) -> list[str]:
+    """What a writer that ended did not remove."""
+    return [name for name in tree if _is_unfinished(name)]
+
+
+def visible(tree: Tree) -> Tree:
+    """What others see: nothing that is still being written."""
+    return {name: value for name, value in tree.items() if not any(map(_is_unfinished, Path(name).parts))}
+
+
+def _is_unfinished(name: str) -> bool:
+    """Whether nothing has this name once the next call has ended."""
+    return is_scratch(Path(name)) or name.endswith(".unfinished")
+
+
+def differences(found: Tree, wanted: Tree) -> list[str]:
+    words = {(True, False): "is missing", (False, True): "is too many", (True, True): "differs"}
+    return [
+        f"{name} {words[name in wanted, name in found]}"
+        for name in sorted({*found, *wanted})
+        if found.get(name) != wanted.get(name)
+    ]

@@ -20,7 +20,7 @@ from loopscope.certify.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof
 from loopscope.config import digest, plain
-from loopscope.documents import read_documents, tokenize_documents
+from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.engine.exit_decision import likeliest_classes
 from loopscope.engine.generation import MOST_ROWS, Prompt, stream
 from loopscope.errors import UserError

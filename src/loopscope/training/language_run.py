@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loopscope.artifacts import sha256
 from loopscope.config import build, plain, read_json, write_json
-from loopscope.documents import read_documents, tokenize_documents
+from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.errors import UserError, reject
 from loopscope.files import write_bytes
 from loopscope.models.checkpoint import gate_tensors, load_model, model_without_weights, stored_sha256
