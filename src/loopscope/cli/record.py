@@ -19,10 +19,10 @@ from loopscope.cli.compute import device_of, working
 from loopscope.cli.options import COMPUTE, add_shared, given, number_range, option, out_folder, text_file, whole
 from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table
 from loopscope.cli.parser import Parser, add_group, add_verb
-from loopscope.models.tokenizer import check_context, read_documents
 from loopscope.errors import UserError
 from loopscope.guarantee import Loss
 from loopscope.models.checkpoint_folder import read_model_shape
+from loopscope.models.tokenizer import check_context, read_documents
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback
 from loopscope.questions import BENCHMARKS, Split, benchmark_named, check_data

@@ -31,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 
 from loopscope.artifacts import sha256
 from loopscope.config import build, plain, read_json, write_json
-from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.errors import UserError, reject
 from loopscope.files import write_bytes
 from loopscope.models.checkpoint import gate_tensors, load_model, model_without_weights, stored_sha256
@@ -39,7 +38,7 @@ from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, end_token
 from loopscope.models.device import accumulator, upload
 from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.models.ouro import Ouro, OuroConfig
-from loopscope.models.tokenizer import FILE as TOKENIZER
+from loopscope.models.tokenizer import FILE as TOKENIZER, read_documents, tokenize_documents
 from loopscope.training.objectives import Unrolling, expected_loops
 from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import GATED, SPECIAL_TOKENS, ContinueSettings, PretrainSettings
