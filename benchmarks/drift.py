@@ -41,7 +41,7 @@ from loopscope.certify.calibration import certify
 from loopscope.certify.monitor import Monitor
 from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
-from loopscope.cli.options import add_shared, option
+from loopscope.cli.options import add_shared, option, share
 from loopscope.cli.output import percent, print_json, print_table
 from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
@@ -274,7 +274,7 @@ def define(parser: Parser) -> None:
     option(parser, "--streams N", "streams of each kind", default=1000)
     option(parser, "--examples N", "examples to calibrate on", default=2000)
     option(parser, "--length N", "examples of a stream", default=5000)
-    option(parser, "--alpha A", "share of streams that may give a false alarm", type=float, default=0.01)
+    option(parser, "--alpha A", "share of streams that may give a false alarm", type=share, default=0.01)
     add_shared(parser, "--json")
 
 

@@ -85,7 +85,7 @@ def test_guarantees_are_measured_and_drawn(
         (training, ("deom",), "did you mean 'demo'?"),
         (scoring, ("x", "--benchmark", "mmlo"), "did you mean 'mmlu'?"),
         (drift, ("nowhere",), "There is no folder nowhere"),
-        (drift, ("--alpha", 2), "lies between 0 and 1, such as 0.01; got 2."),
+        (drift, ("--alpha", 2), "--alpha: '2' is not a number above 0 and up to 1"),
         (drift, ("--length", 1000), "streams that are longer"),
         (guarantees, ("--population", "clam"), "did you mean 'calm'?"),
         (guarantees, ("--figure", "promises.pdf"), "ends in .png"),

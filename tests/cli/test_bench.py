@@ -1,13 +1,18 @@
 """`loopscope bench` from the command line: what is measured, and what is rejected."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 import loopscope as ls
 from cli.conftest import recording_of, refusal, run
+
+
+def continued(folder: Path) -> list[str]:
+    """The options of a short benchmark of text."""
+    (folder / "text.txt").write_text("<|endoftext|>".join(f"{word} " * 40 for word in ("sun", "moon", "sea", "sky")))
+    return ["--text", str(folder / "text.txt"), "--prompts", "3", "--prompt-tokens", "8", "--rounds", "1"]
 
 
 def test_bench_exits_of_a_run(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,41 +61,8 @@ def test_bench_exits_of_a_policy(mine: Path, policy: Path, capsys: pytest.Captur
     assert "--policy needs RUN" in refusal(capsys, "bench", "exits", "--policy", policy)
 
 
-def test_policies_by_a_readout_of_one_s_own_are_measured(
-    forgotten: None,
-    mine: Path,
-    checkpoint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The refusal names an option; every verb that takes a policy or the name of a readout has it."""
-    (tmp_path / "benched_here.py").write_text(
-        "import loopscope as ls\n\n\n"
-        "@ls.readout('height', exits='above', reads='logits')\ndef height(logits):\n    return logits.max(axis=1)\n"
-    )
-    (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"{word} " * 40 for word in ("sun", "moon", "sea")))
-    monkeypatch.syspath_prepend(tmp_path)
-    ls.register_readout(ls.Readout("height", exits="above"))
-    ls.ExitPolicy("height", 0.5).save(tmp_path / "height.json")
-    words = ["--text", tmp_path / "text.txt", "--prompts", 2, "--prompt-tokens", 8, "--new-tokens", 3]
-    for verb in (
-        ["bench", "exits", mine, "--policy", tmp_path / "height.json", "--rounds", 1],
-        ["bench", "generation", checkpoint, "--policy", tmp_path / "height.json", *words, "--rounds", 1],
-        ["compare", mine, "height", "margin"],
-    ):
-        ls.READOUTS.pop("height")  # type: ignore[attr-defined]
-        monkeypatch.delitem(sys.modules, "benched_here", raising=False)
-        assert "height" in refusal(capsys, *verb)
-        assert run(*verb, "--with-readout", "benched_here:height") == 0
-        assert "height" in capsys.readouterr().out
-    del sys.modules["benched_here"]
-
-
 def test_generation_is_measured(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("<|endoftext|>".join(f"{word} " * 40 for word in ("sun", "moon", "sea", "sky")), encoding="utf-8")
-    options = ["--text", str(text), "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "6", "--rounds", "1"]
+    options = [*continued(tmp_path), "--new-tokens", "6"]
     rules = ["--readout", "fixed", "--threshold", "4", "--readout", "fixed", "--threshold", "2", "--json"]
     assert run("bench", "generation", checkpoint, *options, *rules) == 0
     measured = {(way["threshold"], way["cache"]): way for way in json.loads(capsys.readouterr().out)["ways"]}
@@ -111,9 +83,7 @@ def test_lossless_text_and_the_plain_way_are_measured(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their tokens are full depth's; rows of different lengths are padded in the plain way."""
-    text = tmp_path / "text.txt"
-    text.write_text("<|endoftext|>".join(f"{word} " * 40 for word in ("sun", "moon", "sea", "sky")), encoding="utf-8")
-    words = ["--text", str(text), "--prompts", "3", "--prompt-tokens", "8", "--new-tokens", "9", "--rounds", "1"]
+    words = [*continued(tmp_path), "--new-tokens", "9"]
     words += ["--readout", "fixed", "--threshold", "1", "--cache", "full", "--lossless", "--plain", "--batch-size", "2"]
     assert run("bench", "generation", checkpoint, *words, "--json") == 0
     measured = json.loads(capsys.readouterr().out)

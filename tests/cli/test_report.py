@@ -52,20 +52,6 @@ def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, capsys: pyt
     assert "accuracy lost ≤ 10 %, 80 % sure" in (tmp_path / "tables.md").read_text()
 
 
-def test_a_report_is_not_written_among_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for split in ("validation", "test"):
-        for name in ("a", "b"):
-            crafted(name == "a", split).save(tmp_path / name / split)
-    before = sorted(tmp_path.rglob("*"))
-    for _ in range(2):
-        assert "b is not only a report's: it holds test; choose another" in refusal(
-            capsys, "report", tmp_path / "a", "--out", tmp_path / "b"
-        )
-        assert sorted(tmp_path.rglob("*")) == before
-        (tmp_path / "b" / "results.json").write_text("{}")  # of a report that was written there once
-        before = sorted(tmp_path.rglob("*"))
-
-
 def test_a_report_on_unseen_examples_breaks_no_promise_for_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +68,16 @@ def test_a_report_on_unseen_examples_breaks_no_promise_for_all(
     capsys.readouterr()
     words = ("--policy", file, "--unseen", "--product", "certified", "--out", tmp_path)
     assert run("report", tmp_path, *words) != 0 or "broken" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["status", "report", "run"])
+def test_a_folder_of_another_study_is_named(
+    kind: str, gated_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "another" / "somebody").mkdir(parents=True)
+    (tmp_path / "another" / "somebody" / "config.json").symlink_to(gated_run / "config.json")
+    said = refusal(capsys, "study", kind, "demo", "--out", tmp_path / "another")
+    assert "holds another study, with 'somebody'; choose another --out" in said
 
 
 class Terminal(io.StringIO):

@@ -85,6 +85,10 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
             ["record", "live", model, file, "--recording", folder + "/test", "--policy", full, "--out", out],
             "--cache full",
         ),
+        (
+            ["record", "live", model, file, "--recording", folder + "/test", "--max-drop", "2", "--out", out],
+            "record live: max_drop: expected a number < 1.0",
+        ),
         (["loop", file, "--prelude=1", "--core=1", "--loops=2", "--out", out], "is a file; give the folder of a"),
         (["train", "demo", "--out", out, "--device", "gpu"], "There is no device 'gpu' (did you mean 'cuda'?); choose"),
         (["report", folder, "--refrence", "x"], "loopscope: There is no option --refrence (did you mean"),

@@ -19,6 +19,7 @@ from loopscope.cli.compute import device_of, working
 from loopscope.cli.options import COMPUTE, add_shared, given, number_range, option, out_folder, text_file, whole
 from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table
 from loopscope.cli.parser import Parser, add_group, add_verb
+from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.guarantee import Loss
 from loopscope.models.checkpoint_folder import read_model_shape
@@ -180,7 +181,7 @@ def _record_live(options: argparse.Namespace) -> None:
     read_documents(options.files)
     recording = Trajectory.load(options.recording)
     gates = inputs.load_gates(options.gate, recording)
-    what: ExitPolicy | RiskTarget = RiskTarget(**{"loss": "disagreement", **risk_options})
+    what: ExitPolicy | RiskTarget = build(RiskTarget, {"loss": "disagreement", **risk_options}, "record live")
     if options.policy is not None:
         what = inputs.load_policy(options.policy, options.any_model)
         what.scope.check(Scope(cache=options.cache))
