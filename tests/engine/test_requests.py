@@ -115,15 +115,6 @@ def test_choices_may_differ_in_their_contexts() -> None:
         Request(0, [rows[0], rows[1][1:]], [3, 3])
 
 
-def test_many_choices_fit_where_each_fits() -> None:
-    model, rng = MODELS["learned positions"](), np.random.default_rng(1)
-    parts = [rng.integers(0, VOCABULARY, length) for length in (200, 50, 50, 50, 70)]
-    (answer,) = run(model, ls.ExitPolicy("fixed", 1), [choices(0, parts[0], parts[1:4])])
-    assert len(answer.logits) == 3
-    with pytest.raises(ls.UserError, match="block size is 256"):
-        list(run(model, ls.ExitPolicy("fixed", 1), [choices(0, parts[0], parts[1:])]))
-
-
 @torch.no_grad()
 def plainly(model: LoopedModel, context: np.ndarray, choice: np.ndarray) -> tuple[float, bool]:
     """One forward pass over the row without its last token, as lm_eval does it."""

@@ -10,12 +10,13 @@ from conftest import GATED, tiny_settings
 from safetensors.torch import load_file, save_file
 
 import loopscope as ls
-from loopscope.files import only_writer
+from loopscope.files import is_scratch, only_writer
 from loopscope.models.checkpoint import first_not_finite
 from loopscope.training.gate_fitting import write_back
 from loopscope.training.language_run import LanguageRun
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.task_run import train
+from loopscope.training.training_loop import TrainingRun, train_run
 
 
 def flip(file: Path, place: int = -5) -> None:
@@ -29,6 +30,22 @@ def change(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new, 1))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and not is_scratch(path)}
+
+
+def interrupt(run: TrainingRun, after: int) -> None:
+    """Trains so many steps of a run."""
+
+    def stop(done: int, _total: int, _note: str) -> None:
+        if done == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_run(run, torch.device("cpu"), stop)
+    assert not (run.folder / "model.safetensors").exists()
 
 
 def copied(folder: Path, place: Path) -> Path:
