@@ -265,7 +265,7 @@ def test_prompts_with_policies_of_their_own_run_together(model: LoopedModel) -> 
     asked = [Prompt(each.key, each.tokens, policy=policy) for each, policy in zip(prompts(), own, strict=True)]
     usual = ls.ExitPolicy("kl", 0.07)
     for lossless in (False, True):
-        together = generate(model, asked, usual, max_new_tokens=9, batch_size=4, lossless=lossless)
+        together = generate(model, asked, usual, max_new_tokens=9, batch_size=2, lossless=lossless)
         alone = [
             generate(model, [prompt], policy or usual, max_new_tokens=9, lossless=lossless)[0]
             for prompt, policy in zip(prompts(), own, strict=True)

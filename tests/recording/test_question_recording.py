@@ -121,12 +121,12 @@ def test_replay_equals_live(
     assert [text.partition(":")[0] for text in recorded.examples] == [question.key for question in questions]
     requests = question_requests(questions, encoded, BENCHMARKS[benchmark].metric)
     model = ls.load_model(checkpoint)
-    for readout in ("gate", "margin", "hidden_cosine"):
-        values = np.sort(ls.signal(readout, recorded)[:, 1 if readout == "hidden_cosine" else 0])
+    for readout in ("gate", "margin", "kl", "hidden_cosine"):
+        values = np.sort(ls.signal(readout, recorded)[:, int(readout in ("kl", "hidden_cosine"))])
         policy = ls.ExitPolicy(readout, float(values[2:4].mean()))  # a few exit as early as can be
         loops = policy.exit_loops(recorded)
         assert len(set(loops)) > 1
-        for batch_size in (2, 100):
+        for batch_size in (1, 3, 100):
             answers = list(run(model, policy, requests, batch_size))
             assert compare(answers, policy, recorded).differing == 0
             for answer in answers:
