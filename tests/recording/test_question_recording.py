@@ -245,13 +245,6 @@ def test_low_precision_is_close(recording: Record, whole: ls.Trajectory, tmp_pat
     assert low.provenance["dtype"] == "bfloat16"
 
 
-def test_a_model_without_a_tokenizer_is_refused(data: Path, tmp_path: Path) -> None:
-    bare = write_ouro(tmp_path / "bare", vocab_size=len(byte_pairs()))
-    with pytest.raises(ls.UserError, match="has no tokenizer.json"):
-        record_benchmark(bare, "arc_easy", "test", tmp_path / "out", data=data)
-    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
-
-
 def test_other_shots_are_other_questions(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     def recorded(shots: int | None) -> ls.Trajectory:
         return record_benchmark(checkpoint, "arc_easy", "test", tmp_path / str(shots), data=data, shots=shots)
