@@ -80,20 +80,17 @@ def test_rows_at_different_loops_are_followed(name: str, monkeypatch: pytest.Mon
                 del at[place]
 
 
-def test_half_precision_is_read_as_it_is_recorded() -> None:
-    half = torch.from_numpy(some_logits(50)).bfloat16()
-    signals = exit_decision.logit_signals(half, torch.zeros(ROWS, dtype=torch.int64))
-    for name in NAMES:
-        expected = by_definition(name, half.float().numpy().swapaxes(0, 1))
-        assert signals[name] == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True), name
-        assert signals[name].dtype == np.float64
-
-
-def test_a_device_without_double_precision_does_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exit_decision, "accumulator", lambda device: torch.float32)
-    logits = torch.from_numpy(some_logits(50))
+@pytest.mark.parametrize(
+    ("logits_in", "sums_in", "near"), [(torch.bfloat16, torch.float64, 1e-9), (torch.float32, torch.float32, 1e-4)]
+)
+def test_a_low_precision_is_read_as_it_is_and_a_device_without_double_precision_does_what_it_can(
+    logits_in: torch.dtype, sums_in: torch.dtype, near: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_decision, "accumulator", lambda device: sums_in)
+    logits = torch.from_numpy(some_logits(50)).to(logits_in)
+    before = logits.clone()
     signals = exit_decision.logit_signals(logits, torch.zeros(ROWS, dtype=torch.int64))
-    assert np.array_equal(logits.numpy(), some_logits(50))
+    assert torch.equal(logits, before)
     for name in NAMES:
-        expected = by_definition(name, some_logits(50).swapaxes(0, 1))
-        assert signals[name] == pytest.approx(expected, rel=1e-4, abs=1e-4, nan_ok=True), name
+        expected = by_definition(name, logits.float().numpy().swapaxes(0, 1))
+        assert signals[name] == pytest.approx(expected, rel=near, abs=near, nan_ok=True), name

@@ -8,7 +8,7 @@ import torch
 from tiny_language import MODELS, VOCABULARY, outspoken
 
 import loopscope as ls
-from loopscope.engine.requests import PrefixCache, Request, choices, decision_states, embed_requests
+from loopscope.engine.requests import Request, choices
 from loopscope.engine.scheduler import Answer, run
 from loopscope.models.kv_cache import AppendingRows
 from loopscope.models.looped_model import LoopedModel, LoopState
@@ -115,15 +115,6 @@ def test_choices_may_differ_in_their_contexts() -> None:
         Request(0, [rows[0], rows[1][1:]], [3, 3])
 
 
-def test_many_choices_fit_where_each_fits() -> None:
-    model, rng = MODELS["learned positions"](), np.random.default_rng(1)
-    parts = [rng.integers(0, VOCABULARY, length) for length in (200, 50, 50, 50, 70)]
-    (answer,) = run(model, ls.ExitPolicy("fixed", 1), [choices(0, parts[0], parts[1:4])])
-    assert len(answer.logits) == 3
-    with pytest.raises(ls.UserError, match="block size is 256"):
-        list(run(model, ls.ExitPolicy("fixed", 1), [choices(0, parts[0], parts[1:])]))
-
-
 @torch.no_grad()
 def plainly(model: LoopedModel, context: np.ndarray, choice: np.ndarray) -> tuple[float, bool]:
     """One forward pass over the row without its last token, as lm_eval does it."""
@@ -171,9 +162,6 @@ def test_a_mean_over_choices_needs_them_whole() -> None:
     with pytest.raises(ls.UserError, match="whole=True"):
         list(run(model, ls.ExitPolicy("gate", 0.5), [choices(0, context, parts)], mean=True))
     whole = choices(0, context, parts, whole=True)
-    state = model.step(embed_requests(model, [whole], torch.device("cpu"), PrefixCache(model, torch.device("cpu"))))
-    states = [model.loops(torch.from_numpy(row)[None]).hidden[0, 0, 6:] for row in whole.rows]
-    torch.testing.assert_close(decision_states(model, state, [whole], True)[0], torch.cat(states).mean(0))
     for mean in (False, True):
         (answer,) = run(model, full(model), [whole], mean=mean)
         np.testing.assert_allclose(answer.logits, [plainly(model, context, part)[0] for part in parts], rtol=1e-5)

@@ -147,53 +147,6 @@ def test_only_what_the_policy_needs_is_computed(
     assert asked["halt"] == (loops if readout == "gate" else 0)
 
 
-def question_scores(model: LoopedModel, request: Request) -> np.ndarray:
-    """[T, C] written out, one choice at a time."""
-    scores = []
-    for row, scored, norm in zip(request.rows, request.scored, request.norms, strict=True):
-        tokens = torch.from_numpy(row)[None]
-        log_probs = model.loops(tokens).logits.double().log_softmax(-1)[:, 0]
-        places = range(len(row) - scored, len(row))
-        scores.append(sum(log_probs[:, place - 1, int(row[place])] for place in places) / norm)
-    return torch.stack(scores, dim=1).numpy()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("readout", ["margin", "kl", "gate", "hidden_cosine"])
-def test_choices_of_a_question_stop_together(readout: str) -> None:
-    model = ls.load_model(GOLDEN / "ouro-tiny")
-    rng = np.random.default_rng(0)
-    asked = []
-    for key in range(12):
-        context = rng.integers(0, 50, int(rng.integers(3, 9)))
-        continuations = [rng.integers(0, 50, int(rng.integers(1, 5))) for _ in range(int(rng.integers(2, 6)))]
-        asked.append(choices(key, context, continuations, [len(part) for part in continuations]))
-    most = max(len(request.rows) for request in asked)
-    logits = np.full((len(asked), model.num_loops, most), -np.inf)
-    hidden, gates = [], []
-    for row, request in enumerate(asked):
-        logits[row, :, : len(request.rows)] = question_scores(model, request)
-        context = torch.from_numpy(request.rows[0][: -request.scored[0]])[None]
-        out = model.loops(context, positions=torch.tensor([context.shape[1] - 1]))
-        hidden.append(out.hidden[:, 0].numpy())
-        gates.append(out.gate_logits[:, 0].numpy())
-    recorded = ls.Trajectory(
-        logits=logits.astype(np.float32),
-        labels=np.zeros(len(asked), dtype=int),
-        hidden=np.stack(hidden),
-        gate_logits=np.stack(gates),
-    )
-    policy = policy_of(readout, recorded)
-    assert len(set(policy.exit_loops(recorded))) > 1
-    for batch_size in (1, 6, 100):
-        answers = list(run(model, policy, asked, batch_size))
-        assert compare(answers, policy, recorded).differing == 0
-        for answer in answers:
-            expected = recorded.logits[answer.key, answer.loop - 1]
-            assert len(answer.logits) == len(asked[answer.key].rows)
-            assert np.allclose(answer.logits, expected[np.isfinite(expected)], atol=1e-4)
-
-
 def test_impossible_requests_are_refused() -> None:
     row = np.array([1, 2, 3])
     for rows, scored, norms in (([row[:0]], [], []), ([row, row], [3, 1], []), ([row, row], [0, 1], [])):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from conftest import TINY, tiny_language_run, tiny_settings
 from killed_run import train_words
+from test_run_folder import contents, interrupt
 
 import loopscope as ls
 from loopscope.cli import main
-from loopscope.files import is_scratch
 from loopscope.models.checkpoint_folder import read_checkpoint_config
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_task
@@ -67,22 +67,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     sys.modules.pop(name, None)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not is_scratch(path)}
-
-
 def test_interrupted_and_resumed_it_ends_bit_identical(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = [*TINY, "model.gate=linear", f"objective={write()}:noisy", "objective.options.noise=0.7"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-
-    def stop(done: int, _total: int, _note: str) -> None:
-        if done == 9:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_run(TaskRun(tiny_settings(*changes), cut), CPU, stop)
+    interrupt(TaskRun(tiny_settings(*changes), cut), 9)
     before = contents(cut)
     write(NOISY.replace("return 0.5", "return 0.6"))  # a helper, not the function itself
     assert main(train_words(cut, changes)) == 2

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import loopscope as ls
 from loopscope.training.estimate import check_memory, estimate_time, matmul_rate
-from loopscope.training.parallel import Workers
 from loopscope.training.settings import read_settings
 
 CPU = torch.device("cpu")
@@ -24,8 +23,6 @@ def test_a_run_too_big_for_the_machine_says_so() -> None:
         with pytest.raises(ls.UserError, match="GiB"):
             check_memory(read_settings("paper", [override, "model.layers=40"]), CPU)
     check_memory(tiny_settings(), CPU)
-    with pytest.raises(ls.UserError, match="A batch of 15 rows does not divide among 2 workers"):
-        check_memory(tiny_settings("training.batch_size=15"), CPU, Workers(0, 2))
 
 
 def test_where_a_product_takes_long_the_rate_is_that_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,16 +68,12 @@ def test_the_same_seed_gives_the_same_gate() -> None:
     assert np.array_equal(first.weight, second.weight)
 
 
-def test_it_takes_over_the_hosts_prior(gated_run: Path, tmp_path: Path) -> None:
+def test_it_takes_over_the_hosts_prior_from_python_as_from_the_command_line(gated_run: Path, tmp_path: Path) -> None:
     recording = record_task(gated_run, "train", tmp_path / "train", Keep(hidden=True), 200)
     settings = gate_settings(recording, {"kind": "mlp"})
     assert (settings.prior, settings.geometric_lambda, settings.beta) == ("geometric", 0.3, 0.1)
     assert gate_settings(recording, {"beta": 0.5}).beta == 0.5
     assert gate_settings(sample_by_pattern(), {}).prior == "uniform"
-
-
-def test_from_python_it_has_the_defaults_of_the_command_line(gated_run: Path, tmp_path: Path) -> None:
-    recording = record_task(gated_run, "train", tmp_path / "train", Keep(hidden=True), 200)
     assert np.array_equal(
         ls.fit_gate(recording, steps=20).weight, fit_gate(recording, gate_settings(recording, {"steps": 20})).weight
     )

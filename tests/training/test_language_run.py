@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import GOLDEN, tiny_language_run
 from safetensors.torch import load_file, save_file
+from test_run_folder import contents, interrupt
 
 import loopscope as ls
 from loopscope.cli import main
@@ -28,26 +29,12 @@ from loopscope.training.language_run import (
     token_stream,
 )
 from loopscope.training.settings import ContinueSettings
-from loopscope.training.training_loop import TrainingRun, train_run
+from loopscope.training.training_loop import train_run
 
 CPU = torch.device("cpu")
 GATE = {"model.early_exit_gate.weight", "model.early_exit_gate.bias"}
 FEW = {"steps": 6, "batch_size": 6, "warmup_steps": 1, "learning_rate": 3e-3, "log_every": 1, "checkpoint_every": 3}
 FEW |= {"validate_every": 3, "validation_sample": 8}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-def interrupt(run: TrainingRun, after: int) -> None:
-    def stop(done: int, _total: int, _note: str) -> None:
-        if done == after:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_run(run, CPU, stop)
-    assert not (run.folder / "model.safetensors").exists()
 
 
 def test_the_folder_is_a_checkpoint_in_ouro_s_layout(tiny_ouro: LanguageRun) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, tiny_language_run, tiny_settings
+from test_run_folder import contents
 
 import loopscope as ls
 from loopscope.files import only_writer
@@ -59,10 +60,6 @@ def assert_same_curve(folder: Path, other: Path) -> None:
         assert entry.keys() == expected.keys()
         for key, value in entry.items():
             assert value == pytest.approx(expected[key], rel=1e-3, abs=1e-5), (entry["step"], key)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def kill_one(process: "subprocess.Popen[str]", folder: Path) -> None:

@@ -12,7 +12,7 @@ from conftest import GATED, TINY, tiny_settings
 from killed_run import kill_after_first_checkpoint, start_run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_run_folder import ALTERED, copied, flip
+from test_run_folder import ALTERED, contents, copied, flip
 
 import loopscope as ls
 from loopscope.training import training_loop
@@ -21,10 +21,6 @@ from loopscope.training.task_run import train
 
 LONGER = ["training.steps=60", "training.checkpoint_every=7", "training.log_every=5", "training.validate_every=50"]
 RUN = [*TINY, *GATED, *LONGER]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_killed_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import GATED, tiny_settings
 from safetensors.torch import load_file
+from test_run_folder import contents, interrupt
 from torch import Tensor
 
 import loopscope as ls
@@ -17,9 +18,7 @@ from loopscope.training.gate_fitting import host_defaults
 from loopscope.training.objectives import LoopLosses, draw_unrolling, objective_loss
 from loopscope.training.settings import Objective, read_settings
 from loopscope.training.task_run import TaskRun, describe_data, initial_model, train, training_batches
-from loopscope.training.training_loop import train_run
 
-CPU = torch.device("cpu")
 DECOUPLED = ["objective.name=decoupled_gate", "model.gate=mlp"]
 RANDOM = ["objective.name=random_depth", "objective.truncated=1"]
 CLIPPED = ["training.clip_norm=0.05"]  # every step's gradients are larger
@@ -169,13 +168,7 @@ def test_an_objective_has_a_label_and_a_fitted_gate_takes_over_its_beta() -> Non
 
 @pytest.mark.parametrize("changes", [DECOUPLED, RANDOM], ids=["decoupled", "random depth"])
 def test_interrupted_it_ends_bit_identical(changes: list[str], tmp_path: Path) -> None:
-    def stop(done: int, _total: int, _note: str) -> None:
-        if done == 9:  # the state of step 8 is saved
-            raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        train_run(TaskRun(tiny_settings(*changes), tmp_path / "cut"), CPU, stop)
+    interrupt(TaskRun(tiny_settings(*changes), tmp_path / "cut"), 9)  # the state of step 8 is saved
     assert train(tiny_settings(*changes), tmp_path / "cut").resumed_from == 8
     train(tiny_settings(*changes), tmp_path / "whole")
-    ours, theirs = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("cut", "whole"))
-    assert ours == theirs
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")

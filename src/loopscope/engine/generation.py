@@ -139,10 +139,26 @@ def stream(
     model.require_evaluation()
     model.require("causal", "Writing text")
     model.require("kv_cache", "Writing text")
-    policies = _Policies(model, policy or ExitPolicy("fixed", model.num_loops), cache, lossless)
+    usual = policy or ExitPolicy("fixed", model.num_loops)
+    # Lossless text does not depend on the policy, so that the cache that it was calibrated for does not matter.
+    here = Scope(unit="tokens", cache=None if lossless else cache, precision=model.precision)
+    checked: dict[int, ExitPolicy] = {}  # by identity: to compare two is dear
+
+    def policy_of(prompt: Prompt) -> ExitPolicy:
+        """The policy that this text is written with, checked before it decides anything."""
+        if lossless and prompt.forced is not None:
+            raise UserError("What is forced after a prompt is no draft; leave out `forced`, or do without lossless.")
+        own = prompt.policy or usual
+        if id(own) not in checked:
+            check_policy(model, own, model.num_loops, here)
+            if lossless:
+                check_drafts(own, model.num_loops)
+            checked[id(own)] = own
+        return own
+
     if isinstance(prompts, Sequence):
         for prompt in prompts:  # before the first token, not when its turn comes
-            policies.of(prompt)
+            policy_of(prompt)
     batch_size = min(batch_size, max(1, len(prompts)) if isinstance(prompts, Sized) else MOST_ROWS)
     stats = stats or GenerationStats()
     texts = _RunningTexts(model, Decoder(model, batch_size, cache, lossless), stop, sampling or Sampling(), lossless)
@@ -152,7 +168,7 @@ def stream(
             if (following := next(waiting, None)) is None:
                 break
             number, prompt = following
-            texts.begin(row, prompt, policies.of(prompt), max_new_tokens, number)
+            texts.begin(row, prompt, policy_of(prompt), max_new_tokens, number)
         if not texts.rows:
             return
         for said in texts.step():
@@ -173,27 +189,6 @@ def stream(
                     del texts.rows[said.row]
                     break
         texts.go_on()
-
-
-class _Policies:
-    """The policies that texts are written with; each is checked before it decides anything."""
-
-    def __init__(self, model: LoopedModel, usual: ExitPolicy, cache: CacheMode, lossless: bool) -> None:
-        self._model, self._usual, self._lossless = model, usual, lossless
-        # Lossless text does not depend on the policy, so that the cache that it was calibrated for does not matter.
-        self._here = Scope(unit="tokens", cache=None if lossless else cache, precision=model.precision)
-        self._checked: dict[int, ExitPolicy] = {}  # by identity: to compare two is dear
-
-    def of(self, prompt: Prompt) -> ExitPolicy:
-        policy, num_loops = prompt.policy or self._usual, self._model.num_loops
-        if self._lossless and prompt.forced is not None:
-            raise UserError("What is forced after a prompt is no draft; leave out `forced`, or do without lossless.")
-        if id(policy) not in self._checked:
-            check_policy(self._model, policy, num_loops, self._here)
-            if self._lossless:
-                check_drafts(policy, num_loops)
-            self._checked[id(policy)] = policy
-        return policy
 
 
 class _Text:

@@ -141,10 +141,6 @@ class _RunningBatch:
 
     def reject_invalid(self, new: list[Request]) -> UserError | None:
         """Takes from `new` the first request that the model cannot take and all after it; says what is wrong."""
-        if not new:
-            return None
-        if self._questions is None:
-            self._questions = bool(new[0].scored)
         for place, request in enumerate(new):
             try:
                 self._check(request)
@@ -155,6 +151,7 @@ class _RunningBatch:
 
     def _check(self, request: Request) -> None:
         scope, model = self._decision.policy.scope, self._model
+        self._questions = bool(request.scored) if self._questions is None else self._questions
         if bool(request.scored) != self._questions:
             raise UserError("Requests with choices and requests without cannot run together.")
         if self._questions:

@@ -4,7 +4,6 @@ A state knows its own hash and those of the files beside it, so that a run does 
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -31,11 +30,12 @@ def steps_done(folder: Path) -> int:
 
 def save_state(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int, written: dict[str, str]) -> None:
     """Saves the run after `step` steps; `written` has the hashes of the files that it wrote before the first."""
-    tensors = {f"model.{name}": value for name, value in _weights(model).items()}
+    tensors = {f"model.{name}": value for name, value in _finite_weights(model).items()}
     tensors |= {f"optimizer.{name}": value for name, value in optimizers.tensors().items()}
     files = json.dumps(written | {METRICS_FILE: metrics_sha256(folder, step)})
     metadata = {"step": str(step), "files": files}
-    _write(folder / STATE_FILE, tensors, metadata | {"sha256": _state_sha256(tensors, metadata)})
+    with atomic_file(folder / STATE_FILE) as scratch:
+        write_tensors(tensors, scratch, metadata | {"sha256": _state_sha256(tensors, metadata)})
 
 
 def restore(folder: Path, model: LoopedModel, optimizers: Optimizers, written: dict[str, str]) -> int:
@@ -63,12 +63,10 @@ def _altered_files(folder: Path, metadata: dict[str, str], written: dict[str, st
 
 def finish(folder: Path, model: LoopedModel, written: dict[str, str]) -> None:
     """Writes the weights; the hashes of all files come first, so that a folder with weights has those of its files."""
-    written = written | {METRICS_FILE: sha256(folder / METRICS_FILE)}
-    _write(
-        folder / WEIGHTS,
-        _weights(model),
-        ready=lambda scratch: write_hashes(folder, written | {WEIGHTS: sha256(scratch)}),
-    )
+    weights = _finite_weights(model)
+    with atomic_file(folder / WEIGHTS) as scratch:
+        write_tensors(weights, scratch)
+        write_hashes(folder, written | {METRICS_FILE: sha256(folder / METRICS_FILE), WEIGHTS: sha256(scratch)})
     (folder / STATE_FILE).unlink(missing_ok=True)
 
 
@@ -89,26 +87,14 @@ def _state_sha256(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     return digest([metadata, tensors_sha256(dict(sorted(tensors.items())))])
 
 
-def _weights(model: LoopedModel) -> dict[str, Tensor]:
+def _finite_weights(model: LoopedModel) -> dict[str, Tensor]:
     """Every tensor once, as a file holds it."""
     state = model.state_dict()
-    return {name: value.detach().cpu().contiguous() for name, value in state.items() if name not in model.tied}
+    weights = {name: value.detach().cpu().contiguous() for name, value in state.items() if name not in model.tied}
+    if first_not_finite(weights):
+        raise UserError("The weights are no longer finite; lower training.learning_rate, and train in another folder.")
+    return weights
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _write(
-    path: Path,
-    tensors: dict[str, Tensor],
-    metadata: dict[str, str] | None = None,
-    ready: Callable[[Path], None] | None = None,
-) -> None:
-    """Writes a file, whole or not at all; `ready` is called when all of it is written, before it is in its place."""
-    if first_not_finite({name: value for name, value in tensors.items() if not name.startswith("optimizer.")}):
-        raise UserError("The weights are no longer finite; lower training.learning_rate, and train in another folder.")
-    with atomic_file(path) as scratch:
-        write_tensors(tensors, scratch, metadata)
-        if ready is not None:
-            ready(scratch)
