@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from conftest import answers, random_trajectory
+from pages import source
 
 import loopscope as ls
 from loopscope.analysis.difficulty import difficulty_ordering
@@ -19,14 +20,6 @@ from loopscope.analysis.model_analysis import (
     read_recordings,
 )
 from loopscope.analysis.schema import Results
-
-
-def source(name: str, seed: int, **changes: object) -> ModelRecordings:
-    return ModelRecordings(
-        name,
-        random_trajectory(seed=10 + seed, split="validation", **changes),
-        random_trajectory(seed=20 + seed, split="test", **changes),
-    )
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """Several models together: labels tell them apart, seeds are a group, and those that reach the target are averaged."""
 
 import pytest
-from conftest import random_trajectory
+from pages import source
 
-from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
+from loopscope.analysis.model_analysis import analyse_models
 from loopscope.analysis.results import model_label, over_seeds
 from loopscope.paper.counterparts import PRODUCTS
 
@@ -13,13 +13,6 @@ RUN = {
     "model": {"gate": "none"},
     "training": {"seed": 0, "steps": 5},
 }
-
-
-def source(name: str, seed: int, **changes: object) -> ModelRecordings:
-    recordings = (
-        random_trajectory(seed=10 * k + seed, split=split, **changes) for k, split in ((1, "validation"), (2, "test"))
-    )
-    return ModelRecordings(name, *recordings)
 
 
 def seeded(seed: int) -> dict[str, object]:

@@ -25,7 +25,7 @@ from loopscope.analysis.targets import (
     percent_text,
     target_level,
 )
-from loopscope.analysis.verdict_text import aligned, gap_text, rounded_percent, verdict_sentence, wrapped
+from loopscope.analysis.verdict_text import aligned, rounded_percent, verdict_sentence, with_bounds, wrapped
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
 from loopscope.readouts.signals import own_name
@@ -74,13 +74,14 @@ class Diagnosis:
         if room is None or reachable is None or self.verdict == NO_VERDICT or room.accuracy != reachable.accuracy:
             return ""
         rule = f"a rule learned from all signals ({own_name(reachable.second)})"
+        size = with_bounds(reachable, unit=" loops")
         if reachable.sign > 0:
             saved = f"{reachable.value:z.2f} loops [{reachable.low:z.2f}, {reachable.high:z.2f}]"
             found = f"{rule} saves {saved} of them"
         elif reachable.sign < 0:
-            found = f"{rule} saves nothing: it takes more ({gap_text(reachable)})"
+            found = f"{rule} saves nothing: it takes more ({size})"
         else:
-            found = f"{rule} saves nothing measurable ({gap_text(reachable)})"
+            found = f"{rule} saves nothing measurable ({size})"
         return (
             f"Room left: a rule that knows the labels would save {room.value:.2f} loops at "
             f"{percent_text(room.accuracy)}; {found}."
@@ -107,7 +108,7 @@ class Diagnosis:
             row = [
                 name.removesuffix(" gap"),
                 f"{gap.first} ({gap.first_depth:.2f}) - {gap.second} ({gap.second_depth:.2f})",
-                f"{gap.value:+z.2f} [{gap.low:+z.2f}, {gap.high:+z.2f}]",
+                with_bounds(gap),
                 percent_text(gap.accuracy),
             ]
             first, second = rounded_percent(gap.first_reaches_target), rounded_percent(gap.second_reaches_target)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import rankdata
 
+from loopscope.analysis.bootstrap import Estimate
 from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject
 from loopscope.analysis.targets import TargetLevel, harm_of_depth, percent_text
 from loopscope.readouts.replay import has_signal
@@ -105,7 +106,7 @@ def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None)
 
 
 def _compared(name: str, other: str, gap: Gap, question: str) -> str:
-    at, size = percent_text(gap.accuracy), gap_text(gap)
+    at, size = percent_text(gap.accuracy), with_bounds(gap, unit=" loops")
     if gap.is_nothing:
         return f"{name} takes as many loops as {other} to reach {at}"
     if gap.sign == 0 and gap.units >= MIN_UNITS and max(abs(gap.low), abs(gap.high)) <= _MAX_ALIKE:
@@ -122,8 +123,9 @@ def _compared(name: str, other: str, gap: Gap, question: str) -> str:
     return f"{misses} misses the target that {reaches} reaches (at {at}, which both reach: {size})"
 
 
-def gap_text(gap: Gap) -> str:
-    return f"{gap.value:+z.2f} loops [{gap.low:+z.2f}, {gap.high:+z.2f}]"
+def with_bounds(found: Gap | Estimate, scale: float = 1.0, unit: str = "") -> str:
+    """A difference with its 95 % interval."""
+    return f"{scale * found.value:+z.2f}{unit} [{scale * found.low:+z.2f}, {scale * found.high:+z.2f}]"
 
 
 def rounded_percent(share: float) -> str:

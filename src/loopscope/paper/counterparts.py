@@ -173,7 +173,7 @@ def _ouro_markers(results: Results) -> Iterable[Marker]:
     points += [(row.model, row.benchmark, row.readout, row) for row in published().ouro_thinking]
     for model, benchmark, readout, point in points:
         for each in ouro_tables.benchmark_models(results):
-            if (each.benchmark.model, each.benchmark.title) == (model, benchmark):
+            if each.names == (model, benchmark):
                 value = f"accuracy {100 * point.accuracy:.1f} %, {point.loops:.2f} loops"
                 words = f"{value}, {readout}, {model} on {benchmark}"
                 yield Marker([each.result.name], readout, point.loops, point.accuracy, words)

@@ -16,12 +16,12 @@ from loopscope.analysis.schema import (
     Results,
 )
 from loopscope.analysis.targets import percent_text
-from loopscope.analysis.verdict_text import rounded_percent
+from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.paper.published import PublishedPoint, published
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC
 from loopscope.readouts.signals import FITTED, FITTED_GATE
-from loopscope.report.tables import Table, loop_table, with_bounds
+from loopscope.report.tables import Table, loop_table
 
 _CHOSEN = (
     "Operating points chosen on validation data (the most accurate threshold, ties to fewer loops), on test data, with "
@@ -38,6 +38,11 @@ class BenchmarkModel(NamedTuple):
 
     benchmark: BenchmarkResult
     result: ModelResult
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the checkpoint and of the benchmark, as the paper has them."""
+        return self.benchmark.model, self.benchmark.title
 
     @property
     def gate(self) -> FrontierResult | None:
@@ -68,11 +73,10 @@ def ouro_summary(results: Results) -> Table:
     for each in benchmark_models(results):
         if each.reasons or each.post_hoc is None:
             continue
-        sought = (each.benchmark.model, each.benchmark.title)
-        row = next((row for row in published().ouro if (row.model, row.benchmark) == sought), None)
+        row = next((row for row in published().ouro if (row.model, row.benchmark) == each.names), None)
         paper = ["", ""] if row is None else [_point(row.gate), f"{row.readout} {_point(row.post_hoc)}"]
         gate = _selected(each.gate) if each.gate else ("no gate", "")
-        rows.append([*sought, *gate, each.post_hoc.readout, *_selected(each.post_hoc), *paper])
+        rows.append([*each.names, *gate, each.post_hoc.readout, *_selected(each.post_hoc), *paper])
     columns = ["model", "benchmark", "gate: accuracy", "loops", "post-hoc", "accuracy", "loops"]
     columns += ["paper: gate", "paper: post-hoc"]
     return Table("The model's own gate and the best post-hoc readout", _CHOSEN + _THEIRS, columns, rows)
@@ -85,9 +89,8 @@ def ouro_thinking(results: Results) -> Table:
         best = each.result.best(("gate", *POST_HOC)) if each.reasons else None
         if best is None:
             continue
-        sought = (each.benchmark.model, each.benchmark.title)
-        paper = next((row for row in published().ouro_thinking if (row.model, row.benchmark) == sought), None)
-        rows.append([*sought, best.readout, *_selected(best), f"{paper.readout} {_point(paper)}" if paper else ""])
+        paper = next((row for row in published().ouro_thinking if (row.model, row.benchmark) == each.names), None)
+        rows.append([*each.names, best.readout, *_selected(best), f"{paper.readout} {_point(paper)}" if paper else ""])
     note = _CHOSEN + "Here the gate competes with them. " + _THEIRS
     columns = ["model", "benchmark", "readout", "accuracy", "loops", "paper"]
     return Table("The best readout of reasoning-tuned models", note, columns, rows)
@@ -158,7 +161,7 @@ def ouro_refitted(results: Results) -> Table:
             if fitted is not None and other is not None:
                 more = f"{with_bounds(gap)} @{percent_text(gap.accuracy)}"
                 points = [gap.second, _at(other), gap.first, _at(fitted)]
-                rows.append([each.benchmark.model, each.benchmark.title, *points, more])
+                rows.append([*each.names, *points, more])
     note = (
         "Section 5.4 on a checkpoint: gates fitted to its frozen trajectory on the benchmark's train split, beside its "
         "own gate (margin where it has none). Points as validation chooses them, on test data; then the loops that the "
@@ -174,8 +177,7 @@ def ouro_metrics(results: Results) -> Table:
     for each in benchmark_models(results):
         for metric, values in each.benchmark.accuracy.items():
             scored = metric + (" (scored)" if metric == each.benchmark.metric else "")
-            known = [each.benchmark.model, each.benchmark.title, f"{each.result.test_examples:,}", scored]
-            rows.append([*known, *map(rounded_percent, values)])
+            rows.append([*each.names, f"{each.result.test_examples:,}", scored, *map(rounded_percent, values)])
     note = "Every test question at the same loop; acc_norm divides the score of a choice by its characters."
     return loop_table("Both metrics at every loop", note, ["model", "benchmark", "questions", "metric"], rows, "")
 

@@ -64,7 +64,7 @@ def _benchmarks(every: Iterable[BenchmarkModel], named: bool = True, fitted: boo
     """A panel a benchmark: the gate, every readout without one (or gates fitted to the trajectory), static depth."""
     panels = []
     for each in every:
-        title = f"{each.benchmark.model}, {each.benchmark.title}" if named else each.benchmark.title
+        title = ", ".join(each.names) if named else each.benchmark.title
         legend = {gate.readout: f"fitted {gate.readout.removeprefix(FITTED_GATE)}" for gate in each.fitted}
         lines = readout_lines([each.result], ("fixed", "gate", *legend) if fitted else _READOUTS, legend)
         panels.append(frontier_panel(title, lines, [each.result]))

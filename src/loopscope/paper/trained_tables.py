@@ -4,6 +4,7 @@ from loopscope.analysis.bootstrap import ENOUGH, Interval
 from loopscope.analysis.results import over_seeds
 from loopscope.analysis.schema import FrontierResult, ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import percent_text
+from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.paper.published import PublishedValue, published
 from loopscope.paper.variants import (
     DECOUPLED,
@@ -17,7 +18,7 @@ from loopscope.paper.variants import (
 )
 from loopscope.readouts.signals import FITTED, FITTED_GATE
 from loopscope.report.curves import continued
-from loopscope.report.tables import Table, share, with_bounds
+from loopscope.report.tables import Table, share
 
 _OURS = (
     "Mean ± sample standard deviation over the seeds that reach it (how many of how many); then the first seed's own "
@@ -173,7 +174,7 @@ def extrapolation_summary(results: Results) -> Table:
         accuracy = continued(model.forced_accuracy_by_difficulty, beyond.forced_accuracy_by_difficulty)
         entropy = continued(model.signals["entropy"], beyond.signals["entropy"]).values
         levels = accuracy.levels
-        last = ["" if row[-1] is None else f"{100 * row[-1]:.1f} %" for row in accuracy.values]
+        last = ["" if row[-1] is None else rounded_percent(row[-1]) for row in accuracy.values]
         rows.append([group.words, "accuracy, last loop", *last])
         rows.append([group.words, "entropy, loop 1", *(f"{row[0]:.3f}" for row in entropy)])
         rows.append([group.words, "entropy, last loop", *(f"{row[-1]:.3f}" for row in entropy)])

@@ -202,14 +202,15 @@ def _frontier_panel(
     grid: FigureGrid, place: int, panel: Panel, key: Mapping[str, Specification], limits: Limits
 ) -> Specification:
     style = grid.style
-    rows = [
-        {"loops": float(x), "accuracy": float(y), "low": float(low), "high": float(high), "line": line.name}
-        | {name: key[line.name][name] for name in ("colour", "shape", "dash")}
-        | {"alone": line.name in POINTS, "mark": index in marks, "order": index}
-        for number, line in enumerate(panel.lines)
-        for marks in [_marked(line, number)]
-        for index, (x, y, low, high) in enumerate(zip(line.loops, line.accuracy, line.low, line.high, strict=True))
-    ]
+    rows = []
+    for number, line in enumerate(panel.lines):
+        marked = _marked(line, number)
+        looks = {name: key[line.name][name] for name in ("colour", "shape", "dash")}
+        columns = {"loops": line.loops, "accuracy": line.accuracy, "low": line.low, "high": line.high}
+        for index in range(len(line.loops)):
+            point = {name: float(values[index]) for name, values in columns.items()}
+            drawn = {"alone": line.name in POINTS, "mark": index in marked, "order": index}
+            rows.append({**point, "line": line.name, **looks, **drawn})
     ticks = {"values": list(range(1, panel.loops + 1))} if panel.loops <= 10 else {}
     loops, accuracy = grid.x_title(place, "average loops"), grid.y_title(place, "accuracy")
     scale = {"domain": list(limits), "nice": False}

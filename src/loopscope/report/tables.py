@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopscope.analysis.bootstrap import Estimate
 from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.gaps import Gap
 from loopscope.analysis.held_out import HeldOut
 from loopscope.analysis.results import over_seeds
 from loopscope.analysis.schema import ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.guarantee import Guarantee
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.readouts.signals import STOPPER
@@ -238,7 +238,7 @@ def forced(results: Results) -> Table:
     """Forced exits: the trajectory itself."""
     rows = []
     for model in results.models:
-        rows.append([model.label, "accuracy", *(f"{100 * value:.1f} %" for value in model.forced_accuracy)])
+        rows.append([model.label, "accuracy", *map(rounded_percent, model.forced_accuracy)])
         if model.forced_cross_entropy is not None:
             rows.append([model.label, "cross-entropy", *(f"{value:.3f}" for value in model.forced_cross_entropy)])
     note = "Every test example at the same loop, without any exit rule." + of_sequences(results)
@@ -359,16 +359,11 @@ def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
         return absent
     text = with_bounds(gap)
     if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
-        shares = f" ({100 * gap.first_reaches_target:.1f} %, {100 * gap.second_reaches_target:.1f} %)"
+        shares = f" ({rounded_percent(gap.first_reaches_target)}, {rounded_percent(gap.second_reaches_target)})"
         return f"{text} @{percent_text(gap.accuracy)}{shares if with_shares else ''}"
     if gap.accuracy != target:  # the reference's own is lower
         text += f" @{percent_text(gap.accuracy)}"
     return text
-
-
-def with_bounds(found: Gap | Estimate, scale: float = 1.0) -> str:
-    """A difference with its 95 % interval."""
-    return f"{scale * found.value:+z.2f} [{scale * found.low:+z.2f}, {scale * found.high:+z.2f}]"
 
 
 def share(value: OverSeeds) -> str:

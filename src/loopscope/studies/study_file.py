@@ -297,10 +297,13 @@ def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, floa
         raise UserError(f"The lists of these runs make {count:,} of them; shorten them to {_MAX_RUNS:,} at most.")
     if grid.objective and grid.objective[0] not in BUILT_IN:
         return [(name, gate, None, None, seed) for name, gate, seed in product(grid.objective, grid.gate, grid.seed)]
-    every = product(grid.objective or ("",), grid.gate, grid.prior, grid.beta, grid.seed)
-    return list(
-        dict.fromkeys((o or usual_objective(g, p), g, p, None if g == "none" else b, s) for o, g, p, b, s in every)
-    )
+    runs: dict[tuple[str, GateKind, Prior | None, float | None, int], None] = {}
+    for objective, gate, prior, beta, seed in product(
+        grid.objective or ("",), grid.gate, grid.prior, grid.beta, grid.seed
+    ):
+        name = objective or usual_objective(gate, prior)
+        runs[name, gate, prior, None if gate == "none" else beta, seed] = None
+    return list(runs)
 
 
 def _objective_changes(objective: str, prior: Prior, beta: float | None) -> list[str]:
