@@ -430,7 +430,10 @@ CALIBRATION: Cases = {
     "right answers without labels": ("no labels", calibrated(replace(settling(), labels=None))),
     "an exit that takes the labels": ("oracle needs the labels", calibrated(settling(), readout="oracle")),
     "one loop": ("one loop only", calibrated(made(seed=1, loops=1))),
-    "decisions about nobody knows what": ("unit: there is no .words.", calibrated(settling(provenance={"unit": "words"}))),
+    "decisions about nobody knows what": (
+        "unit: there is no .words.",
+        calibrated(settling(provenance={"unit": "words"})),
+    ),
     "a drop in percent": ("max_drop: expected a number < 1", calibrated(settling(), 1.0)),
     "a confidence in percent": ("confidence: expected a number < 1", calibrated(settling(), confidence=95)),
     "a threshold that nobody meets": ("exit early", calibrated(made(seed=1, rows=900, loops=3), readout="settling")),

@@ -20,12 +20,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.arrays import as_array, as_integers
 from loopscope.artifacts import load_artifact, map_tensors, read_whole, save_artifact, write_manifest
 from loopscope.config import Settings, plain, read_json
 from loopscope.errors import UserError, did_you_mean
 from loopscope.model_identity import same_model
-from loopscope.trajectory_checks import Array, check_contents, frozen
+from loopscope.trajectory_checks import Array, as_array, as_integers, check_contents, frozen
 
 RECORDING = "recording"
 RECORDING_SCHEMA = 1

@@ -3,6 +3,7 @@
 Shapes: N examples, T loops, V classes, D width.
 """
 
+import sys
 import warnings
 from collections.abc import Iterator
 from itertools import chain
@@ -12,7 +13,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.arrays import as_array
 from loopscope.config import build
 from loopscope.errors import RecordingWarning, UserError
 
@@ -60,7 +60,7 @@ def _shape_problems(trajectory: Any) -> Iterator[str]:
     if trajectory.logits is not None and (answers.ndim != 3 or answers.shape[2] < 2):
         yield f"logits must have the shape [examples, loops, classes], got {list(answers.shape)}."
     if answers.ndim < 2 or 0 in answers.shape[:2]:
-        yield f"predictions must have the shape [examples, loops], at least one of each; got {list(answers.shape)}."
+        yield f"logits or predictions need at least one example and one loop; got the shape {list(answers.shape)}."
     rows, loops, classes = trajectory.num_examples, trajectory.num_loops, trajectory.num_classes
     expected: dict[str, tuple[int, ...]] = dict.fromkeys(("labels", "difficulty", "seen", "sequences"), (rows,))
     expected |= dict.fromkeys(("logits", "hidden", "gate_logits", "predictions", "label_log_probs"), (rows, loops))
@@ -219,3 +219,39 @@ def _warn_of_probabilities(logits: Array | None, gate_logits: Array | None) -> N
             RecordingWarning,
             stacklevel=5,  # of whoever makes a Trajectory
         )
+
+
+def as_array(values: Any, name: str) -> NDArray[Any]:
+    """An array of numbers or booleans, from NumPy, PyTorch or lists."""
+    array = np.asarray(_without_device(values))
+    if np.ma.isMaskedArray(values):
+        raise UserError(f"{name} must be an array without a mask, which would be lost.")
+    wraps = array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max
+    if array.dtype.kind not in "biuf" or wraps:
+        raise UserError(f"{name} must be made of numbers below 2**63, got an array of {array.dtype}.")
+    return array
+
+
+def _without_device(values: Any) -> Any:
+    """A tensor of PyTorch without what keeps NumPy from reading it: its gradient, its device, and bfloat16."""
+    torch = sys.modules.get("torch")  # without it there are no tensors
+    if torch is None or not isinstance(values, torch.Tensor):
+        return values
+    values = values.detach().cpu()
+    return values.float() if values.dtype == torch.bfloat16 else values
+
+
+def as_integers(values: Any, name: str) -> NDArray[np.int64]:
+    """An array of whole numbers; floats and booleans are none."""
+    array = as_array(values, name)
+    if array.dtype.kind not in "iu":
+        raise UserError(f"{name} must be whole numbers, got an array of {array.dtype}.")
+    return array.astype(np.int64, copy=False)
+
+
+def as_token_row(values: Any, name: str) -> NDArray[np.int64]:
+    """At least one token."""
+    row = as_integers(values, name)
+    if row.ndim != 1 or not len(row):
+        raise UserError(f"{name} must be a row of at least one token, a whole number each.")
+    return row

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import loopscope as ls
-from loopscope.certify.monitor_bets import MEAN_BETS, MeanBets, RankBets, start
+from loopscope.certify.monitor import MEAN_BETS, MeanBets, RankBets, start
 from loopscope.errors import UserError
-from loopscope.guarantee import CalibrationExits, Certificate
+from loopscope.policy import CalibrationExits, Certificate
 
 LOOPS = 4
 ALPHA = 0.2

@@ -12,8 +12,7 @@ from loopscope.certify.bounds import risk_interval
 from loopscope.certify.live_runs import Recorded
 from loopscope.certify.losses import difficulty_counts, risk_groups
 from loopscope.certify.tested_data import Outcome, check_held_out, outcome_of, promised_part
-from loopscope.guarantee import Guarantee
-from loopscope.policy import ExitPolicy
+from loopscope.policy import ExitPolicy, Guarantee
 
 Verdict = Literal["kept", "not refuted", "broken"]
 _OTHER_MIX = 0.001

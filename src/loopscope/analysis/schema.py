@@ -16,7 +16,7 @@ from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis, Rooms
 from loopscope.analysis.gaps import Gap
 from loopscope.analysis.held_out import HeldOut
 from loopscope.analysis.targets import Target, TargetLevel
-from loopscope.guarantee import Guarantee
+from loopscope.policy import Guarantee
 from loopscope.scope import Unit, counted, unit_of
 
 RESULTS_SCHEMA = 8

@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from loopscope.certify.calibration import candidate_readouts, check_live_target, check_recording, proposals, split_rows
 from loopscope.certify.live_runs import LiveRuns
 from loopscope.certify.losses import summarise_data
-from loopscope.certify.not_proven import NotProven
-from loopscope.certify.risk_target import RiskTarget
+from loopscope.certify.risk_target import NotProven, RiskTarget
 from loopscope.certify.threshold_walk import Proof, walk_live_runs, walk_thresholds
 from loopscope.errors import UserError
-from loopscope.guarantee import DataSummary
 from loopscope.learned.attach import Fitted, attach, by_readout
-from loopscope.policy import ExitPolicy, chosen_scope
+from loopscope.policy import DataSummary, ExitPolicy, chosen_scope
 from loopscope.scope import CacheMode, scope_of
 from loopscope.splits import check_split
 from loopscope.trajectory import Trajectory

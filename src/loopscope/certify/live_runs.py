@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from loopscope.artifacts import artifact_folder, load_artifact, read_whole, save_tensors, write_manifest
 from loopscope.config import Settings, digest, plain
 from loopscope.errors import UserError, reject
-from loopscope.guarantee import DataSummary
-from loopscope.policy import ExitPolicy
+from loopscope.policy import DataSummary, ExitPolicy
 from loopscope.scope import CacheMode, Scope
 from loopscope.trajectory import Trajectory, check_split_name
 

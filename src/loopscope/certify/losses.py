@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from loopscope.errors import UserError
 from loopscope.frontier import totals
-from loopscope.guarantee import DataSummary, Loss
+from loopscope.policy import DataSummary, Loss
 from loopscope.trajectory import Trajectory
 
 Values = NDArray[np.float64]

@@ -16,9 +16,8 @@ from loopscope.certify.live_runs import LIVE, LiveRuns, Recorded
 from loopscope.certify.losses import population, unit_count
 from loopscope.config import read_json
 from loopscope.errors import UserError, reject
-from loopscope.guarantee import Guarantee, Loss
 from loopscope.model_identity import same_model
-from loopscope.policy import ExitPolicy
+from loopscope.policy import ExitPolicy, Guarantee, Loss
 from loopscope.scope import Scope, Unit, counted, scope_of
 from loopscope.trajectory import NO_LABELS, Trajectory
 

@@ -18,7 +18,7 @@ from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.tested_data import outcome_of
 from loopscope.errors import UserError
 from loopscope.frontier import Curve, crossings
-from loopscope.guarantee import BOUNDS, Bound
+from loopscope.policy import BOUNDS, Bound
 from loopscope.trajectory import Trajectory
 
 UnitLosses = Callable[[RiskGroup, slice, NDArray[np.int64]], Iterator[Curve]]

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arrays import as_token_row
 from loopscope.engine.generation import Prompt, stream
 from loopscope.engine.requests import Request, choices, require_vocabulary
 from loopscope.engine.scheduler import in_order, run
 from loopscope.errors import UserError
 from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.policy import ExitPolicy
+from loopscope.trajectory_checks import as_token_row
 
 CheckKind = Literal["contract", "precision", "batch", "cache", "replay", "speed"]
 CHECK_KINDS: tuple[CheckKind, ...] = get_args(CheckKind)

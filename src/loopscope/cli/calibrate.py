@@ -30,8 +30,7 @@ from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.parser import add_verb
 from loopscope.config import build
 from loopscope.errors import UserError
-from loopscope.guarantee import BOUNDS, Loss
-from loopscope.policy import ExitPolicy
+from loopscope.policy import BOUNDS, ExitPolicy, Loss
 from loopscope.recording_paths import find_recording
 from loopscope.scope import CacheMode
 from loopscope.splits import check_split

@@ -21,10 +21,9 @@ from loopscope.cli.output import percent, print_by_loop, print_json, print_note,
 from loopscope.cli.parser import Parser, add_group, add_verb
 from loopscope.config import build
 from loopscope.errors import UserError
-from loopscope.guarantee import Loss
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import check_context, read_documents
-from loopscope.policy import ExitPolicy
+from loopscope.policy import ExitPolicy, Loss
 from loopscope.progress import ProgressCallback
 from loopscope.questions import BENCHMARKS, Split, benchmark_named, check_data
 from loopscope.scope import CacheMode, Scope

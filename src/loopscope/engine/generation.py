@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from loopscope.arrays import as_token_row
 from loopscope.engine.decoder import CACHE_MODES, Decoder, Exits
 from loopscope.engine.draft_length import DraftLength
 from loopscope.engine.exit_decision import Integers, check_policy
@@ -28,6 +27,7 @@ from loopscope.models.packing import count_up
 from loopscope.models.tokenizer import Detokenizer, decode
 from loopscope.policy import ExitPolicy
 from loopscope.scope import CacheMode, Scope
+from loopscope.trajectory_checks import as_token_row
 
 FinishReason = Literal["stop", "length"]
 MOST_ROWS = 1 << 16

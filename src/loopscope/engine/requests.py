@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loopscope.arrays import as_array, as_token_row
 from loopscope.engine.exit_decision import Array, Integers, check_finite
 from loopscope.errors import UserError
 from loopscope.models.device import accumulator, upload
@@ -26,6 +25,7 @@ from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.models.packing import Layout
 from loopscope.scope import Score
 from loopscope.tasks import Examples
+from loopscope.trajectory_checks import as_array, as_token_row
 
 _MAX_LOGITS = 1 << 26
 """Logits that are held at a time."""

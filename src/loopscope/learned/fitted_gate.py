@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from loopscope.arrays import as_array
 from loopscope.artifacts import load_artifact, save_artifact
 from loopscope.errors import UserError
 from loopscope.model_identity import same_model
 from loopscope.readouts.signals import FITTED_GATE, Signal, exit_cdf
 from loopscope.trajectory import Trajectory
+from loopscope.trajectory_checks import as_array
 
 Array = NDArray[Any]
 

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.arrays import as_array
 from loopscope.artifacts import load_artifact, save_artifact
 from loopscope.config import Settings, plain
 from loopscope.errors import UserError
@@ -30,6 +29,7 @@ from loopscope.readouts.readout import Readout, find_readout
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import STOPPER, Array, Signal, State
 from loopscope.trajectory import Trajectory
+from loopscope.trajectory_checks import as_array
 
 StopperKind = Literal["induction", "classifier"]
 STOPPER_KINDS: tuple[StopperKind, ...] = get_args(StopperKind)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from loopscope.arrays import as_integers
 from loopscope.config import plain
 from loopscope.engine.exit_decision import check_logits
 from loopscope.engine.requests import check_tokens
@@ -40,6 +39,7 @@ from loopscope.tasks import Examples, drawn, seen, training_fingerprints
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import SIGNAL_PREFIX, Trajectory
+from loopscope.trajectory_checks import as_integers
 
 BATCH = 1024
 

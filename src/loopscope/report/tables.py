@@ -11,8 +11,8 @@ from loopscope.analysis.results import over_seeds
 from loopscope.analysis.schema import ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import Target, percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
-from loopscope.guarantee import Guarantee
 from loopscope.learned.stopper import STOPPER_KINDS
+from loopscope.policy import Guarantee
 from loopscope.readouts.signals import STOPPER
 
 UNLEARNED = "nothing learned"
