@@ -220,7 +220,7 @@ class Fuzzer:
             numbers = [counts.total(), *(counts[name] for name in names), sum(times), max(times)]
             lines.append(f"{kind:<22}" + "".join(f"{number:>9.4g}" for number in numbers))
         accepted = [f"{verb} {counts['other']} of {counts.total()}" for verb, counts in sorted(self.verbs.items())]
-        lines += ["", f"Options accepted: {', '.join(accepted)}"] if accepted else []
+        lines += ["", f"Options accepted: {', '.join(accepted)}"]
         alike = Counter((failure.kind, failure.place) for failure in self.failures)
         first = {(failure.kind, failure.place): failure for failure in reversed(self.failures)}
         for (kind, place), failure in sorted(first.items(), key=lambda each: each[0]):
