@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from loopscope.config import read_json, read_toml
-from loopscope.documents import read_documents
 from loopscope.errors import UserError, brief, visible
 from loopscope.files import is_plain_name, read_bytes, read_text
+from loopscope.models.tokenizer import read_documents
 
 DIGITS = "1" * 5000
 

@@ -430,7 +430,7 @@ CALIBRATION: Cases = {
     "right answers without labels": ("no labels", calibrated(replace(settling(), labels=None))),
     "an exit that takes the labels": ("oracle needs the labels", calibrated(settling(), readout="oracle")),
     "one loop": ("one loop only", calibrated(made(seed=1, loops=1))),
-    "decisions about nobody knows what": ("unit is one of", calibrated(settling(provenance={"unit": "words"}))),
+    "decisions about nobody knows what": ("unit: there is no .words.", calibrated(settling(provenance={"unit": "words"}))),
     "a drop in percent": ("max_drop: expected a number < 1", calibrated(settling(), 1.0)),
     "a confidence in percent": ("confidence: expected a number < 1", calibrated(settling(), confidence=95)),
     "a threshold that nobody meets": ("exit early", calibrated(made(seed=1, rows=900, loops=3), readout="settling")),
@@ -890,8 +890,9 @@ def test_notes(words: str, place: Path, gated_run: Path, tmp_path: Path, capsys:
 def hosted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Loads a small Ouro by transformers."""
     pytest.importorskip("transformers")
-    import loopscope.integrations.transformers  # noqa: F401
     from transformers import AutoModelForCausalLM
+
+    import loopscope.integrations.transformers  # noqa: F401
 
     folder = write_ouro(tmp_path_factory.mktemp("hosted") / "ouro", max_position_embeddings=64)
     return lambda **changes: AutoModelForCausalLM.from_pretrained(folder, **changes).eval()
@@ -907,7 +908,7 @@ TOKENS = torch.arange(1, 13).view(2, 6)
 PADDED = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
 OTHERS_POLICY = ls.ExitPolicy("margin", 0.5, scope=Scope(model="b" * 64))
 CALLED: dict[str, tuple[str, dict[str, Any]]] = {
-    "several texts in one row": ("position_ids", {"position_ids": TOKENS % 3}),
+    "several texts in one row": ("position_ids", {"position_ids": TOKENS % 3})
 }
 GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
     "padding after a prompt": ("pad prompts on the left", {"attention_mask": PADDED}),

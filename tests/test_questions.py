@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, get_args
@@ -110,7 +109,7 @@ def test_data_that_do_not_fit_are_named(tmp_path: Path) -> None:
         load_questions(BENCHMARKS["mmlu"], "test", tmp_path)
     shutil.copytree(DATA / "arc_easy", tmp_path / "arc_easy")
     (tmp_path / "arc_easy" / "test.jsonl").write_text("not JSON\n", encoding="utf-8")
-    with pytest.raises(UserError, match="ARC-Easy could not be read from .*arc_easy"):
+    with pytest.raises(UserError, match="arc_easy/test.jsonl holds no questions"):
         load_questions(BENCHMARKS["arc_easy"], "test", tmp_path)
     shutil.copytree(DATA / "commonsense_qa", tmp_path / "commonsense_qa")
     unlabelled = (DATA / "commonsense_qa" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
@@ -125,12 +124,6 @@ def test_data_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "openbookqa" / "test.jsonl").write_text(f"{good}\n{json.dumps(spoilt)}\n", encoding="utf-8")
     with pytest.raises(UserError, match="openbookqa/1 has .* a choice that is no text"):
         load_questions(BENCHMARKS["openbookqa"], "test", tmp_path)
-
-
-def test_a_missing_lm_eval_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval.utils", None)
-    with pytest.raises(UserError, match=r"pip install 'loopscope\[lm\]'"):
-        load_questions(BENCHMARKS["openbookqa"], "test", DATA)
 
 
 def test_without_a_folder_the_hub_is_asked() -> None:

@@ -31,8 +31,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         module, _, name = path.rpartition(".")
         assert find_spec(module) is not None, path
         assert hasattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name), path
-    aliases = {"compare_readouts": "compare"}
-    assert sorted(aliases.get(path.rpartition(".")[2], path.rpartition(".")[2]) for path in found) == ls.__all__
+    assert sorted(path.rpartition(".")[2] for path in found) == ls.__all__
 
 
 @pytest.mark.filterwarnings("ignore")  # of the kernel's libraries; in its own process nothing is an error

@@ -170,14 +170,17 @@ class ExitPolicy:
         if self.gate is not None:
             self.gate.check(weights)
         self.check_depth(num_loops)
+        reject(self._misfits(weights, num_loops))
+
+    def _misfits(self, weights: str | None, num_loops: int) -> Iterator[str]:
         without = "or use it without its promise (--any-model, or policy.for_any_model())"
         if self.model is not None and weights is not None and not same_model(self.model, weights):
-            raise UserError(
+            yield (
                 f"This policy was calibrated for another model ({model_words(self.model, str(weights))}), and "
                 f"promises nothing for this one; calibrate it for this model, {without}."
             )
         if self.guarantee is not None and self.guarantee.loops != num_loops:
-            raise UserError(
+            yield (
                 f"This policy was calibrated for {self.guarantee.loops} loops, and here full depth is {num_loops}; "
                 f"calibrate it for this depth, {without}."
             )

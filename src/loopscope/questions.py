@@ -28,12 +28,13 @@ Shapes: N questions, T loops, C choices of the question that has most.
 import json
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cache
 from io import StringIO
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -269,12 +270,9 @@ def _share(count: int, share: float, split: Split) -> list[int]:
 def _limited(questions: list[Question], limit: int | None) -> list[Question]:
     if limit is None:
         return questions
-    requested: dict[str | None, int] = {}
-    turns = []
-    for question in questions:
-        turns.append(requested.get(question.subject, 0))
-        requested[question.subject] = turns[-1] + 1
-    kept = sorted(range(len(questions)), key=turns.__getitem__)[:limit]
+    turns: dict[str | None, Iterator[int]] = defaultdict(count)
+    turn_of = [next(turns[question.subject]) for question in questions]
+    kept = sorted(range(len(questions)), key=turn_of.__getitem__)[:limit]
     return [questions[index] for index in sorted(kept)]
 
 
@@ -294,10 +292,8 @@ def _definitions(benchmark: Benchmark) -> dict[str, Path]:
 @contextmanager
 def templates_compiled_once() -> Iterator[None]:
     """lm_eval compiles a prompt's template anew for every document and example: 15 times the time of filling it in."""
-    try:
-        from lm_eval.utils import env
-    except ImportError:
-        raise UserError("Benchmarks need lm_eval; install it with: pip install 'loopscope[lm]'.") from None
+    from lm_eval.utils import env
+
     compiled = env.from_string
     env.from_string = cache(compiled)
     try:

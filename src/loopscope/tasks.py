@@ -355,10 +355,8 @@ def fingerprints(examples: Examples) -> NDArray[np.uint64]:
 
 
 def seen(examples: Examples, training: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which inputs are among these sorted fingerprints."""
-    hashes = fingerprints(examples)
-    nearest = np.searchsorted(training, hashes).clip(max=len(training) - 1)
-    return training[nearest] == hashes
+    """Which inputs are among these fingerprints."""
+    return np.isin(fingerprints(examples), training)
 
 
 def overlap(examples: Examples, training: NDArray[np.uint64]) -> dict[str, float]:
@@ -371,6 +369,4 @@ def overlap(examples: Examples, training: NDArray[np.uint64]) -> dict[str, float
 
 def _belongs(examples: Examples, split: str) -> NDArray[np.bool_]:
     bucket = fingerprints(examples) % np.uint64(_BUCKETS)
-    if split in _RESERVED:
-        return bucket == _RESERVED[split]
-    return bucket >= len(_RESERVED)
+    return bucket == _RESERVED[split] if split in _RESERVED else bucket >= len(_RESERVED)

@@ -182,8 +182,6 @@ class Trajectory:
     def take(self, rows: Array) -> Self:
         """The trajectory of these rows (indices, or where a mask is true) alone."""
         chosen = self._row_numbers(as_array(rows, "rows"))
-        if not len(chosen):
-            raise UserError("No example is left of this trajectory.")
         arrays = {name: value[chosen] for name in (*_ARRAYS, "hidden") if (value := getattr(self, name)) is not None}
         return type(self)(
             **{"logits": None, **arrays},

@@ -6,7 +6,7 @@ Shapes: N examples, T loops, V classes, D width.
 import warnings
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -33,7 +33,7 @@ class _KnownProvenance(msgspec.Struct):
     precision: str | None = None
     benchmark: str | None = None
     metric: str | None = None
-    unit: str | None = None
+    unit: Literal["answers", "questions", "tokens"] | None = None
     state: str | None = None
     signal_definitions: dict[str, str | None] = {}
 

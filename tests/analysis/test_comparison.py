@@ -37,15 +37,6 @@ def test_the_interval_against_a_bootstrap_written_out() -> None:
     assert told.accuracy.high - told.accuracy.low < 2 * 1.96 * apart**0.5  # pairing narrows it
 
 
-def test_two_models_on_the_same_examples() -> None:
-    first, second = random_trajectory(seed=1), random_trajectory(seed=2)
-    second = ls.Trajectory(logits=second.logits, labels=first.labels)
-    told = paired(*(Side("m", ls.ExitPolicy("margin", 1.0), each) for each in (first, second)))
-    assert told.accuracy.value > 0
-    with pytest.raises(ls.UserError, match="same examples"):
-        paired(*(Side("m", ls.ExitPolicy("margin", 1.0), random_trajectory(seed=seed)) for seed in (1, 2)))
-
-
 def test_the_depth_gap_of_two_readouts() -> None:
     subject = Subject(random_trajectory(seed=1), random_trajectory(seed=2))
     gap = depth_gap(0.6, (subject, "margin"), (subject, "fixed"))
@@ -55,8 +46,6 @@ def test_the_depth_gap_of_two_readouts() -> None:
     same = depth_gap(0.6, (subject, "margin"), (subject, "margin"))
     assert same is not None
     assert (same.value, same.low, same.high) == (0, 0, 0)
-    with pytest.raises(ls.UserError, match="do not have the readout 'gate:x'"):
-        depth_gap(0.6, (subject, "gate:x"), (subject, "margin"))
 
 
 def test_two_readouts_compared_from_python() -> None:
@@ -75,9 +64,6 @@ def test_two_readouts_compared_from_python() -> None:
     assert ls.compare(*late, "margin", "gate").sentence.startswith(f"margin takes fewer loops than gate to reach {at}.")
     other = ls.compare(*late, "gate", "margin", other=pair(right=0.6))
     assert (other.selected.first, other.selected.second) == ("gate on this model", "margin on the other model")
-    for words in ({}, {"other": late}):
-        with pytest.raises(ls.UserError, match="'gate' is the same as itself; give another readout"):
-            ls.compare(*late, "gate", "gate", **words)
 
 
 def test_a_comparison_says_what_its_intervals_tell() -> None:
@@ -98,11 +84,8 @@ def test_a_comparison_says_what_its_intervals_tell() -> None:
 
 def test_readouts_are_not_compared_at_chance() -> None:
     guesses, knows = pair(right=0.0), pair(right=0.9)
-    compared = ls.compare(*guesses, "margin", "gate")
-    assert compared.depth is None
-    assert compared.sentence.startswith(ls.diagnose(*guesses).sentence)
-    assert "D@" not in str(compared)
-    beside = ls.compare(*knows, "margin", "gate", other=guesses)
-    assert beside.depth is None
-    assert beside.sentence.startswith(f"the other model: {ls.diagnose(*guesses).sentence}")
-    assert "No verdict" not in str(ls.compare(*knows, "margin", "gate"))
+    for name, words in (("", {"other": None}), ("the other model: ", {"other": guesses})):
+        compared = ls.compare(*(knows if name else guesses), "margin", "gate", **words)
+        assert compared.depth is None
+        assert compared.sentence.startswith(name + ls.diagnose(*guesses).sentence)
+        assert "D@" not in str(compared)

@@ -41,7 +41,9 @@ def test_exit_distributions_are_distributions_and_by_hand() -> None:
     assert exit_distribution(trajectory).values[0] == pytest.approx([1 / 2, 3 / 8, 1 / 8])
 
 
-def test_loop_1_of_convergence_stays_empty() -> None:
+def test_loop_1_of_convergence_stays_empty_and_is_not_counted() -> None:
+    late = with_signal("kl", [[np.nan, 1.0], [np.nan, 2.0], [np.nan, 3.0]], [1, 2, 3])
+    assert difficulty_ordering("kl", late).bin_mean == pytest.approx(1.0)
     trajectory = random_trajectory()
     for first, *others in by_difficulty(signal("kl", trajectory), trajectory).values:
         assert first is None
@@ -54,11 +56,6 @@ def test_the_sign_makes_harder_look_harder(name: str, sign: int) -> None:
     trajectory = with_signal(name, [[1.0, 1.0], [2.0, 3.0], [3.0, 2.0], [4.0, 4.0]], [1, 2, 3, 4])
     over_loops = 0.8 if name == "logit_change" else 0.9  # convergence has no loop 1
     assert difficulty_ordering(name, trajectory).bin_mean == pytest.approx(sign * over_loops)
-
-
-def test_convergence_counts_from_loop_2_on() -> None:
-    trajectory = with_signal("kl", [[np.nan, 1.0], [np.nan, 2.0], [np.nan, 3.0]], [1, 2, 3])
-    assert difficulty_ordering("kl", trajectory).bin_mean == pytest.approx(1.0)
 
 
 def test_bin_means_hide_the_scatter_of_examples() -> None:

@@ -35,12 +35,6 @@ def results() -> Results:
     return analyse_models(sources, "a", [0.6, 0.9])[0]
 
 
-@pytest.fixture
-def unlearned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without learned stoppers, which take longest."""
-    monkeypatch.setattr("loopscope.analysis.diagnosis.with_stoppers", lambda *recordings: recordings)
-
-
 def test_results_say_what_the_analyses_say(results: Results) -> None:
     test = source("b", 1).test
     model = results.models[1]
@@ -65,13 +59,6 @@ def test_results_say_what_the_analyses_say(results: Results) -> None:
     assert results.models[1].diagnosis.trajectory_gap is not None
 
 
-def test_a_folder_with_two_recordings_is_enough(tmp_path: Path) -> None:
-    for split in ("validation", "test"):
-        random_trajectory(seed=len(split), split=split, seen=np.arange(200) % 4 == 0).save(tmp_path / "mine" / split)
-    assert read_recordings(tmp_path / "mine").test.num_examples == 200
-    assert read_recordings(tmp_path / "mine", unseen_only=True).test.num_examples == 150
-
-
 def test_results_are_json_that_reads_back(results: Results) -> None:
     data = json.loads(msgspec.json.encode(results), parse_constant=lambda word: pytest.fail(word))
     assert data["schema_version"] == 8
@@ -79,14 +66,17 @@ def test_results_are_json_that_reads_back(results: Results) -> None:
     assert msgspec.json.decode(msgspec.json.encode(results), type=Results).models[1].name == "b"
 
 
-def test_the_same_recordings_give_the_same_bytes(unlearned: None) -> None:
+def test_the_same_recordings_give_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopscope.analysis.diagnosis.with_stoppers", lambda *recordings: recordings)
     first, again = (analyse_models([source("a", 0)], "a", [0.6])[0] for _ in range(2))
     assert msgspec.json.encode(first) == msgspec.json.encode(again)
 
 
-def test_what_is_missing_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(ls.UserError, match="There is no folder"):
-        read_recordings(tmp_path / "nowhere")
+def test_a_folder_with_two_recordings_is_enough_and_what_is_missing_is_explained(tmp_path: Path) -> None:
+    for split in ("validation", "test"):
+        random_trajectory(seed=len(split), split=split, seen=np.arange(200) % 4 == 0).save(tmp_path / "mine" / split)
+    assert read_recordings(tmp_path / "mine").test.num_examples == 200
+    assert read_recordings(tmp_path / "mine", unseen_only=True).test.num_examples == 150
     random_trajectory(split="validation").save(tmp_path / "half" / "validation")
     with pytest.raises(ls.UserError, match="no recording 'test'"):
         read_recordings(tmp_path / "half")
@@ -135,14 +125,9 @@ def test_both_metrics_are_known_whichever_was_scored() -> None:
         "acc_norm": [1.0],
     }
 
-
-def test_a_choice_that_is_not_there_is_never_chosen() -> None:
-    few = [[-4.0, -5.0, -np.inf]]
-    for metric in ("acc", "acc_norm"):
-        assert metric_accuracies(recording(metric, few, [[1, 1, 0]])) == {"acc": [1.0], "acc_norm": [1.0]}
-
-
-def test_without_lengths_only_the_scored_metric_is_known() -> None:
+    for metric in ("acc", "acc_norm"):  # a choice that is not there is never chosen
+        few = recording(metric, [[-4.0, -5.0, -np.inf]], [[1, 1, 0]])
+        assert metric_accuracies(few) == {"acc": [1.0], "acc_norm": [1.0]}
     one = answers("mmlu", "test", rows=20, norms=None)
     assert list(metric_accuracies(one)) == ["acc"]
     assert metric_accuracies(one)["acc"] == pytest.approx(one.correct.mean(axis=0))

@@ -139,7 +139,7 @@ def test_divergence() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--dtype", "int8"], "precision 'int8'"),
+        (["--dtype", "int8"], "there is no 'int8'"),
         (["--only", "sound"], "choose one of contract, precision, batch, cache, replay, speed"),
         (["--text", "nowhere.txt"], "give a text file"),
         (["--text", "short.txt"], "tokens; to be checked"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from benchmark_slices import byte_pairs
@@ -96,8 +97,9 @@ def policy(mine: Path) -> Path:
 @pytest.fixture(scope="session")
 def foreign(policy: Path) -> Path:
     """The same for another model."""
-    replace(ls.ExitPolicy.load(policy), model="0" * 64).save(policy.with_name("foreign.json"))
-    return policy.with_name("foreign.json")
+    mine, out = ls.ExitPolicy.load(policy), policy.with_name("foreign.json")
+    replace(mine, scope=msgspec.structs.replace(mine.scope, model="0" * 64)).save(out)
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -53,15 +53,15 @@ def test_without_a_grid_a_fifth_is_set_aside(mine: Path, tmp_path: Path, capsys:
     assert run(*words, "--out", tmp_path / "a.json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_json(tmp_path / "a.json")
-    assert printed["model"] == weights_sha256(mine)
-    guarantee = printed["guarantee"]
+    assert printed["scope"]["model"] == weights_sha256(mine)
+    guarantee = printed["certificate"]["guarantee"]
     assert (guarantee["tested"]["examples"], guarantee["grid"]["examples"]) == (96, 24)
     assert {"fixed", "gate", "margin", "kl"} <= set(guarantee["candidates"])
     assert "oracle" not in guarantee["candidates"]
     assert run(*words, "--out", tmp_path / "same.json") == 0
     assert (tmp_path / "same.json").read_bytes() == (tmp_path / "a.json").read_bytes()
     assert run(*words, "--out", tmp_path / "b.json", "--seed", 1) == 0
-    assert read_json(tmp_path / "b.json")["guarantee"]["grid"]["sha256"] != guarantee["grid"]["sha256"]
+    assert read_json(tmp_path / "b.json")["certificate"]["guarantee"]["grid"]["sha256"] != guarantee["grid"]["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,6 @@ def test_each_kind_of_promise_is_said_and_checked(
     assert ("copies" in err) == ("--distinct" not in words)
     assert run("evaluate", recording_of(mine, "test"), "--policy", file) in (0, 1)
     assert held_out in capsys.readouterr().out
-    both = ("--confidence", 0.9, "--in-expectation", "--out", tmp_path / "x.json")
-    assert "excludes" in refusal(capsys, "calibrate", recording_of(mine, "validation"), *both)
 
 
 def test_without_labels_answers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,12 +132,9 @@ def test_sequences_are_counted_not_their_tokens(texts: Path, capsys: pytest.Capt
         (("--max-drop", 0.06, "--per-difficulty"), "takes 49 tested examples of difficulty 2, and there are 47"),
         (("--max-drop", 0.004, "--confidence", 0.2, "--readout", "margin"), "so no number of them would prove it"),
         ((*MILD, "--readout", "gate:mine"), "give the fitted gate with --gate"),
-        ((*MILD, "--gate", "nowhere"), "There is no folder"),
         ((*MILD, "--grid", "nowhere"), "There is no folder"),
-        (("--max-drop", "nan"), "number"),
-        (("--max-drop", 0.3, "--confidence", 1), "between 0 and 1"),
-        (("--max-drop", 0.3, "--seed", -1), ""),
-        (("--max-drop", 0.1, "--confidence", 0.9999999999999), ""),
+        (("--max-drop", 0.3, "--confidence", 1), "confidence: expected a number < 1.0"),
+        (("--max-drop", 0.3, "--seed", -1), "not a whole number"),
     ],
 )
 def test_what_cannot_be_promised_is_one_sentence_and_no_file(
@@ -157,19 +152,9 @@ def test_a_file_is_never_overwritten(mine: Path, policy: Path, capsys: pytest.Ca
 
 
 def test_data_have_one_part_only(mine: Path, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Held-out data do not calibrate, tested data do not propose, and neither says whether the promise is kept."""
-    out = ("--out", tmp_path / "x.json")
-    assert "test split" in refusal(capsys, "calibrate", recording_of(mine, "test"), *MILD, *out)
-    assert "test split" in refusal(
-        capsys, "calibrate", recording_of(mine, "validation"), *MILD, "--grid", recording_of(mine, "test"), *out
-    )
-    same = refusal(
-        capsys, "calibrate", recording_of(mine, "validation"), *MILD, "--grid", recording_of(mine, "validation"), *out
-    )
-    assert "The thresholds come from the data that is tested" in same
+    """Another model's data do not propose, and those that did do not say whether the promise is kept."""
     random_trajectory(loops=3, classes=8, provenance={"weights_sha256": "0" * 64}).save(tmp_path / "other")
-    other = refusal(capsys, "calibrate", recording_of(mine, "validation"), *MILD, "--grid", tmp_path / "other", *out)
-    assert "same model" in other
+    words = ("calibrate", recording_of(mine, "validation"), *MILD, "--grid", tmp_path / "other")
+    assert "same model" in refusal(capsys, *words, "--out", tmp_path / "x.json")
     assert not (tmp_path / "x.json").exists()
-    for split in ("train", "validation"):
-        assert "rests on this data" in refusal(capsys, "evaluate", recording_of(mine, split), "--policy", policy)
+    assert "rests on this data" in refusal(capsys, "evaluate", recording_of(mine, "train"), "--policy", policy)

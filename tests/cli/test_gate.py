@@ -8,6 +8,7 @@ import pytest
 from conftest import GOLDEN
 
 import loopscope as ls
+from cli.conftest import refusal
 from loopscope.cli import main
 from loopscope.learned.fitted_gate import FittedGate
 
@@ -58,24 +59,15 @@ def test_it_is_written_into_its_own_model(run: Path, tmp_path: Path, capsys: pyt
 
 
 def test_what_goes_wrong_is_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(*words: str) -> str:
-        capsys.readouterr()
-        assert main(list(words)) == 2
-        error = capsys.readouterr().err
-        assert "Traceback" not in error
-        return error.splitlines()[-1]
-
-    recordings = run / "recordings"
-    assert "must not be fitted on the test split" in fails("gate", "fit", str(recordings / "test"), "--out", "x")
-    beta = fails("gate", "fit", str(recordings / "train"), "--out", str(tmp_path / "x"), "--beta", "-1")
-    assert "the gate: beta" in beta
-    assert "There is no folder" in fails("gate", "fit", str(tmp_path / "none"), "--out", "x")
-    ponder = fails("gate", "fit", str(recordings / "train"), "--out", str(tmp_path / "x"), "--pairing", "ouro")
-    assert "pairing is of the objective 'utility'" in ponder
-    validation = tmp_path / "on-validation"
-    assert main(["gate", "fit", str(recordings / "validation"), "--out", str(validation), "--steps", "2"]) == 0
-    assert "is there already" in fails("gate", "fit", str(recordings / "train"), "--out", str(validation))
-    pair = [str(recordings / "validation"), str(recordings / "test")]
-    assert "must be chosen on another" in fails("evaluate", *pair, "--gate", str(validation))
-    assert "There is no folder" in fails("gate", "write", str(tmp_path / "none"), str(run), "--out", "x")
-    assert "There is no file no.json" in fails("run", str(run), str(run / "config.json"), "--policy", "no.json")
+    train, validation, test = (str(run / "recordings" / split) for split in ("train", "validation", "test"))
+    new, there = str(tmp_path / "x"), str(tmp_path / "on-validation")
+    assert main(["gate", "fit", validation, "--out", there, "--steps", "2"]) == 0
+    for words, sentence in (
+        (("gate", "fit", train, "--out", new, "--beta", "-1"), "the gate: beta"),
+        (("gate", "fit", train, "--out", new, "--pairing", "ouro"), "pairing is of the objective 'utility'"),
+        (("gate", "fit", train, "--out", new, "--kind", "induction", "--beta", "1"), "--beta is not for --kind"),
+        (("gate", "fit", train, "--out", there), "is there already"),
+        (("gate", "write", str(tmp_path / "none"), str(run), "--out", new), "There is no folder"),
+        (("evaluate", validation, test, "--gate", there), "must be chosen on another"),
+    ):
+        assert sentence in refusal(capsys, *words)

@@ -183,8 +183,7 @@ def test_texts_of_another_model_are_not_gone_on_with(
 
 def _forget_readout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another process would not know it."""
-    for table in (ls.READOUTS,):
-        table.pop(name)  # type: ignore[attr-defined]
+    ls.READOUTS.pop(name)  # type: ignore[attr-defined]
     monkeypatch.delitem(sys.modules, name)
 
 
@@ -244,12 +243,10 @@ def test_lossless_text_that_saves_no_time_is_named(drafted: int, accepted: int, 
         ("a.jsonl", b'{"prompt": 5}', "a.jsonl, line 1 is neither"),
         ("a.jsonl", b'{"prompt": "x"}\n{"messages": [1]}', "a.jsonl, line 2 is neither"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "line 1 is neither"),
-        ("a.jsonl", b'{"messages": []}', "line 1 is neither"),
-        ("a.jsonl", b"[5]", "line 1 is neither"),
         ("a.txt", b"\n\n", "There is no prompt in"),
         ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": ""}', "A prompt is empty"),
-        ("a.jsonl", b'{"prompt": "x", "readout": "top1", "threshold": 1.5}', "'top1' is a probability"),
+        ("a.jsonl", b'{"prompt": "x", "readout": "top1", "threshold": 1.5}', "'top1' never reaches 1.5"),
         ("a.jsonl", b"[" * 60_000, "line 1 is neither"),
         ("a.jsonl", b'{"prompt": ' + b"1" * 5000 + b"}", "line 1 is neither"),
     ],
@@ -278,14 +275,9 @@ def test_generated_text_does_not_steer_a_terminal(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "Missing: prompt or --prompts"),
-        (("x", "--lossless"), "full depth drafts nothing"),
         (("x", "--stop", ""), "a text of at least one character"),
         (("x", "--seed", "9" * 23), "seed"),
-        (("x", "--top-k", "-1"), "--top-k"),
-        (("--prompts", "nowhere.txt"), "There is no file nowhere.txt"),
         (("--prompts", "/dev/zero"), "a device or a pipe"),
-        (("x", "--temperature", "nan"), "temperature"),
         (("x", "--temperature", "1e400"), "temperature"),
         (("x", "--policy", "other.json"), "calibrated for another model"),
     ],

@@ -15,10 +15,7 @@ from loopscope.scope import Scope
 def test_on_another_model_it_is_refused(
     mine: Path, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "examples.txt").write_text("+ 1 2\n")
     for words in (
-        ("evaluate", recording_of(mine, "test"), "--policy", foreign),
-        ("run", mine, tmp_path / "examples.txt", "--policy", foreign),
         ("report", mine, "--policy", foreign, "--out", tmp_path / "report"),
         ("bench", "exits", mine, "--policy", foreign, "--rounds", 1),
     ):
@@ -45,20 +42,15 @@ def test_an_altered_file_is_refused(
     file, data = tmp_path / "policy.json", read_json(policy)
     file.write_text(json.dumps(data))  # written otherwise, it is the same
     assert ls.ExitPolicy.load(file) == ls.ExitPolicy.load(policy)
-    promise = data["guarantee"]
+    certificate, promise = data["certificate"], data["certificate"]["guarantee"]
     for changes, sentence in (
         ({"tresholds": 1}, "unknown key `tresholds`"),
         ({"schema_version": 99}, "schema_version"),
         ({"threshold": "low"}, "threshold"),
-        ({"readout": "mood", "guarantee": None}, "the readout 'mood', which is not installed"),
-        ({"guarantee": {"max_drop": 0.1}}, "guarantee"),
-        ({"guarantee": promise | {"max_drop": 1.5}}, "max_drop"),
-        ({"guarantee": promise | {"mood": 1}}, "unknown key `mood`"),
-        ({"guarantee": promise | {"max_drop": 0.05}}, "was altered"),
-        ({"guarantee": promise | {"per_difficulty": True}}, "was altered"),
-        ({"threshold": 0.0}, "was altered"),
-        ({"model": None}, "was altered"),
-        ({"digest": ""}, "was altered"),
+        ({"readout": "mood", "certificate": None}, "the readout 'mood', which is not installed"),
+        ({"certificate": {"guarantee": promise}}, "certificate"),
+        ({"certificate": certificate | {"guarantee": promise | {"max_drop": 1.5}}}, "max_drop"),
+        ({"certificate": certificate | {"mood": 1}}, "unknown key `mood`"),
     ):
         file.write_text(json.dumps(data | changes))
         assert sentence in refusal(capsys, "evaluate", recording_of(mine, "test"), "--policy", file)

@@ -45,7 +45,7 @@ def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, capsys: pyt
     assert f"{tmp_path} held a report on other; this one, on {mine.name}, takes its place." in said.err
     (model,) = json.loads((tmp_path / "results.json").read_bytes())["models"]
     (certified,) = model["certified"]
-    assert certified["guarantee"] == read_json(policy)["guarantee"]
+    assert certified["guarantee"] == read_json(policy)["certificate"]["guarantee"]
     assert certified["threshold"] == read_json(policy)["threshold"]
     assert run("evaluate", recording_of(mine, "test"), "--policy", policy, "--json") == 0
     assert certified["held_out"] == json.loads(capsys.readouterr().out)
@@ -93,7 +93,7 @@ def test_whoever_waits_at_a_terminal_sees_how_far_it_is(tmp_path: Path, monkeypa
     for seed, split in enumerate(("validation", "test")):
         random_trajectory(seed, rows=60, split=split).save(tmp_path / "mine" / split)
     for words, kind, seen in (
-        (("diagnose", tmp_path / "mine"), Terminal, ("diagnosing", "the gaps", "3/3")),
+        (("diagnose", tmp_path / "mine"), Terminal, ("diagnosing", "3/3")),
         (("diagnose", tmp_path / "mine"), io.StringIO, ()),
         (("diagnose", tmp_path / "mine", "--json"), Terminal, ()),
         (("report", tmp_path / "mine", "--product", "headline", "--out", tmp_path), Terminal, ("analysing", "1/1")),

@@ -57,7 +57,7 @@ def test_from_standard_input_to_a_file(
         (("--readout", "gate", "--threshold", 0.5), "no gate"),
         (("--readout", "oracle"), "needs the labels"),
         (("--readout", "best"), "no readout 'best'"),
-        (("--readout", "fixed", "--threshold", 9), "beyond the model's 3 loops"),
+        (("--readout", "fixed", "--threshold", 9), "beyond the 3 loops here"),
     ],
 )
 def test_a_policy_that_cannot_run_is_refused(

@@ -1,12 +1,12 @@
-"""`loopscope train` from the command line."""
+"""`loopscope train` and `loopscope pretrain`: runs of a task, and from a text through both of Ouro's stages."""
 
 import json
 from pathlib import Path
 
 import pytest
-from conftest import GATED
+from conftest import GATED, TINY_OURO, tiny_text
 
-from cli.conftest import run, settings
+from cli.conftest import refusal, run, settings
 
 
 def test_train_shows_loss_and_accuracy_of_every_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,3 +18,35 @@ def test_train_shows_loss_and_accuracy_of_every_loop(tmp_path: Path, capsys: pyt
     result = json.loads(capsys.readouterr().out)
     assert result["resumed_from"] == 12
     assert len(result["validation_accuracy"]) == len(result["validation_loss"]) == 3
+
+
+def test_a_text_that_is_too_short_leaves_the_folder_to_a_longer_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, validation = tiny_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY_OURO)
+    (tmp_path / "short.txt").write_text("A cat.")
+    words = ("pretrain", tmp_path / "tiny.toml", "--validation", validation, "--out", tmp_path / "run")
+    words += ("--set", "training.steps=1", "--text")
+    assert "less than one window of" in refusal(capsys, *words, tmp_path / "short.txt")
+    assert not (tmp_path / "run").exists()
+    assert run(*words, train) == 0
+    assert "holds a run with other settings (--text)" in refusal(capsys, *words, validation)
+
+
+def test_from_a_text_to_stage_ii(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, validation = tiny_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY_OURO)
+    folder, recordings, gate, refitted = (tmp_path / name for name in ("run", "recordings", "gate", "stage2"))
+    pretrain = ("pretrain", tmp_path / "tiny.toml", "--text", train, "--validation", validation, "--out", folder)
+    assert run(*pretrain, "--set", "training.steps=4", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["validation_loss"]) == 3
+    record = ("record", "text", folder, train, "--split", "train", "--limit", 300, "--hidden")
+    assert run(*record, "--out", recordings, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["tokens"], summary["loops"], summary["agreement"][-1]) == (300, 3, 1.0)
+    assert run("gate", "fit", recordings, "--objective", "utility", "--steps", 5, "--out", gate) == 0
+    assert run("gate", "write", gate, folder, "--out", refitted) == 0
+    assert run("record", "text", refitted, validation, "--limit", 100) == 0
+    assert "100 next tokens" in capsys.readouterr().out
+    assert (refitted / "recordings" / "validation" / "manifest.json").is_file()

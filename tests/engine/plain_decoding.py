@@ -37,8 +37,8 @@ class PlainDecoder:
     ) -> Tensor:
         query, key, value = torch.split(projected[0], list(heads))  # [H, K]
         if rotary is not None:
-            place = torch.tensor([[self.position]])
-            query, key = (rotary.rotate(part[None, :, None], place)[0, :, 0] for part in (query, key))
+            angles = rotary.angles(torch.tensor([self.position]), query.dtype, self.position + 1)
+            query, key = (rotary.apply_rotary(part, angles) for part in (query, key))
         stored = self.kept[layer, self.place(layer, self.loop)]
         stored[self.position] = (key, value)
         keys, values = (torch.stack([stored[p][part] for p in range(self.position + 1)]) for part in (0, 1))

@@ -13,7 +13,7 @@ import loopscope as ls
 from loopscope.engine import decoder
 from loopscope.engine.decoder import Decoder
 from loopscope.engine.generation import Prompt, generate
-from loopscope.models.attention import cached_attention
+from loopscope.models import attention
 from loopscope.models.looped_model import LoopedModel, LoopState
 
 FULL = ls.ExitPolicy("margin", 1e9)  # asked at every loop
@@ -59,10 +59,10 @@ def written_by_a_token(context: int, rows: int) -> int:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_what_a_token_writes_does_not_grow_with_its_context(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_attention, "_FEW", {"cpu": 0})
+    monkeypatch.setattr(attention, "MAX_GATHERED_ON_CPU", 0)
     short, long = (written_by_a_token(context, rows) for context in (100, 600))
     assert short == long
-    monkeypatch.setattr(cached_attention, "_FEW", {"cpu": 1 << 30})
+    monkeypatch.setattr(attention, "MAX_GATHERED_ON_CPU", 1 << 30)
     copied = written_by_a_token(600, rows)
     assert copied == long if rows == 1 else copied > 5 * long  # the measure sees copies
 
@@ -73,7 +73,7 @@ def test_rows_are_the_same_copied_and_where_they_are(name: str, monkeypatch: pyt
     prompts = [Prompt(key, draw.integers(0, 50, length)) for key, length in enumerate((3, 40, 9, 80, 11))]
     texts = []
     for few in (0, 1 << 30):
-        monkeypatch.setattr(cached_attention, "_FEW", {"cpu": few})
+        monkeypatch.setattr(attention, "MAX_GATHERED_ON_CPU", few)
         found = generate(MODELS[name](), prompts, ls.ExitPolicy("top1", 0.075), max_new_tokens=8, batch_size=4)
         texts.append([(each.tokens, each.loops) for each in found])
     assert texts[0] == texts[1]

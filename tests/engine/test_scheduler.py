@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN
+from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
 from loopscope.engine.requests import Request, choices, task_requests
@@ -18,6 +18,7 @@ from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_task
 from loopscope.training.run_folder import read_run_settings
+from loopscope.training.task_run import initial_model
 
 
 @pytest.fixture(scope="module")
@@ -193,25 +194,14 @@ def test_choices_of_a_question_stop_together(readout: str) -> None:
             assert np.allclose(answer.logits, expected[np.isfinite(expected)], atol=1e-4)
 
 
-def test_impossible_requests_are_refused(model: LoopedModel, requests: list[Request], gated_run: Path) -> None:
+def test_impossible_requests_are_refused() -> None:
     row = np.array([1, 2, 3])
     for rows, scored, norms in (([row[:0]], [], []), ([row, row], [3, 1], []), ([row, row], [0, 1], [])):
         with pytest.raises(ls.UserError):
             Request(0, rows, scored, norms)
-    for rows, scored in (([row, row], []), ([row, row], [1])):
-        with pytest.raises(ValueError, match="zip"):
-            Request(0, rows, scored)
     for norms in ((0.0, 1.0), (np.nan, 1.0), (1.0,)):
         with pytest.raises(ls.UserError, match="a number above 0"):
             Request(0, [row, row], [1, 1], norms)
-    margin = ls.ExitPolicy("margin", 1.0)
-    for asked, words in (
-        ([requests[0], choices(1, row, [row, row])], "cannot run together"),
-        ([Request(0, [np.ones(12, dtype=np.int64)])], "block size is 11"),
-        ([Request(0, [np.array([0, 99])])], "vocabulary"),
-    ):
-        with pytest.raises(ls.UserError, match=words):
-            list(run(model, margin, asked))
 
 
 def test_those_before_a_bad_request_are_answered(model: LoopedModel, requests: list[Request]) -> None:
@@ -223,10 +213,6 @@ def test_those_before_a_bad_request_are_answered(model: LoopedModel, requests: l
 
 
 def test_a_row_that_overflows_harms_nobody_else(requests: list[Request]) -> None:
-    from conftest import tiny_settings
-
-    from loopscope.training.task_run import initial_model
-
     model = initial_model(tiny_settings()).eval()
     row = np.array([6, 4, 0, 1, 7])
     head = model.embedding.weight.detach().clone()
@@ -246,7 +232,7 @@ def test_tokens_of_any_whole_type(model: LoopedModel, requests: list[Request]) -
     for dtype in (np.uint8, np.int32, np.uint64):
         (answer,) = run(model, ls.ExitPolicy("fixed", 1), [Request(0, [requests[0].rows[0].astype(dtype)])])
         assert np.array_equal(answer.logits, same.logits)
-    with pytest.raises(ls.UserError, match="a whole number each"):
+    with pytest.raises(ls.UserError, match="must be whole numbers"):
         Request(0, [np.array([1.0])])
 
 
@@ -260,15 +246,6 @@ def test_only_who_exits_needs_scores() -> None:
     loops = [answer.loop for answer in run(model, ls.ExitPolicy("gate", 0.5), questions, 12)]
     assert len(set(loops)) > 1
     assert sum(asked) == 20 * (1 + 3)  # the first tokens of all choices are predicted at one place
-
-
-def test_no_gate_no_gate_readout(requests: list[Request]) -> None:
-    from conftest import tiny_settings
-
-    from loopscope.training.task_run import initial_model
-
-    with pytest.raises(ls.UserError, match="no gate"):
-        list(run(initial_model(tiny_settings()).eval(), ls.ExitPolicy("gate", 0.5), requests))
 
 
 def test_in_order() -> None:

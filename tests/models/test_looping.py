@@ -76,12 +76,10 @@ def test_old_and_low_precision_files(llama: tuple[Path, Any], tmp_path: Path) ->
 CONFIGURED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "mixtral"}, "of type 'mixtral'; what can be looped is llama, mistral, qwen2, qwen3"),
     ("llama", {"num_local_experts": 8}, "num_local_experts"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0}}, "rope_type"),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, "factor is missing"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     ("llama", {"num_hidden_layers": 7}, "no tensor 'model.layers.6"),
-    ("llama", {"num_hidden_layers": "6"}, "num_hidden_layers"),
     ("llama", {"attention_bias": True}, "no tensor 'model.layers.0.self_attn.q_proj.bias'"),
     ("mistral", {"sliding_window": 64}, "a sliding window .of 64 tokens. is not supported"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
@@ -111,13 +109,10 @@ def test_what_cannot_be_looped_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"core": 0}, "core"),
         ({"prelude": 4, "core": 3}, "the core .3. are more than the 6 layers"),
         ({"drop": [0], "core": 4}, "more than the 5 layers"),
         ({"drop": [6]}, "no layer 6 to drop"),
-        ({"loops": 10_000}, "loops"),
         ({"damping": 1.5}, "damping"),
-        ({"gate": "mlp"}, "gate"),
     ],
 )
 def test_wrong_options_are_refused(
@@ -131,7 +126,6 @@ def test_wrong_options_are_refused(
     ("changes", "words"),
     [
         ({"prelude": 5}, "more than the 6 layers"),
-        ({"damping": 0}, "damping"),
         ({"more": 1}, "unknown key"),
         ({"injection": True}, "no tensor 'model.injection.weight'"),
         ({"gate": "none"}, "does not know: 'model.early_exit_gate"),

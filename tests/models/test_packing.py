@@ -10,12 +10,13 @@ from benchmarks.padded_baseline import plain_losses
 from loopscope.models.attention import attention_groups
 from loopscope.models.packing import Layout, share_prefixes
 from loopscope.models.transformer import LoopedTransformer
+from loopscope.training.objectives import objective_loss
 from loopscope.training.settings import RunSettings
 from loopscope.training.task_run import AnswerLosses, initial_model, training_batches
 
 
 def gradients(settings: RunSettings, model: LoopedTransformer, losses: Tensor, gates: Tensor | None) -> list[Tensor]:
-    loss = settings.objective.loss(losses, gates)
+    loss = objective_loss(settings.objective, losses, gates)
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 

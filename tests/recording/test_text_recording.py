@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import loopscope as ls
-from loopscope.documents import read_documents, tokenize_documents
+from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording import text_recording
 from loopscope.recording.text_recording import cut_documents, record_text

@@ -83,12 +83,7 @@ def test_a_line_over_seeds_is_their_mean_and_range(results: Results) -> None:
     assert fixed.loops.tolist() == [1, 2, 3, 4]
     assert fixed.accuracy[3] == pytest.approx(np.mean([results.models[seed].forced_accuracy[3] for seed in (0, 1)]))
     one = Line.of(both[:1])
-    assert (one.seeds, one.low.tolist()) == (1, sorted_by_loops(both[0], both[0].accuracy_low))
-
-
-def sorted_by_loops(frontier: FrontierResult, values: list[float]) -> list[float]:
-    order = np.lexsort((frontier.accuracy, frontier.average_loops))
-    return [values[place] for place in order]
+    assert (one.seeds, sorted(one.low.tolist())) == (1, sorted(both[0].accuracy_low))
 
 
 def test_lines_on_each_other_are_drawn_once_and_said_to_be() -> None:
@@ -106,7 +101,7 @@ def test_lines_on_each_other_are_drawn_once_and_said_to_be() -> None:
     assert told == [(("top1", "margin"),), (("entropy", "top1", "margin"),)]  # one that is drawn nowhere is said, too
     everywhere = chosen_lines([first, first], [WHOLE, WHOLE])
     assert everywhere.merged == (("entropy", "top1"),)
-    made = frontiers([first, first])
+    made = frontiers([first, Panel("without lines", [], 4, 0.9), first])
     assert made is not None
     assert key_of(made(STYLES["page"])) == ["entropy ≈ top1", "margin"]
     assert "drawn once" in foot_of(made(STYLES["page"]))
@@ -227,11 +222,6 @@ def test_difficulties_and_notes_are_legible_on_a_dark_ground() -> None:
     ground = luminance("#14181d")
     for colour in (GREY, *shades_of([float(level) for level in range(50)]).values()):
         assert (luminance(DARK[colour]) + 0.05) / (ground + 0.05) >= 3  # what WCAG asks of graphics
-
-
-def test_a_model_without_lines_or_difficulties_gives_no_figure() -> None:
-    assert frontiers([]) is None
-    assert frontiers([Panel("empty", [], 4, 0.9)]) is None
 
 
 def test_nothing_is_said_to_be_by_difficulty_where_there_is_none(results: Results) -> None:

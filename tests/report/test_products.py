@@ -2,15 +2,13 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, strategies as st
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from pages import source, written
 
-from loopscope.errors import UserError, visible
+from loopscope.errors import visible
 from loopscope.report.products import Product, markdown, markdown_text
 from loopscope.report.tables import Table
 
@@ -60,8 +58,3 @@ def test_a_title_is_one_heading(title: str) -> None:
 )
 def test_ordinary_names_stay_as_they_are(text: str) -> None:
     assert markdown_text(text) == text
-
-
-def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'bad.udcff' is no UTF-8"):
-        written([source("bad\udcff", 0)], tmp_path / "report")

@@ -153,7 +153,7 @@ def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.Captu
         (["run", "paper", *out], "start it anyway with --force"),
         (["run", str(TINY), *out, "--device", "foo"], "There is no device 'foo'"),
         (["run", str(TINY), *out, "--store", str(tmp_path / "file")], "is a file"),
-        (["run", str(TINY), *out, "--address", "auto"], "add --engine ray"),
+        (["run", str(TINY), *out, "--address", "auto"], "--address needs --engine"),
     ):
         assert main(["study", *words]) == 2
         assert told in capsys.readouterr().err

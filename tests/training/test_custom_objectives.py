@@ -38,13 +38,9 @@ def noisy(loops, noise=0.1):
     halts = loops.gate_logits.sigmoid() if loops.gate_logits is not None else 0
     return ((helper() + drawn) * (loops.cross_entropy + halts)).mean()
 
-number = 3
-
 def one(loops): return 1.0
 def by_loop(loops): return loops.cross_entropy.mean(1)
 def leaves(loops): raise SystemExit(3)
-def imaginary(loops): return loops.cross_entropy.mean() * 1j
-def rows(loops): return loops.cross_entropy
 def broken(loops): return loops.nothing
 def infinite(loops): return (loops.cross_entropy / 0).mean()
 def detached(loops): return loops.cross_entropy.detach().mean()
@@ -133,12 +129,9 @@ def test_the_run_names_it_and_nobody_but_training_imports_it(write: Write, tmp_p
     ("function", "words"),
     [
         ("missing", "cannot be imported: AttributeError: module 'losses_"),
-        ("number", "cannot be imported: AttributeError: 'int' object has no attribute '__module__'"),
         ("one", "returned float; it must return the loss of the batch"),
-        ("rows", "returned a tensor of shape [3, 5]"),
         ("by_loop", "returned a tensor of shape [3]"),
         ("leaves", "failed: SystemExit: 3"),
-        ("imaginary", "and torch.complex64"),
         ("broken", "AttributeError: 'LoopLosses' object has no attribute 'nothing' (losses_"),
         ("infinite", "is not finite"),
         ("detached", "without detach() or item()"),
@@ -165,7 +158,6 @@ def test_what_is_wrong_is_said_before_anything_is_written(
             "cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all' (losses_",
         ),
         ("def noisy(:\n", "cannot be imported: SyntaxError: invalid syntax"),
-        ("raise SystemExit(3)\n", "cannot be imported: SystemExit: 3"),
         ("from loopscope.training.objectives import expected_loss as noisy\n", "it is defined in 'loopscope.training"),
     ],
 )
@@ -179,11 +171,6 @@ def test_a_module_that_cannot_be_used_is_explained(write: Write, tmp_path: Path,
 def test_a_module_without_source_text_is_explained(tmp_path: Path, name: str) -> None:
     with pytest.raises(ls.UserError, match=f"There is no module '{name}' with a source text for the objective"):
         ls.train("demo", tmp_path / "run", overrides=[*TINY, f"objective={name}:f"])
-
-
-def test_a_gate_that_it_would_not_train_is_rejected(write: Write, tmp_path: Path) -> None:
-    with pytest.raises(ls.UserError, match=r"does not use loops\.gate_logits.*model\.gate = 'none'"):
-        ls.train(tiny_settings(f"objective={write()}:last", "model.gate=linear"), tmp_path / "run")
 
 
 def last_loops(loops: ls.LoopLosses, weight: float = 1.0) -> torch.Tensor:
@@ -204,21 +191,6 @@ def test_from_python_a_function_is_given(tmp_path: Path) -> None:
     for wrong in (lambda loops: loops.cross_entropy[-1], "nothing", None):  # options alone have no function
         with pytest.raises(ls.UserError, match=r"no objective '.*'; choose one of final"):
             ls.train(tiny_settings(), tmp_path / "other", objective=wrong, options={"weight": 1})
-
-
-def test_code_that_is_not_what_its_file_says_is_rejected(write: Write, tmp_path: Path) -> None:
-    """As in a notebook: the file was changed, and Python still has the old one."""
-    name = write()
-    load_objective(Objective(name=f"{name}:noisy"), 0)
-    (tmp_path / f"{name}.py").write_text(NOISY.replace("noise * torch", "2 * noise * torch"))
-    with pytest.raises(ls.UserError, match="was changed after Python had imported it"):
-        ls.train(tiny_settings(f"objective={name}:noisy"), tmp_path / "other")
-
-
-def test_settings_that_name_a_source_are_held_to_it(write: Write, tmp_path: Path) -> None:
-    changes = f"objective={write()}:noisy", "objective.source_sha256=abc"
-    with pytest.raises(ls.UserError, match="is not the one that these settings name"):
-        ls.train(tiny_settings(*changes), tmp_path / "run")
 
 
 def test_a_language_model_trains_with_it(write: Write, tmp_path: Path) -> None:

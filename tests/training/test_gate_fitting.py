@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, random_trajectory
+from conftest import GOLDEN
 
 import loopscope as ls
 from loopscope.artifacts import sha256
@@ -133,12 +133,3 @@ def test_it_becomes_ouros_gate(tmp_path: Path) -> None:
         write_back(gate, checkpoint, tmp_path / "new")
     with pytest.raises(ls.UserError, match="another model"):
         write_back(FittedGate(gate.weight, gate.bias, provenance={"weights_sha256": "x"}), checkpoint, tmp_path / "b")
-
-
-def test_what_cannot_be_fitted_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="record it with --hidden"):
-        fit_gate(random_trajectory(hidden=None), GateSettings())
-    with pytest.raises(ls.UserError, match="must not be fitted on the test split"):
-        fit_gate(random_trajectory(split="test"), GateSettings())
-    with pytest.raises(ls.UserError, match="no gate to fit"):
-        fit_gate(random_trajectory(loops=1), GateSettings())

@@ -30,7 +30,7 @@ LEVEL = 0.95
 ENOUGH = 0.95
 """A number is compared, or given an interval, where at least this share of the resamples have it."""
 RESAMPLES = 1000
-SEED = 0
+_SEED = 0
 _CHUNK = 50
 _MOST_KEPT = 1 << 25
 """The largest table of counts that is kept between calls, in bytes: 33,000 examples at 1,000 resamples."""
@@ -39,7 +39,7 @@ _ROUNDING = 1e-10
 
 
 def resampled_sums(
-    contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, seed: int = SEED, units: Units = None
+    contributions: "NDArray[np.float32] | csr_array", resamples: int = RESAMPLES, units: Units = None
 ) -> Sums:
     """[1 + R, K] column sums of [N, K]: of the sample itself, then of each resample of units [N] (None: of rows)."""
     if units is not None:
@@ -48,14 +48,14 @@ def resampled_sums(
     rows = contributions.shape[0]
     draws = _kept_counts if rows * resamples <= _MOST_KEPT else _counts
     sums = [contributions.sum(axis=0, dtype=np.float64)[None]]
-    for counts in draws(rows, resamples, seed):
+    for counts in draws(rows, resamples):
         sums.append((counts.astype(np.float32) @ contributions).astype(np.float64))  # exact: whole numbers below 2**24
     return np.concatenate(sums)
 
 
-def _counts(rows: int, resamples: int, seed: int) -> Iterator[NDArray[np.uint8]]:
+def _counts(rows: int, resamples: int) -> Iterator[NDArray[np.uint8]]:
     """[R, rows] how often each row is drawn, some resamples at a time; no row is ever drawn 256 times."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(_SEED)
     for start in range(0, resamples, _CHUNK):
         size = (min(_CHUNK, resamples - start), rows)
         drawn = rng.integers(0, rows, size) + np.arange(size[0])[:, None] * rows
@@ -63,9 +63,9 @@ def _counts(rows: int, resamples: int, seed: int) -> Iterator[NDArray[np.uint8]]
 
 
 @lru_cache(maxsize=8)
-def _kept_counts(rows: int, resamples: int, seed: int) -> tuple[NDArray[np.uint8], ...]:
+def _kept_counts(rows: int, resamples: int) -> tuple[NDArray[np.uint8], ...]:
     """The same counts, kept: every readout, grid and mean of a model is resampled alike."""
-    return tuple(_counts(rows, resamples, seed))
+    return tuple(_counts(rows, resamples))
 
 
 def resampled_means(values: NDArray[np.float32], resamples: int = RESAMPLES, units: Units = None) -> Sums:
@@ -87,23 +87,15 @@ class Interval:
 
 def interval(values: Sums) -> Interval | None:
     """Of [1 + R] values, the sample's own first; None where no resample has one (NaN)."""
-    found = intervals(values[:, None])
-    if not found.reached[0]:
-        return None
-    return Interval(float(found.low[0]), float(found.high[0]), float(found.reached[0]))
+    low, high, reached = (float(bound[0]) for bound in intervals(values[:, None]))
+    return Interval(low, high, reached) if reached else None
 
 
-@dataclass(frozen=True)
-class Intervals:
-    """The same for many numbers, [K] each; NaN where no resample has one."""
+def intervals(values: Sums) -> tuple[Sums, Sums, Sums]:
+    """The same for many numbers, of [1 + R, K] values: low and high ends (NaN where there are none), and shares [K].
 
-    low: Sums
-    high: Sums
-    reached: Sums
-
-
-def intervals(values: Sums) -> Intervals:
-    """Of [1 + R, K] values, the samples' own first; as `np.nanpercentile` has them, and faster."""
+    As `np.nanpercentile` has them, and faster.
+    """
     rising = np.sort(values[1:], axis=0)  # NaN last
     known = (~np.isnan(rising)).sum(axis=0)
     last = np.maximum(known - 1, 0)
@@ -116,7 +108,7 @@ def intervals(values: Sums) -> Intervals:
         return np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
 
     tail = 50 * (1 - LEVEL)
-    return Intervals(quantile(tail / 100), quantile((100 - tail) / 100), known / len(rising))
+    return quantile(tail / 100), quantile((100 - tail) / 100), known / len(rising)
 
 
 @dataclass(frozen=True)

@@ -111,13 +111,10 @@ class Comparison:
 
     @property
     def _on_selected(self) -> str:
-        both = self.selected
-        names, signs = (both.first, both.second), [_sign(each) for each in (both.loops, both.accuracy)]
-        fewer = ("takes fewer loops", "take as many loops", "which of the two takes fewer loops is open")
-        right = ("is more accurate", "are equally accurate", "which of the two is more accurate is open")
-        signs[0] = None if signs[0] is None else -signs[0]  # of loops, less is better
-        found = "; ".join(_words(sign, names, words) for sign, words in zip(signs, (fewer, right), strict=True))
-        return f"At the thresholds that validation chose, {found}."
+        first, second = self.selected.first, self.selected.second
+        loops = _judged(self.selected.loops, second, first, "takes fewer loops", "take as many loops")
+        accuracy = _judged(self.selected.accuracy, first, second, "is more accurate", "are equally accurate")
+        return f"At the thresholds that validation chose, {loops}; {accuracy}."
 
     @property
     def rows(self) -> list[list[str]]:
@@ -143,18 +140,13 @@ class Comparison:
     __repr__ = __str__
 
 
-def _sign(found: Estimate) -> int | None:
-    """1 or -1 where the interval excludes zero, 0 where it is zero; None where it is open."""
-    if found.low == found.high == 0:
-        return 0
-    return 1 if found.low > 0 else -1 if found.high < 0 else None
-
-
-def _words(sign: int | None, names: tuple[str, str], words: tuple[str, str, str]) -> str:
-    """Which of the two is better, that both are equal, or that it is open."""
-    if sign is None:
-        return words[2]
-    return f"both {words[1]}" if sign == 0 else f"{names[0] if sign > 0 else names[1]} {words[0]}"
+def _judged(difference: Estimate, if_above: str, if_below: str, better: str, equal: str) -> str:
+    """Which of the two is better, if the interval lies above or below zero; that both are equal, or that it is open."""
+    if difference.low == difference.high == 0:
+        return f"both {equal}"
+    if difference.low <= 0 <= difference.high:
+        return f"which of the two {better} is open"
+    return f"{if_above if difference.low > 0 else if_below} {better}"
 
 
 def compare(

@@ -42,9 +42,9 @@ def by_difficulty(values: NDArray[Any], trajectory: Trajectory) -> Binned:
         inside = bins == level
         with np.errstate(invalid="ignore"):  # an infinite signal has no interval
             units = None if trajectory.units is None else np.unique(trajectory.units[inside], return_inverse=True)[1]
-            bounds = intervals(resampled_means(values[inside].astype(np.float32), units=units))
-        low.append(rounded(bounds.low))
-        high.append(rounded(bounds.high))
+            lowest, highest, _ = intervals(resampled_means(values[inside].astype(np.float32), units=units))
+        low.append(rounded(lowest))
+        high.append(rounded(highest))
     means = [[None if np.isnan(mean) else mean for mean in row] for row in _bin_means(values, bins).tolist()]
     return Binned([float(level) for level in levels], np.bincount(bins).tolist(), means, low, high)
 

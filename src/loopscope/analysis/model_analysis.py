@@ -37,7 +37,7 @@ from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC, has_threshold, needs_labels
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import FITTED, STOPPER, own_name
-from loopscope.recording_paths import ANALYSED, find_recordings, recorded_name
+from loopscope.recording_paths import find_recordings, recorded_name
 from loopscope.threshold_grids import available_readouts
 from loopscope.trajectory import Trajectory
 
@@ -70,17 +70,19 @@ class ModelRecordings:
 def read_recordings(run: Path, unseen_only: bool = False) -> ModelRecordings:
     """The recordings `validation` and `test` of a run, which may be given by its folder or by theirs."""
     folder = find_recordings(run)
-    whole = {split: Trajectory.load(folder / split) for split in ANALYSED}
-    validation, test = (only_unseen(each, unseen_only, folder / split) for split, each in whole.items())
-    return ModelRecordings(recorded_name(folder), validation, test, unseen_only=unseen_only, whole_test=whole["test"])
+    return load_recordings(recorded_name(folder), folder / "validation", folder / "test", unseen_only)
 
 
-def only_unseen(trajectory: Trajectory, unseen_only: bool, folder: Path) -> Trajectory:
-    """The recording in `folder`, or only those of its examples that training did not have."""
-    try:
-        return trajectory.unseen() if unseen_only else trajectory
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
+def load_recordings(name: str, validation: Path, test: Path, unseen_only: bool) -> ModelRecordings:
+    """The recordings in these folders, or only those of their examples that training did not have."""
+    whole = {folder: Trajectory.load(folder) for folder in (validation, test)}
+    counted = dict(whole)
+    for folder in whole if unseen_only else ():
+        try:
+            counted[folder] = whole[folder].unseen()
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from None
+    return ModelRecordings(name, counted[validation], counted[test], unseen_only=unseen_only, whole_test=whole[test])
 
 
 def analyse_models(
@@ -194,15 +196,15 @@ def frontier_result(
     """A frontier whose curve has the points that are drawn, and whose depths are of all of its grid."""
     frontier, point = detail.frontier, detail.frontier.select()
     drawn = detail.resampled.at(detail.on_grid)
-    bounds = intervals(drawn.accuracy)
+    low, high, _ = intervals(drawn.accuracy)
     means = resampled_means(exits_of(point.policy, evaluation), units=evaluation.units)
     return schema.FrontierResult(
         readout=frontier.readout,
         thresholds=[] if needs_labels(frontier.readout) else detail.thresholds[detail.on_grid].tolist(),
         accuracy=drawn.accuracy[0].tolist(),
         average_loops=drawn.average_loops[0].tolist(),
-        accuracy_low=schema.rounded(bounds.low),
-        accuracy_high=schema.rounded(bounds.high),
+        accuracy_low=schema.rounded(low),
+        accuracy_high=schema.rounded(high),
         depth_at={level.target.key: frontier.depth_at(level.reached) for level in levels},
         depth_interval={level.target.key: interval(detail.depths.depth_at(level.reached)) for level in levels},
         calibration_depth_at={level.target.key: frontier.calibration_depth_at(level.accuracy) for level in levels},

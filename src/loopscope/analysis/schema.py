@@ -253,6 +253,12 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: list[GroupResult]
     latency: list[QuestionBench] = []  # of checkpoints whose exits were timed
 
+    @property
+    def grouped(self) -> list[tuple[GroupResult, list[ModelResult]]]:
+        """Every group with its runs, which differ in their seed only."""
+        models = {model.name: model for model in self.models}
+        return [(group, [models[name] for name in group.names]) for group in self.groups]
+
 
 def rounded(values: Any) -> Any:
     """To five significant digits, whatever the shape; null where there is no number. Whole numbers stay."""

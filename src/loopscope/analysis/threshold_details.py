@@ -180,11 +180,12 @@ def _curve(
     frontier, resampled = detail.frontier, detail.resampled
     accuracy, loops = resampled.accuracy, resampled.average_loops
     depths = detail.depths.depths_at(stops)
-    of_accuracy, of_loops, of_depths = (intervals(values) for values in (accuracy, loops, depths))
-    oracle = needs_labels(frontier.readout)
+    accuracy_low, accuracy_high, _ = intervals(accuracy)
+    loops_low, loops_high, _ = intervals(loops)
+    depth_low, depth_high, depth_reached = intervals(depths)
     return ReadoutCurve(
         readout=frontier.readout,
-        thresholds=[] if oracle else detail.thresholds.tolist(),
+        thresholds=[] if needs_labels(frontier.readout) else detail.thresholds.tolist(),
         extra=np.flatnonzero(~detail.on_grid).tolist(),
         chosen=detail.place(frontier.select().policy.threshold),
         at_target=detail.at_target,
@@ -194,15 +195,15 @@ def _curve(
             if each.readout == frontier.readout
         ],
         accuracy=rounded(accuracy[0]),
-        accuracy_low=rounded(of_accuracy.low),
-        accuracy_high=rounded(of_accuracy.high),
+        accuracy_low=rounded(accuracy_low),
+        accuracy_high=rounded(accuracy_high),
         loops=rounded(loops[0]),
-        loops_low=rounded(of_loops.low),
-        loops_high=rounded(of_loops.high),
+        loops_low=rounded(loops_low),
+        loops_high=rounded(loops_high),
         depth=rounded(depths[0]),
-        depth_low=rounded(of_depths.low),
-        depth_high=rounded(of_depths.high),
-        depth_reached=rounded(of_depths.reached),
+        depth_low=rounded(depth_low),
+        depth_high=rounded(depth_high),
+        depth_reached=rounded(depth_reached),
     )
 
 

@@ -21,7 +21,7 @@ from loopscope.errors import UserError
 from loopscope.models.decoder_layers import Attention
 from loopscope.models.looped_llama import LoopedLlama
 from loopscope.models.looped_model import LoopedModel
-from loopscope.models.ouro import Ouro, OuroLayer
+from loopscope.models.ouro import Ouro
 
 
 @torch.inference_mode()
@@ -102,13 +102,9 @@ class _Forward:
 
     def _through(self, layers: Iterable[Any], hidden: Tensor, loop: int) -> Tensor:
         for layer in layers:
-            if isinstance(layer, OuroLayer):
-                attended = self._attention(layer.self_attn, layer.input_layernorm(hidden), loop)
-                hidden = hidden + layer.input_layernorm_2(attended)
-                hidden = hidden + layer.post_attention_layernorm_2(layer.mlp(layer.post_attention_layernorm(hidden)))
-            else:
-                hidden = hidden + self._attention(layer.self_attn, layer.input_layernorm(hidden), loop)
-                hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            attended = self._attention(layer.self_attn, layer.input_layernorm(hidden), loop)
+            hidden = hidden + layer.input_layernorm_2(attended)
+            hidden = hidden + layer.post_attention_layernorm_2(layer.mlp(layer.post_attention_layernorm(hidden)))
         return hidden
 
     def _attention(self, own: Attention, hidden: Tensor, loop: int) -> Tensor:

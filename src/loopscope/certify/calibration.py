@@ -143,13 +143,13 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
     contents, gate = runs.contents, runs.rule.gate
     if gate is not None:
         gate.check_calibration(runs)
-    if contents.proposing is None:
+    readout = runs.rule.readout
+    if contents.proposing is None or target.readout not in (AUTO, readout):
+        what = "a policy that was given" if contents.proposing is None else f"candidates of '{readout}'"
         raise UserError(
-            "This live run is of a policy that was given, so it can check a promise (loopscope evaluate) but not make "
-            "one; run candidates, without --policy."
+            f"This live run is of {what}, so it can check a promise (loopscope evaluate) but not make this one; run "
+            "candidates of the readout, without --policy."
         )
-    if target.readout not in (AUTO, runs.rule.readout):
-        raise UserError(f"The live run is of '{runs.rule.readout}', not of '{target.readout}'; run that one.")
     _check_size(runs, runs, target, split=True)
     walk = walk_live_runs(runs, target)
     tested = DataSummary(
@@ -199,11 +199,16 @@ def candidate_readouts(target: RiskTarget, *recordings: Trajectory) -> list[str]
     return [name for name in available_readouts(*recordings) if not needs_labels(name)]
 
 
-def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted]) -> None:
+def check_recording(recording: Trajectory, gates: Mapping[str, Fitted]) -> None:
+    """Rejects a recording without an earlier exit, and gates that were fitted to it."""
     if recording.num_loops == 1:
         raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
     for gate in gates.values():
         gate.check_calibration(recording)
+
+
+def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted]) -> None:
+    check_recording(recording, gates)
     if grid is not None:
         check_split(grid, "grid's")
         check_same_model(recording, grid, "The recording and that of the grid")

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.certify.calibration import candidate_readouts, check_live_target, proposals, split_rows
+from loopscope.certify.calibration import candidate_readouts, check_live_target, check_recording, proposals, split_rows
 from loopscope.certify.live_runs import LiveRuns
 from loopscope.certify.losses import summarise_data
 from loopscope.certify.not_proven import NotProven
@@ -60,13 +60,10 @@ def propose_candidates(
     """Thresholds that a recording of a text, made at full depth, proposes to be run live with this cache."""
     gates = {} if gates is None else gates
     check_live_target(target)
-    for gate in gates.values():
-        gate.check_calibration(recording)
+    check_recording(recording, gates)
     check_split(recording, "calibration")
     if scope_of(recording).unit != "tokens" or recording.sequences is None:
         raise UserError("Live runs are for text: give a recording that `loopscope record text` made.")
-    if recording.num_loops == 1:
-        raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
     proposing, tested = split_rows(recording, target, seed)
     found, attached = summarise_data(proposing), attach(proposing, gates)
     readouts = candidate_readouts(target, attached)

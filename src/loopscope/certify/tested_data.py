@@ -3,6 +3,7 @@
 Shapes: N examples.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +15,7 @@ from loopscope.artifacts import MANIFEST, Manifest
 from loopscope.certify.live_runs import LIVE, LiveRuns, Recorded
 from loopscope.certify.losses import population, unit_count
 from loopscope.config import read_json
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reject
 from loopscope.guarantee import Guarantee, Loss
 from loopscope.model_identity import same_model
 from loopscope.policy import ExitPolicy
@@ -91,19 +92,23 @@ def promised_part(guarantee: Guarantee, recorded: Recorded) -> Recorded:
     return recorded
 
 
-def check_held_out(guarantee: Guarantee, model: str | None, trajectory: Recorded) -> None:
-    """Refuses the data that the promise of a policy for `model` rests on."""
-    if (guarantee.tested.sequences is None) != (trajectory.sequences is None):
+def check_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -> None:
+    """Rejects the data that the guarantee of a policy for `model` rests on."""
+    reject(_not_held_out(guarantee, model, recorded))
+
+
+def _not_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -> Iterator[str]:
+    if (guarantee.tested.sequences is None) != (recorded.sequences is None):
         made, here = ("single answers", "texts") if guarantee.tested.sequences is None else ("texts", "single answers")
-        raise UserError(
+        yield (
             f"The promise is about {made}, and this recording is of {here}; give one of {made}, or calibrate a policy "
             f"on a recording of {here}."
         )
     known = {guarantee.recording, guarantee.tested.sha256, guarantee.grid.sha256}
-    own = model is not None and same_model(model, trajectory.provenance.get("weights_sha256"))
+    own = model is not None and same_model(model, recorded.provenance.get("weights_sha256"))
     splits = {guarantee.tested.split, guarantee.grid.split} - {None}
-    if trajectory.sha256 in known or (own and trajectory.split in splits):
-        raise UserError(
+    if recorded.sha256 in known or (own and recorded.split in splits):
+        yield (
             "The promise rests on this data, or on the same split of the same model, which cannot say whether it is "
             "kept; give another split."
         )

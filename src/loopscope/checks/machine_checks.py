@@ -334,16 +334,8 @@ def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
             took, ideal = seconds[str(depth)], model.ideal_speedup(depth)
             faster, rate = spread(seconds[str(full)] / took), spread(len(rows) * count / took)
             note = f"realised {faster.median / ideal:.2f} of {ideal:.3g}; {rate.median:,.0f} tokens/s"
-            judged = 2 * depth <= full
-            yield Check(
-                "speed",
-                f"{name}, {depth} of {full} loops",
-                faster.median,
-                "x",
-                1.0 if judged else None,
-                faster.median >= 1.0 if judged else None,
-                note,
-            )
+            limit, passed = (1.0, faster.median >= 1.0) if 2 * depth <= full else (None, None)
+            yield Check("speed", f"{name}, {depth} of {full} loops", faster.median, "x", limit, passed, note)
 
 
 MACHINE_CHECKS: dict[CheckKind, Callable[[LoopedModel, TokenSample, str, int], Iterator[Check]]] = {

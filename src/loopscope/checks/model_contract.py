@@ -156,22 +156,21 @@ class _Contract:
 
     def repeats(self) -> Check:
         wrong = "The model says something else when it is asked a second time; keep all that changes in the state."
-        difference = self._same(self._loops(self.rows), self._together, wrong)
-        return self._holds("The same rows get the same answers.", difference)
+        return self._agree("The same rows get the same answers.", self._loops(self.rows), self._together, wrong)
 
     def order(self) -> Check:
         backwards = [values.flip(0) for values in self._loops(self.rows[::-1])]
         wrong = "What the model says of a row depends on where it stands in the batch."
-        return self._holds("The order of rows does not matter.", self._same(backwards, self._together, wrong))
+        return self._agree("The order of rows does not matter.", backwards, self._together, wrong)
 
     def alone(self) -> Check:
-        single = [self._loops([row]) for row in self.rows]
+        by_row = zip(*(self._loops([row]) for row in self.rows), strict=True)
         wrong = (
             "What the model says of a row depends on the rows beside it or on their lengths; mask what is padded, and "
             "let attention stay within a row."
         )
-        difference = self._same([torch.cat(values) for values in zip(*single, strict=True)], self._together, wrong)
-        return self._holds("A row says in a batch what it says alone.", difference)
+        alone = [torch.cat(values) for values in by_row]
+        return self._agree("A row says in a batch what it says alone.", alone, self._together, wrong)
 
     def different_loops(self) -> Check:
         """The first row goes through all loops but one, then the last joins it for one."""
@@ -186,17 +185,16 @@ class _Contract:
             "A row that joins others at a later loop says something else than alone; what step does must depend on "
             "each row's own state.loop only."
         )
-        difference = self._same(self._outputs(joined), expected, wrong)
-        return self._holds("Rows at different loops can share a batch.", difference)
+        return self._agree("Rows at different loops can share a batch.", self._outputs(joined), expected, wrong)
 
     def last_loop(self) -> Check:
         state = self._embedded(self.rows)
-        last = state.lengths - 1
-        short, difference = self.model.last_pooled(state, last), 0.0
-        if short is not None:
-            wrong = "last_pooled differs from pooled after one more step."
-            difference = self._same([short], [self.model.pooled(self.model.step(state), last)], wrong)
-        return self._holds("The last loop may leave out what is not read.", difference)
+        last, what = state.lengths - 1, "The last loop may leave out what is not read."
+        short = self.model.last_pooled(state, last)
+        if short is None:
+            return self._holds(what)
+        after = self.model.pooled(self.model.step(state), last)
+        return self._agree(what, [short], [after], "last_pooled differs from pooled after one more step.")
 
     def causality(self) -> Check:
         if not self.model.causal:
@@ -212,8 +210,8 @@ class _Contract:
             "What the model says at a token depends on the tokens after it, or on how many there are; it must set "
             "causal = False."
         )
-        difference = self._same([torch.stack(one_by_one, 1), together], [whole, whole], wrong)
-        return self._holds("A token does not see what comes after it.", difference)
+        ours = [torch.stack(one_by_one, 1), together]
+        return self._agree("A token does not see what comes after it.", ours, [whole, whole], wrong)
 
     def kv_cache(self) -> Check:
         """Rows are written token by token, at one loop, at several, and with exits, against one plain pass."""
@@ -238,8 +236,7 @@ class _Contract:
             "What the model says after cached tokens is not what it says in a plain pass; each layer that attends does "
             "so by cached_attention, under a name of its own, and positions are layout.positions."
         )
-        difference = self._same(written, expected, wrong)
-        return self._holds("Text written with the KV cache is that of the plain pass.", difference)
+        return self._agree("Text written with the KV cache is that of the plain pass.", written, expected, wrong)
 
     def branches(self) -> Check:
         """Two continuations of one context each, with and without a prefix of its own, against a plain pass of each."""
@@ -263,8 +260,8 @@ class _Contract:
             "The model scores choices otherwise than a plain pass over each; every layer that attends does so by "
             "cached_attention, and positions are layout.positions."
         )
-        difference = self._same([scores], [torch.tensor(expected)], wrong)
-        return self._holds("Choices that branch off from a context have the scores of a plain pass.", difference)
+        what = "Choices that branch off from a context have the scores of a plain pass."
+        return self._agree(what, [scores], [torch.tensor(expected)], wrong)
 
     def _plain_score(self, context: Tensor, continuation: Tensor) -> float:
         logits = self.model.loops(torch.cat((context, continuation))[None], num_loops=self.depth).logits[-1, 0]
@@ -304,6 +301,9 @@ class _Contract:
     def _holds(self, what: str, difference: float = 0.0) -> Check:
         """By how much it was missed at most, relative to the largest number compared."""
         return Check("contract", what, difference, "relative", self.tolerance, True)
+
+    def _agree(self, what: str, ours: list[Tensor], theirs: list[Tensor], wrong: str) -> Check:
+        return self._holds(what, self._same(ours, theirs, wrong))
 
     def _same(self, ours: list[Tensor], theirs: list[Tensor], wrong: str) -> float:
         """The largest difference, relative to the largest number; infinite where shapes differ or a number is none."""

@@ -31,7 +31,7 @@ from importlib import import_module
 from typing import Any
 
 from loopscope.cli.parser import Parser, VersionAction, add_verbs
-from loopscope.errors import RecordingWarning, UserError, brief, visible
+from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, visible
 from loopscope.machine import out_of_memory
 
 VERBS = {
@@ -54,8 +54,8 @@ VERBS = {
     "demo": "Train, record, diagnose and report five small models",
 }
 """Each verb, with the sentence that its help begins with."""
-_ELSEWHERE = {"demo": "study"}
-"""The module of a verb, where it is not called like the verb."""
+_ELSEWHERE = {"pretrain": "train", "demo": "study"}
+"""The module of a verb that is not called like the verb; it is defined there by `define_VERB`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,10 +76,13 @@ def answer(words: Sequence[str], make: Any) -> int:
         options.parser.check_pairs(options)
         with _warnings_as_notes():
             return options.execute(options) or 0
-    except UserError as error:
+    except (UserError, ModuleNotFoundError) as error:
+        said = missing_extra(error, "This") if isinstance(error, ModuleNotFoundError) else error
+        if not isinstance(said, UserError):
+            raise
         if _follows():
             return 0  # the first worker has the same error; failing here could end it before it has said so
-        _print_error(str(error))
+        _print_error(str(said))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _print_error(f"{where}{error.strerror or error}.")
@@ -150,5 +153,5 @@ def make_parser(verbs: Sequence[str] = tuple(VERBS)) -> Parser:
             subparsers.add_parser(name, help=sentence)
             continue
         module = import_module(f"loopscope.cli.{_ELSEWHERE.get(name, name)}")
-        (module.define_demo if name == "demo" else module.define)(subparsers)
+        getattr(module, f"define_{name}" if name in _ELSEWHERE else "define")(subparsers)
     return parser

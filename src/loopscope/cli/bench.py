@@ -14,9 +14,9 @@ from loopscope.cli.compute import device_of, working
 from loopscope.cli.options import READOUT_NAMES, add_shared, option, text_file
 from loopscope.cli.output import machine_line, percent, print_note, print_table, show
 from loopscope.cli.parser import add_group, add_verb
-from loopscope.documents import read_documents, tokenize_documents
 from loopscope.errors import UserError
 from loopscope.models.checkpoint_folder import read_model_shape
+from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.progress import track
 from loopscope.recording_paths import find_recordings
 from loopscope.scope import CacheMode, Scope

@@ -25,7 +25,7 @@ from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.tested_data import counted_in, decision_scope, load_recorded
 from loopscope.cli.inputs import check_readouts, load_gates, readout_name
-from loopscope.cli.options import READOUT_NAMES, add_shared, given, new_path, option
+from loopscope.cli.options import READOUT_NAMES, add_shared, given, new_path, option, whole
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.parser import add_verb
 from loopscope.config import build
@@ -62,7 +62,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--unseen", "promise it for inputs that training did not have")
     option(parser, "--distinct", "count every input once: a promise for inputs that are new")
     drawn = "random seed of the selection split and of the order in which sequences are tested"
-    option(parser, "--seed N", drawn, type=int, default=0)
+    option(parser, "--seed N", drawn, type=whole, default=0)
     option(parser, "--out FILE", "policy file to write", type=new_path, default="policy.json")
     option(parser, "--json", "print the policy as JSON")
 

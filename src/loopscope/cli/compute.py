@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,6 @@ from loopscope.progress import ProgressCallback, track
 
 if TYPE_CHECKING:
     import torch
-
-    from loopscope.training.parallel import Workers
 
 
 def device_of(options: argparse.Namespace) -> "torch.device":
@@ -59,14 +57,3 @@ def working(options: argparse.Namespace, title: str, *notes: str, unit: str = ""
             advance(done, total, note)
 
         yield announced
-
-
-def with_workers(options: argparse.Namespace, execute: "Callable[[argparse.Namespace, Workers], None]") -> None:
-    """Trains with the workers that torchrun started, or in this process alone."""
-    from loopscope.training.parallel import exit_worker, join_workers, shared_device
-
-    options.device = shared_device(options.device)
-    with join_workers(options.device) as workers:
-        execute(options, workers)
-    if workers.count > 1:
-        exit_worker(0)

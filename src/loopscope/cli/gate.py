@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from loopscope.certify.tested_data import counted_in
 from loopscope.cli.inputs import find_model
-from loopscope.cli.options import add_shared, given, new_path, option
+from loopscope.cli.options import add_shared, given, new_path, option, whole
 from loopscope.cli.output import print_note, print_text, show
 from loopscope.cli.parser import add_group, add_verb
 from loopscope.errors import UserError
@@ -48,7 +48,7 @@ def _define_fit(kinds: Any) -> None:
     option(parser, "--steps N", "training steps of a gate (default: 2000)")
     gains = "gain of a stopper: being right (default), or answering as full depth does, which needs no labels"
     option(parser, "--gain", gains, choices=("correct", "agreement"))
-    option(parser, "--seed N", "random seed", type=int, default=0)
+    option(parser, "--seed N", "random seed", type=whole, default=0)
     add_shared(parser, "--json")
 
 

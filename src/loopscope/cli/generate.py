@@ -28,11 +28,10 @@ import numpy as np
 import loopscope as ls
 from loopscope.cli import inputs
 from loopscope.cli.compute import announce_device, device_of
+from loopscope.cli.generation_files import GivenPrompt, Rule, new_texts, read_prompts, text_journal
 from loopscope.cli.options import COMPUTE, READOUT_NAMES, add_shared, given, number, option, share, whole
 from loopscope.cli.output import print_note
 from loopscope.cli.parser import add_verb
-from loopscope.cli.prompt_file import GivenPrompt, Rule, read_prompts
-from loopscope.cli.text_journal import new_texts, text_journal
 from loopscope.errors import UserError, visible
 from loopscope.exit_state import check_drafts
 from loopscope.models.checkpoint_folder import read_model_shape

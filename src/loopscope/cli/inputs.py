@@ -77,13 +77,13 @@ def _custom_readout(given: str) -> str:
 
 def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> None:
     """Rejects names of no readout; `oracle`, `auto`: whether the verb takes these."""
+    known = [AUTO] * auto + [name for name in READOUTS if oracle or not needs_labels(name)]
     for name in names:
-        known = [AUTO] * auto + [each for each in READOUTS if oracle or not needs_labels(each)]
-        if name in known or find_readout(name) is not None:
-            continue
-        others = f"choose one of {', '.join(known)}"
-        labels = UserError(f"The oracle needs the labels, so only `loopscope evaluate` takes it; {others}.")
-        raise labels if name in READOUTS else no_readout(name, known)
+        if name in READOUTS and name not in known:
+            others = f"choose one of {', '.join(known)}"
+            raise UserError(f"The oracle needs the labels, so only `loopscope evaluate` takes it; {others}.")
+        if name not in known and find_readout(name) is None:
+            raise no_readout(name, known)
 
 
 def policy_by_hand(readout: str, threshold: float | None, gate: Fitted | None = None) -> ExitPolicy:

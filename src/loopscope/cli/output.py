@@ -24,7 +24,6 @@ from loopscope.progress import ProgressCallback, silent, track
 
 if TYPE_CHECKING:
     from loopscope.analysis.schema import Machine
-    from loopscope.training.training_loop import RunResult
 
 
 _GAP = 2
@@ -166,15 +165,6 @@ def print_by_loop(title: str, summary: dict[str, Any], by_loop: dict[str, list[f
     cells = [[f"{x:.4f}" if name == "loss" else percent(x) for x in values] for name, values in by_loop.items()]
     rows = [[str(loop), *row] for loop, row in enumerate(zip(*cells, strict=True), start=1)]
     print_table(title, ["loop", *by_loop], rows)
-
-
-def print_trained(result: "RunResult", title: str, as_json: bool) -> None:
-    """The validation of a finished run at every loop."""
-    final = result.final
-    if as_json:
-        print_json({"run": str(result.folder), "resumed_from": result.resumed_from, **final})
-    else:
-        print_by_loop(title, {}, {name: final[f"validation_{name}"] for name in ("loss", "accuracy")}, as_json)
 
 
 def machine_line(machine: "Machine") -> str:

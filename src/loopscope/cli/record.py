@@ -19,10 +19,10 @@ from loopscope.cli.compute import device_of, working
 from loopscope.cli.options import COMPUTE, add_shared, given, number_range, option, out_folder, text_file, whole
 from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table
 from loopscope.cli.parser import Parser, add_group, add_verb
-from loopscope.documents import check_context, read_documents
 from loopscope.errors import UserError
 from loopscope.guarantee import Loss
 from loopscope.models.checkpoint_folder import read_model_shape
+from loopscope.models.tokenizer import check_context, read_documents
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback
 from loopscope.questions import BENCHMARKS, Split, benchmark_named, check_data
@@ -81,7 +81,7 @@ def _define_live(kinds: Any) -> None:
     add_shared(parser, "--gate DIR", "--any-model")
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
     inputs.add_custom_readouts(parser)
-    option(parser, "--seed N", "random seed of the selection", type=int, default=0)
+    option(parser, "--seed N", "random seed of the selection", type=whole, default=0)
     option(parser, "--batch-size N", "windows to run at a time", default=32)
     option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
     add_shared(parser, *COMPUTE)

@@ -7,9 +7,12 @@ loopscope report runs/mine --policy policy.json --out report --open
 
 import argparse
 import shlex
+import webbrowser
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopscope.cli.inputs import POLICIES, add_custom_readouts, find_run, load_policy, policies_by_model
 from loopscope.cli.options import (
@@ -21,9 +24,18 @@ from loopscope.cli.options import (
     out_folder,
     target_accuracies,
 )
-from loopscope.cli.output import watched
+from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
 from loopscope.cli.parser import add_verb
+from loopscope.errors import UserError, did_you_mean
 from loopscope.recording_paths import find_recordings, recorded_name
+
+if TYPE_CHECKING:
+    from loopscope.analysis.schema import ModelResult, Results
+    from loopscope.analysis.threshold_details import ThresholdDetails
+    from loopscope.report.products import Product
+
+_HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
+"""Products that are printed; the page has all."""
 
 
 def define(subparsers: Any) -> None:
@@ -45,24 +57,23 @@ def execute(options: argparse.Namespace) -> None:
     for path in options.policy:
         load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
-    from loopscope.cli.report_output import check_report, show_products, write_and_show
+    from loopscope.paper.counterparts import PRODUCTS
+    from loopscope.report.write import check_report_place
 
-    check_report(options.product, options.out)
-
+    check_products(options.product)
+    if not options.product:
+        check_report_place(options.out, PRODUCTS.recipes)
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
     policies = policies_by_model(options.policy, models, options.any_model)
     sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
     with watched(options, "analysing") as advance:
         results, details = analyse_models(sources, reference, targets, advance)
-    if options.product:
-        show_products(results, options.product, options.out, options.json, options.style)
-        return
     words = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
     words |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
     words |= {"out": options.out, "style": None if options.style == "page" else options.style}
     command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(words)])
-    write_and_show(results, details, options, options.out, ("overview",), (command, command))
+    show_report(results, details, options, options.out, ("overview",), (command, command))
 
 
 def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
@@ -74,3 +85,98 @@ def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
     if (recorded_name(measure), measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
         runs.insert(0, measure)
     return runs, recorded_name(measure)
+
+
+def check_products(names: Sequence[str]) -> None:
+    """Rejects names that no product and no group of them has."""
+    from loopscope.paper.counterparts import PRODUCTS
+
+    known = [*PRODUCTS.groups, *PRODUCTS.recipes]
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"There is no product '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}."
+            )
+
+
+def show_report(
+    results: "Results",
+    details: "Iterable[ThresholdDetails]",
+    options: argparse.Namespace,
+    folder: Path,
+    products: Sequence[str],
+    commands: tuple[str, str],
+) -> None:
+    """Writes the report, then prints its verdicts and the tables that matter most; or makes only --product.
+
+    `commands` are the one that made it and the one that makes its products again.
+    """
+    from loopscope.paper.counterparts import PRODUCTS, markers
+    from loopscope.report.tables import of_sequences
+    from loopscope.report.write import reported_models, write_report
+
+    made = PRODUCTS.make(results, options.product or products)
+    if options.product:
+        _show_products(PRODUCTS.names(options.product), made, folder, options)
+        return
+    earlier, names = reported_models(folder), [model.name for model in results.models]
+    if earlier and set(earlier) != set(names):
+        print_note(f"{folder} held a report on {_listed(earlier)}; this one, on {_listed(names)}, takes its place.")
+    with watched(options, "writing") as advance:
+        page = write_report(results, details, made, folder, *commands, markers(results), options.style, advance)
+    if options.open and not webbrowser.open(page.resolve().as_uri()):
+        print_note(f"No browser could be started here; open {page} in one.")
+    if options.json:
+        print_json(results)
+        return
+    models = {model.name: model for model in results.models}
+    for members in ([models[name] for name in group.names] for group in results.groups if group.names):
+        print_sentences(f"{members[0].label}{_role(members)}: {members[0].diagnosis.sentence}\n")
+    for product in made:
+        if product.table is not None and product.name in _HEADLINES:
+            print_table(product.table.title, product.table.columns, product.table.rows)
+    if note := of_sequences(results):
+        print_sentences(f"{note.lstrip()}\n")
+    print_text(f"All tables and figures: {page}")
+
+
+def _show_products(names: list[str], made: "list[Product]", folder: Path, options: argparse.Namespace) -> None:
+    """Prints these tables and writes these figures, and leaves alone whatever else is in the folder."""
+    from loopscope.report.charts import write_figure
+
+    for name in names:
+        if name not in {product.name for product in made}:
+            print_note(f"{name} cannot be made: the models that it shows are not among these.")
+    if not made:
+        raise UserError("None of these products can be made of these models.")
+    printed: list[dict[str, object]] = []
+    for name, table, figure in ((product.name, product.table, product.figure) for product in made):
+        if figure is not None:
+            write_figure(figure, folder, name, options.style)
+            printed.append({"name": name, "figure": f"{folder / name}.png"})
+            if not options.json:
+                print_text(f"{folder / name}.png, .pdf and .svg")
+        elif table is not None:
+            printed.append({"name": name, "title": table.title, "columns": table.columns, "rows": table.rows})
+            if not options.json:
+                print_table(table.title, table.columns, table.rows)
+    if options.json:
+        print_json(printed)
+
+
+def _role(members: "Sequence[ModelResult]") -> str:
+    """What is said of a run beside its name: that it is the reference, and which verdicts its other seeds get."""
+    first, *others = members
+    words = ["the reference"] if first.is_reference else []
+    if others:
+        found = Counter(other.verdict for other in others)
+        agree = set(found) == {first.verdict}
+        verdicts = ", ".join(name if len(others) == 1 else f"{name} ({count})" for name, count in found.items())
+        rest = "the other" if len(others) == 1 else "the others"
+        words.append(f"one of {len(members)} seeds; {rest}: {'the same verdict' if agree else verdicts}")
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -16,6 +16,7 @@ from loopscope.cli.compute import device_of, working
 from loopscope.cli.options import PRECISIONS, add_report_options, add_shared, given, option, option_words, out_folder
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table
 from loopscope.cli.parser import Parser, add_group, add_verb
+from loopscope.cli.report import check_products, show_report
 from loopscope.errors import UserError
 from loopscope.progress import clock
 from loopscope.studies.study_file import ExpandedStudy, expand_study
@@ -48,7 +49,7 @@ def define(subparsers: Any) -> None:
         option(group, "--data DIR", "folder with the benchmarks' files (default: from the Hub)", type=str)
         option(group, "--limit N", "take at most so many questions of every split")
         option(group, "--dtype NAME", "precision: float32, bfloat16 or float16", choices=PRECISIONS)
-        parser.set_defaults(product=None, style="page")  # of all but `report`
+        parser.set_defaults(product=(), style="page")  # of all but `report`
         if name == "run":
             _add_execution(parser)
         if name == "report":
@@ -60,7 +61,7 @@ def define_demo(subparsers: Any) -> None:
     option(parser, "--out DIR", "folder of the demo", type=out_folder, default="runs/demo")
     _add_compute(parser)
     _add_execution(parser)
-    parser.set_defaults(study="demo", product=None, style="page", device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
+    parser.set_defaults(study="demo", product=(), style="page", device="cpu", **dict.fromkeys(_CHECKPOINT_OPTIONS))
 
 
 def _add_compute(parser: Parser) -> None:
@@ -92,10 +93,9 @@ def _run(options: argparse.Namespace) -> None:
     An interrupted study continues with the same command. Whatever another study made already is used again.
     """
     expanded = _expand(options)
-    from loopscope.cli.report_output import PRODUCTS
     from loopscope.studies.executors import run_study, training_time
 
-    PRODUCTS.names(expanded.study.products)
+    check_products(expanded.study.products)
     plan, store = _make_plan(options, expanded)
     plan.check_folder(_out(options))
     if options.engine == "local" and not options.force:
@@ -131,7 +131,8 @@ def _report_finished(options: argparse.Namespace) -> None:
     expanded = _expand(options)
     device = None if options.device == "auto" else options.device
     nothing = UserError(f"Nothing of this study is analysed yet; run it with: {_command(options, 'run', device)}.")
-    if not any(_store(options).glob("analysis-*")):  # which needs no plan, and so no PyTorch
+    check_products([*expanded.study.products, *options.product])
+    if not (_out(options).exists() or any(_store(options).glob("analysis-*"))):  # which takes no plan and no PyTorch
         raise nothing
     plan, store = _make_plan(options, expanded)
     plan.check_folder(_out(options))
@@ -159,18 +160,14 @@ def _make_plan(options: argparse.Namespace, expanded: ExpandedStudy) -> tuple["P
 
 
 def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
-    from loopscope.cli.report_output import show_products, write_and_show
     from loopscope.models.device import check_device
 
     results = plan.results(store)
     folder = _out(options) / "report"
-    if options.product:
-        show_products(results, options.product, folder, options.json, options.style)
-        return
     device = None if options.device == "cpu" == check_device("auto").type else options.device
     run, report = (_command(options, kind, device) for kind in ("run", "report"))
     details = plan.details(results, store)
-    write_and_show(results, details, options, folder, plan.study.products, (run, report))
+    show_report(results, details, options, folder, plan.study.products, (run, report))
 
 
 def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
@@ -230,6 +227,7 @@ def _status(options: argparse.Namespace) -> None:
     loopscope study status mano
     """
     plan, store = _make_plan(options, _expand(options))
+    plan.check_folder(_out(options))
     states = {model.name: _state(model, store) for model in plan.models}
     if options.json:
         done = sum(step.done(store) for step in plan.steps)

@@ -18,6 +18,7 @@ Shapes: R rows of the cache, B of a step, T loops, D width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -79,15 +80,19 @@ class Decoder:
     def cache_bytes(self) -> int:
         return self._kv_cache.nbytes + self._head_cache.nbytes
 
-    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, ask: bool = True) -> None:
-        """A row begins with its prompt, which runs with the next steps; its policy is asked from now on, or later."""
+    def prefill(self, row: int, prompt: Integers, policy: ExitPolicy, ask: bool = True) -> ExitDecision:
+        """A row begins with its prompt, which runs with the next steps; its policy is asked from now on, or later.
+
+        Returns what decides about the row.
+        """
         self._grow(len(prompt), row + 1)
         self._tokens[row, : len(prompt)] = prompt
         self._lengths[row] = self._prompts[row] = len(prompt)
         self._loops[row], self._read[row] = 0, len(prompt) - 1
         self._cached[row] = self._head_cached[row] = 0
-        self._group_of[row] = self._group(policy, row)
+        group = self._group_of[row] = self._group(policy, row)
         self._begin(np.array([row]), np.array([self._depth if ask else 0]))
+        return group
 
     @torch.inference_mode()
     def append(self, rows: Sequence[int], tokens: Sequence[int], ask_until: Sequence[int] | None = None) -> None:
@@ -99,11 +104,6 @@ class Decoder:
         self._lengths[index] += 1
         self._loops[index] = 0
         self._begin(index, np.full_like(index, self._depth) if ask_until is None else np.asarray(ask_until))
-
-    def exit_decision(self, row: int) -> ExitDecision:
-        """What decides about a row."""
-        decision: ExitDecision = self._group_of[row]
-        return decision
 
     def deepen(self, row: int) -> None:
         """The token of a row that has just exited goes on to full depth instead."""
@@ -133,7 +133,9 @@ class Decoder:
                 done.append(group.keep(~self._ask(group, None)))
         readers = [group for group in self._groups if group.reads_logits]
         rows = np.concatenate([*(group.rows for group in readers), *done])
-        counts = self._counts_to_read(rows)
+        counts = np.ones_like(rows)
+        if self._drafting:  # of drafts that are at full depth now, all are read
+            counts = np.where(self._loops[rows] == self._depth, self._lengths[rows] - self._read[rows], 1)
         logits = self._logits(rows, counts)  # one call of the head for all: it is bound by reading its weights
         exits, first = np.ones(len(rows), dtype=bool), 0
         for group in readers:
@@ -162,13 +164,8 @@ class Decoder:
 
     def _ask(self, group: ExitDecision, logits: Tensor | None) -> NDArray[np.bool_]:
         """[n] who of a group exits now."""
-        return group.exits(self._loops[group.rows], logits, lambda: self._pooled(group.rows))
-
-    def _counts_to_read(self, rows: Integers) -> Integers:
-        """How many of the last tokens of rows the head reads: of drafts that are at full depth now, all."""
-        if not self._drafting:
-            return np.ones_like(rows)
-        return np.where(self._loops[rows] == self._depth, self._lengths[rows] - self._read[rows], 1)
+        pooled = partial(self._read_out, group.rows, np.ones_like(group.rows), head=False)
+        return group.exits(self._loops[group.rows], logits, pooled)
 
     def _group(self, policy: ExitPolicy, row: int) -> ExitDecision:
         """What decides about this row, with others under its policy."""
@@ -248,10 +245,6 @@ class Decoder:
         joined = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
         return self._kind(hidden=joined, layout=layout, loop=upload(loops, self._device), **extra)
 
-    def _pooled(self, rows: Integers) -> Tensor:
-        """[n, D] r_t of the last tokens of rows."""
-        return self._read_out(rows, np.ones_like(rows), head=False)
-
     def _logits(self, rows: Integers, counts: Integers) -> Tensor:
         """[sum of counts, V] what the last tokens of rows say now."""
         if not len(rows):
@@ -292,7 +285,10 @@ class Decoder:
                 self._head_cached[rows, :-1] = self._lengths[rows, None]
             return
         prefilling = self._lengths[rows] == self._prompts[rows]
-        self._finish_prefill(rows[prefilling])
+        prompts = rows[prefilling]
+        for loop in range(2, self._depth + 1):  # those that the last token of a prompt did not need
+            if len(short := prompts[self._cached[prompts, loop] < self._lengths[prompts]]):
+                self._run_loop(short, np.full(len(short), loop))
         if self._cache == "propagate":
             decoded = rows[~prefilling]
             for loop in set(self._loops[decoded].tolist()):
@@ -300,12 +296,6 @@ class Decoder:
                 last = self._cache_indices(exited, self._lengths[exited] - 1, np.ones_like(exited))
                 self._kv_cache.propagate(loop, range(loop + 1, self._depth + 1), last)
         self._cached[rows] = self._head_cached[rows] = self._lengths[rows, None]
-
-    def _finish_prefill(self, rows: Integers) -> None:
-        """Takes prompts through the loops that their last token did not need."""
-        for loop in range(2, self._depth + 1):
-            if len(short := rows[self._cached[rows, loop] < self._lengths[rows]]):
-                self._run_loop(short, np.full(len(short), loop))
 
     def _cache_indices(self, rows: Integers, starts: Integers, counts: Integers) -> Tensor:
         """Where `counts` tokens of rows, from the positions `starts` on, lie in the cache."""

@@ -131,8 +131,7 @@ def stream(
     tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
     other may be said.
     """
-    assert max_new_tokens > 0
-    assert batch_size > 0
+    assert min(max_new_tokens, batch_size) > 0
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     if lossless and cache != "full":
@@ -249,9 +248,9 @@ class _RunningTexts:
         number = number if prompt.number is None else prompt.number
         text = _Text(prompt, budget, np.random.Generator(np.random.Philox(key=[self._sampling.seed, number])))
         self.rows[row] = text
-        self.decoder.prefill(row, as_token_row(prompt.tokens, "A prompt"), policy, ask=not self._lossless)
+        tokens = as_token_row(prompt.tokens, "A prompt")
+        decision = self.decoder.prefill(row, tokens, policy, ask=not self._lossless)
         if self._lossless:
-            decision = self.decoder.exit_decision(row)
             text.draft_length = DraftLength(self._model, decision.reads_logits, decision.first_exit)
 
     def step(self) -> list[_Said]:

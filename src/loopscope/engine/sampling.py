@@ -7,35 +7,33 @@ shares of full depth, whatever the drafts were (Leviathan et al., 2023).
 Shapes: n rows, V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from loopscope.config import NonNegative, Settings
 from loopscope.engine.exit_decision import NO_ANSWER, check_answers, likeliest_classes
 from loopscope.errors import UserError
 from loopscope.models.device import accumulator, upload
 
-_MOST = 2**63
-Whole = Annotated[int, msgspec.Meta(ge=0, le=_MOST - 1)]
 
-
-class Sampling(Settings, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
     """Temperature 0 takes the likeliest token."""
 
-    temperature: NonNegative = 0.0
-    top_k: Whole = 0  # 0: of all tokens
+    temperature: float = 0.0
+    top_k: int = 0  # 0: of all tokens
     top_p: float = 1.0
-    seed: Whole = 0
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        numbers = 0 <= self.temperature < math.inf and 0 <= self.top_k < _MOST and 0 <= self.seed < _MOST
-        if not numbers or not 0 < self.top_p <= 1:
+        if (
+            not all(0 <= number < 2**63 for number in (self.temperature, self.top_k, self.seed))
+            or not 0 < self.top_p <= 1
+        ):
             raise UserError("temperature, top_k and seed lie between 0 and 2**63, and top_p above 0 and up to 1.")
 
 

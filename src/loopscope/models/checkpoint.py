@@ -29,7 +29,6 @@ from loopscope.models.checkpoint_folder import (
     WEIGHTS,
     CheckpointConfig,
     check_hashes,
-    check_run_settings,
     find_checkpoint,
     looped_model_type,
     read_checkpoint_config,
@@ -89,9 +88,7 @@ def read_config(folder: Path) -> Any:
     kind = looped_model_type(folder)
     if kind == "loopscope":
         return read_checkpoint_config(folder)
-    config = read_json(NETWORKS[kind][0], folder / CONFIG, "model configuration")
-    check_run_settings(folder / CONFIG, config)
-    return config
+    return read_json(NETWORKS[kind][0], folder / CONFIG, "model configuration")
 
 
 def check_layers(folder: Path, layers: int) -> None:

@@ -9,7 +9,6 @@ they come last: a run that is killed in between has no weights, so it goes on an
 hashes (a checkpoint from the Hub, weights copied by themselves) is taken as it is.
 """
 
-import importlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,14 +52,6 @@ _HUB_REASONS = {
 """By the names of huggingface_hub's errors, whose texts are for programmers."""
 
 
-def optional_module(name: str, sentence: str) -> Any:
-    """A module of an optional library; `sentence` says how to install the library if it is missing."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise UserError(sentence) from None
-
-
 @contextmanager
 def explained(sentence: str) -> Iterator[None]:
     """Whatever another library raises over a file becomes this sentence, with its reason; one of Rust may panic."""
@@ -81,10 +72,10 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:
     name, _, pinned = str(source).partition("@")
     if is_file(path) or not _HUB_NAME.fullmatch(name) or str(source).startswith("."):
         raise no_folder(path, "the folder of a checkpoint, or its name on the Hub")
-    missing = f"There is no folder {path}; to fetch it from the Hub install: pip install 'loopscope[lm]'."
-    hub = optional_module("huggingface_hub", missing)
+    from huggingface_hub import snapshot_download
+
     try:
-        return Path(hub.snapshot_download(name, revision=revision or pinned or None, allow_patterns=list(FETCHED)))
+        return Path(snapshot_download(name, revision=revision or pinned or None, allow_patterns=list(FETCHED)))
     except Exception as error:  # out of reach, unknown, not allowed: each library below has errors of its own
         message = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         reason = _HUB_REASONS.get(type(error).__name__, message)
@@ -137,29 +128,8 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return self.model.layers
 
 
-class _Run(msgspec.Struct, frozen=True):
-    model: dict[str, Any] = {}
-
-
-class _Trained(msgspec.Struct, frozen=True):
-    run: _Run | None = None  # of one that was trained here
-
-
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:
-    config = read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")
-    check_run_settings(folder / CONFIG, config.model)
-    return config
-
-
-def check_run_settings(file: Path, settings: msgspec.Struct) -> None:
-    """Reject a configuration whose model is not that of the run which trained it."""
-    run = read_json(_Trained, file, "model configuration").run
-    for name, value in (run.model if run else {}).items():
-        if value is not None and value != getattr(settings, name, value):
-            raise UserError(
-                f"{file} contradicts itself: {name} is {getattr(settings, name)}, and {value} in the settings of the "
-                "run that trained it; put the file back as training wrote it."
-            )
+    return read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")
 
 
 def require_config(folder: Path) -> None:

@@ -4,7 +4,8 @@ of decoders of the Llama family, and the keys of `config.json` that say how larg
 Shapes: S states, D width, M tokens, K inputs, N outputs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -173,13 +174,13 @@ class LoopedDecoder(LoopedModel):
 
 
 class DecoderBackbone(nn.Module):
-    def __init__(
-        self, config: DecoderConfig, layer: Callable[[Any, str], nn.Module], gate: bool, injection: bool = False
-    ) -> None:
+    def __init__(self, config: DecoderConfig, gate: bool, injection: bool = False, **options: bool) -> None:
+        """`options` are those of every layer."""
         super().__init__()
         width = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.layers = nn.ModuleList(layer(config, str(number)) for number in range(config.num_hidden_layers))
+        numbers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, str(number), **options) for number in numbers)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.injection = Linear(width, width, bias=False) if injection else None
         self.early_exit_gate = nn.Linear(width, 1) if gate else None
@@ -204,8 +205,10 @@ def linear_halt(gate: nn.Linear, pooled: Tensor) -> Tensor:
         return F.linear(pooled.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
 
 
-class Attention(nn.Module):
-    """With biases and with norms of queries and keys where a model has them."""
+class DecoderLayer(nn.Module):
+    """With biases and with norms of queries and keys where a model has them; with `sandwich`, what attention and MLP
+    make is normalised, too.
+    """
 
     def __init__(
         self,
@@ -213,8 +216,27 @@ class Attention(nn.Module):
         layer: str,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        mlp_bias: bool = False,
         qk_norm: bool = False,
+        sandwich: bool = False,
     ) -> None:
+        super().__init__()
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        norm_after = norm if sandwich else nn.Identity
+        self.self_attn = Attention(config, layer, qkv_bias, output_bias, qk_norm)
+        self.mlp = SwiGLU(config, mlp_bias)
+        self.input_layernorm = norm()
+        self.input_layernorm_2 = norm_after()
+        self.post_attention_layernorm = norm()
+        self.post_attention_layernorm_2 = norm_after()
+
+    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
+        hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), layout))
+        return hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: str, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> None:
         super().__init__()
         self.layer_name = layer  # under which the cache keeps its keys and values
         self.head_width, self.rotary = config.head_width, config.rotary
@@ -239,7 +261,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, config: DecoderConfig, bias: bool = False) -> None:
+    def __init__(self, config: DecoderConfig, bias: bool) -> None:
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)

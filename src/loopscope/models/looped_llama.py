@@ -25,16 +25,7 @@ from torch import Tensor, nn
 
 from loopscope.config import Layers, Loops, Settings, plain
 from loopscope.models.checkpoint_folder import Source, require_values
-from loopscope.models.decoder_layers import (
-    Attention,
-    DecoderBackbone,
-    DecoderConfig,
-    LoopedDecoder,
-    RMSNorm,
-    SwiGLU,
-    rms_normalised,
-    through,
-)
+from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, rms_normalised, through
 from loopscope.models.looped_model import InjectedState, LoopState, initial_loop_state
 from loopscope.models.packing import Layout
 
@@ -93,8 +84,17 @@ class LoopedLlama(LoopedDecoder):
     unneeded = ("self_attn.rotary_emb.inv_freq",)
 
     def __init__(self, config: LoopedLlamaConfig) -> None:
-        looping = config.looping
-        backbone = DecoderBackbone(config, LlamaLayer, looping.gate == "linear", looping.injection)
+        looping, source = config.looping, config.looping.source
+        biased = bool(config.attention_bias) and source in ("llama", "qwen3")
+        backbone = DecoderBackbone(
+            config,
+            looping.gate == "linear",
+            looping.injection,
+            qkv_bias=biased or source == "qwen2",
+            output_bias=biased,
+            mlp_bias=bool(config.mlp_bias) and source == "llama",
+            qk_norm=source == "qwen3",
+        )
         super().__init__(config, looping.loops, backbone)
         self.head_attends = config.coda > 0
         self.embed_cost, self.head_cost = looping.prelude / looping.core, config.coda / looping.core
@@ -140,18 +140,3 @@ class LoopedLlama(LoopedDecoder):
         if positions is not None:
             hidden = hidden.index_select(0, state.layout.states_at(positions))
         return self.model.norm(hidden)
-
-
-class LlamaLayer(nn.Module):
-    def __init__(self, config: LoopedLlamaConfig, layer: str) -> None:
-        super().__init__()
-        width, eps, source = config.hidden_size, config.rms_norm_eps, config.looping.source
-        biased = bool(config.attention_bias) and source in ("llama", "qwen3")
-        self.self_attn = Attention(config, layer, biased or source == "qwen2", biased, source == "qwen3")
-        self.mlp = SwiGLU(config, bias=bool(config.mlp_bias) and source == "llama")
-        self.input_layernorm = RMSNorm(width, eps)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-
-    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), layout)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))

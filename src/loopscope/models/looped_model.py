@@ -212,8 +212,7 @@ class LoopedModel(nn.Module):
         """
         rows, longest = tokens.shape
         lengths = torch.full((rows,), longest) if lengths is None else lengths
-        if lengths.shape != (rows,):
-            raise UserError(f"lengths must be one number a row, got the shape {list(lengths.shape)} for {rows} rows.")
+        assert lengths.shape == (rows,)
         device = next(self.parameters(), tokens).device
         shares = share and self.causal
         layout = share_prefixes(tokens, lengths, device) if shares else Layout(lengths.cpu().numpy(), device)

@@ -27,7 +27,6 @@ from loopscope.models.checkpoint_folder import (
     SOURCES,
     explained,
     find_checkpoint,
-    optional_module,
     read_model_type,
 )
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig, Looping
@@ -40,7 +39,6 @@ _LEFT_OUT = ("architectures", "auto_map", "layer_types", "_name_or_path")
 """They speak of the original's code, or of all its layers."""
 _OF_GGUF = (*LoopedLlamaConfig.__struct_fields__, "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """What a configuration that transformers made of a GGUF file is needed for."""
-_NO_GGUF = "GGUF files are read through transformers; install: pip install 'loopscope[gguf]'."
 
 
 class LoopedCheckpoint(msgspec.Struct, frozen=True):
@@ -136,7 +134,9 @@ def _read(source: str | Path) -> _Original:
 
 def _read_gguf(file: Path) -> _Original:
     """Through transformers, which dequantises the weights; in float32."""
-    _, gguf, transformers = (optional_module(name, _NO_GGUF) for name in ("accelerate", "gguf", "transformers"))
+    import gguf
+    import transformers
+
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     with explained(f"{file} cannot be read as a language model"):
         stretched = any(tensor.name == "rope_freqs.weight" for tensor in gguf.GGUFReader(file).tensors)

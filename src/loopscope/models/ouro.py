@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 from loopscope.config import Loops, Width
 from loopscope.models.checkpoint_folder import require_values
-from loopscope.models.decoder_layers import (
-    Attention,
-    DecoderBackbone,
-    DecoderConfig,
-    LoopedDecoder,
-    RMSNorm,
-    SwiGLU,
-    through,
-)
+from loopscope.models.decoder_layers import DecoderBackbone, DecoderConfig, LoopedDecoder, through
 from loopscope.models.looped_model import LoopState, initial_loop_state
 from loopscope.models.packing import Layout
 
@@ -52,7 +44,7 @@ class Ouro(LoopedDecoder):
     config: OuroConfig
 
     def __init__(self, config: OuroConfig) -> None:
-        super().__init__(config, config.total_ut_steps, DecoderBackbone(config, OuroLayer, gate=True))
+        super().__init__(config, config.total_ut_steps, DecoderBackbone(config, gate=True, sandwich=True))
 
     @property
     def block(self) -> nn.Module:
@@ -65,19 +57,3 @@ class Ouro(LoopedDecoder):
     def step(self, state: LoopState) -> LoopState:
         hidden = through(self.model.layers, state.hidden, state.layout)
         return LoopState(self.model.norm(hidden), state.layout, state.loop + 1)
-
-
-class OuroLayer(nn.Module):
-    def __init__(self, config: OuroConfig, layer: str) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, layer)
-        self.mlp = SwiGLU(config)
-        self.input_layernorm = RMSNorm(width, eps)
-        self.input_layernorm_2 = RMSNorm(width, eps)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.post_attention_layernorm_2 = RMSNorm(width, eps)
-
-    def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        hidden = hidden + self.input_layernorm_2(self.self_attn(self.input_layernorm(hidden), layout))
-        return hidden + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(hidden)))

@@ -1,5 +1,6 @@
 """How does text become tokens? By the checkpoint's own `tokenizer.json`, read as data: no code from it, no Python class
-that it names, no model configuration.
+that it names, no model configuration. A text file holds documents with `<|endoftext|>` between them, a `.jsonl` file
+one `{"text": ...}` a line.
 
 Where does generated text end? At the configuration's eos and at the end of a chat turn, which is another token.
 
@@ -14,14 +15,19 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopscope.errors import UserError, brief
-from loopscope.files import is_folder
-from loopscope.models.checkpoint_folder import explained, optional_module
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from loopscope.errors import UserError, brief
+from loopscope.files import is_folder, read_bytes, read_text
+from loopscope.models.checkpoint_folder import explained
+
+END = "<|endoftext|>"
 FILE = "tokenizer.json"
 ENDS_OF_TURN = ("<|im_end|>", "<|end_turn|>")
 """Ouro's (2, while its configuration says eos 0) and Huginn's (65508)."""
@@ -30,17 +36,17 @@ MAX_TEMPLATE_SECONDS = 5
 MAX_TEMPLATE_BYTES = 1 << 30
 """That the template may take beside what this process has."""
 MAX_CHAT_BYTES = 1 << 24
-_NO_TRANSFORMERS = "Text needs transformers; install it with: pip install 'loopscope[lm]'."
 _PIECE = 1 << 16
 _TEXT, _REFUSED = b"+", b"-"
 
 
 def load_tokenizer(source: str | Path) -> Any:
     """transformers' `PreTrainedTokenizerFast` from a checkpoint's folder or a Hub id."""
-    transformers = optional_module("transformers", _NO_TRANSFORMERS)
+    from transformers import PreTrainedTokenizerFast
+
     require_tokenizer(source)
     with explained(f"No tokenizer could be read from {source}"):
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(source))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(source))
         tokenizer.eos_token_id  # noqa: B018 - of the wrong type where the file is wrong
     return tokenizer
 
@@ -49,6 +55,47 @@ def require_tokenizer(source: str | Path) -> None:
     """Reject a folder without one."""
     if is_folder(Path(source)) and not (Path(source) / FILE).is_file():
         raise UserError(f"{source} has no {FILE}; put the model's tokenizer files there.")
+
+
+def check_context(context: int, longest: int) -> None:
+    """Reject windows in which nothing is predicted, and those that the model does not take."""
+    if not 2 <= context <= longest:
+        raise UserError(f"A context of {context} tokens is not possible: choose 2 to {longest}.")
+
+
+def read_documents(paths: Sequence[Path]) -> list[str]:
+    """The documents of these files, in order, without empty ones."""
+    found: list[str] = []
+    for path in paths:
+        found += _read_lines(path) if path.suffix == ".jsonl" else read_text(path, "text file", None).split(END)
+    documents = [document for document in found if document.strip()]
+    if not documents:
+        raise UserError(f"There is no text in {', '.join(map(str, paths))}.")
+    return documents
+
+
+class _Line(msgspec.Struct):
+    text: str
+
+
+def _read_lines(path: Path) -> Iterator[str]:
+    decoder = msgspec.json.Decoder(_Line)
+    for number, line in enumerate(read_bytes(path, "text file", None).split(b"\n"), start=1):
+        try:
+            if line.strip():
+                yield decoder.decode(line).text
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            wrong = "is not JSON"
+            if isinstance(error, msgspec.ValidationError):
+                wrong = "does not say what its `text` is"
+            raise UserError(f'Line {number} of {path} {wrong}; a line must be {{"text": "..."}}.') from None
+
+
+def tokenize_documents(documents: Sequence[str], checkpoint: Path) -> list[NDArray[np.int64]]:
+    """The tokens of every document, and nothing before or after them."""
+    tokenizer = load_tokenizer(checkpoint).backend_tokenizer
+    encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+    return [np.array(tokens.ids, dtype=np.int64) for tokens in encoded]
 
 
 def stop_tokens(tokenizer: Any, configured: Collection[int] = ()) -> set[int]:
@@ -78,8 +125,9 @@ class Detokenizer:
     """Tokens become text as they come."""
 
     def __init__(self, tokenizer: Any) -> None:
-        decoders = optional_module("tokenizers.decoders", _NO_TRANSFORMERS)
-        self._tokenizer, self._stream = tokenizer, decoders.DecodeStream(skip_special_tokens=True)
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
         self.tokens: list[int] = []
         self.text = ""
         """What is sure by now; the rest of a character may be still to come."""
@@ -108,7 +156,8 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]], **options: A
     """The chat (messages with `role` and `content`) as the model's template writes it; `options` are transformers'."""
     if tokenizer.chat_template is None:
         raise UserError("This tokenizer has no chat template: the model is no chat model; give it plain text.")
-    optional_module("transformers.utils.chat_template_utils", _NO_TRANSFORMERS)  # here, so that no fork has to
+    import transformers.utils.chat_template_utils  # noqa: F401 - here, so that no fork has to
+
     answer = _in_a_fork(lambda: tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
     if kind == _TEXT and len(answer) <= MAX_CHAT_BYTES:

@@ -143,15 +143,6 @@ class Gate(nn.Module):
         return logit
 
 
-def parameter_count(settings: TransformerSettings, vocab_size: int, block_size: int) -> int:
-    """The number of parameters in closed form."""
-    width, bias = settings.width, int(settings.bias)
-    layer = 12 * width**2 + bias * 9 * width + 2 * (1 + bias) * width
-    gate = {"none": 0, "linear": width + 1, "mlp": width * width + width + width + 1}[settings.gate]
-    position = block_size * width if settings.positions == "learned" else 0
-    return settings.layers * layer + (1 + bias) * width + vocab_size * width + position + gate
-
-
 def training_flops(settings: TransformerSettings, vocab_size: int, tokens: int, rows: int) -> float:
     """Multiply-adds x 2 of one training step (forward and backward), for an estimate of its time."""
     layer = 2 * tokens * 12 * settings.width**2 + 4 * tokens * (tokens / rows) * settings.width
@@ -162,5 +153,7 @@ def training_flops(settings: TransformerSettings, vocab_size: int, tokens: int, 
 def training_bytes(settings: TransformerSettings, vocab_size: int, block_size: int, tokens: int, rows: int) -> float:
     """A rough size of what training keeps in float32: weights, gradients, two moments, and a step's activations."""
     per_token = 20 * settings.width + 3 * settings.heads * tokens / rows
-    parameters = parameter_count(settings, vocab_size, block_size)
+    with torch.device("meta"):
+        model = LoopedTransformer(settings, vocab_size, block_size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     return 4.0 * (4 * parameters + settings.loops * settings.layers * tokens * per_token)

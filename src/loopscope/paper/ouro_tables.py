@@ -16,6 +16,7 @@ from loopscope.analysis.schema import (
     Results,
 )
 from loopscope.analysis.targets import percent_text
+from loopscope.analysis.verdict_text import rounded_percent
 from loopscope.paper.published import PublishedPoint, published
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC
@@ -174,7 +175,7 @@ def ouro_metrics(results: Results) -> Table:
         for metric, values in each.benchmark.accuracy.items():
             scored = metric + (" (scored)" if metric == each.benchmark.metric else "")
             known = [each.benchmark.model, each.benchmark.title, f"{each.result.test_examples:,}", scored]
-            rows.append([*known, *map(_percent, values)])
+            rows.append([*known, *map(rounded_percent, values)])
     note = "Every test question at the same loop; acc_norm divides the score of a choice by its characters."
     return loop_table("Both metrics at every loop", note, ["model", "benchmark", "questions", "metric"], rows, "")
 
@@ -185,7 +186,8 @@ def mmlu_subjects(results: Results) -> Table:
     for each in (each for each in benchmark_models(results) if each.benchmark.subjects):
         parts = [(part.name, part.questions, part.accuracy) for part in each.benchmark.subjects]
         parts.append(("all", each.result.test_examples, each.result.forced_accuracy))
-        rows += [[each.benchmark.model, name, f"{count:,}", *map(_percent, values)] for name, count, values in parts]
+        for name, count, values in parts:
+            rows.append([each.benchmark.model, name, f"{count:,}", *map(rounded_percent, values)])
     note = "Every test question at the same loop. All: over questions, so that a large subject counts for more."
     return loop_table("MMLU by subject", note, ["model", "subject", "questions"], rows, "")
 
@@ -197,7 +199,7 @@ def ouro_latency(results: Results) -> Table:
         title = BENCHMARKS[bench.benchmark].title if bench.benchmark in BENCHMARKS else bench.benchmark
         for timing in bench.policies:
             ideal = (bench.num_loops + bench.overhead) / (timing.average_loops + bench.overhead)
-            point = [_percent(timing.accuracy), f"{timing.average_loops:.2f}"]
+            point = [rounded_percent(timing.accuracy), f"{timing.average_loops:.2f}"]
             times = [str(timing.milliseconds), str(timing.speedup), f"{100 * timing.speedup.median / ideal:.0f} %"]
             paper = _paper_latency(bench, title, timing)
             rows.append([bench.model, title, timing.readout, *point, *times, paper])
@@ -213,19 +215,19 @@ def ouro_latency(results: Results) -> Table:
 
 def _all_points(model: ModelResult) -> Iterable[tuple[str, str]]:
     for loop, accuracy in enumerate(model.forced_accuracy, start=1):
-        yield f"static depth {loop}", _percent(accuracy)
+        yield f"static depth {loop}", rounded_percent(accuracy)
     for frontier in model.frontiers:
         name = "static depth, chosen" if frontier.readout == "fixed" else frontier.readout
         yield name, _at(frontier)
 
 
 def _at(frontier: FrontierResult) -> str:
-    return f"{_percent(frontier.selected.accuracy)} at {frontier.selected.average_loops:.2f}"
+    return f"{rounded_percent(frontier.selected.accuracy)} at {frontier.selected.average_loops:.2f}"
 
 
 def _selected(frontier: FrontierResult) -> tuple[str, str]:
     point = frontier.selected
-    accuracy = f"{_percent(point.accuracy)}{_bounds(point.accuracy_interval, 100, 1)}"
+    accuracy = f"{rounded_percent(point.accuracy)}{_bounds(point.accuracy_interval, 100, 1)}"
     return accuracy, f"{point.average_loops:.2f}{_bounds(point.loops_interval, 1, 2)}"
 
 
@@ -247,8 +249,4 @@ def _role(readout: str) -> str:
 
 
 def _point(point: PublishedPoint) -> str:
-    return f"{_percent(point.accuracy)} at {point.loops:.2f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{rounded_percent(point.accuracy)} at {point.loops:.2f}"

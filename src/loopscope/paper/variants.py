@@ -9,7 +9,6 @@ import msgspec
 from loopscope.analysis.results import group_models, model_label, recorded_run
 from loopscope.analysis.schema import GroupResult, ModelResult, Results
 from loopscope.paper.published import TrainedWith
-from loopscope.report.tables import grouped_runs
 
 VariantPrior = Literal["uniform"] | float
 UNIFORM: VariantPrior = "uniform"
@@ -69,7 +68,7 @@ class TrainedVariant:
 def trained_variants(results: Results, objectives: Sequence[str] = _OF_THE_PAPER) -> list[TrainedVariant]:
     """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's."""
     variants = []
-    for group, models in grouped_runs(results):
+    for group, models in results.grouped:
         run = recorded_run(models[0].provenance)
         if run is None or run["objective"]["name"] not in objectives:
             continue

@@ -20,7 +20,6 @@ from loopscope.certify.live_runs import LIVE, LIVE_FILES, LiveContents, LiveRuns
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof
 from loopscope.config import digest, plain
-from loopscope.documents import read_documents, tokenize_documents
 from loopscope.engine.exit_decision import likeliest_classes
 from loopscope.engine.generation import MOST_ROWS, Prompt, stream
 from loopscope.errors import UserError
@@ -31,6 +30,7 @@ from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.device import check_device
 from loopscope.models.looped_model import LoopedModel
+from loopscope.models.tokenizer import read_documents, tokenize_documents
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.recording.recording_folder import Arrays, existing_artifact, keep_part, kept_parts, resume_or_make

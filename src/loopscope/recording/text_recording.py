@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from loopscope.artifacts import sha256
-from loopscope.documents import check_context, read_documents, tokenize_documents
 from loopscope.engine.exit_decision import LOGIT_SIGNALS, check_finite, logit_signals
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
@@ -25,6 +24,7 @@ from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.device import check_device, upload
 from loopscope.models.looped_model import LoopedModel, Loops
 from loopscope.models.packing import Layout, count_up
+from loopscope.models.tokenizer import check_context, read_documents, tokenize_documents
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import readouts_reading
 from loopscope.readouts.replay import replayed

@@ -5,21 +5,19 @@ itself can be called.
 """
 
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from loopscope.errors import UserError
+from loopscope.errors import missing_extra
 
 
 class _Report(ModuleType):
-    def __call__(self, *arguments: Any, **options: Any) -> Path:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """See `loopscope.report.write.report`."""
         try:
             from loopscope.report.write import report
-        except ImportError as error:
-            needed = f"The report needs {error.name}; install it with: pip install 'loopscope[report]'."
-            raise UserError(needed) from None
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "loopscope.report") from None
         return report(*arguments, **options)
 
 

@@ -195,9 +195,7 @@ class Binning:
 
 
 def every_group(results: Results) -> list[tuple[str, Seeds]]:
-    models = {model.name: model for model in results.models}
-    groups = [(group, [models[name] for name in group.names]) for group in results.groups]
-    return [(group.label if len(seeds) > 1 else seeds[0].label, seeds) for group, seeds in groups]
+    return [(group.label if len(seeds) > 1 else seeds[0].label, seeds) for group, seeds in results.grouped]
 
 
 def frontier_panel(title: str, lines: list[Line], seeds: Seeds) -> Panel:

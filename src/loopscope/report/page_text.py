@@ -12,7 +12,6 @@ from loopscope.report.tables import (
     MAX_LISTED_MODELS,
     gap_cells,
     gap_over_seeds,
-    grouped_runs,
     guarantee_cell,
     has_reference,
     headline,
@@ -27,7 +26,7 @@ def cards(results: Results) -> list[dict[str, Any]]:
     """What the page says of every group of runs that differ in their seed only."""
     places = {model.name: place for place, model in enumerate(results.models)}
     made = []
-    for (_, members), row in zip(grouped_runs(results), headline(results).rows, strict=True):
+    for (_, members), row in zip(results.grouped, headline(results).rows, strict=True):
         runs = [{"place": places[model.name], **_run(model, has_reference(results))} for model in members]
         gaps = {name: cell for name, (cell, _) in runs[0]["gaps"].items()}
         if len(members) > 1:
@@ -107,7 +106,7 @@ def summary(results: Results) -> str:
     if len(results.groups) < 2:
         return ""
     counts: Counter[str] = Counter()
-    for _, members in grouped_runs(results):
+    for _, members in results.grouped:
         references = [model for model in members if model.is_reference]
         verdicts = {model.verdict for model in references or members}
         counts["mixed" if len(verdicts) > 1 else verdicts.pop()] += 1

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loopscope.analysis.schema import Results
-from loopscope.errors import visible
+from loopscope.errors import UserError, visible
 from loopscope.readouts.signals import STOPPER
 from loopscope.report import tables
 from loopscope.report.charts import Drawing, difficulty_chart, frontiers
@@ -59,7 +59,12 @@ class Catalogue:
 
     def names(self, names: Sequence[str]) -> list[str]:
         """The products of these names or groups, each once."""
-        return list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
+        found = list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
+        for name in found:
+            if name not in self.recipes:
+                known = ", ".join((*self.groups, *self.recipes))
+                raise UserError(f"There is no product '{name}'; choose one of {known}.")
+        return found
 
     def make(self, results: Results, names: Sequence[str]) -> list[Product]:
         """The products of these names (or groups of products), as far as the results have what they need."""

@@ -9,7 +9,7 @@ from loopscope.analysis.diagnosis import NO_VERDICT
 from loopscope.analysis.gaps import Gap
 from loopscope.analysis.held_out import HeldOut
 from loopscope.analysis.results import over_seeds
-from loopscope.analysis.schema import GroupResult, ModelResult, OverSeeds, Results
+from loopscope.analysis.schema import ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import Target, percent_text
 from loopscope.guarantee import Guarantee
 from loopscope.learned.stopper import STOPPER_KINDS
@@ -31,12 +31,6 @@ class Table:
     rows: list[list[str]]
 
 
-def grouped_runs(results: Results) -> list[tuple[GroupResult, list[ModelResult]]]:
-    """Every group with its runs, which differ in their seed only."""
-    models = {model.name: model for model in results.models}
-    return [(group, [models[name] for name in group.names]) for group in results.groups]
-
-
 def of_sequences(results: Results) -> str:
     """What an example is, where it is a part of a sequence, as the end of a note; nothing where none is."""
     known = {model.label: model for model in results.models if model.sequences is not None}
@@ -54,7 +48,7 @@ def headline(results: Results) -> Table:
     target = results.targets[0]
     relative = next((each for each in results.targets if each.accuracy is None), target)
     rows = []
-    for group, members in grouped_runs(results):
+    for group, members in results.grouped:
         at = f" @{percent_text(min(model.targets[relative.key].reached for model in members))}"
         verdicts = Counter(model.verdict for model in members)
         counted = [name if len(verdicts) == 1 else f"{name} ({count})" for name, count in verdicts.items()]
@@ -146,7 +140,7 @@ def learned_stoppers(results: Results) -> Table:
     """What rules on all signals together gain over the best single readout, and what no rule has reached."""
     learned = [f"{STOPPER}{kind}" for kind in STOPPER_KINDS]
     several, rows = len(results.targets) > 1, []
-    for group, members in grouped_runs(results):
+    for group, members in results.grouped:
         if without_depths(members) or not any(name in group.depth_at for name in learned):
             continue
         name = group.label if len(members) > 1 else members[0].label
@@ -215,7 +209,7 @@ def gap_over_seeds(gaps: Sequence[Gap | None]) -> str:
 def depths(results: Results) -> Table:
     """D@X of every readout, and beside it the operating point that validation chose."""
     rows = []
-    for group, members in grouped_runs(results):
+    for group, members in results.grouped:
         lower = {target.key: read_lower(members, target) for target in results.targets}
         judged = [model for model in members if model.diagnosis.verdict != NO_VERDICT]
         silent = {
@@ -261,7 +255,7 @@ def loop_table(title: str, note: str, columns: Sequence[str], rows: Sequence[lis
 def ordering(results: Results) -> Table:
     """Difficulty ordering."""
     rows = []
-    for group, members in grouped_runs(results):
+    for group, members in results.grouped:
         for signal, value in group.ordering.items():
             single = [model.ordering[signal].per_example for model in members]
             known = [correlation for correlation in single if correlation is not None]

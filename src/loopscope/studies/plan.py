@@ -152,7 +152,7 @@ class Plan:
         that has none of the runs there.
         """
         if why := self._taken(folder):
-            raise UserError(f"{folder} {why}; choose another --out{_free_beside(folder)}.")
+            raise UserError(f"{folder} {why}; choose another --out.")
 
     def _taken(self, folder: Path) -> str:
         """Why the study cannot go to this folder; nothing where it can."""
@@ -192,16 +192,6 @@ def _changed(place: Path, model: Model) -> str:
         f"'{model.name}' was made otherwise: of other data, in another precision, on another device, with other "
         "threads or by an earlier version"
     )
-
-
-def _free_beside(folder: Path) -> str:
-    """A folder that is free, as advice; beside this one it has the same store."""
-    if not folder.name.strip("."):
-        return ""
-    number = 2
-    while (free := folder.with_name(f"{folder.name}-{number}")).exists():
-        number += 1
-    return f", such as {free}"
 
 
 def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:

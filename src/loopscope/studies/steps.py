@@ -8,6 +8,7 @@ appears whole (a run: once its weights are there).
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, only_unseen
+from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, load_recordings
 from loopscope.analysis.schema import ModelResult, QuestionBench
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
@@ -253,26 +254,20 @@ class Analyse(Step, frozen=True, kw_only=True):
         return self.reference == (self.validation, self.test)
 
     def run(self, store: Path, device: torch.device) -> None:
-        def counted(step: Recording, whole: Trajectory) -> Trajectory:
-            return only_unseen(whole, self.unseen, step.folder(store))
+        def recordings(name: str, validation: Recording, test: Recording) -> ModelRecordings:
+            return load_recordings(name, validation.folder(store), test.folder(store), self.unseen)
 
-        test = self.test.load(store)
         certified = [step.result(store) for step in self.policies]
-        source = ModelRecordings(
-            name="",
-            validation=counted(self.validation, self.validation.load(store)),
-            test=counted(self.test, test),
+        source = replace(
+            recordings("", self.validation, self.test),
             extrapolation=None if self.extrapolation is None else self.extrapolation.load(store),
             gates=load_gates(self.gates, store),
-            unseen_only=self.unseen,
-            whole_test=test,
             policies=[policy for policy in certified if isinstance(policy, ExitPolicy)],
             refused=[refusal for refusal in certified if isinstance(refusal, str)],
         )
         against = source if self.is_reference else None
         if self.reference is not None and not self.is_reference:
-            theirs, tested = (counted(step, step.load(store)) for step in self.reference)
-            against = ModelRecordings("reference", theirs, tested)
+            against = recordings("reference", *self.reference)
         result, details = analyse_model(source, against, self.targets)
 
         def fill(scratch: Path) -> None:

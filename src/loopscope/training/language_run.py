@@ -14,8 +14,7 @@ Shapes: B windows, C tokens of context, T loops, V vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,20 +25,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loopscope.artifacts import sha256
 from loopscope.config import build, plain, read_json, write_json
-from loopscope.documents import read_documents, tokenize_documents
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reject
 from loopscope.files import write_bytes
 from loopscope.models.checkpoint import gate_tensors, load_model, model_without_weights, stored_sha256
 from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, end_tokens
 from loopscope.models.device import accumulator, upload
 from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.models.ouro import Ouro, OuroConfig
-from loopscope.models.tokenizer import FILE as TOKENIZER
+from loopscope.models.tokenizer import FILE as TOKENIZER, read_documents, tokenize_documents
 from loopscope.training.objectives import Unrolling, expected_loops
 from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import GATED, SPECIAL_TOKENS, ContinueSettings, PretrainSettings
@@ -87,9 +86,7 @@ class TextRun(TrainingRun):
         """The model without its weights."""
 
     def __post_init__(self) -> None:
-        for sentence, is_so in self.problems().items():
-            if is_so:
-                raise UserError(sentence)
+        reject(sentence for sentence, is_so in self.problems().items() if is_so)
 
     def problems(self) -> dict[str, bool]:
         """What would be wrong with the run, and whether it is."""
@@ -383,8 +380,6 @@ def _stacked(values: list[Tensor | None]) -> Tensor | None:
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, longest: int, folder: Path) -> None:
     """Writes a byte-level BPE of these documents, made as Ouro's: digits stand alone, words take the space before."""
-    with _extra("Text needs transformers", "lm"):
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     bpe = Tokenizer(models.BPE())
     pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     bpe.pre_tokenizer = pre_tokenizers.Sequence(pieces)
@@ -413,8 +408,8 @@ def add_adapters(model: Any, rank: int, alpha: int, seed: int) -> None:
 
     The parts begin at zero, so nothing changes yet.
     """
-    with _extra("Adapters need PEFT", "peft"):
-        from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
+
     gate, chosen = getattr(model, "gate", None), adaptable_layers(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -441,12 +436,3 @@ def merge_adapters(model: Any) -> Any:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, module.get_base_layer())
     return model
-
-
-@contextmanager
-def _extra(need: str, name: str) -> Iterator[None]:
-    """Says how to install what cannot be imported."""
-    try:
-        yield
-    except ImportError:
-        raise UserError(f"{need}; install it with: pip install 'loopscope[{name}]'.") from None

@@ -27,7 +27,7 @@ from loopscope.files import (
     room_for,
     write_bytes,
 )
-from loopscope.models.checkpoint_folder import CONFIG, read_checkpoint_config
+from loopscope.models.checkpoint_folder import CONFIG, is_of_task, read_checkpoint_config
 from loopscope.training.settings import RunSettings, with_source
 
 STATE_FILE = "state.safetensors"
@@ -58,6 +58,8 @@ def read_run_settings(run: Path) -> RunSettings:
     if not is_file(run / CONFIG):
         other = UserError(f"{run} is not a run: it has no {CONFIG}; give a folder that `loopscope train` made.")
         raise other if is_folder(run) else no_folder(run, "the folder of a finished run")
+    if not is_of_task(run):
+        raise UserError(f"{run} has no task of its own: it is a model of text; give a run that was trained on a task.")
     config = read_checkpoint_config(run)
     settings = build(RunSettings, config.run, str(run / CONFIG))
     sizes = settings.model, settings.task.vocab_size, settings.block_size
@@ -81,12 +83,11 @@ def check_run_place(folder: Path, settings: RunSettings | None = None) -> None:
 
 def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
     """Rejects the checkpoint in `folder` if its configuration is not that of the run with this one."""
-    trained = trained_with(folder) is not None
     found = read_json(dict[str, Any], folder / CONFIG, "run configuration")
     changed = differences({name: found.get(name) for name in config}, config)
     if changed:
         names = named_settings([name.removeprefix("run.") for name in changed])
-        what = f"a run with other settings ({names})" if trained else "a checkpoint that was not trained here"
+        what = f"a run with other settings ({names})" if found.get("run") else "a checkpoint that was not trained here"
         raise UserError(f"{folder} holds {what}; choose another --out, or remove it.")
 
 

@@ -36,10 +36,10 @@ from loopscope.config import (
     read_toml,
     with_overrides,
 )
-from loopscope.documents import END
 from loopscope.errors import UserError, brief, did_you_mean, reason
 from loopscope.files import is_file, no_such_toml
 from loopscope.models.checkpoint_folder import TransformerSettings
+from loopscope.models.tokenizer import END
 from loopscope.tasks import Mano, Parity
 
 GATED = ("learned_gate", "decoupled_gate")

@@ -122,9 +122,8 @@ def test_saved_and_loaded_again_byte_by_byte(folder: Path, tmp_path: Path) -> No
 def test_shards(tmp_path: Path) -> None:
     loaded(OURO).save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert ls.load_model(tmp_path).loops(TEXT).logits.shape == (4, 1, 9, 97)
-    again = load(tmp_path).state_dict()
-    assert all(torch.equal(each, again[name]) for name, each in loaded(OURO).state_dict().items())
+    for again in (load(tmp_path).state_dict(), ls.load_model(tmp_path).state_dict()):
+        assert all(torch.equal(each, again[name]) for name, each in loaded(OURO).state_dict().items())
 
 
 @torch.no_grad()
@@ -211,7 +210,6 @@ def test_what_forward_refuses() -> None:
     )
     packed = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in rows()[:2]])
     for match, given in {
-        "position_ids": {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])},
         "does not take inputs_embeds": {"inputs_embeds": torch.zeros(1, 9, 32)},
         "does not take output_attentions": {"output_attentions": True},
         "does not take cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5},
@@ -219,9 +217,6 @@ def test_what_forward_refuses() -> None:
         "1 for tokens and 0": {"attention_mask": torch.full((1, 9), 2)},
         "shape of input_ids": {"labels": torch.zeros(1, 8, dtype=torch.long)},
         "logits of all tokens": {"labels": TEXT, "logits_to_keep": 1},
-        "past_key_values and num_loops": {"loop_losses": True, "labels": TEXT, "num_loops": 2},
-        "without a cache": {"loop_losses": True, "labels": TEXT, "use_cache": True},
-        "block size": {"input_ids": torch.ones(1, 129, dtype=torch.long)},
         "a row of its own": packed,
         "a row of its own.": {**packed, "loop_losses": True},
     }.items():
@@ -306,9 +301,7 @@ def test_checkpoints_that_would_mislead_are_refused(tmp_path: Path) -> None:
     spoiled = Path(shutil.copytree(OURO, tmp_path / "ouro"))
     tensors = load_file(spoiled / "model.safetensors")
     for match, changed in {
-        "no tensor 'model.early_exit_gate.bias'": {
-            k: v for k, v in tensors.items() if k != "model.early_exit_gate.bias"
-        },
+        "no tensor 'lm_head.weight'": {name: each for name, each in tensors.items() if "lm_head" not in name},
         "does not know the tensor 'extra'": {**tensors, "extra": torch.zeros(2)},
         "not finite": {**tensors, "model.norm.weight": torch.full((32,), float("nan"))},
     }.items():
@@ -318,36 +311,17 @@ def test_checkpoints_that_would_mislead_are_refused(tmp_path: Path) -> None:
     save_file(tensors, spoiled / "model.safetensors", {"format": "pt"})
     with pytest.raises(ls.UserError, match="another shape for the tensor 'lm_head.weight'"):
         load(spoiled, ignore_mismatched_sizes=True, vocab_size=64)
-    config = json.loads((spoiled / "config.json").read_text())
-    (spoiled / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
-    with pytest.raises(ls.UserError, match="hidden_act"):
-        load(spoiled)
-
-
-@pytest.mark.parametrize("places", [{"": "disk"}, {"model": "cpu", "lm_head": "disk"}])
-def test_weights_left_on_the_disk_are_refused(places: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ls.UserError, match="runs on one device"):
-        load(OURO, device_map=places, offload_folder=str(tmp_path))
+        load(OURO, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=str(tmp_path))
 
 
-def test_a_threshold_in_the_configuration_is_refused() -> None:
-    with pytest.raises(ls.UserError, match="early_exit_threshold has no effect here and must be 1"):
-        load(OURO, early_exit_threshold=0.5)
-    model = load(OURO)
-    model.config.early_exit_threshold = 0.5
-    for call in (model, lambda tokens: model.generate(tokens, max_new_tokens=2)):
-        with pytest.raises(ls.UserError, match=r"must be 1; exits are a policy's.*policy="):
-            call(TEXT)
-
-
-@pytest.mark.parametrize(("path", "key", "value"), [(OURO, "total_ut_steps", 2), (HUGINN, "mean_recurrence", 3)])
-def test_another_depth_after_loading_is_refused(path: Path, key: str, value: int, tmp_path: Path) -> None:
-    assert load(path, **{key: value}).num_loops == value
-    model = load(path)
-    setattr(model.config, key, value)
-    for call in (lambda: model(TEXT), lambda: model.save_pretrained(tmp_path / "saved")):
-        with pytest.raises(ls.UserError, match=f"changed to {value} loops, and the model has {model.num_loops}"):
-            call()
+@pytest.mark.parametrize(("path", "key"), [(OURO, "total_ut_steps"), (HUGINN, "mean_recurrence")])
+def test_another_depth_after_loading_is_not_saved(path: Path, key: str, tmp_path: Path) -> None:
+    model = load(path, **{key: 2})
+    assert model.num_loops == 2
+    setattr(model.config, key, 3)
+    with pytest.raises(ls.UserError, match="changed to 3 loops, and the model has 2"):
+        model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 

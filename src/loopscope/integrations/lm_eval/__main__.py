@@ -5,15 +5,11 @@ name.
 
 import sys
 
+from lm_eval.__main__ import cli_evaluate
+
+import loopscope.integrations.lm_eval.lm_eval_model
+import loopscope.integrations.transformers  # noqa: F401 - both register what they have
 from loopscope.errors import UserError
-
-try:
-    from lm_eval.__main__ import cli_evaluate
-
-    import loopscope.integrations.lm_eval.lm_eval_model
-    import loopscope.integrations.transformers  # noqa: F401 - both register what they have
-except ModuleNotFoundError as error:
-    sys.exit(f"This needs {error.name}; install it with: pip install 'loopscope[lm]'.")
 
 if __name__ == "__main__":
     try:

@@ -19,10 +19,9 @@ _DEFINITION = (".yaml", ".yml")
 
 def check_tasks(names: Sequence[str], data: Path | None = None) -> None:
     """Rejects a name that is neither lm_eval's nor the path of a definition; with `data`, all but the benchmarks."""
-    found = find_spec("lm_eval")
-    if found is None or found.origin is None:
-        raise UserError("This needs lm_eval; install it with: pip install 'loopscope[lm]'.")
-    ours = benchmark_tasks()
+    ours, lm_eval = benchmark_tasks(), find_spec("lm_eval")
+    if lm_eval is None or lm_eval.origin is None:
+        raise ModuleNotFoundError(name="lm_eval")
     for name in names:
         if name in ours:
             check_data(ours[name], "test", data)
@@ -34,7 +33,7 @@ def check_tasks(names: Sequence[str], data: Path | None = None) -> None:
         elif name.endswith(_DEFINITION):
             require_file(Path(name), "task definition")
         elif not is_file(Path(name)):
-            _check_known(name, Path(found.origin).parent / "tasks")
+            _check_known(name, Path(lm_eval.origin).parent / "tasks")
 
 
 def benchmark_tasks() -> dict[str, Benchmark]:

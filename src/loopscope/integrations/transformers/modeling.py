@@ -30,13 +30,12 @@ from loopscope.integrations.pretrained_configuration import (
 )
 from loopscope.integrations.transformers.adaptive_generation import AdaptiveGenerationMixin
 from loopscope.integrations.transformers.padded_batch import LoopedCache, PaddedBatch
-from loopscope.models.checkpoint import first_not_finite, weights_sha256
+from loopscope.models.checkpoint import NETWORKS, first_not_finite, weights_sha256
 from loopscope.models.checkpoint_folder import check_hashes
 from loopscope.models.decoder_layers import SwiGLU
-from loopscope.models.huginn import Huginn, HuginnConfig, HuginnMLP
-from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig
+from loopscope.models.huginn import Huginn, HuginnMLP
 from loopscope.models.looped_model import LoopedModel
-from loopscope.models.ouro import EARLY_EXIT, Ouro, OuroConfig
+from loopscope.models.ouro import EARLY_EXIT
 from loopscope.training.language_run import TokenLosses
 from loopscope.training.objectives import Unrolling
 from loopscope.training.training_loop import BatchLosses
@@ -67,9 +66,6 @@ class LoopedOutput(ModelOutput):  # type: ignore[misc]
 class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: ignore[misc]
     """Base of the three; `forward` is theirs, too."""
 
-    network: ClassVar[type[Any]]
-    settings: ClassVar[type[Any]]
-    """The network's configuration."""
     configured_depth: ClassVar[Any]
     """A function: how many loops a configuration asks for."""
     config: LoopedPretrainedConfig
@@ -83,7 +79,8 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
 
     def __init__(self, config: LoopedPretrainedConfig) -> None:
         super().__init__(config)
-        looped = self.network(build(self.settings, config.to_dict(), config.name_or_path or "the configuration"))
+        settings, network = NETWORKS[config.model_type]
+        looped = network(build(settings, config.to_dict(), config.name_or_path or "the configuration"))
         for name, part in looped.named_children():
             self.add_module(name, part)
         looped._modules = self._modules  # one dictionary, so that whoever replaces a part does it in both
@@ -229,12 +226,9 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         cache = LoopedCache() if use_cache and past_key_values is None else past_key_values
         batch = PaddedBatch.of(input_ids.to(self.device), attention_mask, position_ids, cache)
         if loop_losses:
-            if cache is not None or num_loops is not None:
-                raise UserError(
-                    "Losses of every loop are computed without a cache and for all loops of the model; leave out "
-                    "use_cache, past_key_values and num_loops."
-                )
             assert labels is not None
+            assert cache is None
+            assert num_loops is None
             taught = None if teacher is None else batch.pack(teacher(input_ids, attention_mask))
             output = LoopedOutput(*[None] * 6, *self._loop_losses(batch, labels, unrolling, taught))
         else:
@@ -291,7 +285,6 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
 
 
 class OuroForCausalLM(LoopedForCausalLM):
-    network, settings = Ouro, OuroConfig
     configured_depth = staticmethod(lambda config: config.total_ut_steps)
     config: OuroPretrainedConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -300,7 +293,6 @@ class OuroForCausalLM(LoopedForCausalLM):
 class RavenForCausalLM(LoopedForCausalLM):
     """Huginn, under the name that its checkpoints give it."""
 
-    network, settings = Huginn, HuginnConfig
     configured_depth = staticmethod(lambda config: config.mean_recurrence)
     config: HuginnPretrainedConfig
     _input_embed_layer = "wte"
@@ -314,7 +306,6 @@ class RavenForCausalLM(LoopedForCausalLM):
 
 
 class LoopedLlamaForCausalLM(LoopedForCausalLM):
-    network, settings = LoopedLlama, LoopedLlamaConfig
     configured_depth = staticmethod(lambda config: config.looping["loops"])
     config: LoopedLlamaPretrainedConfig
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012

@@ -233,13 +233,7 @@ def lora_config(model: Any, rank: int = 16, alpha: int = 32, **options: Any) -> 
 
 def _base(model: Any) -> LoopedForCausalLM:
     """The looped model itself, without adapters around it."""
-    found = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(found, LoopedForCausalLM):
-        raise UserError(
-            f"The model must be an Ouro, a Huginn or a looped Llama from AutoModelForCausalLM, got a "
-            f"{type(found).__name__}; `import loopscope.integrations.transformers` before it is loaded."
-        )
-    return found
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _objective(given: Objective | str | UserFunction) -> Objective:
