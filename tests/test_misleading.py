@@ -103,7 +103,7 @@ ARRAYS: Cases = {
     "rows by a mask of 0 and 1": ("for a mask give booleans", lambda _: made().take(np.arange(200) % 2)),
     "rows by another's mask": ("a mask of 200 entries", lambda _: made().take(np.ones(201, bool))),
     "rows from the end": ("between 0 and 199", lambda _: made().take(np.array([-1]))),
-    "no rows": ("No example is left", lambda _: made().take(np.zeros(200, bool))),
+    "no rows": ("at least one example", lambda _: made().take(np.zeros(200, bool))),
     "unseen examples that nobody counted": ("which examples training had", lambda _: made().unseen()),
     "no unseen example": ("none is unseen", lambda _: made(seen=np.ones(200, bool)).unseen()),
 }
@@ -430,10 +430,7 @@ CALIBRATION: Cases = {
     "right answers without labels": ("no labels", calibrated(replace(settling(), labels=None))),
     "an exit that takes the labels": ("oracle needs the labels", calibrated(settling(), readout="oracle")),
     "one loop": ("one loop only", calibrated(made(seed=1, loops=1))),
-    "decisions about nobody knows what": (
-        "unit: there is no .words.",
-        calibrated(settling(provenance={"unit": "words"})),
-    ),
+    "decisions about nobody knows what": ("no 'words' here", lambda _: settling(provenance={"unit": "words"})),
     "a drop in percent": ("max_drop: expected a number < 1", calibrated(settling(), 1.0)),
     "a confidence in percent": ("confidence: expected a number < 1", calibrated(settling(), confidence=95)),
     "a threshold that nobody meets": ("exit early", calibrated(made(seed=1, rows=900, loops=3), readout="settling")),

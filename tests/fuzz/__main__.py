@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from .kinds import KINDS
 from .runner import Fuzzer, working_folder
@@ -15,12 +16,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--only", action="append", choices=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--index", type=int, metavar="I", help="input I of this kind alone")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where inputs that fail are kept")
     options = parser.parse_args()
     if options.index is not None and len(options.only or ()) != 1:
         parser.error("--index is of one kind; give it with --only.")
     kinds = {name: kind for name, kind in KINDS.items() if name in (options.only or KINDS)}
     with working_folder() as folder:
-        fuzzer, known = Fuzzer(World(folder), kinds, options.seed), set[str]()
+        fuzzer, known = Fuzzer(World(folder), kinds, options.seed, options.keep), set[str]()
 
         def progress(done: int) -> None:
             """Each cause at once, where it is first met, and how far it is."""

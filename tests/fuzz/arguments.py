@@ -71,12 +71,11 @@ def last_words(name: str, world: World, case: Case) -> list[object]:
     return ["--store", case.copy(store, "store"), "--engine", "local", "--workers", "1"]
 
 
-SLOW = {
-    **dict.fromkeys(("report", "study report", "selfcheck", "bench exits", "record benchmark", "harness"), 2),
-    **dict.fromkeys(("study run", "record live", "record live --policy"), 2),
-    "demo": 1,
-}
-"""Verbs that take long, or need what takes long to be imported; and how often they are drawn among each other."""
+SLOW = (
+    *("report", "study report", "selfcheck", "bench exits", "record benchmark", "harness", "study run", "demo"),
+    *("record live", "record live --policy"),
+)
+"""Verbs that take long, or need what takes long to be imported."""
 _LEFT_OUT = ("--open", "--help", "--version", "--force")
 _SIZES = (
     *("examples", "max_new_tokens", "width", "classes", "loops", "prompts", "limit", "batch_size", "length"),
@@ -89,6 +88,11 @@ _READOUTS = (
     *("margin", "gate", "entropy", "oracle", "fixed", "auto", "gate:linear", "stopper:induction", "none", "os:path"),
     *("no.such:x", ":"),
 )
+_PLACES = ("bfloat16", "float16", "cpu", "cuda", "cuda:99", "mps", "full", "latest", "train", "extrapolation")
+_NAMES = {
+    **dict.fromkeys(("readout", "first", "second", "with_readout"), _READOUTS),
+    **dict.fromkeys(("dtype", "device", "cache", "split"), _PLACES),
+}
 
 
 def _places(world: World) -> list[object]:
@@ -106,15 +110,8 @@ def _value(world: World, case: Case, action: argparse.Action) -> object:
     rng = case.rng
     most = {**dict.fromkeys(_SIZES, 2.0**62), **dict.fromkeys(_TIMES, 1e300)}.get(action.dest, 0.0)
     numbers = [number for number in NUMBERS if not 8 < _number(number) < most]
-    options: list[Any] = [lambda: rng.choice(numbers), lambda: rng.choice(STRINGS), lambda: rng.choice(_places(world))]
-    if action.choices:
-        options += [lambda: rng.choice(list(action.choices or ()))] * 2
-    if action.dest in ("readout", "first", "second", "with_readout"):
-        options += [lambda: rng.choice(_READOUTS)] * 3
-    if action.dest in ("dtype", "device", "cache", "split"):
-        names = ("bfloat16", "float16", "cpu", "cuda", "cuda:99", "mps", "full", "latest", "train", "extrapolation")
-        options += [lambda: rng.choice(names)] * 2
-    return rng.choice(options)()
+    names = [*(action.choices or ()), *_NAMES.get(action.dest, ())]
+    return rng.choice(rng.choice([numbers, STRINGS, _places(world), *[names] * (2 if names else 0)]))
 
 
 def _number(text: str) -> float:
@@ -129,7 +126,7 @@ def arguments(world: World, case: Case) -> str:
 
 
 def slow_arguments(world: World, case: Case) -> str:
-    return _try(world, case, case.rng.choices(list(SLOW), list(SLOW.values()))[0])
+    return _try(world, case, case.rng.choice(SLOW))
 
 
 def _try(world: World, case: Case, name: str) -> str:

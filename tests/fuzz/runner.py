@@ -203,8 +203,8 @@ class Failure:
 class Fuzzer:
     """Tries inputs of some kinds, and counts what became of them."""
 
-    def __init__(self, world: World, kinds: Mapping[str, Kind], seed: int = 0) -> None:
-        self.world, self.kinds, self.seed = world, kinds, seed
+    def __init__(self, world: World, kinds: Mapping[str, Kind], seed: int = 0, keep: Path | None = None) -> None:
+        self.world, self.kinds, self.seed, self.keep = world, kinds, seed, keep
         self.work = world.folder.with_name(f"{world.folder.name}-inputs")
         self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         self.verbs: dict[str, Counter[str]] = defaultdict(Counter)
@@ -220,7 +220,7 @@ class Fuzzer:
             numbers = [counts.total(), *(counts[name] for name in names), sum(times), max(times)]
             lines.append(f"{kind:<22}" + "".join(f"{number:>9.4g}" for number in numbers))
         accepted = [f"{verb} {counts['other']} of {counts.total()}" for verb, counts in sorted(self.verbs.items())]
-        lines += ["", f"Options accepted: {', '.join(accepted)}"] if accepted else []
+        lines += ["", f"Options accepted: {', '.join(accepted)}"]
         alike = Counter((failure.kind, failure.place) for failure in self.failures)
         first = {(failure.kind, failure.place): failure for failure in reversed(self.failures)}
         for (kind, place), failure in sorted(first.items(), key=lambda each: each[0]):
@@ -251,6 +251,8 @@ class Fuzzer:
                 _stop_timers()
                 outcome = "FAILED"
                 self.failures.append(_failure(kind, index, error, case))
+        if outcome == "FAILED" and self.keep is not None:
+            shutil.move(case.folder, self.keep / case.folder.name)
         shutil.rmtree(case.folder, ignore_errors=True)
         self.outcomes[kind][outcome] += 1
         if case.verb:

@@ -154,7 +154,9 @@ def test_what_an_input_does_is_judged(what: str, act: Any, tmp_path: Path, monke
     monkeypatch.setattr("fuzz.runner.ON_TERMINAL", 1.0)
     (tmp_path / "world").mkdir()
     (tmp_path / "world" / "good").write_text("good")
-    fuzzer = Fuzzer(World(tmp_path / "world"), {"odd": Kind(lambda world, case: act(world, case) and None, 1)})
+    kinds = {"odd": Kind(lambda world, case: act(world, case) and None, 1)}
+    fuzzer = Fuzzer(World(tmp_path / "world"), kinds, keep=tmp_path / "kept")
     assert fuzzer.attempt("odd", 3) == "FAILED"
     assert "--only odd --index 3" in str(fuzzer)
+    assert (tmp_path / "kept" / "odd-3" / "in").is_dir()
     assert what in fuzzer.failures[0].what
