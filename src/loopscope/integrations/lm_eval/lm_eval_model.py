@@ -121,10 +121,9 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm_eval writes into the configuration of its results."""
-        weights = next(self.model.parameters())
         return {
             "model_num_parameters": sum(each.numel() for each in self.model.parameters()),
-            "model_dtype": str(weights.dtype).removeprefix("torch."),
+            "model_dtype": self.model.precision,
             "model_sha": self.model.weights_sha256,
             "exit_policy": str(self.policy),
             "cache": self._cache,
