@@ -137,8 +137,8 @@ def _check_tensor(folder: Path, name: str, stored: Any, expected: Mapping[str, T
         problem = f"The checkpoint in {folder} has a tensor that its configuration does not know: '{name}'."
     elif kind not in STORED_FLOATS:
         problem = f"In {folder} the tensor '{name}' holds {kind}, not floating-point numbers."
-    elif shape != (wanted := list(expected[name].shape)):
-        problem = f"In {folder} the tensor '{name}' has shape {shape}, the configuration asks for {wanted}."
+    elif shape != (configured := list(expected[name].shape)):
+        problem = f"In {folder} the tensor '{name}' has shape {shape}, the configuration asks for {configured}."
     else:
         return
     raise UserError(problem)

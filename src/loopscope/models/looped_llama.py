@@ -16,6 +16,7 @@ every loop, one of the state or of the gate at the exit.
 Shapes: S states, D width, V vocabulary.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -105,8 +106,12 @@ class LoopedLlama(LoopedDecoder):
     @property
     def block(self) -> nn.Module:
         """What every loop applies."""
+        return nn.ModuleList(self._core)
+
+    @property
+    def _core(self) -> Iterator[nn.Module]:
         looping = self.config.looping
-        return nn.ModuleList(islice(self.model.layers, looping.prelude, looping.prelude + looping.core))
+        return islice(self.model.layers, looping.prelude, looping.prelude + looping.core)
 
     def embed(self, tokens: Tensor, layout: Layout) -> LoopState:
         layers = islice(self.model.layers, self.config.looping.prelude)
@@ -119,8 +124,7 @@ class LoopedLlama(LoopedDecoder):
         if self.model.injection is not None:
             assert isinstance(state, InjectedState)
             hidden = hidden + self.model.injection(state.embedded)
-        layers = islice(self.model.layers, looping.prelude, looping.prelude + looping.core)
-        updated = through(layers, hidden, state.layout)
+        updated = through(self._core, hidden, state.layout)
         if looping.damping != 1:
             updated = state.hidden + looping.damping * (updated - state.hidden)
         return replace(state, hidden=updated, loop=state.loop + 1)

@@ -55,7 +55,6 @@ class LoopedCheckpoint(msgspec.Struct, frozen=True):
 
 class _Original(NamedTuple):
     config: dict[str, Any]
-    layers: int
     tensors: Mapping[str, Tensor]
     copy_tokenizer: Callable[[Path], object]
     """Puts the tokenizer into a folder."""
@@ -83,7 +82,7 @@ def loop(
         remove_leftovers(target)
         raise UserError(f"{target} is there already; choose another place, or remove it.")
     original = _read(source)
-    layers = original.layers
+    layers = original.config["num_hidden_layers"]
     if outside := [number for number in dropped if not 0 <= number < layers]:
         raise UserError(f"There is no layer {outside[0]} to drop: the model's {layers} layers are 0 to {layers - 1}.")
     kept = [number for number in range(layers) if number not in dropped]
@@ -129,7 +128,7 @@ def _read(source: str | Path) -> _Original:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, place / name)
 
-    return _Original(config, model_config.layers, tensors, copy_tokenizer)
+    return _Original(config, tensors, copy_tokenizer)
 
 
 def _read_gguf(file: Path) -> _Original:
@@ -151,13 +150,12 @@ def _read_gguf(file: Path) -> _Original:
             "the model's safetensors instead."
         )
     config = _explicit({key: config[key] for key in _OF_GGUF if config.get(key) is not None})
-    model_config = _as_one_loop(config, str(file))
     with torch.device("meta"):
-        expected = LoopedLlama(model_config)
+        expected = LoopedLlama(_as_one_loop(config, str(file)))
     stored = model.state_dict()
     tensors = {name: stored[name].contiguous() for name in expected.state_dict() if name not in expected.tied}
     require_finite(tensors, file)
-    return _Original(config, model_config.layers, tensors, lambda place: tokenizer.save_pretrained(str(place)))
+    return _Original(config, tensors, lambda place: tokenizer.save_pretrained(str(place)))
 
 
 def _check_type(place: Path, kind: str) -> None:
@@ -196,6 +194,7 @@ def _renumbered(tensors: Mapping[str, Tensor], kept: Sequence[int]) -> dict[str,
 
 def _described(folder: Path, model: LoopedLlama, original: _Original) -> LoopedCheckpoint:
     config, looping, injection = model.config, model.config.looping, model.model.injection
+    layers = original.config["num_hidden_layers"]
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     head = model.lm_head.weight.numel()
     run = looping.prelude + looping.loops * looping.core + config.coda
@@ -204,8 +203,8 @@ def _described(folder: Path, model: LoopedLlama, original: _Original) -> LoopedC
         folder=str(folder),
         looping=looping,
         coda=config.coda,
-        original_layers=original.layers,
+        original_layers=layers,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         original_parameters=sum(tensor.numel() for tensor in original.tensors.values()),
-        cost=(run * layer + looping.loops * added + head) / (original.layers * layer + head),
+        cost=(run * layer + looping.loops * added + head) / (layers * layer + head),
     )

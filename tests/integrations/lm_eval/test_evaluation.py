@@ -96,13 +96,8 @@ def test_lm_eval_knows_the_model_by_its_name(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tasks", "arc_easy"], "could not be read from the Hub"),
         (["--tasks", "gsm8k", "--data", str(DATA)], "A folder of data is read for"),
-        (["--tasks", __file__, "--data", str(DATA)], "leave out the folder of data"),
         (["--tasks", "mmlu_virology", "--data", str(DATA)], "There is no mmlu_virology"),
-        (["--tasks", "arc_easy", "--loops", "9", "--data", str(DATA), "--limit", "1"], "beyond"),
-        (["--tasks", "arc_easy", "--any-model"], "--policy"),
-        (["--tasks", "arc_easy", "--data", str(DATA), "--shots", "500"], "500 shots are asked for, and arc_easy has"),
         (["--tasks", "mmlu", "--data", str(DATA), "--shots", "6"], "has 5 examples to give"),
     ],
 )
@@ -113,7 +108,7 @@ def test_refusals(checkpoint: Path, words: list[str], message: str, capsys: pyte
     assert message in error
 
 
-@pytest.mark.parametrize("definition", ["task: [", "5", '{"task": "x", "doc_to_text": "y"}'])
+@pytest.mark.parametrize("definition", ["task: [", '{"task": "x", "doc_to_text": "y"}'])
 def test_a_definition_that_is_wrong_is_named(
     checkpoint: Path, tmp_path: Path, definition: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +127,6 @@ OF_BENCHMARK = {"benchmark": "arc_easy", "metric": "acc"}
     ("provenance", "sentence"),
     [
         ({"unit": "tokens"}, "calibrated on next tokens of a text, and here it would decide about questions"),
-        ({}, "calibrated on answers of a task, and here it would decide about questions"),
         ({**OF_BENCHMARK, "precision": "bfloat16"}, "calibrated on weights in bfloat16"),
         (OF_BENCHMARK, ""),
         ({**OF_BENCHMARK, "metric": "acc_norm", "state": "mean over the choices' tokens"}, ""),
@@ -149,20 +143,10 @@ def test_a_policy_is_held_to_what_it_was_calibrated_on(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_outspoken(tmp_path / "bare")
-    (folder / "tokenizer.json").unlink()
-    assert main(["harness", str(folder), "--tasks", "arc_easy"]) == 2
-    assert "tokenizer.json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("benchmark", "mean"), [("arc_easy", False), ("openbookqa", True)])
-def test_a_policy_on_scores_per_character_decides_as_its_replay(
-    benchmark: str, mean: bool, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_policy_on_scores_per_character_decides_as_its_replay(checkpoint: Path, tmp_path: Path) -> None:
     """The policy comes from a recording scored by acc_norm; lm_eval gets plain log-likelihoods all the same."""
-    shots = BENCHMARKS[benchmark].shots
-    recorded = ls.record_benchmark(checkpoint, benchmark, "test", tmp_path / "test", data=DATA, limit=20, mean=mean)
+    benchmark, shots = "openbookqa", BENCHMARKS["openbookqa"].shots
+    recorded = ls.record_benchmark(checkpoint, benchmark, "test", tmp_path / "test", data=DATA, limit=20, mean=True)
     values = ls.signal("margin", recorded)[:, :-1]
     policy = ls.ExitPolicy("margin", float(np.median(values) + 1e-7), scope=scope_of(recorded))
     assert policy.scope.score == "per_character"

@@ -55,8 +55,6 @@ def test_a_policy_is_held_to_its_model_and_cache(told: dict[str, Any]) -> None:
         deployed(told)
     ls.ExitPolicy("gate", 0.5, scope=Scope(model=weights, unit="tokens", cache="propagate")).save(path)
     assert deployed(told).policy == ls.ExitPolicy.load(path)
-    with pytest.raises(UserError, match="the same weights, computed with by another"):
-        deployed(told, rope_theta=77.0)
 
 
 def certified(model: str | None = None) -> ls.ExitPolicy:
@@ -67,12 +65,10 @@ def certified(model: str | None = None) -> ls.ExitPolicy:
 
 
 def test_a_promise_is_not_for_a_cache_of_another_precision(told: dict[str, Any]) -> None:
-    """A rule without one is served, whatever the cache."""
+    """A rule without a promise is served, whatever the cache."""
     policy = certified(weights_sha256(FOLDER))
     policy.save(Path(told["policy"]))
     assert deployed(told).policy == policy
-    with pytest.raises(UserError, match="holds them in fp8_e5m2"):
-        deployed(told, "fp8_e5m2")
     assert deployed({**told, "without_promise": True}, "fp8_e5m2").policy is not None
     replace(policy, certificate=None).save(Path(told["policy"]))
     assert deployed(told, "fp8_e5m2").policy is not None

@@ -152,11 +152,9 @@ def test_what_cannot_be_served_is_refused_before_an_engine_starts(tmp_path: Path
     ls.ExitPolicy("gate", 0.5, scope=Scope(model="ab" * 32)).save(policy)
     for folder, told, options, words in (
         (GOLDEN_OURO, {"policy": str(policy)}, {}, "calibrated for another model"),
-        (GOLDEN_OURO, {"depth": 2}, {}, "depth"),
         (altered, {}, {}, "was altered since its run wrote it"),
         (GOLDEN_OURO, exits, {"kv_transfer_config": connector}, "no other request or engine may have it"),
         (looped_llama, exits, {"max_num_batched_tokens": 64}, "must fit into one step"),
-        (GOLDEN_OURO, {"policy": str(tmp_path / "none.json")}, {}, "none.json"),
         (GOLDEN_OURO, exits | {"exits_log": str(tmp_path / "nowhere" / "log.jsonl")}, {}, "No such file"),
     ):
         with pytest.raises((UserError, ValueError), match=words), engine(folder, told, **options):

@@ -21,7 +21,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from loopscope.engine.decoder import CacheMode
 from loopscope.engine.generation import Prompt, StopStrings, Token, stream
 from loopscope.engine.requests import Request, choices
 from loopscope.engine.sampling import Sampling
@@ -36,6 +35,7 @@ from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import EncodedQuestion, Question, encode_questions
 from loopscope.recording.question_recording import BATCH_TOKENS
+from loopscope.scope import CacheMode
 
 Likelihood = tuple[float, bool]
 _MIN_SHARED = 32
@@ -121,10 +121,9 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm_eval writes into the configuration of its results."""
-        weights = next(self.model.parameters())
         return {
             "model_num_parameters": sum(each.numel() for each in self.model.parameters()),
-            "model_dtype": str(weights.dtype).removeprefix("torch."),
+            "model_dtype": self.model.precision,
             "model_sha": self.model.weights_sha256,
             "exit_policy": str(self.policy),
             "cache": self._cache,

@@ -28,13 +28,13 @@ from transformers.generation import (
 )
 from transformers.modeling_outputs import ModelOutput
 
-from loopscope.engine.decoder import CacheMode
 from loopscope.engine.generation import Prompt, stream
 from loopscope.engine.sampling import Sampling
 from loopscope.errors import UserError
 from loopscope.integrations.transformers.padded_batch import PaddedBatch
 from loopscope.models.looped_model import LoopedModel
 from loopscope.policy import ExitPolicy
+from loopscope.scope import CacheMode
 
 _DONE = (*(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper), *(MaxLengthCriteria, EosTokenCriteria))
 """What the engine does itself."""
@@ -85,9 +85,9 @@ class AdaptiveGenerationMixin(GenerationMixin):  # type: ignore[misc]
                 name = "lossless" if lossless else "cache"
                 raise UserError(f"{name} is of an exit policy, by which tokens exit early; name one (policy=...).")
             return super().generate(*given, streamer=streamer, **kwargs)
-        asked = [type(each).__name__ for each in (*(logits_processor or ()), *(stopping_criteria or ()))]
+        unsupported = [type(each).__name__ for each in (*(logits_processor or ()), *(stopping_criteria or ()))]
         stops = kwargs.get("stop_strings") or getattr(generation_config, "stop_strings", None)
-        _reject([*asked, "stop_strings"] if stops else asked)
+        _reject([*unsupported, "stop_strings"] if stops else unsupported)
         rule = policy if isinstance(policy, ExitPolicy) else ExitPolicy.load(policy)
         decoding = partial(adaptive_decoding, policy=rule, cache=cache or "full", lossless=lossless, streamer=streamer)
         return super().generate(*given, custom_generate=decoding, streamer=streamer, **kwargs)
@@ -186,10 +186,10 @@ def _sampling(config: GenerationConfig) -> Sampling:
     return Sampling(temperature=temperature, top_k=config.top_k or 0, top_p=top_p, seed=seed)
 
 
-def _reject(asked: list[str]) -> None:
-    """What transformers was asked for and the engine does not do."""
-    if asked:
+def _reject(unsupported: list[str]) -> None:
+    """What transformers is to do and the engine does not do."""
+    if unsupported:
         raise UserError(
-            f"Under an exit policy texts are greedy or sampled (temperature, top_k, top_p), and {asked[0]} is not "
-            "done; leave it out, or generate without a policy."
+            f"Under an exit policy texts are greedy or sampled (temperature, top_k, top_p), and {unsupported[0]} is "
+            "not done; leave it out, or generate without a policy."
         )

@@ -209,11 +209,11 @@ class LoopedForCausalLM(PreTrainedModel, AdaptiveGenerationMixin):  # type: igno
         `loop_losses` there are no logits, but the losses of every loop, or of the last that `unrolling` runs, against
         the labels or against the `teacher`. Rejects `others` that ask for anything.
         """
-        if asked := [name for name, value in others.items() if value is not None and value is not False]:
+        if unsupported := [name for name, value in others.items() if value is not None and value is not False]:
             raise UserError(
-                f"A looped model does not take {asked[0]}: it reads input_ids, keeps no attention weights, and does "
-                "not tell several texts in one row apart (packing, padding_free); give every text a row of its own: "
-                "padding takes no time."
+                f"A looped model does not take {unsupported[0]}: it reads input_ids, keeps no attention weights, and "
+                "does not tell several texts in one row apart (packing, padding_free); give every text a row of its "
+                "own: padding takes no time."
             )
         self._check_config()
         if hasattr(self.get_input_embeddings(), "base_layer") and (

@@ -183,7 +183,7 @@ class ParallelLayer(nn.Module):
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1})
-class LoopedDecoder(nn.Module):
+class ParallelDecoder(nn.Module):
     """Embedding, loops and what the head reads: as in `loopscope.models`, on the tokens of a step."""
 
     def __init__(self, *, vllm_config: VllmConfig, deployment: Deployment, prefix: str = "") -> None:

@@ -25,7 +25,7 @@ from loopscope.engine.exit_decision import ExitDecision
 from loopscope.errors import UserError
 from loopscope.integrations.vllm.deployment import deployment_of
 from loopscope.integrations.vllm.exits_log import ExitsLog
-from loopscope.integrations.vllm.looped_decoder import LoopedDecoder
+from loopscope.integrations.vllm.looped_decoder import ParallelDecoder
 from loopscope.integrations.vllm.step_batch import ExitCache, StepBatch, current_batch
 from loopscope.models.device import upload
 
@@ -60,7 +60,7 @@ class ServedModel(nn.Module):
             assert not (self.deployment.head_attends and vllm_config.scheduler_config.enable_chunked_prefill)
         config = self.deployment.config
         name = maybe_prefix(prefix, "model")
-        self.model: Any = LoopedDecoder(vllm_config=vllm_config, prefix=name, deployment=self.deployment)
+        self.model: Any = ParallelDecoder(vllm_config=vllm_config, prefix=name, deployment=self.deployment)
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,
