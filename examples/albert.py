@@ -13,7 +13,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 
 import loopscope as ls
 from loopscope.engine.requests import task_requests
-from loopscope.engine.scheduler import Agreement, compare
+from loopscope.engine.scheduler import Agreement, compare_with_replay
 from loopscope.models.looped_model import SimpleLoopedModel
 from loopscope.tasks import Parity
 from loopscope.training.objectives import objective_loss
@@ -98,7 +98,9 @@ def main(steps: int = 300, examples: int = 4000) -> Agreement:
 
     policy = ls.calibrate(validation, max_drop=0.02, confidence=0.95)
     answers = ls.run(model, policy, task_requests(splits["test"]), batch_size=128)
-    agreement = compare(answers, policy, test)  # the live answers beside the policy's replay on the recording
+    agreement = compare_with_replay(
+        answers, policy, test
+    )  # the live answers beside the policy's replay on the recording
     print(f"{policy}: {agreement}")
     return agreement
 

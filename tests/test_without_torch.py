@@ -52,7 +52,7 @@ for name in ("load_model", "train", "generate", "record_model", "fit_gate", "run
     try:
         getattr(ls, name)
     except ls.UserError as error:
-        assert str(error) == f"loopscope.{name} needs torch; install it with: pip install 'loopscope[torch]'", error
+        assert str(error) == f"loopscope.{name} needs torch; install it with: pip install 'loopscope[torch]'.", error
     else:
         raise AssertionError(name)
 from loopscope.cli import main

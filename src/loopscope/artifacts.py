@@ -197,8 +197,8 @@ def load_artifact(
     manifest = read_manifest(folder, kind, schema_version)
     if missing := [name for name in (tensors, *others) if name not in manifest.files]:
         raise UserError(f"{folder} is a {kind} without {missing[0]}; make the {kind} again.")
-    said: Any = build(contents, manifest.contents, str(folder))
-    return LoadedArtifact(said, manifest.provenance, manifest.files, map_tensors(folder / tensors))
+    checked: Any = build(contents, manifest.contents, str(folder))
+    return LoadedArtifact(checked, manifest.provenance, manifest.files, map_tensors(folder / tensors))
 
 
 def read_whole(path: Path, read: Callable[[], T]) -> T:

@@ -29,6 +29,7 @@ _EXTRAS = {
     "vl_convert": "report",
     "transformers": "transformers",
     "tokenizers": "transformers",
+    "huggingface_hub": "transformers",
     "accelerate": "transformers",
     "peft": "peft",
     "lm_eval": "lm",
@@ -113,4 +114,4 @@ def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         return error
-    return UserError(f"{what} needs {package}; install it with: pip install 'loopscope[{_EXTRAS[package]}]'")
+    return UserError(f"{what} needs {package}; install it with: pip install 'loopscope[{_EXTRAS[package]}]'.")

@@ -94,11 +94,11 @@ class ExitState:
 
         Signals that are computed elsewhere, [N] each, are given by their names.
         """
-        said = {"loop": loop, **(now or {})}
+        inputs = {"loop": loop, **(now or {})}
         values = {**(computed or {})}
         for name, rows in self._signals.items():
             if name not in values:
-                values[name] = self._advance(name, rows, said)
+                values[name] = self._advance(name, rows, inputs)
         last = loop >= self.num_loops
         if self._stopper is None:
             return last | self.policy.decide(values[self.policy.readout])

@@ -11,7 +11,7 @@ from tiny_language import MODELS, VOCABULARY
 import loopscope as ls
 from loopscope.engine.generation import Prompt, generate
 from loopscope.engine.requests import Request, choices
-from loopscope.engine.scheduler import Answer, compare, run
+from loopscope.engine.scheduler import Answer, compare_with_replay, run
 from loopscope.models.checkpoint_folder import TransformerSettings
 from loopscope.models.transformer import LoopedTransformer
 from loopscope.readouts.readout import find_readout
@@ -71,7 +71,7 @@ def test_from_ten_lines_to_a_promise_that_runs(own: None, model: LoopedTransform
     tokens, lengths = drawn(2, 600)
     requests = [Request(row, (tokens[row, : lengths[row]],)) for row in range(600)]
     for batch_size in (64, 600):
-        agreement = compare(run(model, policy, requests, batch_size), policy, test)
+        agreement = compare_with_replay(run(model, policy, requests, batch_size), policy, test)
         assert (agreement.examples, agreement.differing, agreement.close) == (600, 0, 0)
         assert 1 < agreement.average_loops == agreement.replayed_average_loops < 6
 
@@ -86,7 +86,7 @@ def test_rows_exit_where_the_replay_says(readout: str, own: None, model: LoopedT
     tokens, lengths = drawn(3, 200)
     requests = [Request(row, (tokens[row, : lengths[row]],)) for row in np.random.default_rng(0).permutation(200)]
     for batch_size in (37, 200):
-        agreement = compare(run(model, policy, requests, batch_size), policy, test)
+        agreement = compare_with_replay(run(model, policy, requests, batch_size), policy, test)
         assert agreement.differing == 0
         assert agreement.close <= 2
 
@@ -108,7 +108,7 @@ def test_questions_with_few_and_many_choices_share_a_batch(readout: str, own: No
     policy = ls.ExitPolicy(readout, float(found[len(found) // 2 - 1 : len(found) // 2 + 1].mean()))
     assert len(set(policy.exit_loops(recording))) > 1
     for batch_size in (1, 7, 60):
-        assert compare(run(model, policy, asked, batch_size), policy, recording).differing == 0
+        assert compare_with_replay(run(model, policy, asked, batch_size), policy, recording).differing == 0
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ def test_a_threshold_that_many_whole_numbers_meet_excuses_nothing(own: None) -> 
     policy = ls.ExitPolicy("margin", 3)
     replayed_loops = policy.exit_loops(trajectory)
     assert (signals["margin"] == 3).any(axis=1).mean() > 0.5
-    late = compare(answers_at(np.full(400, 4), trajectory), policy, trajectory)
+    late = compare_with_replay(answers_at(np.full(400, 4), trajectory), policy, trajectory)
     assert late.average_loops == 4 > 2.5 > late.replayed_average_loops
     assert (late.differing, late.close, late.close_differing) == (400, 0, 0)
-    assert compare(answers_at(replayed_loops, trajectory), policy, trajectory).differing == 0
+    assert compare_with_replay(answers_at(replayed_loops, trajectory), policy, trajectory).differing == 0
 
 
 def test_a_close_call_excuses_only_what_it_explains() -> None:
@@ -201,7 +201,7 @@ def test_a_close_call_excuses_only_what_it_explains() -> None:
     trajectory = ls.Trajectory(
         predictions=np.zeros((3, 4), int), labels=np.zeros(3, int), signals={"margin": values + 1e-12}
     )
-    found = compare(answers_at(np.array([2, 3, 4]), trajectory), ls.ExitPolicy("margin", 2.0), trajectory)
+    found = compare_with_replay(answers_at(np.array([2, 3, 4]), trajectory), ls.ExitPolicy("margin", 2.0), trajectory)
     assert found.close == 3
     assert found.close_differing == 1  # stops at 2, where rounding may decide; 3 is the replay's own
     assert found.differing == 1  # went past 3, where nothing is close

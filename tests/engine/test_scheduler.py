@@ -12,7 +12,7 @@ from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
 from loopscope.engine.requests import Request, choices, task_requests
-from loopscope.engine.scheduler import Answer, compare, in_order, run
+from loopscope.engine.scheduler import Answer, compare_with_replay, in_order, run
 from loopscope.models.looped_model import LoopedModel
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep
@@ -64,7 +64,7 @@ def test_every_request_exits_where_the_replay_says(
         for answer in answers:
             assert answer.loop == replayed[answer.key]
             assert np.allclose(answer.logits, recorded.logits[answer.key, answer.loop - 1], atol=1e-5)
-    agreement = compare(answers, policy, recorded)
+    agreement = compare_with_replay(answers, policy, recorded)
     assert (agreement.differing, agreement.close) == (0, 0)
 
 
@@ -74,7 +74,7 @@ def test_a_difference_is_noticed(model: LoopedModel, requests: list[Request], re
     changed = [Answer(answers[0].key, 4 - answers[0].loop, answers[0].logits), *answers[1:]]
     if answers[0].loop == 2:
         changed[0] = Answer(answers[0].key, 1, answers[0].logits)
-    assert compare(changed, policy, recorded).differing == 1
+    assert compare_with_replay(changed, policy, recorded).differing == 1
 
 
 def test_a_monitor_fed_by_the_engine_sees_what_it_sees_in_a_recording(

@@ -9,7 +9,7 @@ import torch
 from tiny_language import tiny_looped_llama, write_decoder
 
 import loopscope as ls
-from loopscope.engine.scheduler import compare
+from loopscope.engine.scheduler import compare_with_replay
 from loopscope.models.looped_llama import LoopedLlama
 from loopscope.models.looped_model import LoopState
 from loopscope.recording.recording_folder import Keep
@@ -120,5 +120,5 @@ def test_live_exits_are_those_of_the_replay(readout: str, monkeypatch: pytest.Mo
     )
     requests = [ls.Request(row, [rows[row, :length]]) for row, length in enumerate(lengths)]
     answers = list(ls.run(model, policy, requests, batch_size=7))
-    assert compare(answers, policy, recorded).differing == 0
+    assert compare_with_replay(answers, policy, recorded).differing == 0
     assert sum(read) == (policy.exit_loops(recorded).sum() if readout == "margin" else 60)

@@ -12,7 +12,7 @@ from benchmark_slices import DATA, byte_pairs
 from tiny_language import write_ouro
 
 import loopscope as ls
-from loopscope.engine.scheduler import compare, run
+from loopscope.engine.scheduler import compare_with_replay, run
 from loopscope.models.tokenizer import load_tokenizer
 from loopscope.questions import BENCHMARKS, EncodedQuestion, Question, benchmark_named, encode_questions, load_questions
 from loopscope.readouts.signals import SIGNALS
@@ -128,7 +128,7 @@ def test_replay_equals_live(
         assert len(set(loops)) > 1
         for batch_size in (1, 3, 100):
             answers = list(run(model, policy, requests, batch_size))
-            assert compare(answers, policy, recorded).differing == 0
+            assert compare_with_replay(answers, policy, recorded).differing == 0
             for answer in answers:
                 expected = recorded.logits[answer.key, answer.loop - 1, : len(answer.logits)]
                 assert answer.logits == pytest.approx(expected, abs=1e-4)

@@ -20,7 +20,7 @@ from torch import Tensor
 from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import fastest, interleaved, spread
 from loopscope.engine.requests import Request, task_requests
-from loopscope.engine.scheduler import Agreement, compare, run
+from loopscope.engine.scheduler import Agreement, compare_with_replay, run
 from loopscope.errors import UserError
 from loopscope.exit_state import ExitState
 from loopscope.frontier import choose, curve
@@ -139,7 +139,7 @@ def bench_exits(
         loops = policy.exit_loops(benched.recorded)
         ideal = model.num_loops / float(loops.mean())
         took, waited = seconds[f"{place + 1}: {policy}"], seconds.get(f"{place + 1}: {policy}, waiting")
-        agreement = compare(run(model, policy, requests, size), policy, benched.recorded)
+        agreement = compare_with_replay(run(model, policy, requests, size), policy, benched.recorded)
         timings.append(
             ExitTiming(
                 readout=policy.readout,

@@ -14,7 +14,7 @@ import torch
 
 from loopscope.analysis.schema import QuestionBench, QuestionTiming
 from loopscope.bench.measure import interleaved, spread
-from loopscope.engine.scheduler import compare, run
+from loopscope.engine.scheduler import compare_with_replay, run
 from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
@@ -66,7 +66,7 @@ def time_benchmark(
     timings = []
     for policy, took in zip(policies, seconds.values(), strict=True):
         answers = run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean)
-        agreement = compare(answers, policy, some)
+        agreement = compare_with_replay(answers, policy, some)
         timings.append(
             QuestionTiming(
                 readout=policy.readout,

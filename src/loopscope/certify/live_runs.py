@@ -111,12 +111,12 @@ class LiveRuns:
 
     @property
     def scope(self) -> Scope:
-        said = self.provenance
+        origin = self.provenance
         return Scope(
             unit="tokens",
             cache=self.contents.cache,
-            precision=said.get("precision"),
-            model=said.get("weights_sha256"),
+            precision=origin.get("precision"),
+            model=origin.get("weights_sha256"),
             definition=self.rule.scope.definition,
         )
 

@@ -107,8 +107,8 @@ def plain_pass(model: LoopedModel, rows: Sequence[Array], places: int) -> Output
     found: dict[str, list[Array]] = {}
     for state in model.unroll(model.begin(tokens.to(device), lengths.to(device))):
         pooled, head_input = (values.index_select(0, read) for values in model.read(state))
-        said = {"logits": model.predict(head_input), "hidden": pooled, "gate_logits": model.halt(pooled)}
-        for name, output in said.items():
+        by_source = {"logits": model.predict(head_input), "hidden": pooled, "gate_logits": model.halt(pooled)}
+        for name, output in by_source.items():
             if output is not None:
                 found.setdefault(name, []).append(output.float().cpu().numpy())
     return {name: np.stack(by_loop) for name, by_loop in found.items()}

@@ -77,12 +77,12 @@ def answer(words: Sequence[str], make: Any) -> int:
         with _warnings_as_notes():
             return options.execute(options) or 0
     except (UserError, ModuleNotFoundError) as error:
-        said = missing_extra(error, "This") if isinstance(error, ModuleNotFoundError) else error
-        if not isinstance(said, UserError):
+        shown_error = missing_extra(error, "This") if isinstance(error, ModuleNotFoundError) else error
+        if not isinstance(shown_error, UserError):
             raise
         if _follows():
             return 0  # the first worker has the same error; failing here could end it before it has said so
-        _print_error(str(said))
+        _print_error(str(shown_error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _print_error(f"{where}{error.strerror or error}.")

@@ -87,8 +87,8 @@ def _evaluate_readouts(options: argparse.Namespace) -> int:
     frontiers = [sweep(name, calibration, evaluation) for name in names]
     from loopscope.analysis import diagnosis, model_analysis, targets, threshold_details
 
-    wanted = targets.as_targets(target_accuracies(options.at))
-    levels = [targets.target_level(target, calibration, evaluation) for target in wanted]
+    requested = targets.as_targets(target_accuracies(options.at))
+    levels = [targets.target_level(target, calibration, evaluation) for target in requested]
     silent = {level.target: diagnosis.without_verdict(calibration, evaluation, level) for level in levels}
     if options.json:
         reached = levels[0].reached

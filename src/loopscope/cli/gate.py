@@ -90,7 +90,7 @@ def _fit(options: argparse.Namespace) -> None:
         stopper = fit_stopper(recording, **chosen)
         stopper.save(options.out)
         settings = stopper.provenance["stopper"]
-        said = f"a stopper ({stopper.kind}), fitted to {counted}.\nIt reads {', '.join(stopper.signals)}."
+        sentence = f"a stopper ({stopper.kind}), fitted to {counted}.\nIt reads {', '.join(stopper.signals)}."
     else:
         check_gate_data(recording)
         from loopscope.training.gate_fitting import fit_gate, gate_settings
@@ -99,9 +99,9 @@ def _fit(options: argparse.Namespace) -> None:
         with track("fitting") as advance:
             gate = fit_gate(recording, settings, advance)
         gate.save(options.out)
-        said = f"a {gate.kind} gate, fitted to {counted}."
+        sentence = f"a {gate.kind} gate, fitted to {counted}."
     summary = {"gate": str(options.out), "settings": settings}
-    show(summary, options.json, lambda: print_text(f"{options.out}: {said}"))
+    show(summary, options.json, lambda: print_text(f"{options.out}: {sentence}"))
 
 
 def _write(options: argparse.Namespace) -> None:

@@ -96,11 +96,11 @@ def _not_empty(text: str) -> str:
 
 
 def execute(options: argparse.Namespace) -> int:
-    asked = _given_prompts(options)
+    requested = _given_prompts(options)
     inputs.check_readouts(*filter(None, [options.readout]))
     file = None if options.policy is None else str(options.policy)
     usual = Rule(file, options.readout, options.threshold, options.loops).exit_policy(options.any_model)
-    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in asked}  # a policy is loaded once
+    rules = {each.rule: each.rule.exit_policy(options.any_model) for each in requested}  # a policy is loaded once
     calibrated = usual.scope.cache if usual is not None and not options.lossless else None
     options.cache = options.cache or calibrated or "full"
     folder = inputs.find_model(options.model, text=True)
@@ -113,7 +113,7 @@ def execute(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(folder)
     prompts = [
         ls.Prompt(place, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=place)
-        for place, each in enumerate(asked)
+        for place, each in enumerate(requested)
     ]
     model = ls.load_model(folder, device_of(options), options.dtype)
     # of all of them before anything is printed, not when their turn comes
@@ -142,12 +142,12 @@ def execute(options: argparse.Namespace) -> int:
             cut += token.finish_reason == "length" and room[token.key] < options.max_new_tokens
             yield token
 
-    output = _Output(options, asked, prompts, tokenizer, texts, ends)
+    output = _Output(options, requested, prompts, tokenizer, texts, ends)
     used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
-    if not output.write(tokens, lambda: _settings(options, asked, prompts, model, ends, used)):
+    if not output.write(tokens, lambda: _settings(options, requested, prompts, model, ends, used)):
         return 130
     if cut:
-        what = "The text ends" if len(asked) == 1 else f"{cut:,} texts end"
+        what = "The text ends" if len(requested) == 1 else f"{cut:,} texts end"
         print_note(f"{what} at {model.block_size:,} tokens, the most that the model takes, before --max-new-tokens.")
     if stats.tokens:
         print_note(_summary(stats, time.perf_counter() - start, model.num_loops, options.lossless))
@@ -186,7 +186,7 @@ def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None],
 
 def _settings(
     options: argparse.Namespace,
-    asked: list[GivenPrompt],
+    requested: list[GivenPrompt],
     prompts: list["ls.Prompt"],
     model: "ls.LoopedModel",
     ends: set[int],
@@ -195,11 +195,11 @@ def _settings(
     """What the texts depend on: what was asked for, and what the model, its tokenizer and the rules make of it."""
     names = ("chat", "readout", "threshold", "loops", "cache", "lossless", "max_new_tokens", "stop", "temperature")
     found = {name: getattr(options, name) for name in (*names, "top_k", "top_p", "seed", "any_model")}
-    files = {Path(each.rule.policy) for each in asked if each.rule.policy} | {*filter(None, [options.policy])}
+    files = {Path(each.rule.policy) for each in requested if each.rule.policy} | {*filter(None, [options.policy])}
     policies = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     found |= {"weights": model.weights_sha256, "num_loops": model.num_loops, "precision": model.precision}
     found |= {"policies": policies, "definitions": {name: readout_definition(name) for name in sorted(readouts)}}
-    found |= {"prompts": [each.prompt for each in asked], "rules": [str(each.rule) for each in asked]}
+    found |= {"prompts": [each.prompt for each in requested], "rules": [str(each.rule) for each in requested]}
     return found | {"tokens": [prompt.tokens.tolist() for prompt in prompts], "ends": sorted(ends)}
 
 
@@ -238,11 +238,11 @@ def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
     if options.lossless and options.cache not in (None, "full"):
         needed = f"the keys and values of every loop: the cache 'full', not '{options.cache}'"
         raise UserError(f"--lossless needs {needed}; leave out --cache.")
-    asked = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
-    if not asked or (not options.chat and any(each.prompt == "" for each in asked)):
-        there = "A prompt is empty" if asked else f"There is no prompt in {options.prompts}"
+    requested = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
+    if not requested or (not options.chat and any(each.prompt == "" for each in requested)):
+        there = "A prompt is empty" if requested else f"There is no prompt in {options.prompts}"
         raise UserError(f"{there}; give at least one word a line.")
-    return asked
+    return requested
 
 
 def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
@@ -260,7 +260,7 @@ class _Output:
     """Where the texts go: one as it comes, or a line of each of many."""
 
     options: argparse.Namespace
-    asked: list[GivenPrompt]
+    requested: list[GivenPrompt]
     prompts: list["ls.Prompt"]  # those that are continued now; others were finished before
     tokenizer: Any
     texts: "StopStrings"
@@ -268,7 +268,7 @@ class _Output:
 
     def write(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
         """Writes the texts that these tokens make; False where that was interrupted."""
-        live = len(self.asked) == 1 and not self.options.json and self.options.out is None
+        live = len(self.requested) == 1 and not self.options.json and self.options.out is None
         try:
             if live:
                 self._print_live(tokens(self.prompts))
@@ -308,9 +308,9 @@ class _Output:
                 _print_line(line)
 
     def _keep_lines(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: object) -> None:
-        with text_journal(self.options.out, settings, len(self.asked)) as journal:
+        with text_journal(self.options.out, settings, len(self.requested)) as journal:
             if journal.lines:
-                print_note(f"{len(journal.lines):,} of {len(self.asked):,} texts were finished before; going on.")
+                print_note(f"{len(journal.lines):,} of {len(self.requested):,} texts were finished before; going on.")
             self.prompts = [prompt for prompt in self.prompts if prompt.key not in journal.lines]
             for number, line in self._lines(tokens(self.prompts)) if self.prompts else ():
                 journal.add(number, line)
@@ -326,7 +326,7 @@ class _Output:
             written = [each.token for each in own]
             stopped = self.texts.text(number, self.ends) if self.options.stop else None
             text = decode(self.tokenizer, written) if stopped is None else stopped
-            line = {"number": number + 1, "prompt": self.asked[number].prompt, "text": text, "tokens": written}
+            line = {"number": number + 1, "prompt": self.requested[number].prompt, "text": text, "tokens": written}
             line |= {"loops": [each.loops for each in own], "finish_reason": token.finish_reason}
             if self.options.lossless:
                 stood = sum(each.accepted for each in own)

@@ -88,7 +88,7 @@ class ExitDecision:
         for source in self._sources:
             if source in ("logits", "predictions"):
                 assert logits is not None
-                now[source] = _said(source, logits)
+                now[source] = _source_values(source, logits)
             else:
                 states = pooled() if states is None else states
                 now[source] = self._read(source, states)
@@ -110,7 +110,7 @@ def check_policy(model: LoopedModel, policy: ExitPolicy, num_loops: int, here: S
     ExitState(policy, num_loops)
 
 
-def _said(source: str, logits: Tensor | Array) -> Array:
+def _source_values(source: str, logits: Tensor | Array) -> Array:
     """The logits, or the classes that they answer."""
     if source == "predictions" and isinstance(logits, Tensor):
         return check_answers(likeliest_classes(logits).cpu().numpy())

@@ -171,22 +171,22 @@ def stream(
             texts.begin(row, prompt, policy_of(prompt), max_new_tokens, number)
         if not texts.rows:
             return
-        for said in texts.step():
-            stats.drafting_cost += said.cost
-            text = texts.rows[said.row]
-            for place, token in enumerate(said.tokens):
+        for decoded in texts.step():
+            stats.drafting_cost += decoded.cost
+            text = texts.rows[decoded.row]
+            for place, token in enumerate(decoded.tokens):
                 finish_reason = text.add(token, stop)
                 if stopping_criterion is not None and stopping_criterion(text.prompt.key, token):
                     finish_reason = "stop"
-                accepted = place + 1 < len(said.tokens)
+                accepted = place + 1 < len(decoded.tokens)
                 last = finish_reason is not None or not accepted
-                taken_back = said.drafted - min(place + 1, len(said.tokens) - 1) if last else 0
-                logits = said.logits[place] if with_logits else None
-                made = Token(text.prompt.key, token, said.loops[place], finish_reason, logits, accepted, taken_back)
+                taken_back = decoded.drafted - min(place + 1, len(decoded.tokens) - 1) if last else 0
+                logits = decoded.logits[place] if with_logits else None
+                made = Token(text.prompt.key, token, decoded.loops[place], finish_reason, logits, accepted, taken_back)
                 stats.count(made, texts.decoder)
                 yield made
                 if finish_reason is not None:
-                    del texts.rows[said.row]
+                    del texts.rows[decoded.row]
                     break
         texts.go_on()
 
@@ -216,7 +216,7 @@ class _Text:
         return "length" if self.generated == self.token_budget else None
 
 
-class _Said(NamedTuple):
+class _Decoded(NamedTuple):
     """What a row has to say at once: drafts that stand, and one token after them."""
 
     row: int
@@ -235,7 +235,7 @@ class _RunningTexts:
     ) -> None:
         self._model, self.decoder, self._stop, self._sampling, self._lossless = model, decoder, stop, sampling, lossless
         self.rows: dict[int, _Text] = {}
-        self._said: list[_Said] = []
+        self._decoded: list[_Decoded] = []
 
     def begin(self, row: int, prompt: Prompt, policy: ExitPolicy, max_new_tokens: int, number: int) -> None:
         """A prompt takes a row; `number` is that of its random numbers, unless it has its own."""
@@ -248,9 +248,9 @@ class _RunningTexts:
         if self._lossless:
             text.draft_length = DraftLength(self._model, decision.reads_logits, decision.first_exit)
 
-    def step(self) -> list[_Said]:
+    def step(self) -> list[_Decoded]:
         """One loop of every row; what rows say whose token exits (in lossless text: at full depth)."""
-        self._said = []
+        self._decoded = []
         exits = self.decoder.step()
         if not len(exits.rows):
             return []
@@ -263,16 +263,16 @@ class _RunningTexts:
             self._draft(exits, chosen, starts, np.flatnonzero(~final))
         if final.any():
             self._confirm(exits, chosen, starts, np.flatnonzero(final))
-        return self._said
+        return self._decoded
 
     def go_on(self) -> None:
         """The rows that have just said something, and are not finished, go on with their last token."""
-        going_on = [said for said in self._said if said.row in self.rows]
+        going_on = [decoded for decoded in self._decoded if decoded.row in self.rows]
         if not going_on:
             return
-        rows = [said.row for said in going_on]
+        rows = [decoded.row for decoded in going_on]
         ask_until = [self.rows[row].next_ask_until() for row in rows] if self._lossless else None
-        self.decoder.append(rows, [said.tokens[-1] for said in going_on], ask_until)
+        self.decoder.append(rows, [decoded.tokens[-1] for decoded in going_on], ask_until)
 
     def _confirm(self, exits: Exits, chosen: list[int] | None, starts: Integers, final: Integers) -> None:
         """What these rows say: the drafts that full depth confirms, and the token after them."""
@@ -296,7 +296,9 @@ class _RunningTexts:
             if text.prompt.forced is not None:
                 token = int(text.prompt.forced[text.generated])
             tokens, all_loops = [draft.token for draft in kept], [draft.loops for draft in kept]
-            self._said.append(_Said(row, [*tokens, token], [*all_loops, loop], exits.logits[start:], drafted, cost))
+            self._decoded.append(
+                _Decoded(row, [*tokens, token], [*all_loops, loop], exits.logits[start:], drafted, cost)
+            )
             text.drafts = []
 
     def _draft(self, exits: Exits, chosen: list[int] | None, starts: Integers, early: Integers) -> None:

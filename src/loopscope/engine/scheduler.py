@@ -4,7 +4,8 @@ A request that exits is answered at once, and its slots go to the next in the qu
 depth, so rows at different loops share a batch; rows of different lengths are packed. Only what the policy's signal
 needs is computed at every loop; logits beyond that only for the requests that exit. The choices of a question branch
 off from its context, which runs once, and only as deep as the question goes. Nothing of a request's computation depends
-on its neighbours, so a decision is the one that the policy's replay on a recording makes; `compare` counts where it is
+on its neighbours, so a decision is the one that the policy's replay on a recording makes; `compare_with_replay`
+counts where it is
 not.
 
 Shapes: N active requests, T loops, D width, V vocabulary, C choices.
@@ -288,7 +289,7 @@ class Agreement:
     replayed_average_loops: float
 
 
-def compare(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajectory) -> Agreement:
+def compare_with_replay(answers: Iterable[Answer], policy: ExitPolicy, trajectory: Trajectory) -> Agreement:
     """Answers whose keys are row numbers of `trajectory`, against the policy's replay on it."""
     loops = np.zeros(trajectory.num_examples, dtype=np.int64)
     predicted = np.zeros_like(loops)

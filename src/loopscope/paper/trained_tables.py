@@ -18,7 +18,7 @@ from loopscope.paper.variants import (
 )
 from loopscope.readouts.signals import FITTED, FITTED_GATE
 from loopscope.report.curves import continued
-from loopscope.report.tables import Table, share
+from loopscope.report.tables import Table, share_text
 
 _OURS = (
     "Mean ± sample standard deviation over the seeds that reach it (how many of how many); then the first seed's own "
@@ -77,7 +77,7 @@ def posthoc_summary(results: Results) -> Table:
         fitted = [name for name in over.depth_at if name.startswith(FITTED_GATE)]
         for readout in ("fixed", "gate", "margin", *fitted) if fitted else ():
             if readout in over.depth_at:
-                selected = [share(over.selected_accuracy[readout]), str(over.selected_loops[readout])]
+                selected = [share_text(over.selected_accuracy[readout]), str(over.selected_loops[readout])]
                 rows.append([group.counted, readout, *_depths(group, readout, results), *selected])
     columns = ["trajectory", "readout", *_depth_columns(results), "selected: accuracy", "loops"]
     note = f"Gates fitted to frozen trajectories ({FITTED_GATE}kind-objective) beside its own gate and margin. " + _OURS
@@ -138,8 +138,8 @@ def _frontiers(model: ModelResult, rule: str) -> list[FrontierResult]:
     names = {frontier.readout: frontier for frontier in model.frontiers if frontier.readout != "oracle"}
     if rule == "its own gate":
         return [names["gate"]] if "gate" in names else []
-    prefix, wanted = (FITTED_GATE, True) if rule == "best fitted gate" else (FITTED, False)
-    return [frontier for name, frontier in names.items() if name.startswith(prefix) == wanted]
+    prefix, included = (FITTED_GATE, True) if rule == "best fitted gate" else (FITTED, False)
+    return [frontier for name, frontier in names.items() if name.startswith(prefix) == included]
 
 
 def _remedy_cells(group: TrainedVariant, rule: str, decoupled: TrainedVariant, results: Results) -> list[str]:
@@ -241,7 +241,7 @@ def _best_confidence(group: TrainedVariant) -> str:
 
 def _selected(group: TrainedVariant, readout: str) -> tuple[str, str]:
     """Accuracy and loops of the operating point that validation chose."""
-    accuracy, loops = share(group.group.selected_accuracy[readout]), str(group.group.selected_loops[readout])
+    accuracy, loops = share_text(group.group.selected_accuracy[readout]), str(group.group.selected_loops[readout])
     frontier = group.first.frontier(readout)
     assert frontier is not None
     point = frontier.selected
@@ -267,4 +267,4 @@ def _paper(value: PublishedValue) -> str:
 
 
 def _paper_share(value: PublishedValue) -> str:
-    return share(OverSeeds(value.mean, value.deviation, 3, 3))
+    return share_text(OverSeeds(value.mean, value.deviation, 3, 3))

@@ -65,7 +65,7 @@ def _run(model: ModelResult, referenced: bool) -> dict[str, Any]:
     ]
     sentences = (diagnosis.sentence, diagnosis.target_sentence, _read_at(diagnosis), diagnosis.room_sentence)
     words = {"sentence": " ".join(filter(None, sentences)), "certified": certified, "refused": model.refused}
-    return {"name": model.name, "weights": weights_of(model), "seed": seed_of(model), "gaps": gaps, **words}
+    return {"name": model.name, "weights": weights_text(model), "seed": seed_of(model), "gaps": gaps, **words}
 
 
 def _read_at(diagnosis: Diagnosis) -> str:
@@ -141,7 +141,7 @@ def provenances(results: Results) -> list[dict[str, str]]:
             "name": model.name,
             "label": model.label,
             "seed": seed_of(model),
-            "weights": weights_of(model),
+            "weights": weights_text(model),
             "examples": f"{model.validation_examples:,} validation, {model.tested}"
             + (" (those that training had left out)" if model.unseen_only else ""),
             "provenance": json.dumps(model.provenance, indent=2, ensure_ascii=False, default=str),
@@ -150,7 +150,7 @@ def provenances(results: Results) -> list[dict[str, str]]:
     ]
 
 
-def weights_of(model: ModelResult) -> str:
+def weights_text(model: ModelResult) -> str:
     return str(model.provenance.get("weights_sha256") or "not recorded")
 
 

@@ -62,7 +62,7 @@ def headline(results: Results) -> Table:
         if without_depths(members):
             shown = [cell if cell == "no gate" else NO_VERDICT for cell in shown]
         label = group.label if len(members) > 1 else members[0].label
-        best_loop = share(over_seeds([max(model.forced_accuracy) for model in members]))
+        best_loop = share_text(over_seeds([max(model.forced_accuracy) for model in members]))
         rows.append([label, best_loop, *shown, ", ".join(counted)])
     missed = "@: at a lower one, where test data do not reach it"
     if target.accuracy is not None:
@@ -219,7 +219,7 @@ def depths(results: Results) -> Table:
             accuracy, loops = group.selected_accuracy[readout], group.selected_loops[readout]
             reached = [NO_VERDICT if key in silent else f"{values[key]}{at}" for key, at in lower.items()]
             reached = [NOTHING] * len(reached) if readout == "oracle" else reached
-            rows.append([group.label, readout, *reached, share(accuracy), str(loops)])
+            rows.append([group.label, readout, *reached, share_text(accuracy), str(loops)])
     note = (
         "D@X: the least average loops on the test curve that reach X % accuracy, N/A: not reached; D@full-Y: that "
         "reach an accuracy Y points below the model's own at full depth, which validation data fix (@: at a lower one, "
@@ -366,7 +366,7 @@ def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
     return text
 
 
-def share(value: OverSeeds) -> str:
+def share_text(value: OverSeeds) -> str:
     """An accuracy over seeds, in percent."""
     if value.mean is None:
         return "N/A"

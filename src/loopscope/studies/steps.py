@@ -70,8 +70,8 @@ class Step(Settings, frozen=True, kw_only=True, dict=True):
         """What the artifact depends on; the steps that are needed go in by their keys."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         left_out = {name for name in self.optional if fields[name] in ("", None)}
-        told = {name: _keys(value) for name, value in fields.items() if name not in left_out}
-        return {"kind": self.kind, "version": self.version, **told}
+        described = {name: _keys(value) for name, value in fields.items() if name not in left_out}
+        return {"kind": self.kind, "version": self.version, **described}
 
     def folder(self, store: Path) -> Path:
         return store / self.key
@@ -220,7 +220,7 @@ class Certify(Step, frozen=True, kw_only=True):
     target: RiskTarget
 
     def run(self, store: Path, device: torch.device) -> None:
-        validation, gates = self.validation.load(store), load_gates(self.gates, store)
+        validation, gates = self.validation.load(store), load_fits(self.gates, store)
         try:
             policy = certify(validation, self.target, gates=gates)
         except UserError as error:  # not proven, or a model without this readout
@@ -261,7 +261,7 @@ class Analyse(Step, frozen=True, kw_only=True):
         source = replace(
             recordings("", self.validation, self.test),
             extrapolation=None if self.extrapolation is None else self.extrapolation.load(store),
-            gates=load_gates(self.gates, store),
+            gates=load_fits(self.gates, store),
             policies=[policy for policy in certified if isinstance(policy, ExitPolicy)],
             refused=[refusal for refusal in certified if isinstance(refusal, str)],
         )
@@ -326,7 +326,7 @@ class Time(Step, frozen=True, kw_only=True):
         return read_json(QuestionBench, self.checked_folder(store) / "timing.json", "timing")
 
 
-def load_gates(gates: Iterable[Fit], store: Path) -> dict[str, FittedGate]:
+def load_fits(gates: Iterable[Fit], store: Path) -> dict[str, FittedGate]:
     return {step.gate.name: FittedGate.load(step.folder(store)) for step in gates}
 
 
