@@ -39,7 +39,8 @@ from benchmarks.guarantees import (
 )
 from loopscope.certify.calibration import certify
 from loopscope.certify.monitor import Monitor
-from loopscope.certify.risk_target import NotProven, RiskTarget
+from loopscope.certify.not_proven import NotProven
+from loopscope.certify.risk_target import RiskTarget
 from loopscope.cli.options import add_shared, option, share
 from loopscope.cli.output import percent, print_json, print_table
 from loopscope.cli.parser import Parser

@@ -1,6 +1,7 @@
 """When does a request exit? A readout with its threshold is an exit policy: one object for replay and live running.
 
-A calibrated policy carries a certificate: what it guarantees, and what that rests on. Its file is JSON; the weights of a fitted gate or a stopper lie beside it as safetensors, and the file holds their hash.
+A calibrated policy carries a certificate: what it guarantees, and what that rests on. A policy's file is JSON; the
+weights of a fitted gate or a stopper lie beside it as safetensors, and the file holds their hash.
 """
 
 import glob

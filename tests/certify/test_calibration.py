@@ -12,7 +12,8 @@ from hypothesis import given, settings
 import loopscope as ls
 from loopscope.certify import calibration
 from loopscope.certify.losses import losses, risk_groups
-from loopscope.certify.risk_target import NotProven, RiskTarget
+from loopscope.certify.not_proven import NotProven
+from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import never_falling
 from loopscope.frontier import crossings, laxest_first, totals
 from loopscope.threshold_grids import gap_grid

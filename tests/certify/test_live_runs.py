@@ -6,7 +6,8 @@ import pytest
 import loopscope as ls
 from loopscope.certify.calibration import certify
 from loopscope.certify.live_runs import LiveContents, LiveRuns
-from loopscope.certify.risk_target import NotProven, RiskTarget
+from loopscope.certify.not_proven import NotProven
+from loopscope.certify.risk_target import RiskTarget
 from loopscope.policy import DataSummary
 
 DOCUMENTS, LENGTH = 400, 25

@@ -186,7 +186,7 @@ def test_a_missing_extra_is_one_sentence(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr("loopscope.cli.train.read_settings", without("torch.nn"))
     assert run("train", "demo", "--out", "nowhere") == 2
     said = capsys.readouterr().err
-    assert said == "loopscope: This needs torch; install it with: pip install 'loopscope[torch]'\n"
+    assert said == "loopscope: This needs torch; install it with: pip install 'loopscope[torch]'.\n"
     monkeypatch.setattr("loopscope.cli.train.read_settings", without("loopscope.nowhere"))
     with pytest.raises(ModuleNotFoundError):  # a bug of ours
         run("train", "demo", "--out", "nowhere")

@@ -158,7 +158,7 @@ def test_the_command_line_says_for_which_cache_and_holds_to_it(
         *("calibrate", recording, *asked, "--cache", "propagate"), code=2
     )
     assert "leave out --grid" in said("calibrate", live, *asked, "--grid", recording, code=2)
-    assert "of 'margin', not of 'entropy'" in said("calibrate", live, *asked, "--readout", "entropy", code=2)
+    assert "is of candidates of 'margin'" in said("calibrate", live, *asked, "--readout", "entropy", code=2)
     assert "not made with --in-expectation" in said("calibrate", live, *asked[:4], "--in-expectation", code=2)
     told = said("calibrate", live, *asked, "--cache", "propagate")
     assert "for next tokens along given documents, with the cache 'propagate'. All means are over sequences." in told

@@ -25,7 +25,8 @@ from scipy.stats import sem
 from loopscope.certify.bounds import count_leading, max_losses, min_units
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.losses import RiskGroup, population, risk_groups, summarise_data, unit_count
-from loopscope.certify.risk_target import AUTO, NotProven, RiskOptions, RiskTarget, not_safe, set_aside, too_few
+from loopscope.certify.not_proven import NotProven, not_safe, set_aside, too_few
+from loopscope.certify.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.certify.tested_data import decision_scope, outcome_of
 from loopscope.certify.threshold_walk import Proof, Walk, walk_live_runs, walk_thresholds
 from loopscope.config import build, plain

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from loopscope.certify.calibration import candidate_readouts, check_live_target, check_recording, proposals, split_rows
 from loopscope.certify.live_runs import LiveRuns
 from loopscope.certify.losses import summarise_data
-from loopscope.certify.risk_target import NotProven, RiskTarget
+from loopscope.certify.not_proven import NotProven
+from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.threshold_walk import Proof, walk_live_runs, walk_thresholds
 from loopscope.errors import UserError
 from loopscope.learned.attach import Fitted, attach, by_readout
