@@ -98,9 +98,7 @@ def main(steps: int = 300, examples: int = 4000) -> Agreement:
 
     policy = ls.calibrate(validation, max_drop=0.02, confidence=0.95)
     answers = ls.run(model, policy, task_requests(splits["test"]), batch_size=128)
-    agreement = compare_with_replay(
-        answers, policy, test
-    )  # the live answers beside the policy's replay on the recording
+    agreement = compare_with_replay(answers, policy, test)  # live answers beside the policy's replay
     print(f"{policy}: {agreement}")
     return agreement
 
