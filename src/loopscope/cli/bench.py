@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope bench` to the parser."""
     kinds = add_group(subparsers, "bench", __doc__)
     _define_exits(kinds)
     _define_generation(kinds)

@@ -38,6 +38,7 @@ from loopscope.trajectory import Trajectory
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope calibrate` to the parser."""
     parser = add_verb(subparsers, "calibrate", __doc__, execute)
     from_where = "a run, a folder of recordings, a recording that is not for evaluation, or a live run"
     option(parser, "recording", from_where, type=Path, metavar="RUN|RECORDING")
@@ -67,6 +68,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    """Do what `loopscope calibrate` was asked."""
     folder = find_recording(options.recording, "validation")
     check_readouts(options.readout, auto=True)
     names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")

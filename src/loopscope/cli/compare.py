@@ -22,6 +22,7 @@ from loopscope.recording_paths import find_recordings
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope compare` to the parser."""
     parser = add_verb(subparsers, "compare", __doc__, execute)
     parser.takes = "it takes one run and two readouts; another model's run comes with --with"
     option(parser, "run", RECORDED, type=Path)
@@ -35,6 +36,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    """Do what `loopscope compare` was asked."""
     own = find_recordings(options.run)
     second = None if options.other is None else find_recordings(find_run(options.other, [options.run]))
     check_readouts(options.first, options.second)

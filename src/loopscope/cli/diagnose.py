@@ -18,6 +18,7 @@ from loopscope.recording_paths import find_recordings
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope diagnose` to the parser."""
     parser = add_verb(subparsers, "diagnose", __doc__, execute)
     option(parser, "run", RECORDED, type=Path)
     add_shared(parser, "--reference RUN", "--at X", "--unseen", "--json")
@@ -25,6 +26,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    """Do what `loopscope diagnose` was asked."""
     own = find_recordings(options.run)
     measure = None if options.reference is None else find_recordings(find_run(options.reference, [options.run]))
     from loopscope.analysis import diagnosis as diagnoses, model_analysis

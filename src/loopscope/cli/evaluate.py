@@ -43,6 +43,7 @@ _ALPHA = 0.01
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope evaluate` to the parser."""
     parser = add_verb(subparsers, "evaluate", __doc__, execute)
     two = (
         "a run or a folder of recordings; or two recordings, the one that thresholds are chosen on and the one that "
@@ -69,6 +70,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
+    """Do what `loopscope evaluate` was asked."""
     if len(options.recordings) > (2 if options.policy is None else 1):
         raise UserError(
             "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "

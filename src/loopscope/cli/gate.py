@@ -28,6 +28,7 @@ _OF_GATES, _OF_STOPPERS = ("objective", "pairing", "prior", "lambda", "beta", "s
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope gate` to the parser."""
     kinds = add_group(subparsers, "gate", __doc__)
     _define_fit(kinds)
     _define_write(kinds)

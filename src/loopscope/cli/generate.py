@@ -51,6 +51,7 @@ _MANY_ROWS = 8
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope generate` to the parser."""
     parser = add_verb(subparsers, "generate", __doc__, execute)
     add_shared(parser, "model")
     prompts = parser.add_mutually_exclusive_group(required=True)
@@ -96,6 +97,7 @@ def _not_empty(text: str) -> str:
 
 
 def execute(options: argparse.Namespace) -> int:
+    """Do what `loopscope generate` was asked."""
     requested = _given_prompts(options)
     inputs.check_readouts(*filter(None, [options.readout]))
     file = None if options.policy is None else str(options.policy)

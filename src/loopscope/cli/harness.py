@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope harness` to the parser."""
     parser = add_verb(subparsers, "harness", __doc__, execute)
     add_shared(parser, "model")
     tasks = "names of lm_eval's tasks, or files that define some"
@@ -51,6 +52,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    """Do what `loopscope harness` was asked."""
     policy = None if options.policy is None else load_policy(options.policy, options.any_model)
     check_tasks(options.tasks, options.data)
     num_loops = read_model_shape(find_model(options.model, text=True)).num_loops

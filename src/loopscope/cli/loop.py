@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope loop` to the parser."""
     parser = add_verb(subparsers, "loop", __doc__, execute)
     option(parser, "checkpoint", "a folder, a name on the Hub, or a GGUF file")
     option(parser, "--prelude A", "number of first layers, which run once", type=whole, required=True)
@@ -39,6 +40,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    """Do what `loopscope loop` was asked."""
     path = Path(options.checkpoint)
     if path.suffix != ".gguf" and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
         find_model(options.checkpoint)

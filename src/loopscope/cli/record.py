@@ -33,6 +33,7 @@ _TEXT_FILES: dict[str, Any] = {"type": text_file, "nargs": "+", "metavar": "FILE
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope record` to the parser."""
     kinds = add_group(subparsers, "record", __doc__)
     _define_task(kinds)
     _define_text(kinds)

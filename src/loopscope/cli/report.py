@@ -39,6 +39,7 @@ _HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_cl
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope report` to the parser."""
     parser = add_verb(subparsers, "report", __doc__, execute)
     option(parser, "runs", f"{RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
     add_shared(parser, "--reference RUN")
@@ -52,6 +53,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> None:
+    """Do what `loopscope report` was asked."""
     targets = target_accuracies(options.at)
     runs, reference = _runs(options)
     for path in options.policy:

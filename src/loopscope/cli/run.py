@@ -46,6 +46,7 @@ _MAX_LINE = 1 << 16
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope run` to the parser."""
     parser = add_verb(subparsers, "run", __doc__, execute)
     add_shared(parser, "run")
     option(parser, "examples", "a file with one example a line, or - for standard input", type=_examples_file)
@@ -69,6 +70,7 @@ def _examples_file(text: str) -> str:
 
 
 def execute(options: argparse.Namespace) -> None:
+    """Do what `loopscope run` was asked."""
     settings = inputs.finished_run(options.run)
     inputs.check_readouts(options.readout)
     policy = _policy(options)

@@ -33,6 +33,7 @@ KINDS: "tuple[CheckKind, ...]" = ("contract", "precision", "batch", "cache", "re
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope selfcheck` to the parser."""
     parser = add_verb(subparsers, "selfcheck", __doc__, execute)
     option(parser, "model", "a run's folder, the folder of a checkpoint, or its name on the Hub")
     option(parser, "--dtype NAME", "precision to check", choices=PRECISIONS, default="float32")
@@ -45,6 +46,7 @@ def define(subparsers: Any) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
+    """Do what `loopscope selfcheck` was asked."""
     folder = find_model(options.model, text=options.text is not None)
     from loopscope.checks.machine_checks import TEXT, selfcheck
 

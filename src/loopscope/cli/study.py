@@ -33,6 +33,7 @@ _HASH_DIGITS = 8
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope study` to the parser."""
     kinds = add_group(subparsers, "study", __doc__)
     shipped = sorted(entry.name.removesuffix(".toml") for entry in (files("loopscope.studies") / "shipped").iterdir())
     for name, execute in (("plan", _plan), ("run", _run), ("status", _status), ("report", _report_finished)):

@@ -34,6 +34,7 @@ class _Training(NamedTuple):
 
 
 def define(subparsers: Any) -> None:
+    """Add the arguments of `loopscope train` to the parser."""
     parser = add_verb(subparsers, "train", _train_task.__doc__, _train_task, resumes=True)
     option(parser, "settings", f"a preset ({', '.join(presets())}) or a TOML file")
     option(parser, "--out DIR", "folder of the run", type=out_folder, required=True)
