@@ -93,6 +93,8 @@ FIELDS: dict[str, tuple[str, dict[str, object]]] = {
     "seen as a count": ("seen must be true or false", {"seen": np.full(200, 2)}),
     "sequences with a fraction": ("sequences must be whole", {"sequences": np.full(200, 0.5)}),
     "texts of other examples": ("1 example texts for 200", {"examples": ["one"]}),
+    "examples that are no texts": ("a list of texts", {"examples": list(range(200))}),
+    "a provenance that no file can hold": ("saved as JSON", {"provenance": {"made": NAN, "by": object()}}),
     "one text for all examples": ("1 example texts for 200", {"examples": "x" * 200}),
     "a split misspelt": (r"no split 'tset' \(did you mean 'test'\?\)", {"split": "tset"}),
     "a part of a split": ("no split 'test-20'", {"split": "test-20"}),
@@ -347,6 +349,17 @@ SIGNALS: Cases = {
     "values of other rows": (r"values \[1\] for", stepped(lambda now: now[:1])),
     "complex values": ("must be numbers, got complex", stepped(lambda now: now + 0j)),
     "a state of other rows": ("tuple of arrays", stepped(lambda now, state: (now, (now[:3],)))),
+    "a step that reads the labels": (
+        "reads one of logits, hidden",
+        lambda _: ls.Readout("mine", "below", "cross_entropy", lambda now: now),  # type: ignore[arg-type]
+    ),
+    "a step that is never run": ("reads one of logits", lambda _: ls.Readout("mine", "below", "logits")),
+    "a foreign signal in the place of labels": (
+        "has no labels",
+        lambda _: ls.ExitPolicy("oracle").exit_loops(
+            ls.Trajectory(predictions=np.zeros((9, 3), int), signals={"oracle": np.ones((9, 3))})
+        ),
+    ),
     "a name that is taken": ("another readout 'margin'", lambda _: ls.register_readout(ls.Readout("margin", "above"))),
     "a policy of the old lines": (OLD, defined_again(lambda old, _: old.exit_loops(TEST))),
     "a file of the old lines": (OLD, defined_again(lambda _, at: ls.ExitPolicy.load(at / "policy.json"))),

@@ -1,5 +1,7 @@
 """Readouts: does a policy exit where its rule says?"""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from conftest import random_trajectory
@@ -58,3 +60,11 @@ def test_a_gate_threshold_of_1_means_the_last_loop() -> None:
 def test_impossible_policies_are_refused(readout: str, threshold: float | None, words: str) -> None:
     with pytest.raises(ls.UserError, match=words):
         ls.ExitPolicy(readout, threshold)
+
+
+def test_a_file_of_another_schema_says_so(tmp_path: Path) -> None:
+    ls.ExitPolicy("margin", 0.5).save(tmp_path / "policy.json")
+    text = (tmp_path / "policy.json").read_text()
+    (tmp_path / "policy.json").write_text(text.replace('"schema_version": 8', '"schema_version": 7'))
+    with pytest.raises(ls.UserError, match="has the policy schema 7, this LoopScope reads 8; calibrate again"):
+        ls.ExitPolicy.load(tmp_path / "policy.json")

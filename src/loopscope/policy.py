@@ -121,6 +121,7 @@ class Certificate(Settings, frozen=True, kw_only=True):
 
 NEVER = float(np.finfo(np.float64).max)
 """A threshold (or, where low means exit, minus this) that no signal meets: full depth, in a file, too."""
+POLICY_SCHEMA: Literal[8] = 8
 POLICY_FILE = "policy that `loopscope calibrate` wrote"
 _MAX_POLICY_BYTES = 1 << 20
 ORACLE_THRESHOLD = 0.5
@@ -139,7 +140,7 @@ class GateFile(Settings, frozen=True, kw_only=True):
 class PolicyFile(Settings, frozen=True, kw_only=True):
     """What the file of a policy says."""
 
-    schema_version: Literal[8] = 8
+    schema_version: Literal[8] = POLICY_SCHEMA
     readout: str
     threshold: float | None = None
     gate: GateFile | None = None
@@ -152,6 +153,11 @@ class PolicyFile(Settings, frozen=True, kw_only=True):
         values: Any = read_json(object, path, POLICY_FILE)
         if not isinstance(values, dict) or "readout" not in values:
             raise UserError(f"{path} is not a policy: it has no readout; give a file that `loopscope calibrate` wrote.")
+        if values.get("schema_version", POLICY_SCHEMA) != POLICY_SCHEMA:
+            raise UserError(
+                f"{path} has the policy schema {values['schema_version']}, this LoopScope reads {POLICY_SCHEMA}; "
+                "calibrate again."
+            )
         file = build(cls, values, str(path))
         if file.certificate is not None and not is_intact(file):
             raise UserError(

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.config import build
+from loopscope.config import build, to_json
 from loopscope.errors import RecordingWarning, UserError
 
 Array = NDArray[Any]
@@ -44,6 +44,10 @@ def check_contents(trajectory: Any) -> None:
     Of a `Trajectory`, which imports this, with its arrays frozen.
     """
     build(_KnownProvenance, trajectory.provenance, "provenance")
+    try:
+        to_json(trajectory.provenance)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"provenance is saved as JSON, and this is none ({error}).") from None
     for problem in chain(_shape_problems(trajectory), _value_problems(trajectory)):
         raise UserError(problem)
     if "keeps_hidden" not in trajectory.provenance:  # which what LoopScope records has
@@ -79,6 +83,8 @@ def _shape_problems(trajectory: Any) -> Iterator[str]:
     texts = trajectory.examples
     if texts is not None and (isinstance(texts, str) or len(texts) != rows):
         yield f"There are {1 if isinstance(texts, str) else len(texts)} example texts for {rows} examples."
+    if texts is not None and not all(isinstance(text, str) for text in texts):
+        yield "examples must be a list of texts, one for each example."
 
 
 def _value_problems(trajectory: Any) -> Iterator[str]:

@@ -326,3 +326,9 @@ def test_a_fitted_gate_is_calibrated_and_carried(tmp_path: Path) -> None:
     policy.save(tmp_path / "policy-0.01.v2.json")  # its gate has a name of its own
     assert ls.ExitPolicy.load(tmp_path / "policy.json").guarantee == policy.guarantee
     assert len(list(tmp_path.glob("policy-0.01.v2.gate-*.safetensors"))) == 1
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    recording = random_trajectory(rows=900, split="validation")
+    policies = [ls.calibrate(recording, number(0.5), number(0.8)) for number in (float, np.float64, np.float32)]
+    assert {policy.threshold for policy in policies} == {policies[0].threshold}

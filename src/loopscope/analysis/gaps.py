@@ -21,6 +21,7 @@ from loopscope.analysis.bootstrap import (
     resampled_label_aware,
 )
 from loopscope.analysis.targets import Target, TargetLevel, as_target, chance, target_level
+from loopscope.errors import UserError
 from loopscope.frontier import curve
 from loopscope.learned.attach import Fitted, attach
 from loopscope.learned.stopper import STOPPER_KINDS
@@ -101,6 +102,8 @@ class Subject:
         return target_level(target, self.validation, self.test)
 
     def curves(self, readout: str) -> Curves:
+        if readout not in self._grids:
+            raise UserError(f"The recordings do not have the readout '{readout}'; they have {', '.join(self._grids)}.")
         if readout not in self._curves:
             self._curves[readout] = resampled_curves(readout, self._grids[readout], self.test, self._resamples)
         return self._curves[readout]

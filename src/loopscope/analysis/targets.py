@@ -69,7 +69,8 @@ def as_target(target: float | Target | None) -> Target:
 
 
 def as_targets(targets: Sequence[float | Target] | None) -> list[Target]:
-    return [as_target(target) for target in (() if targets is None else targets)] or [WITHIN_A_POINT]
+    given = [targets] if isinstance(targets, Target | int | float) else list(() if targets is None else targets)
+    return [as_target(target) for target in given] or [WITHIN_A_POINT]
 
 
 @dataclass(frozen=True)

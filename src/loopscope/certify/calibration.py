@@ -72,7 +72,8 @@ def calibrate(
     are no evidence about inputs that are new. `bound` is how the losses of sequences are tested: by bets, or by
     Hoeffding-Bentkus, which sees their mean only.
     """
-    return certify(recording, RiskTarget(max_drop=max_drop, confidence=confidence, **options), grid, gates, seed, bound)
+    target = RiskTarget(max_drop=float(max_drop), confidence=float(confidence), **options)
+    return certify(recording, target, grid, gates, seed, bound)
 
 
 def conformal_risk_control(
@@ -89,7 +90,7 @@ def conformal_risk_control(
     An example counts as lost from the strictest threshold on that loses it: losses must not fall towards laxer ones,
     and a model can think itself out of a right answer.
     """
-    return certify(recording, RiskTarget(max_drop=max_drop, in_expectation=True, **options), grid, gates, seed)
+    return certify(recording, RiskTarget(max_drop=float(max_drop), in_expectation=True, **options), grid, gates, seed)
 
 
 def certify(

@@ -189,8 +189,11 @@ class Monitor:
     """
 
     def __init__(self, policy: ExitPolicy, alpha: float = 0.01, seed: int = 0) -> None:
-        if not 0 < alpha < 1:
-            raise UserError(f"The share of false alarms lies between 0 and 1, such as 0.01; got {alpha:g}.")
+        if not 0 < alpha < 1 or not 0 <= seed < 2**31:
+            raise UserError(
+                f"The share of false alarms lies between 0 and 1, such as 0.01, and a seed from 0 to 2**31 - 1; got "
+                f"{alpha:g} and {seed}."
+            )
         certificate = _certificate_of(policy)
         self.policy, self.guarantee, self.calibration = policy, certificate.guarantee, certificate.exits
         self.watches_risk = self.guarantee.confidence is not None

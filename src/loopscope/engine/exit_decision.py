@@ -97,6 +97,7 @@ class ExitDecision:
     def _read(self, source: str, states: Tensor) -> Array:
         if source == "hidden":
             return check_finite(to_host(states), "states")
+        assert source == "gate_logits"
         halt_logits = self._model.halt(states)
         if halt_logits is None:
             raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")

@@ -131,7 +131,8 @@ def stream(
     tokens are verified together, and where two are equally likely up to that, which is more frequent below float32, the
     other may be said.
     """
-    assert min(max_new_tokens, batch_size) > 0
+    if min(max_new_tokens, batch_size) < 1:
+        raise UserError(f"New tokens and a batch are at least 1; got {max_new_tokens} and {batch_size}.")
     if cache not in CACHE_MODES:
         raise UserError(f"There is no cache '{cache}'; choose one of {', '.join(CACHE_MODES)}.")
     if lossless and cache != "full":

@@ -74,7 +74,8 @@ def run(
     """
     model.require_evaluation()
     num_loops = model.num_loops if num_loops is None else num_loops
-    assert min(batch_size, num_loops) >= 1
+    if min(batch_size, num_loops) < 1:
+        raise UserError(f"A batch and its loops are at least 1; got {batch_size} and {num_loops}.")
     state_read: StateRead | None = None if mean is None else "mean_over_choices" if mean else "last_token"
     check_policy(model, policy, num_loops, Scope(state=state_read, precision=model.precision))
     mean = policy.scope.state == "mean_over_choices" if mean is None else mean

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,9 @@ from loopscope.readouts.signals import (
 Step = Callable[..., Any]
 
 GROUP = "loopscope.readouts"
+OwnSource = Literal["logits", "hidden", "gate_logits", "predictions"]
+OWN_SOURCES: tuple[OwnSource, ...] = get_args(OwnSource)
+"""What a user's readout may read: what a running model says, too."""
 NOT_LIVE = ("correct", None)
 """What a running model does not say: whether it is right, and signals that only exist recorded."""
 
@@ -65,6 +68,11 @@ class Readout:
     takes: Literal["threshold", "depth", "nothing"] = "threshold"
 
     def __post_init__(self) -> None:
+        if self.is_own and (self.reads not in (None, *OWN_SOURCES) or (self.reads is None) != (self.step is None)):
+            raise UserError(
+                f"A readout reads one of {', '.join(OWN_SOURCES)} in its step, or it has neither, if it only exists "
+                f"recorded; '{self.name}' reads {self.reads!r}."
+            )
         named = re.fullmatch(r"[A-Za-z_][\w.-]*", self.name) and self.name != "auto"
         if not named or self.exits not in ("above", "below"):
             raise UserError(
@@ -186,7 +194,7 @@ _STOPPER = Readout("stopper", "below", "hidden", _without_its_stopper)
 """Of what kind learned stoppers are; each has a step of its own, in `learned.stopper`."""
 
 
-def readout(name: str, *, exits: Literal["above", "below"], reads: Source) -> Callable[[Step], Readout]:
+def readout(name: str, *, exits: Literal["above", "below"], reads: OwnSource) -> Callable[[Step], Readout]:
     """A decorator: the function below it is the step of a readout, which is known from then on."""
     return lambda step: register_readout(Readout(name, exits, reads, step))
 

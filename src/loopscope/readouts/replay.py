@@ -41,7 +41,7 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
 
 
 def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
-    if name in trajectory.signals:
+    if name in trajectory.signals and (definition is None or definition.takes == "threshold"):
         check_definition(name, trajectory)
         recorded = as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
         _check_source(name, definition, recorded, trajectory)
@@ -96,7 +96,7 @@ def has_signal(name: str, trajectory: Trajectory) -> bool:
     if name in CONVERGENCE and trajectory.num_loops == 1:
         return False
     definition = find_readout(name)
-    if name not in trajectory.signals:
+    if name not in trajectory.signals or (definition is not None and definition.takes != "threshold"):
         if definition is None or definition.reads is None or name.startswith(FITTED):
             return False
         if _source(definition, trajectory) is None:
