@@ -19,7 +19,7 @@ from loopscope.readouts import readout as readouts
 from loopscope.readouts.replay import replayed
 from loopscope.threshold_grids import fine_grid, gap_grid, grid
 
-STEPPED = [name for name, kind in ls.READOUTS.items() if kind in ("above", "below")]
+STEPPED = [name for name, each in ls.READOUTS.items() if each.takes == "threshold"]
 
 
 def mean_so_far(logits, state):  # type: ignore[no-untyped-def]

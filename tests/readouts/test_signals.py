@@ -53,7 +53,7 @@ def by_definition(name: str, tr: ls.Trajectory, row: int, t: int) -> float:
     raise AssertionError(name)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in ls.READOUTS.items() if kind in ("above", "below")])
+@pytest.mark.parametrize("name", [name for name, each in ls.READOUTS.items() if each.takes == "threshold"])
 def test_signals_are_their_definitions(name: str) -> None:
     trajectory = random_trajectory(rows=40)
     expected = [[by_definition(name, trajectory, row, t) for t in range(4)] for row in range(40)]
