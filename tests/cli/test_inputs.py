@@ -45,7 +45,7 @@ def test_an_altered_file_is_refused(
     certificate, promise = data["certificate"], data["certificate"]["guarantee"]
     for changes, sentence in (
         ({"tresholds": 1}, "unknown key `tresholds`"),
-        ({"schema_version": 99}, "schema_version"),
+        ({"schema_version": 99}, "has the policy schema 99"),
         ({"threshold": "low"}, "threshold"),
         ({"readout": "mood", "certificate": None}, "the readout 'mood', which is not installed"),
         ({"certificate": {"guarantee": promise}}, "certificate"),

@@ -166,7 +166,7 @@ def check_json(printed: str) -> None:
 
 def json_values(text: str, constant: Callable[[str], Any] = float) -> Iterator[Any]:
     """JSON values, one after the other; `constant` makes something of NaN, or refuses it."""
-    decoder, text = json.JSONDecoder(parse_constant=constant), text.strip()
+    decoder, text = json.JSONDecoder(parse_constant=constant, parse_int=float), text.strip()
     while text:
         value, end = decoder.raw_decode(text)
         yield value

@@ -186,7 +186,7 @@ def _read_lines(path: Path) -> list[Any]:
 def _cut_off(inputs: Inputs, target: str) -> Work:
     """The same recording, damaged since."""
     recording = inputs["run"] / "recordings" / "test"
-    return lambda: _done((shutil.copytree(recording, target) / "examples.json").write_text("["))
+    return lambda: _done((Path(shutil.copytree(recording, target)) / "examples.json").write_text("["))
 
 
 _UNFINISHED = {"*metrics.jsonl": "beginning", "*state.safetensors": "any"}
