@@ -27,6 +27,7 @@ from loopscope.model_identity import model_words, same_model
 from loopscope.readouts.readout import find_readout, readout_definition, required_readout
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import own_name
+from loopscope.row_overlap import KeySketch
 from loopscope.scope import ANYTHING, Scope, scope_of
 from loopscope.trajectory import Trajectory
 
@@ -81,6 +82,7 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     average_loops_interval: tuple[float, float]  # 95 %, over examples
     average_loops_at_limit: float  # of the laxest threshold whose observed loss is within the limit: the price
     bound: Bound | None = None  # of sequences; examples, which are lost or not, have the exact binomial test
+    rows: tuple[dict[str, KeySketch], ...] = ()  # by which the examples of the recording and the grid are known again
     order_seed: int | None = None  # with which the order was drawn in which sequences were bet on
 
 
