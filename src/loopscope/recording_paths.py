@@ -29,8 +29,10 @@ def find_recording(path: Path, split: str) -> Path:
 
 
 def find_recordings(path: Path) -> Path:
-    """The folder with the recordings `validation` and `test`: of a run, itself, or that of one of the two."""
-    folder = path.parent if _is_recording(path) else _recordings_in(path)
+    """The folder with the recordings `validation` and `test`: of a run, or itself."""
+    if _is_recording(path):
+        raise _one_recording(path)
+    folder = _recordings_in(path)
     if not is_folder(folder):
         raise no_folder(path, "a run whose validation and test splits are recorded")
     for split in ANALYSED:
@@ -72,13 +74,27 @@ def _recordings_in(path: Path) -> Path:
     return path / RECORDINGS if is_folder(path / RECORDINGS) else path
 
 
-def _not_recorded(folder: Path, path: Path, split: str) -> UserError:
-    run = path.parent if path.name == RECORDINGS else path
+def _one_recording(path: Path) -> UserError:
     if _word(path / MANIFEST, "kind") == "live run":
         return UserError(
             f"{path} is a live run, which only `loopscope calibrate` and `loopscope evaluate --policy` read; give the "
             "recordings of the model."
         )
+    folder = path.parent
+    if path.name in ANALYSED and all(map(_is_recording, (folder / split for split in ANALYSED))):
+        give = f"give the folder of both: {folder}"
+    else:
+        give = (
+            "give a folder that holds both, as `validation` and `test`, or give both to `loopscope evaluate VALIDATION "
+            "TEST`"
+        )
+    return UserError(
+        f"{path} is one recording, and this needs two: one to choose thresholds on and one to judge them on; {give}."
+    )
+
+
+def _not_recorded(folder: Path, path: Path, split: str) -> UserError:
+    run = path.parent if path.name == RECORDINGS else path
     if is_file(run / _CONFIG):
         record = f"task {run}" if _word(run / _CONFIG, "model_type") == "loopscope" else f"text {run} FILE"
         make = f"make it with: loopscope record {record} --split {split} --out {run / RECORDINGS / split}"

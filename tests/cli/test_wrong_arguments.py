@@ -48,9 +48,9 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
     """Every wrong command in one process, one after the other: what a later one finds imported, an earlier one did."""
     place = tmp_path
     out, folder = str(place / "out"), str(place / "mine")
-    for split in ("validation", "test"):
-        logits = [[[0.0, 1.0], [1.0, 0.0]]] * 4
-        ls.Trajectory(logits=logits, labels=[0] * 4, split=split).save(Path(folder) / split)
+    for name in ("validation", "test", "text"):
+        logits, split = [[[0.0, 1.0], [1.0, 0.0]]] * 4, "test" if name == "text" else name
+        ls.Trajectory(logits=logits, labels=[0] * 4, split=split).save(Path(folder) / name)
     for name, file, content in (("ouro", "config.json", {"model_type": "ouro"}), ("live", MANIFEST, {"kind": LIVE})):
         (place / name).mkdir()
         (place / name / file).write_text(json.dumps(content))
@@ -100,7 +100,12 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["diagnose", str(place / "ouro")], "make it with: loopscope record text "),
         (["diagnose", str(place / "live")], "is a live run, which only `loopscope calibrate` and `loopscope evaluate"),
         (["diagnose", str(place)], "has no recording 'validation'; give one of those in it that have: mine, trained."),
-        (["report", folder + "/validation", folder + "/test", "--out", out], "Two of the runs have the same name"),
+        (["report", folder, folder, "--out", out], "Two of the runs have the same name"),
+        (["report", folder + "/test", "--out", out], "is one recording, and this needs two: one to choose thresholds"),
+        (["diagnose", folder + "/validation"], f"judge them on; give the folder of both: {folder}."),
+        (["evaluate", folder + "/text"], "text is one recording, and this needs two: one to choose thresholds on and"),
+        (["compare", folder + "/text", "margin", "entropy"], "or give both to `loopscope evaluate VALIDATION TEST`."),
+        (["diagnose", folder, "--reference", folder + "/text"], "give a folder that holds both, as `validation` and"),
         (["diagnose", folder + "s"], f"did you mean {folder}?"),
         (["diagnose", folder, "--reference", "mien"], "did you mean 'mine'?"),
         (["report", folder, "--out", out, "--reference", "nobody"], "There is no run 'nobody'"),
@@ -195,7 +200,7 @@ def test_a_run_and_its_recordings_are_the_same(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = recorded / "recordings"
-    forms = (recorded, folder, folder / "test", folder / "validation")
+    forms = (recorded, folder)
     printed = set()
     for form in forms:
         assert run("diagnose", form, "--json") == 0
@@ -204,7 +209,7 @@ def test_a_run_and_its_recordings_are_the_same(
         assert run("evaluate", *words, "--readout", "margin", "--json") == 0
         printed.add(capsys.readouterr().out)
     assert len(printed) == 2
-    for form in forms[:3]:
+    for form in forms:
         assert run("report", form, "--out", tmp_path / "report", "--product", "headline", "--json") == 0
         printed.add(capsys.readouterr().out)
     assert len(printed) == 3
