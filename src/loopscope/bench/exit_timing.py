@@ -90,7 +90,6 @@ class BenchedModel:
     recorded: Trajectory
     policies: list[ExitPolicy]
     trained: bool
-    width: int
 
 
 def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> BenchedModel:
@@ -103,9 +102,7 @@ def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequen
     names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]
-    return BenchedModel(
-        folder.name, load_model(folder), examples, test, [*policies, *chosen], True, settings.model.width
-    )
+    return BenchedModel(folder.name, load_model(folder), examples, test, [*policies, *chosen], trained=True)
 
 
 def random_model(source: str, overrides: list[str], count: int, loops: float, readouts: Sequence[str]) -> BenchedModel:
@@ -119,7 +116,7 @@ def random_model(source: str, overrides: list[str], count: int, loops: float, re
         thresholds = fine_grid(readout, recorded)
         _, average = curve(readout, thresholds, recorded)
         policies.append(ExitPolicy(readout, float(thresholds[np.abs(average - loops).argmin()])))
-    return BenchedModel(f"{source}, random weights", model, examples, recorded, policies, False, settings.model.width)
+    return BenchedModel(f"{source}, random weights", model, examples, recorded, policies, trained=False)
 
 
 def bench_exits(
@@ -138,7 +135,7 @@ def bench_exits(
         ways[f"{place + 1}: {policy}"] = partial(drain, policy, size)
         if waiting:
             ways[f"{place + 1}: {policy}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
-    seconds, machine = interleaved(ways, rounds, benched.width, progress)
+    seconds, machine = interleaved(ways, rounds, next(model.parameters()).shape[-1], progress)
     full, count = seconds["full depth"], len(requests)
     timings = []
     for place, (policy, size) in enumerate(zip(benched.policies, sizes, strict=True)):
