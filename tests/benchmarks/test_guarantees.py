@@ -3,19 +3,9 @@
 from functools import cache
 
 import pytest
-from conftest import random_trajectory
 
 from benchmarks import guarantees
-from benchmarks.guarantees import (
-    CONFIDENCE,
-    MAX_DROP,
-    POPULATIONS,
-    Coverage,
-    bench_guarantees,
-    coverage,
-    populations,
-    recorded,
-)
+from benchmarks.guarantees import CONFIDENCE, MAX_DROP, POPULATIONS, Coverage, coverage, populations
 
 DELTA = 1 - CONFIDENCE
 SEQUENCES = [name for name in POPULATIONS if name.startswith("sequences")]
@@ -71,14 +61,3 @@ def test_the_populations_are_what_they_say() -> None:
     strict = risk[::-1][:60]
     peak = int(strict[:25].argmax())
     assert strict[peak] > MAX_DROP > 1.2 * strict[peak:].min()  # it rises above the limit, and falls below it again
-
-
-def test_a_recording_serves_as_a_population(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarantees, "SIZES", (400, 800))
-    monkeypatch.setattr(guarantees, "populations", lambda: [recorded("calm", random_trajectory(rows=500))])
-    done: list[tuple[int, int]] = []
-    mine = {"mine": random_trajectory(rows=900, split="test")}
-    result = bench_guarantees(mine, 400, 5, lambda now, total, _: done.append((now, total)))
-    assert [(each.population, each.examples) for each in result.price[-2:]] == [("mine", 400), ("mine", 800)]
-    assert [each.method for each in result.coverage] == ["promise", "on average", "usual"]
-    assert done[-1][0] == done[-1][1] == len(done)

@@ -183,9 +183,9 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
         decision.admit(np.arange(len(rows)))
         done = np.zeros(len(rows), dtype=bool)
         for state in model.unroll(embedded):
-            pooled = model.pooled(state, lengths - 1)
-            logits = model.predict(pooled) if decision.reads_logits else None
-            done |= decision.exits(state.loop.numpy(), logits, lambda pooled=pooled: pooled)
+            pooled = partial(model.pooled, state, lengths - 1)
+            logits = model.predict(pooled()) if decision.reads_logits else None
+            done |= decision.exits(state.loop.numpy(), logits, pooled)
             if done.all():
                 break
 

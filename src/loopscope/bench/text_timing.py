@@ -164,7 +164,7 @@ def bench_generation(
             speedup=spread(whole / base.seconds),
             prompt_speedup=spread(first / base.prompt_seconds),
             writing_speedup=spread((whole - first) / base.writing_seconds),
-            differing=_differing(np.ravel(plain_text(model, prompts, text.new_tokens, batch_size)), freely),
+            differing=_differing(sum(plain_text(model, prompts, text.new_tokens, batch_size), []), freely),
         )
     return GenerationBench(
         model=name,
@@ -249,7 +249,7 @@ def _for_prompts(way: Way) -> Way:
 
 def _differing(ours: Sequence[int], theirs: Sequence[Token]) -> int:
     """Tokens that differ, of the same texts one after the other."""
-    return sum(int(mine != token.token) for mine, token in zip(ours, theirs, strict=True))
+    return sum(mine != token.token for mine, token in zip(ours, theirs, strict=True))
 
 
 def ways_of(policies: Sequence[ExitPolicy], caches: Sequence[CacheMode], lossless: bool) -> list[Way]:

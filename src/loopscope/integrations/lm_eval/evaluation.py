@@ -47,9 +47,9 @@ def evaluate(
 ) -> Evaluation:
     """Runs tasks by lm_eval's names, or by the paths of their definitions; `data` is for the six benchmarks.
 
-    Shots are the task's own unless they are given; `limit` is by task, as lm_eval has it.
+    Shots are the task's own unless they are given; `limit` is by task, as lm_eval has it. `model.used` starts again at 0.
     """
-    before = dict(model.used)
+    model.used.clear()
     with templates_compiled_once(), _environment_left_alone(), TemporaryDirectory() as folder:
         if data is None:
             manager, loaded = _hub_tasks(tasks)
@@ -74,12 +74,7 @@ def evaluate(
         shots=evaluated["n-shot"],
         samples=evaluated["n-samples"],
         versions=evaluated["versions"],
-        loops={
-            name: LoopUsage(new, (total - loops_before) / new)
-            for name, (count, total) in model.used.items()
-            for count_before, loops_before in [before.get(name, (0, 0))]
-            if (new := count - count_before)
-        },
+        loops={name: LoopUsage(count, total / count) for name, (count, total) in model.used.items()},
     )
 
 
