@@ -9,9 +9,10 @@ what the tokens after it take on top. Where a prompt goes through all loops what
 `propagate` and `latest`), its prompts are full depth's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -93,8 +94,7 @@ class Way:
     lossless: bool = False
 
     def __str__(self) -> str:
-        rule = "full depth" if self.policy is None else f"{self.policy.readout} at {self.policy.threshold:.4g}"
-        return f"{rule}, {'lossless' if self.lossless else f'cache {self.cache}'}"
+        return f"{self.policy or 'full depth'}, {'lossless' if self.lossless else f'cache {self.cache}'}"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def bench_generation(
     timed = {"full depth": full} | {f"{place}: {way}": way for place, way in enumerate(ways)}
     calls: dict[str, Callable[[], object]] = {}
     for title, way in timed.items():
-        calls[f"{title}, prompts"] = partial(text.first().run, _for_prompts(way))
+        through = way if way.cache == "full" else full  # the other caches take prompts through all loops
+        calls[f"{title}, prompts"] = partial(text.first().run, through)
         calls[title] = partial(text.run, way)
     if plain:
         for title, count in (("plain, prompts", 1), ("plain", text.new_tokens)):
@@ -164,7 +165,7 @@ def bench_generation(
             speedup=spread(whole / base.seconds),
             prompt_speedup=spread(first / base.prompt_seconds),
             writing_speedup=spread((whole - first) / base.writing_seconds),
-            differing=_differing(sum(plain_text(model, prompts, text.new_tokens, batch_size), []), freely),
+            differing=_differing(chain(*plain_text(model, prompts, text.new_tokens, batch_size)), freely),
         )
     return GenerationBench(
         model=name,
@@ -211,7 +212,7 @@ class _Measured:
         average = None if self.way.lossless else self.stats.loops / tokens
         agreement, kl, drafts = 1.0, 0.0, None
         if self.way.lossless:
-            differing = _differing([token.token for token in self.tokens], freely)
+            differing = _differing((token.token for token in self.tokens), freely)
             drafts = Drafts(self.stats.drafted, self.stats.accepted, differing)
             agreement = 1 - differing / tokens
         else:
@@ -242,12 +243,7 @@ class _Measured:
         )
 
 
-def _for_prompts(way: Way) -> Way:
-    """What its prompts run through."""
-    return way if way.cache == "full" else Way(None)
-
-
-def _differing(ours: Sequence[int], theirs: Sequence[Token]) -> int:
+def _differing(ours: Iterable[int], theirs: Sequence[Token]) -> int:
     """Tokens that differ, of the same texts one after the other."""
     return sum(mine != token.token for mine, token in zip(ours, theirs, strict=True))
 

@@ -47,7 +47,8 @@ def evaluate(
 ) -> Evaluation:
     """Runs tasks by lm_eval's names, or by the paths of their definitions; `data` is for the six benchmarks.
 
-    Shots are the task's own unless they are given; `limit` is by task, as lm_eval has it. `model.used` starts again at 0.
+    Shots are the task's own unless they are given; `limit` is by task, as lm_eval has it. The counts of `model.used`
+    start again at 0.
     """
     model.used.clear()
     with templates_compiled_once(), _environment_left_alone(), TemporaryDirectory() as folder:
