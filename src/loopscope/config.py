@@ -8,6 +8,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -63,7 +64,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """`values` with each `a.b=c` of `assignments` set; c is read as TOML, or as text where it is not TOML."""
-    result = _copy(values)
+    result = deepcopy(dict(values))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
@@ -128,10 +129,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         elif a != b:
             found.append(f"{prefix}{key}")
     return found
-
-
-def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
 def _toml_value(text: str) -> Any:

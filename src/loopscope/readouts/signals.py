@@ -47,7 +47,7 @@ def own_name(readout: str) -> str:
 def entropy(logits: Array, log_p: Signal | None = None) -> Signal:
     log_p = log_probs(logits) if log_p is None else log_p
     p = np.exp(log_p)
-    return _nonnegative(-np.einsum("...v,...v->...", p, present(log_p)))
+    return np.maximum(-np.einsum("...v,...v->...", p, present(log_p)), 0.0)
 
 
 def top1(logits: Array, log_p: Signal | None = None) -> Signal:
@@ -66,7 +66,8 @@ def kl(logits: Array, log_p: Signal | None = None) -> Signal:
     log_p = log_probs(logits) if log_p is None else log_p
     p = np.exp(log_p[:, 1:])
     log_p = present(log_p)
-    return _from_loop_2(_nonnegative(np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])))
+    divergence = np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])
+    return _from_loop_2(np.maximum(divergence, 0.0))
 
 
 def logit_change(logits: Array) -> Signal:
@@ -84,7 +85,7 @@ def hidden_cosine(hidden: Array) -> Signal:
     norms = _norm(states)
     products = np.einsum("ntd,ntd->nt", states[:, 1:], states[:, :-1])
     scale = np.maximum(norms[:, 1:] * norms[:, :-1], np.finfo(np.float64).tiny)
-    return _from_loop_2(_nonnegative(1.0 - products / scale))
+    return _from_loop_2(np.maximum(1.0 - products / scale, 0.0))
 
 
 def exit_cdf(gate_logits: Array) -> Signal:
@@ -147,10 +148,6 @@ def present(values: Array) -> Array:
 
 def _norm(vectors: Signal) -> Signal:
     return np.sqrt(np.einsum("ntd,ntd->nt", vectors, vectors))
-
-
-def _nonnegative(values: Signal) -> Signal:
-    return np.maximum(values, 0.0)
 
 
 def _from_loop_2(changes: Signal) -> Signal:
