@@ -12,7 +12,7 @@ import numpy as np
 import loopscope as ls
 
 from .mutations import Rng
-from .runner import Case, WrongError
+from .runner import Case
 from .world import World
 
 
@@ -57,14 +57,10 @@ def _other_array(rng: Rng, array: Any) -> Any:
 def _check_trajectory(made: ls.Trajectory, given: dict[str, Any]) -> None:
     """What is said of it holds."""
     seen = np.asarray(given["seen"]).astype(bool)
-    if not seen.all() and made.unseen().num_examples != int((~seen).sum()):
-        raise WrongError("seen examples are counted as unseen")
-    if made.predicted.dtype.kind not in "iu":
-        raise WrongError("answers are no whole numbers")
-    if made.labels is not None and made.correct.shape != (made.num_examples, made.num_loops):
-        raise WrongError("answers are judged in another shape")
-    if made.norms is not None and not (np.asarray(made.norms) > 0).all():
-        raise WrongError("a choice has no characters")
+    assert seen.all() or made.unseen().num_examples == int((~seen).sum()), "seen examples are counted as unseen"
+    assert made.predicted.dtype.kind in "iu", "answers are no whole numbers"
+    shape = (made.num_examples, made.num_loops)
+    assert made.labels is None or made.correct.shape == shape, "answers are judged in another shape"
+    assert made.norms is None or (np.asarray(made.norms) > 0).all(), "a choice has no characters"
     made.save(Path("saved"))
-    if ls.Trajectory.load(Path("saved")).sha256 != made.sha256:
-        raise WrongError("a trajectory is another one when it is saved and loaded")
+    assert ls.Trajectory.load(Path("saved")).sha256 == made.sha256, "a saved trajectory is loaded as another one"

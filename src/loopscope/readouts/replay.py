@@ -101,8 +101,9 @@ def has_signal(name: str, trajectory: Trajectory) -> bool:
     definition = find_readout(name)
     recorded = _is_recorded(name, definition, trajectory)
     if not recorded:
-        computable = definition is not None and definition.reads is not None and not name.startswith(FITTED)
-        if not computable or _source(definition, trajectory) is None:
+        if definition is None or definition.reads is None or name.startswith(FITTED):
+            return False
+        if _source(definition, trajectory) is None:
             return False
     if name in CONVERGENCE:
         return trajectory.num_loops > 1 and not (recorded and np.isnan(trajectory.signals[name]).all())
