@@ -26,7 +26,7 @@ from pathlib import Path
 from loopscope.errors import UserError
 from loopscope.files import is_scratch
 
-from .processes import At, Ended, Process, learn, run
+from .processes import At, Ended, Process, Work, learn, run
 from .scenes import Inputs, Scene
 
 Tree = dict[str, str]
@@ -53,6 +53,12 @@ class Count:
     tries: int = 0
     faults: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, outcome: str, how: str, fault: str | None) -> None:
+        """One more try, how it was disturbed, and what was wrong afterwards."""
+        self.tries += 1
+        self.outcomes[outcome] += 1
+        self.faults += [f"{how}: {fault}"] if fault else []
 
 
 @dataclass(frozen=True)
@@ -103,13 +109,10 @@ class Tester:
                     if ended.code:
                         counted.faults.append(f"it ended before it was {how}: {ended}")
                     continue
-                counted.tries, late = counted.tries + 1, 0
-                counted.outcomes[by.name] += 1
+                late = 0
                 how += f" ({ended.operations[-1]})" if at_operation and ended.operations else ""
                 fault = self._half(scene, reference, read=number % _READ_EVERY == 0) or self._again(scene, reference)
-                fault = fault or self._left(process)
-                if fault:
-                    counted.faults.append(f"{how}: {fault}")
+                counted.add(by.name, how, fault or self._left(process))
         counted.outcomes["had ended before"] = missed
         return counted
 
@@ -134,27 +137,21 @@ class Tester:
                     first.wait(delay)
                     processes = first, Process(works[1], self._work, self._log / "second")
                 ended = [process.end() for process in processes]
-                counted.tries += 1
-                counted.outcomes[" and ".join(sorted(str(each.code) for each in ended))] += 1
                 how += ", through a link" if through else ""
                 fault = _both(ended, neighbours) or self._whole(scene, reference, second if neighbours else None)
                 fault = fault or next(filter(None, map(self._left, processes)), None)
-                if fault:
-                    counted.faults.append(f"{how}: {fault}")
+                counted.add(" and ".join(sorted(str(each.code) for each in ended)), how, fault)
         return counted
 
     def full_disks(self, scene: Scene, few: bool = False) -> Count:
         """A disk of every size; the old content is there before it becomes full."""
         reference, counted = self._reference(scene), Count(scene.name, "full disk")
         needed = _pages(reference.folder, reference.tree)
-        frees = sorted({round(share * needed) for share in (_FEW_SIZES if few else _SIZES)})
-        for free in frees:
+        for free in sorted({round(share * needed) for share in (_FEW_SIZES if few else _SIZES)}):
             with self._place(scene, free=free):
                 before = tree_of(self._work)
                 process = Process(scene.work(self.inputs), self._work, self._log)
                 ended = process.end()
-                counted.tries += 1
-                counted.outcomes["refused" if ended.refused else f"ended with {ended.code}"] += 1
                 fault = None
                 if ended.code == 0:
                     fault = self._whole(scene, reference)
@@ -169,8 +166,8 @@ class Tester:
                     fault = fault or self._half(scene, reference, read=True)
                 _mount(self._disk, _ROOMY, again=True)
                 fault = fault or (self._again(scene, reference) if ended.code else None) or self._left(process)
-                if fault:
-                    counted.faults.append(f"{free} pages for {needed}: {fault}")
+                outcome = "refused" if ended.refused else f"ended with {ended.code}"
+                counted.add(outcome, f"{free} pages for {needed}", fault)
         return counted
 
     def _rng(self, scene: Scene, what: str) -> random.Random:
@@ -182,9 +179,8 @@ class Tester:
             first = self._undisturbed(scene)
             learn(self._log)
             second = self._undisturbed(scene)
-            assert first.tree == second.tree, (
-                f"{scene.name}: {_some(differences(second.tree, first.tree))}, undisturbed"
-            )
+            differing = _some(differences(second.tree, first.tree))
+            assert not differing, f"{scene.name}: {differing}, undisturbed"
             self._references[scene.name] = second
         return self._references[scene.name]
 
@@ -279,9 +275,7 @@ class Tester:
                 return fault
         return _some(differences(tree, wanted)) or None
 
-    def _interleaved(
-        self, works: "tuple[Callable[[], int | None], ...]", operation: int, seconds: float
-    ) -> list[Process]:
+    def _interleaved(self, works: tuple[Work, ...], operation: int, seconds: float) -> list[Process]:
         """The first stands at its operation until the second has ended, or waits for it."""
         first = Process(works[0], self._work, self._log / "first", At(operation, signal.SIGSTOP))
         stopped = first.wait_until_stopped()
@@ -342,20 +336,15 @@ def _mount(folder: Path, pages: int, again: bool = False) -> None:
 
 
 def tree_of(folder: Path) -> Tree:
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_symlink():
-            found[name] = f"-> {os.path.relpath(path.readlink(), folder)}"
-        elif path.is_dir():
-            found[name] = "a folder"
-        else:
-            found[name] = _content(path)
-    return found
+    return {str(path.relative_to(folder)): _content(path, folder) for path in sorted(folder.rglob("*"))}
 
 
-def _content(path: Path) -> str:
+def _content(path: Path, folder: Path) -> str:
     """The hash of a file. A PDF bears the time at which it was made: of that, only whether it is whole."""
+    if path.is_symlink():
+        return f"-> {os.path.relpath(path.readlink(), folder)}"
+    if path.is_dir():
+        return "a folder"
     data = path.read_bytes()
     if path.suffix == ".pdf" and data.startswith(b"%PDF") and data.rstrip().endswith(b"%%EOF"):
         return "a whole PDF"
