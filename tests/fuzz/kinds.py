@@ -1,6 +1,6 @@
 """Which inputs are there? Every kind of file that is read, every argument, and arrays from Python."""
 
-from . import arguments, checkpoints, python_api, sealed, user_files
+from . import arguments, checkpoints, sealed, user_files
 from .runner import Kind
 
 _ARGUMENTS = "run checkpoint llama looped recordings policies golden documents texts settings language_settings study"
@@ -33,6 +33,6 @@ KINDS = {
     "benchmark": Kind(user_files.benchmark, 1, "checkpoint benchmarks", quick=False),
     "arguments": Kind(arguments.arguments, 12, f"{_ARGUMENTS} own_gate live_runs"),
     "slow-arguments": Kind(arguments.slow_arguments, 3, _SLOW, quick=False),
-    "arrays": Kind(python_api.arrays, 5, "recordings"),
+    "arrays": Kind(user_files.arrays, 5, "recordings"),
 }
 """By name, each with its share of the inputs, and what of the world it needs."""
