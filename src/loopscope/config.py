@@ -169,7 +169,8 @@ def _describe_misfit(error: msgspec.ValidationError, kind: Any) -> str:
 
 def _plain_words(message: str, kinds: list[Any]) -> str:
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", message, re.DOTALL):
-        known = [name for each in kinds for name in _fields(each)]
+        structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+        known = [name for each in structs for name in each.__struct_encode_fields__]
         listed = f"; the keys are {', '.join(dict.fromkeys(known))}" if known else ""
         return f"unknown key `{unknown[1]}`{did_you_mean(unknown[1], known) or listed}"
     if missing := re.fullmatch("Object missing required field `(.*)`", message, re.DOTALL):
@@ -206,9 +207,3 @@ def _inside(kind: Any, part: str) -> Iterator[Any]:
             yield from (inner for inner in get_args(each) if inner is not ...)
         elif get_origin(each) is dict:
             yield get_args(each)[1]
-
-
-def _fields(kind: Any) -> tuple[str, ...]:
-    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-        return ()
-    return kind.__struct_encode_fields__

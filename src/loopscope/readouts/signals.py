@@ -44,15 +44,13 @@ def own_name(readout: str) -> str:
     return readout.partition(":")[2]
 
 
-def entropy(logits: Array, log_p: Signal | None = None) -> Signal:
-    log_p = log_probs(logits) if log_p is None else log_p
-    p = np.exp(log_p)
-    return np.maximum(-np.einsum("...v,...v->...", p, present(log_p)), 0.0)
+def entropy(logits: Array) -> Signal:
+    log_p = log_probs(logits)
+    return np.maximum(-np.einsum("...v,...v->...", np.exp(log_p), present(log_p)), 0.0)
 
 
-def top1(logits: Array, log_p: Signal | None = None) -> Signal:
-    log_p = log_probs(logits) if log_p is None else log_p
-    return np.exp(log_p.max(axis=-1))
+def top1(logits: Array) -> Signal:
+    return np.exp(log_probs(logits).max(axis=-1))
 
 
 def margin(logits: Array) -> Signal:
@@ -61,9 +59,9 @@ def margin(logits: Array) -> Signal:
     return two[..., 1].astype(np.float64) - two[..., 0]
 
 
-def kl(logits: Array, log_p: Signal | None = None) -> Signal:
+def kl(logits: Array) -> Signal:
     """KL(p_t || p_{t-1})."""
-    log_p = log_probs(logits) if log_p is None else log_p
+    log_p = log_probs(logits)
     p = np.exp(log_p[:, 1:])
     log_p = present(log_p)
     divergence = np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])
@@ -112,9 +110,6 @@ SIGNALS: dict[str, tuple[Source, Callable[..., Signal]]] = {
 }
 """What each of the paper's signals is computed from, and how."""
 
-OF_LOG_PROBS = ("entropy", "top1", "kl")
-"""These take the log-probabilities as a second argument, if they are there already."""
-
 
 def as_defined(name: str, values: Signal) -> Signal:
     """A signal that came with a recording, held to the same conventions as one computed here."""
@@ -136,7 +131,7 @@ def by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
 
 
 def log_probs(logits: Array) -> Signal:
-    """In float64; whoever computes several signals of the same logits computes it once."""
+    """Logarithms of the probabilities, in float64."""
     return np.asarray(log_softmax(logits.astype(np.float64), axis=-1))
 
 
