@@ -71,12 +71,8 @@ class ExitState:
         for rows in self._followed:
             rows.admit(count)
 
-    def keep(self, rows: Array) -> None:
-        """Those where this mask is false are gone."""
-        self.reorder(np.flatnonzero(rows))
-
     def reorder(self, order: Array) -> None:
-        """They stand in another order from now on, those that were just admitted included."""
+        """They stand in another order from now on, those that were just admitted included; who is not in it is gone."""
         for rows in self._followed:
             rows.take(order)
 

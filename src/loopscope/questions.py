@@ -35,7 +35,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from io import StringIO
 from itertools import count, groupby
-from os.path import commonprefix
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -387,4 +386,6 @@ def _shared(contexts: list[list[int]]) -> int:
     """Leading tokens that all contexts share; of each at least the last token is its own."""
     if len(contexts) < 2:
         return 0
-    return min(len(commonprefix(contexts)), min(map(len, contexts)) - 1)
+    low, high = min(contexts), max(contexts)  # in dictionary order: what these two share, all between them share
+    most = min(map(len, contexts)) - 1
+    return next((place for place in range(most) if low[place] != high[place]), most)
