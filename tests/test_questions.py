@@ -212,8 +212,7 @@ def test_what_is_too_long_is_cut_from_the_left_as_the_longest_choice_needs_it() 
 
 
 def test_a_question_without_tokens_is_refused() -> None:
-    with pytest.raises(UserError, match="made/0 needs a token"):
-        encode_questions([asking("context", "", " b")], byte_pairs())
-    with pytest.raises(UserError, match="made/0 needs a token"):
-        encode_questions([asking("  ", " a")], byte_pairs())
+    for question in (asking("context", "", " b"), asking("  ", " a")):
+        with pytest.raises(UserError, match="made/0 needs a token"):
+            encode_questions([question], byte_pairs())
     assert encode_questions([], byte_pairs()) == []

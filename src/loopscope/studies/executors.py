@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, out_of_memory
 from loopscope.files import remove_scratch
-from loopscope.machine import cores, keep_memory, out_of_memory
+from loopscope.models.device import cores, keep_memory
 from loopscope.progress import ProgressCallback
 from loopscope.studies.plan import Model, Plan
 from loopscope.studies.steps import Step, Time, Train, all_steps, to_be_done
