@@ -85,7 +85,7 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
     ):
         assert {(lam, 0.1, seed) for seed in range(3)} <= settings(task, gate, prior)
     assert {lam for lam, _, _ in settings("mano", "none", "geometric")} == {0.2, 0.3, 0.5, 0.7}
-    assert len({(run.gate, run.settings.objective.prior) for run in every if run.of.fit}) == 6
+    assert len({(run.settings.model.gate, run.settings.objective.prior) for run in every if run.of.fit}) == 6
     assert {run.model.loops for run in runs} == {6}
     if name == "mano":
         for task, gate in product(("mano", "parity"), ("linear", "mlp")):

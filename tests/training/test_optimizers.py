@@ -5,9 +5,9 @@ import torch
 from conftest import tiny_settings
 from torch.optim import Muon as Reference
 
-from loopscope.training.optimizers import Muon, Optimizers, orthogonalised, schedule
 from loopscope.training.settings import Training
 from loopscope.training.task_run import initial_model
+from loopscope.training.training_loop import Muon, Optimizers, orthogonalised, schedule
 
 
 def test_the_schedule_warms_up_and_decays_to_its_minimum() -> None:

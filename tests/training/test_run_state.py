@@ -16,8 +16,8 @@ from test_run_folder import ALTERED, contents, copied, flip
 
 import loopscope as ls
 from loopscope.training import training_loop
-from loopscope.training.run_state import steps_done
 from loopscope.training.task_run import train
+from loopscope.training.training_loop import steps_done
 
 LONGER = ["training.steps=60", "training.checkpoint_every=7", "training.log_every=5", "training.validate_every=50"]
 RUN = [*TINY, *GATED, *LONGER]

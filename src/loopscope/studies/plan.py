@@ -1,6 +1,5 @@
 """From an expanded study to its steps, from its finished steps to results, and to names in the study's folder."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -200,14 +199,14 @@ def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
     for part, runs in zip(study.parts, expanded.runs, strict=True):
         models += _trained_models(part, runs, study, arithmetic)
     models += [_scored_model(found, study, arithmetic) for found in expanded.checkpoints]
-    for name, count in Counter(model.name for model in models).items():
-        if count > 1:
-            raise UserError(f"{expanded.source} lists the run '{name}' twice; list every run once.")
-    by_key = {(model.training or model.analysis).key: model.name for model in reversed(models)}
+    names, by_key = set(), dict[str, str]()
     for model in models:
-        if (same := by_key[(model.training or model.analysis).key]) != model.name:
-            both = f"the runs '{same}' and '{model.name}'"
-            raise UserError(f"In {expanded.source} {both} are the same; list every run once.")
+        same = by_key.setdefault((model.training or model.analysis).key, model.name)
+        if model.name in names:
+            raise UserError(f"{expanded.source} lists the run '{model.name}' twice; list every run once.")
+        if same != model.name:
+            raise UserError(f"In {expanded.source} '{same}' and '{model.name}' are the same; list every run once.")
+        names.add(model.name)
     return Plan(study, tuple(models))
 
 
@@ -320,11 +319,11 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
         return {}
     beta = None if reference.gate == "none" else reference.beta
     sought = (usual_objective(reference.gate, reference.prior), reference.gate, reference.prior, beta)
-    found = {run.seed: trained[run.name] for run in runs if (run.objective, run.gate, run.prior, run.beta) == sought}
+    found = {}
+    for run in runs:
+        if (run.settings.objective.name, run.settings.model.gate, run.prior, run.beta) == sought:
+            found[run.seed] = trained[run.name]
     for run in runs:
         if run.seed not in found:
-            raise UserError(
-                f"The reference of the part '{part.settings}' is not among its runs with seed {run.seed}, as that of "
-                f"'{run.name}'."
-            )
+            raise UserError(f"The reference of '{part.settings}' is not among its runs with seed {run.seed}; list it.")
     return found

@@ -119,10 +119,8 @@ def fit_gate(
 def gate_loss(settings: GateSettings, losses: Tensor, logits: Tensor) -> Tensor:
     """What is minimised, from cross-entropies [T, B] and halt logits [T, B]."""
     if settings.objective == "ponder":
-        objective = Objective(
-            name="learned_gate", prior=settings.prior, geometric_lambda=settings.geometric_lambda, beta=settings.beta
-        )
-        return objective_loss(objective, losses, logits)
+        shared = {name: getattr(settings, name) for name in ("prior", "geometric_lambda", "beta")}
+        return objective_loss(Objective(name="learned_gate", **shared), losses, logits)
     continue_target = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _MIN_IMPROVEMENT))
     paired_logits = logits[:-1] if settings.pairing == "next" else logits[1:]
     # The sigmoid of a halt logit is the probability to stop.

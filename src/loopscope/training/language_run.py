@@ -40,7 +40,6 @@ from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.tokenizer import FILE as TOKENIZER, read_documents, tokenize_documents
 from loopscope.training.objectives import Unrolling, expected_loops
-from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import GATED, SPECIAL_TOKENS, ContinueSettings, PretrainSettings
 from loopscope.training.training_loop import BatchLosses, TrainingRun, epoch_rows
 
@@ -94,8 +93,12 @@ class TextRun(TrainingRun):
         return {f"context is {context}, and the model takes {longest} tokens.": context > longest}
 
     @property
+    def texts(self) -> dict[str, tuple[Path, ...]]:
+        return {"train": self.train, "validation": self.validation}
+
+    @property
     def texts_sha256(self) -> dict[str, list[str]]:
-        return {name: [sha256(path) for path in getattr(self, name)] for name in ("train", "validation")}
+        return {name: [sha256(path) for path in paths] for name, paths in self.texts.items()}
 
     @property
     def width(self) -> int:
@@ -113,20 +116,18 @@ class TextRun(TrainingRun):
         token = block * (empty.embed_cost + loops + heads * empty.head_cost) + heads * head
         return 6.0 * again * token * self.settings.context * training.batch_size
 
-    def note_data(self) -> None:
-        """Writes `data.json`, if the texts are long enough and the model knows their tokens."""
+    def describe_texts(self) -> dict[str, Any]:
+        """How long the texts are, if they are long enough and the model knows their tokens."""
         known, context = self.empty_model.vocab_size, self.settings.context
-        for name, found in self._tokens.items():
-            is_short = len(found) <= context
-            if is_short or int(found.max()) >= known:
-                raise UserError(
-                    f"The {name} text has {len(found)} tokens, less than one window of {context} and the token after "
-                    "it; give more text, or a shorter context."
-                    if is_short
-                    else f"The tokenizer has tokens that its model has not ({known:,}); put the model's own there."
+        for name, tokens in self._tokens.items():
+            if len(tokens) <= context:
+                found = (
+                    f"The {name} text has {len(tokens)} tokens, less than one window of {context} and the next token"
                 )
-        if not (self.folder / DATA_FILE).is_file():
-            write_json(self.folder / DATA_FILE, {"tokens": {name: len(found) for name, found in self._tokens.items()}})
+                raise UserError(f"{found}; give more text, or a shorter context.")
+            if int(tokens.max()) >= known:
+                raise UserError(f"The tokenizer has tokens that its model has not ({known:,}); use the model's own.")
+        return {"tokens": {name: len(tokens) for name, tokens in self._tokens.items()}}
 
     def losses(self, model: LoopedModel) -> nn.Module:
         return TokenLosses(model)
@@ -151,8 +152,7 @@ class TextRun(TrainingRun):
 
     @cached_property
     def _tokens(self) -> dict[str, NDArray[np.int64]]:
-        texts = {"train": self.train, "validation": self.validation}
-        return {name: token_stream(paths, self.folder, self.end_token) for name, paths in texts.items()}
+        return {name: token_stream(paths, self.folder, self.end_token) for name, paths in self.texts.items()}
 
 
 @dataclass(frozen=True)
@@ -195,11 +195,11 @@ class LanguageRun(TextRun):
             "run": {**plain(self.settings), "text_sha256": self.texts_sha256},
         }
 
-    def prepare(self) -> None:
+    def prepare(self) -> dict[str, Any]:
         if not (self.folder / TOKENIZER).is_file():
             documents, longest = read_documents(self.train), self.settings.model.max_position_embeddings
             train_tokenizer(documents, self.settings.vocab_size, longest, self.folder)
-        self.note_data()
+        return self.describe_texts()
 
     def initial_model(self) -> Ouro:
         with torch.random.fork_rng(devices=[]):
@@ -272,11 +272,11 @@ class ContinuedRun(TextRun):
     def empty_model(self) -> Any:
         return model_without_weights(self.start)
 
-    def prepare(self) -> None:
+    def prepare(self) -> dict[str, Any]:
         for name in self.files[len(TrainingRun.files) :]:
             if not (self.folder / name).is_file():
                 write_bytes(self.folder / name, (self.start / name).read_bytes())
-        self.note_data()
+        return self.describe_texts()
 
     def initial_model(self) -> LoopedModel:
         model = load_model(self.start, dtype="float32").train().requires_grad_(True)
@@ -303,10 +303,8 @@ class ContinuedRun(TextRun):
 
 def token_stream(paths: Sequence[Path], checkpoint: Path, end_token: int = _END) -> NDArray[np.int64]:
     """All documents of a text, one after the other, each with the end token before it."""
-    end = np.array([end_token])
-    return np.concatenate(
-        [part for tokens in tokenize_documents(read_documents(paths), checkpoint) for part in (end, tokens)]
-    )
+    documents = tokenize_documents(read_documents(paths), checkpoint)
+    return np.concatenate([part for tokens in documents for part in ([end_token], tokens)])
 
 
 def cut_windows(tokens: NDArray[np.int64], context: int) -> TokenWindows:
@@ -349,15 +347,15 @@ class TokenLosses(nn.Module):
             _, read = self.model.deepest(embedded, unrolling.loops, truncated=unrolling.truncated)
             loss, right = self._answers(of_chosen(read), targets, taught)
             return BatchLosses(loss[None], right[None], None, None)
-        losses, correct, halts, detached = [], [], [], []
+        answers, halts, detached = [], [], []
         for state in self.model.unroll(embedded):
             pooled, read = (of_chosen(each) for each in self.model.read(state))
-            loss, right = self._answers(read, targets, taught)
-            losses.append(loss)
-            correct.append(right)
-            halts.append(self.model.halt(pooled))
-            detached.append(self.model.halt(pooled.detach()))
-        return BatchLosses(torch.stack(losses), torch.stack(correct), _stacked(halts), _stacked(detached))
+            answers.append(self._answers(read, targets, taught))
+            if (halt := self.model.halt(pooled)) is not None:
+                halts.append(halt)
+                detached.append(self.model.halt(pooled.detach()))
+        stacked = (torch.stack(values) if values else None for values in (*zip(*answers, strict=True), halts, detached))
+        return BatchLosses(*stacked)
 
     def _answers(self, read: Tensor, targets: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
         if not (self.model.gradient_checkpointing and torch.is_grad_enabled()):
@@ -371,11 +369,6 @@ class TokenLosses(nn.Module):
         else:
             loss = F.kl_div(logits.log_softmax(-1), taught, reduction="none", log_target=True).sum(-1)
         return loss, logits.argmax(-1) == targets
-
-
-def _stacked(values: list[Tensor | None]) -> Tensor | None:
-    there = [each for each in values if each is not None]
-    return torch.stack(there) if there else None
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, longest: int, folder: Path) -> None:

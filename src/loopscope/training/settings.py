@@ -88,10 +88,7 @@ class Objective(Settings, frozen=True, kw_only=True):
             if kind in owners:
                 continue
             if getattr(self, setting) not in (default, UNSET):
-                raise ValueError(
-                    f"{setting} needs the objective {' or '.join(owners)}, and this is '{self.name}'; leave it out (a "
-                    "function takes what it needs as objective.options)"
-                )
+                raise ValueError(f"{setting} needs the objective {' or '.join(owners)}, and this is '{self.name}'")
             msgspec.structs.force_setattr(self, setting, UNSET)  # no file mentions it
 
     @property
@@ -144,8 +141,7 @@ class RunSettings(Settings, frozen=True, kw_only=True):
             )
         if self.block_size < self.task.positions:
             raise ValueError(
-                f"model.block_size {self.block_size} is too small: the task's longest examples have "
-                f"{self.task.positions} tokens"
+                f"model.block_size is {self.block_size}, and the task has up to {self.task.positions} tokens"
             )
 
     @property
@@ -277,10 +273,7 @@ def with_source(objective: Objective, function: UserFunction | None = None) -> O
         return objective
     found = hashlib.sha256(objective_source(objective.name, function)[0]).hexdigest()
     if objective.source_sha256 not in (UNSET, found):
-        raise UserError(
-            f"The source text of the objective '{objective.name}' is not the one that these settings name "
-            f"(source_sha256); put it back, or begin another run."
-        )
+        raise UserError(f"The source text of '{objective.name}' is not the one that these settings name; put it back.")
     return msgspec.structs.replace(objective, source_sha256=found)
 
 

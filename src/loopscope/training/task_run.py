@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loopscope.config import plain, write_json
+from loopscope.config import plain
 from loopscope.models.checkpoint_folder import CheckpointConfig
 from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.transformer import LoopedTransformer
@@ -23,7 +23,6 @@ from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
 from loopscope.training.objectives import Unrolling
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import Option, RunSettings, UserFunction, custom_objective, read_settings
 from loopscope.training.training_loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 
@@ -71,9 +70,8 @@ class TaskRun(TrainingRun):
     def has_gate(self) -> bool:
         return self.settings.model.gate != "none"
 
-    def prepare(self) -> None:
-        if not (self.folder / DATA_FILE).is_file():
-            write_json(self.folder / DATA_FILE, describe_data(self.settings))
+    def prepare(self) -> dict[str, Any]:
+        return describe_data(self.settings)
 
     def initial_model(self) -> LoopedTransformer:
         return initial_model(self.settings)
