@@ -67,15 +67,9 @@ class RunGrid(Settings, frozen=True, kw_only=True):
         with_prior, usual = self.objective or {*self.gate} != {"none"}, (self.prior, self.beta) == (_PRIORS, _BETAS)
         require_values(
             (not decided, f"objective does not list '{decided}': gate and prior decide it"),
-            (
-                custom in (set(), {*self.objective}),
-                "built-in and custom objectives take a [[parts.runs]] of its own each",
-            ),
+            (custom in (set(), {*self.objective}), "give a custom objective a [[parts.runs]] of its own"),
             (usual or not custom, "prior and beta are of the built-in objectives; a custom one has objective.options"),
-            (
-                "final" not in self.prior or not with_prior,
-                "an objective other than 'final' needs a prior over all loops",
-            ),
+            (not with_prior or "final" not in self.prior, "this objective needs a prior over all loops"),
         )
 
 
@@ -150,9 +144,7 @@ class Study(Settings, frozen=True, kw_only=True):
     checkpoints: tuple[Checkpoints, ...] = ()
 
     def __post_init__(self) -> None:
-        require_values(
-            (self.parts or self.checkpoints, "a study needs [[parts]] with training runs, or [[checkpoints]]")
-        )
+        require_values((self.parts or self.checkpoints, "a study needs [[parts]] with runs, or [[checkpoints]]"))
 
 
 class ExternalSource(Settings, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Killed at any moment, a run continues and ends bit-identical to one that ran through, from nothing altered."""
+"""Killed at any moment, a run ends bit-identical to one that ran through; what is decayed, clipped and restored?"""
 
 import json
 import random
@@ -8,16 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import GATED, TINY, tiny_settings
 from killed_run import kill_after_first_checkpoint, start_run
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_run_folder import ALTERED, contents, copied, flip
+from torch.optim import Muon as Reference
 
 import loopscope as ls
 from loopscope.training import training_loop
-from loopscope.training.task_run import train
-from loopscope.training.training_loop import steps_done
+from loopscope.training.settings import Training
+from loopscope.training.task_run import initial_model, train
+from loopscope.training.training_loop import Muon, Optimizers, orthogonalised, schedule, steps_done
 
 LONGER = ["training.steps=60", "training.checkpoint_every=7", "training.log_every=5", "training.validate_every=50"]
 RUN = [*TINY, *GATED, *LONGER]
@@ -84,6 +86,8 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("state.safetensors", flip),
         ("state.safetensors", lambda file: flip(file, 60)),
         ("state.safetensors", lambda file: file.write_bytes(b"junk")),
+        ("state.safetensors", lambda file: save_file(load_file(file), file, {"step": "4"})),
+        ("state.safetensors", lambda file: save_file(load_file(file), file)),
     ],
 )
 def test_a_run_does_not_resume_from_what_was_altered(
@@ -92,18 +96,6 @@ def test_a_run_does_not_resume_from_what_was_altered(
     folder = copied(interrupted, tmp_path)
     alter(folder / name)
     with pytest.raises(ls.UserError, match=rf"{name} (was altered|cannot be read)|other settings \(block_size\)"):
-        train(tiny_settings(*GATED), folder)
-
-
-@pytest.mark.parametrize("metadata", [{"step": "4"}, {}, None])
-def test_a_state_that_lost_its_hash_is_rejected(
-    metadata: dict[str, str] | None, interrupted: Path, tmp_path: Path
-) -> None:
-    folder = copied(interrupted, tmp_path)
-    with safe_open(folder / "state.safetensors", "pt") as file:
-        assert file.metadata()["step"] == "4"
-    save_file(load_file(folder / "state.safetensors"), folder / "state.safetensors", metadata)
-    with pytest.raises(ls.UserError, match=r"state\.safetensors (was altered|cannot be read)"):
         train(tiny_settings(*GATED), folder)
 
 
@@ -127,3 +119,74 @@ def test_killed_before_its_first_step_it_begins_again(gated_run: Path, tmp_path:
     for name in ("a", "b"):
         train(tiny_settings(*GATED), tmp_path / name)
         assert contents(tmp_path / name) == contents(gated_run)
+
+
+def test_the_schedule_warms_up_and_decays_to_its_minimum() -> None:
+    settings = Training()
+    rates = [settings.learning_rate * schedule(step, settings) for step in (0, 1999, 2000, 21_000, 39_999)]
+    assert rates[0] == pytest.approx(5e-4 / 2000)
+    assert rates[1] == rates[2] == pytest.approx(5e-4)
+    assert rates[3] == pytest.approx((5e-4 + 5e-5) / 2)
+    assert rates[4] == pytest.approx(5e-5, rel=1e-3)
+
+
+def backward(model: torch.nn.Module) -> None:
+    tokens = torch.arange(12).view(2, 6) % 8
+    model.loops(tokens, positions=torch.tensor([5, 3])).logits.square().mean().backward()
+
+
+@pytest.mark.parametrize("muon", [0.0, 0.01])
+def test_optimizers_decay_matrices_only_and_restore_their_state(muon: float) -> None:
+    settings = tiny_settings(f"training.muon_learning_rate={muon}")
+    runs = []
+    for _ in range(2):
+        model = initial_model(settings)
+        runs.append((model, Optimizers(model, settings.training)))
+    (model, optimizers), (copy, restored) = runs
+    for step in range(2):
+        backward(model)
+        optimizers.step(step)
+    copy.load_state_dict(model.state_dict())
+    restored.restore({name: value.clone() for name, value in optimizers.tensors().items()})
+    for network, optimizer in runs:
+        backward(network)
+        optimizer.step(2)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, copy.state_dict()[name]), name
+    groups = [group for optimizer, _ in optimizers._all for group in optimizer.param_groups]
+    for group in groups:
+        assert all((parameter.ndim >= 2) == (group["weight_decay"] == 0.1) for parameter in group["params"])
+    assert len({id(parameter) for group in groups for parameter in group["params"]}) == len(list(model.parameters()))
+    assert optimizers._all[0][0].param_groups[0]["betas"] == (0.9, 0.98)
+    assert [len(group["params"]) for group in groups[2:]] == ([4] if muon else [])  # the block's matrices
+
+
+def test_gradients_are_clipped() -> None:
+    settings = tiny_settings("training.clip_norm=0.001")
+    model = initial_model(settings)
+    backward(model)
+    optimizers, norms = Optimizers(model, settings.training), []
+    gradients = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    optimizers._all[0][0].register_step_pre_hook(
+        lambda *_: norms.append(torch.stack([parameter.grad.norm() for parameter in gradients]).norm())  # type: ignore[union-attr]
+    )
+    optimizers.step(0)
+    assert norms[0].item() == pytest.approx(0.001, rel=0.01)
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (30, 10), (8, 24)])
+def test_muon_follows_pytorch_s(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = [Muon([ours], lr=0.1, weight_decay=0.2), Reference([theirs], lr=0.1, weight_decay=0.2)]
+    for _ in range(4):
+        gradient = torch.randn(shape, generator=generator)
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    moved = (ours - start).norm()
+    assert moved > 0.1
+    assert (ours - theirs).norm() < 0.02 * moved
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(20, 50, generator=generator)))
+    assert 0.6 < values.min() <= values.max() < 1.3
