@@ -2,12 +2,7 @@
 
 import fcntl
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -69,24 +64,6 @@ def test_nothing_is_made_twice(finished: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in store.rglob("*")} == times
 
 
-@pytest.mark.long
-def test_killed_twice_it_ends_with_the_same_bytes(finished: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "loopscope.cli", "study", "run", str(TINY), "--out", str(tmp_path / "tiny")]
-    for last in ("run-*/metrics.jsonl", "analysis-*"):
-        with subprocess.Popen(
-            [*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        ) as process:
-            while not list((tmp_path / "store").glob(last)):
-                assert process.poll() is None, "it ended before it was killed"
-                time.sleep(0.01)
-            os.killpg(process.pid, signal.SIGKILL)
-    assert not (tmp_path / "tiny" / "report").exists()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for name in ("results.json", "tables.md"):
-        through, killed = (folder / "tiny" / "report" / name for folder in (finished, tmp_path))
-        assert through.read_bytes() == killed.read_bytes()
-
-
 def test_who_makes_a_step_already_is_waited_for(finished: Path, tmp_path: Path) -> None:
     step = planned(TINY).models[-1].training
     locks = tmp_path / ".locks"
@@ -118,30 +95,26 @@ def test_what_fails_takes_with_it_only_what_needs_it(tmp_path: Path) -> None:
     assert len(to_be_done(plan.steps, store)) == 4
 
 
-class Huge(Step, frozen=True):
-    kind = "huge"
+class Failing(Step, frozen=True):
+    kind = "failing"
+    is_large: bool
 
     def run(self, store: Path, device: torch.device) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        raise torch.OutOfMemoryError if self.is_large else RuntimeError("a bug")
 
 
-class Wrong(Step, frozen=True):
-    kind = "wrong"
-
-    def run(self, store: Path, device: torch.device) -> None:
-        raise RuntimeError("a bug")
-
-
-def test_a_step_without_room_fails_alone(tmp_path: Path) -> None:
-    step = Huge()
-    work = StudyWork([step], tmp_path, "cpu", 1, silent)
+def test_a_step_without_room_fails_alone_and_a_bug_ends_all(tmp_path: Path) -> None:
+    step, bug = Failing(is_large=True), Failing(is_large=False)
+    work = StudyWork([step, bug], tmp_path, "cpu", 1, silent)
     with pytest.raises(ls.UserError, match="not enough memory for it on cpu") as failed:
         do_step(step, tmp_path, "cpu")
     work.end(step, failed.value)  # noted, not raised: others go on
     with pytest.raises(ls.UserError, match="One step of the study failed"):
         work.check_failures()
+    with pytest.raises(RuntimeError, match="a bug") as unknown:
+        do_step(bug, tmp_path, "cpu")
     with pytest.raises(RuntimeError, match="a bug"):
-        do_step(Wrong(), tmp_path, "cpu")
+        work.end(bug, unknown.value)
 
 
 def test_what_is_asked_wrongly_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

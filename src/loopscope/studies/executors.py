@@ -284,7 +284,14 @@ def _run_on_ray(steps: list[Step], work: StudyWork, address: str | None) -> None
         while waiting:
             ended, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_RAY_SECONDS)
             for ref in ended:
-                work.end(step_of[ref], _ray_result(ray, ref))
+                try:
+                    result = ray.get(ref)
+                except ray.exceptions.RayTaskError:
+                    raise  # a bug: its traceback is the worker's
+                except ray.exceptions.RayError as error:
+                    lost = f"it was lost {_RAY_RETRIES} times with its worker or node ({type(error).__name__})."
+                    result = UserError(lost)
+                work.end(step_of[ref], result)
             work.look_at(step_of[ref] for ref in (*ended, *waiting))
     finally:
         ray.shutdown()
@@ -325,13 +332,3 @@ def _ray_task(step: Step, store: Path, device: str, threads: int, *needed: StepR
     except UserError as error:
         return error
     return None
-
-
-def _ray_result(ray: Any, ref: Any) -> StepResult:
-    try:
-        result: StepResult = ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        return error  # a bug: its traceback is the worker's
-    except ray.exceptions.RayError as error:
-        return UserError(f"it was lost {_RAY_RETRIES} times with its worker or node ({type(error).__name__}).")
-    return result

@@ -15,7 +15,7 @@ from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.config import build, differences, plain
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reject
 from loopscope.files import is_folder
 from loopscope.models.checkpoint_folder import CONFIG
 from loopscope.questions import BENCHMARKS, Split
@@ -150,27 +150,23 @@ class Plan:
         A study that grows keeps its folder. One whose runs of the same names are others takes another, and so does one
         that has none of the runs there.
         """
-        if why := self._taken(folder):
-            raise UserError(f"{folder} {why}; choose another --out.")
+        reject(f"{folder} {why}; choose another --out." for why in self._obstacles(folder))
 
-    def _taken(self, folder: Path) -> str:
-        """Why the study cannot go to this folder; nothing where it can."""
+    def _obstacles(self, folder: Path) -> Iterator[str]:
+        """Why the study cannot go to this folder."""
         if any((folder / name).is_file() for name in (MANIFEST, CONFIG)):
-            return "holds a run, a recording or a gate, and a study's folder is its own"
+            yield "holds a run, a recording or a gate, and a study's folder is its own"
         models = {model.name: model for model in self.models}
         places = [place for place in sorted(folder.iterdir()) if place.is_dir()] if is_folder(folder) else []
         linked = {place.name: key for place in places if (key := _linked_key(place)) is not None}
         for place in places:
-            name, model = place.name, models.get(place.name)
-            if model is None:
-                continue
-            if (place / CONFIG).is_file() and not (place / CONFIG).is_symlink():
-                return f"holds '{name}', which is a run of its own, not of a study"
-            if name in linked and linked[name] not in model.link_keys:
-                return f"holds a study whose {_changed(place, model)}"
+            model = models.get(place.name)
+            if model and (place / CONFIG).is_file() and not (place / CONFIG).is_symlink():
+                yield f"holds '{place.name}', which is a run of its own, not of a study"
+            if model and place.name in linked and linked[place.name] not in model.link_keys:
+                yield f"holds a study whose {_changed(place, model)}"
         if linked and not linked.keys() & models.keys():
-            return f"holds another study, with '{min(linked)}'"
-        return ""
+            yield f"holds another study, with '{min(linked)}'"
 
 
 def _linked_key(place: Path) -> str | None:
@@ -212,7 +208,9 @@ def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
 
 def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithmetic: str) -> list[Model]:
     for run in runs:
-        _check(run, part)
+        reject(_problems(run, part))
+        if run.of.extrapolate:
+            extrapolation_levels(run.settings)
     trained = {run.name: Train(settings=run.settings, arithmetic=arithmetic) for run in runs}
     measures = _references(runs, part, trained)
     hidden = {trained[run.name].key for run in runs if run.of.fit}  # fitted gates read hidden states
@@ -292,24 +290,20 @@ def _policies(
     return tuple(Certify(validation=validation, gates=gates, target=target) for target in sought)
 
 
-def _check(run: StudyRun, part: StudyPart) -> None:
-    """Says before anything is trained what could only fail afterwards."""
-    task, wrong = run.settings.task, ""
+def _problems(run: StudyRun, part: StudyPart) -> Iterator[str]:
+    """What could only fail after training."""
+    task, needed = run.settings.task, "so its task needs stored training examples (train_examples above 0)"
     fitted = part.gates.examples if run.of.fit else None
-    if task.train_examples == 0 and (part.unseen or (run.of.fit and fitted is None)):
-        reason = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
-        instead = "" if part.unseen else ", or gates.examples, how many to draw"
-        wrong = f"{reason}, so its task needs stored training examples (train_examples above 0){instead}."
+    if task.train_examples == 0 and part.unseen:
+        yield f"unseen = true counts examples that training did not have, {needed}."
+    if task.train_examples == 0 and run.of.fit and fitted is None:
+        yield f"fit = true fits gates, {needed}, or gates.examples, how many to draw."
     for size, whole, what in (
         (fitted, task.train_examples, "gates.examples"),
         (part.extrapolation_examples, task.test_examples, "extrapolation_examples"),
     ):
         if size is not None and 0 < whole < size:
-            wrong = f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}."
-    if wrong:
-        raise UserError(wrong)
-    if run.of.extrapolate:
-        extrapolation_levels(run.settings)
+            yield f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}."
 
 
 def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]) -> dict[int, Train]:

@@ -210,15 +210,12 @@ def expand_study(source: str, overrides: Sequence[str] = (), changes: Mapping[st
         raise no_such_toml(source, shipped, "study")
     study = build(Study, read_toml(path), source)
     listed = [text for text in overrides if text.strip().startswith(_LISTED)]
-    wrong = ""
     if overrides and not study.parts:
-        wrong = f"'--set {overrides[0]}' changes training runs, and {source} has none."
-    elif listed:
-        wrong = f"'--set {listed[0]}': in a study the lists of its runs decide this; change its file."
-    elif changes and not study.checkpoints:
-        wrong = f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none."
-    if wrong:
-        raise UserError(wrong)
+        raise UserError(f"'--set {overrides[0]}' changes training runs, and {source} has none.")
+    if listed:
+        raise UserError(f"'--set {listed[0]}': in a study the lists of its runs decide this; change its file.")
+    if changes and not study.checkpoints:
+        raise UserError(f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none.")
     checkpoints = [found for entry in study.checkpoints for found in _checkpoints_of(entry, changes or {})]
     runs = [_runs_of(part, path.parent, overrides) for part in study.parts]
     return ExpandedStudy(source, study, runs, checkpoints)

@@ -14,7 +14,7 @@ Shapes: B windows, C tokens of context, T loops, V vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -85,12 +85,13 @@ class TextRun(TrainingRun):
         """The model without its weights."""
 
     def __post_init__(self) -> None:
-        reject(sentence for sentence, is_so in self.problems().items() if is_so)
+        reject(self.problems())
 
-    def problems(self) -> dict[str, bool]:
-        """What would be wrong with the run, and whether it is."""
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the run."""
         context, longest = self.settings.context, self.empty_model.block_size
-        return {f"context is {context}, and the model takes {longest} tokens.": context > longest}
+        if context > longest:
+            yield f"context is {context}, and the model takes {longest} tokens."
 
     @property
     def texts(self) -> dict[str, tuple[Path, ...]]:
@@ -223,26 +224,22 @@ class ContinuedRun(TextRun):
         settings = msgspec.structs.replace(self.settings, loops=self.empty_model.num_loops)
         object.__setattr__(self, "settings", settings)
 
-    def problems(self) -> dict[str, bool]:
-        given, start, loops = self.settings, self.start, self.empty_model.num_loops
-        has_teacher, without_gate = self.teacher is not None, given.objective.name in GATED and not self.has_gate
-        return {
-            **super().problems(),
-            f"loops is {given.loops}, and {start} has {loops}; leave it out.": given.loops not in (None, loops),
-            f"The objective '{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear, "
-            "or choose another objective.": without_gate,
-            f"{start} does not say with which token a text ends (eos_token_id in {CONFIG}).": not end_tokens(start),
-            "targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing.": has_teacher
-            != (given.targets == "teacher"),
-            f"The teacher {self.teacher} has other tokens than {start}; take one with its tokenizer.": has_teacher
-            and not self._teacher_has_same_tokens(),
-        }
-
-    def _teacher_has_same_tokens(self) -> bool:
-        assert self.teacher is not None
-        tokenizers = [each / TOKENIZER for each in (self.start, self.teacher) if (each / TOKENIZER).is_file()]
-        is_same_size = self.empty_model.vocab_size == model_without_weights(self.teacher).vocab_size
-        return is_same_size and len({sha256(each) for each in tokenizers}) <= 1
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        given, start, teacher, empty = self.settings, self.start, self.teacher, self.empty_model
+        if given.loops not in (None, empty.num_loops):
+            yield f"loops is {given.loops}, and {start} has {empty.num_loops}; leave it out."
+        if given.objective.name in GATED and not self.has_gate:
+            yield f"The objective '{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear."
+        if not end_tokens(start):
+            yield f"{start} does not say with which token a text ends (eos_token_id in {CONFIG})."
+        if (teacher is None) == (given.targets == "teacher"):
+            yield "targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing."
+        if teacher is not None:
+            tokenizers = [folder / TOKENIZER for folder in (start, teacher) if (folder / TOKENIZER).is_file()]
+            is_same_size = empty.vocab_size == model_without_weights(teacher).vocab_size
+            if not is_same_size or len({sha256(file) for file in tokenizers}) > 1:
+                yield f"The teacher {teacher} has other tokens than {start}; take one with its tokenizer."
 
     @property
     def files(self) -> tuple[str, ...]:  # type: ignore[override]
