@@ -1,6 +1,7 @@
 """Training on a task: does it learn, does everything follow from settings and seed, is nobody's folder overwritten?"""
 
 import json
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,20 @@ from conftest import GATED, tiny_settings
 from safetensors.torch import load_file
 from test_run_folder import contents, interrupt
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import loopscope as ls
 from loopscope.analysis.results import model_label
 from loopscope.config import plain
+from loopscope.training.estimate import check_memory, estimate_time, matmul_rate
 from loopscope.training.gate_fitting import host_defaults
 from loopscope.training.objectives import LoopLosses, draw_unrolling, objective_loss
 from loopscope.training.settings import Objective, read_settings
-from loopscope.training.task_run import TaskRun, describe_data, initial_model, train, training_batches
+from loopscope.training.task_run import TaskRun, initial_model, train, training_batches
 
 DECOUPLED = ["objective.name=decoupled_gate", "model.gate=mlp"]
 RANDOM = ["objective.name=random_depth", "objective.truncated=1"]
+CPU = torch.device("cpu")
 CLIPPED = ["training.clip_norm=0.05"]  # every step's gradients are larger
 
 
@@ -64,10 +68,11 @@ def test_sizes_and_overlap_of_the_splits_are_written_down(tmp_path: Path) -> Non
     train(read_settings("demo", [task, *sizes]), tmp_path / "run")
     data = json.loads((tmp_path / "run" / "data.json").read_text())
     assert data == {"examples": {"train": "online", "validation": 50, "test": 60}}
-    shares = describe_data(tiny_settings("task.modulus=4"))["share_seen_in_training"]
-    assert shares["validation"]["1"] == 1.0
-    assert shares["test"]["2"] == 0.0  # the preset is disjoint where the space is large enough
-    assert describe_data(tiny_settings())["share_seen_in_training"]["test"]["2"] > 0  # 486 expressions modulo 3
+    for modulus, is_large in ((4, True), (3, False)):  # 486 expressions modulo 3
+        prepared = TaskRun(tiny_settings(f"task.modulus={modulus}"), tmp_path).prepare()
+        shares = prepared["share_seen_in_training"]
+        assert shares["validation"]["1"] == 1.0
+        assert (shares["test"]["2"] == 0.0) is is_large  # the preset is disjoint where the space is large enough
 
 
 def test_epochs_visit_every_example_once_in_an_order_of_the_seed() -> None:
@@ -159,3 +164,29 @@ def test_an_objective_has_a_label_and_a_fitted_gate_takes_over_its_beta() -> Non
     assert model_label({"run": plain(decoupled)}, "x") == "decoupled MLP gate, geometric 0.3, β 0.2"
     assert model_label({"run": plain(drawn)}, "x") == "random depth, geometric 0.3, truncated 1"
     assert host_defaults(decoupled.objective)["beta"] == 0.2
+
+
+def test_a_run_too_big_for_the_machine_says_so() -> None:
+    endless = read_settings("paper", ["training.steps=40000000"])
+    with pytest.raises(ls.UserError, match=r"would take about .* days here"):
+        estimate_time(endless, CPU).check()
+    estimate_time(endless, CPU, done=40_000_000 - 1).check()
+    for override in ("training.batch_size=10000000", "model.width=1000000", "task.train_examples=100000000"):
+        with pytest.raises(ls.UserError, match="GiB"):
+            check_memory(read_settings("paper", [override, "model.layers=40"]), CPU)
+    check_memory(tiny_settings(), CPU)
+
+
+def test_where_a_product_takes_long_the_rate_is_that_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has no float16 of its own, for instance; here the clock is fast."""
+
+    def computed(dtype: torch.dtype) -> int:
+        with FlopCounterMode(display=False) as counter:
+            matmul_rate(64, CPU, dtype)
+        return counter.get_total_flops()
+
+    large = 2 * 1024 * 64 * 256
+    seconds = count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(seconds)))
+    assert computed(torch.float32) >= 6 * large  # slow on a busy machine only
+    assert computed(torch.float16) < large

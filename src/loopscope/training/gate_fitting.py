@@ -23,7 +23,7 @@ from loopscope.errors import UserError
 from loopscope.files import BESIDE
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
-from loopscope.models.checkpoint_folder import HASHES, weight_files
+from loopscope.models.checkpoint_folder import HASHES, require_values, weight_files
 from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
 from loopscope.splits import check_gate_data
@@ -49,8 +49,8 @@ class GateSettings(Settings, frozen=True, kw_only=True):
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.pairing != "next" and self.objective != "utility":
-            raise ValueError("pairing is of the objective 'utility'")
+        is_used = self.pairing == "next" or self.objective == "utility"
+        require_values((is_used, "pairing is of the objective 'utility'"))
 
     @property
     def name(self) -> str:

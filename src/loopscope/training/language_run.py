@@ -230,7 +230,7 @@ class ContinuedRun(TextRun):
         if given.loops not in (None, empty.num_loops):
             yield f"loops is {given.loops}, and {start} has {empty.num_loops}; leave it out."
         if given.objective.name in GATED and not self.has_gate:
-            yield f"The objective '{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear."
+            yield f"'{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear."
         if not end_tokens(start):
             yield f"{start} does not say with which token a text ends (eos_token_id in {CONFIG})."
         if (teacher is None) == (given.targets == "teacher"):
@@ -344,15 +344,16 @@ class TokenLosses(nn.Module):
             _, read = self.model.deepest(embedded, unrolling.loops, truncated=unrolling.truncated)
             loss, right = self._answers(of_chosen(read), targets, taught)
             return BatchLosses(loss[None], right[None], None, None)
-        answers, halts, detached = [], [], []
+        answers, halts, detached = list[Any](), list[Any](), list[Any]()
         for state in self.model.unroll(embedded):
             pooled, read = (of_chosen(each) for each in self.model.read(state))
             answers.append(self._answers(read, targets, taught))
-            if (halt := self.model.halt(pooled)) is not None:
-                halts.append(halt)
-                detached.append(self.model.halt(pooled.detach()))
-        stacked = (torch.stack(values) if values else None for values in (*zip(*answers, strict=True), halts, detached))
-        return BatchLosses(*stacked)
+            halts.append(self.model.halt(pooled))
+            detached.append(self.model.halt(pooled.detach()))
+        losses, correct = map(torch.stack, zip(*answers, strict=True))
+        if halts[0] is None:
+            return BatchLosses(losses, correct, None, None)
+        return BatchLosses(losses, correct, torch.stack(halts), torch.stack(detached))
 
     def _answers(self, read: Tensor, targets: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
         if not (self.model.gradient_checkpointing and torch.is_grad_enabled()):

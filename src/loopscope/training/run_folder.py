@@ -1,8 +1,8 @@
 """What does a run's folder hold, and whose is it? Its configuration and its metrics, read and written without PyTorch.
 
-`config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`, and `state.safetensors`
-(`run_state.py`) while it runs, `model.safetensors` and `hashes.json` once it is finished. Nothing in the folder depends
-on the time or on the machine's name.
+`config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`; `state.safetensors` while it
+runs (`training_loop.py`), `model.safetensors` and `hashes.json` once it is finished. Nothing in the folder depends on
+the time or on the machine's name.
 """
 
 import hashlib

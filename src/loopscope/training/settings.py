@@ -38,7 +38,7 @@ from loopscope.config import (
 )
 from loopscope.errors import UserError, brief, did_you_mean, reason
 from loopscope.files import is_file, no_such_toml
-from loopscope.models.checkpoint_folder import TransformerSettings
+from loopscope.models.checkpoint_folder import TransformerSettings, require_values
 from loopscope.models.tokenizer import END
 from loopscope.tasks import Mano, Parity
 
@@ -120,8 +120,7 @@ class Training(Settings, frozen=True, kw_only=True):
     checkpointing: bool | UnsetType = UNSET  # loops are run again for their gradients, in place of kept (default: no)
 
     def __post_init__(self) -> None:
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError("min_learning_rate is above learning_rate")
+        require_values((self.min_learning_rate <= self.learning_rate, "min_learning_rate is above learning_rate"))
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
@@ -133,16 +132,11 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     training: Training = Training()
 
     def __post_init__(self) -> None:
-        gated = self.objective.name in GATED
-        if not self.objective.is_custom and gated != (self.model.gate != "none"):
-            raise ValueError(
-                f"{' and '.join(GATED)} need model.gate = 'linear' or 'mlp', and the other objectives model.gate "
-                f"= 'none'; got objective.name = '{self.objective.name}' with model.gate = '{self.model.gate}'"
-            )
-        if self.block_size < self.task.positions:
-            raise ValueError(
-                f"model.block_size is {self.block_size}, and the task has up to {self.task.positions} tokens"
-            )
+        objective, gate, positions = self.objective.name, self.model.gate, self.task.positions
+        is_matched = self.objective.is_custom or (objective in GATED) == (gate != "none")
+        rule = f"{' and '.join(GATED)} need model.gate = 'linear' or 'mlp', and all others model.gate = 'none'"
+        short = f"model.block_size is {self.block_size}, and the task's longest examples have {positions} tokens"
+        require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"), (self.block_size >= positions, short))
 
     @property
     def num_loops(self) -> int:
