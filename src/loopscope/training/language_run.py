@@ -122,10 +122,8 @@ class TextRun(TrainingRun):
         known, context = self.empty_model.vocab_size, self.settings.context
         for name, tokens in self._tokens.items():
             if len(tokens) <= context:
-                found = (
-                    f"The {name} text has {len(tokens)} tokens, less than one window of {context} and the next token"
-                )
-                raise UserError(f"{found}; give more text, or a shorter context.")
+                least = f"one window of {context} and its next token"
+                raise UserError(f"The {name} text has {len(tokens)} tokens, less than {least}; give more text.")
             if int(tokens.max()) >= known:
                 raise UserError(f"The tokenizer has tokens that its model has not ({known:,}); use the model's own.")
         return {"tokens": {name: len(tokens) for name, tokens in self._tokens.items()}}
