@@ -14,7 +14,7 @@ from loopscope.analysis.results import assemble_results, over_seeds
 from loopscope.analysis.schema import FrontierResult, ModelResult, Results
 from loopscope.paper.counterparts import OURO, PAPER, PRODUCTS
 from loopscope.paper.published import published
-from loopscope.paper.variants import TaskVariants
+from loopscope.paper.trained_tables import TaskVariants
 from loopscope.report.products import OVERVIEW
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,9 +7,8 @@ from conftest import answers
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import Machine, ModelResult, QuestionBench, QuestionTiming, Results, Spread
-from loopscope.paper.counterparts import OURO, PRODUCTS
+from loopscope.paper.counterparts import OURO, PRODUCTS, on_paper_grid
 from loopscope.paper.published import published
-from loopscope.paper.variants import on_paper_grid
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC
 from loopscope.report.figure_style import STYLES

@@ -54,10 +54,6 @@ class BenchmarkModel(NamedTuple):
         return self.result.best(POST_HOC)
 
     @property
-    def fitted(self) -> list[FrontierResult]:
-        return [frontier for frontier in self.result.frontiers if frontier.readout.startswith(FITTED_GATE)]
-
-    @property
     def reasons(self) -> bool:
         return self.benchmark.model.endswith(_THINKING)
 
