@@ -21,8 +21,7 @@ from loopscope.cli import main
 from loopscope.config import read_json
 from loopscope.report import tables
 from loopscope.report.curves import frontier_panel
-from loopscope.report.page import page_head, render
-from loopscope.report.page_text import scope, summary
+from loopscope.report.page import page_head, render, scope, summary
 from loopscope.report.products import OVERVIEW
 
 MODELS = {
