@@ -14,18 +14,9 @@ from loopscope.analysis.schema import Results
 from loopscope.paper import ouro_tables, paper_figures as figures, trained_tables as tables
 from loopscope.paper.published import published
 from loopscope.paper.trained_tables import GEOMETRIC, UNIFORM, TaskVariants, VariantPrior
-from loopscope.report.charts import Drawing
+from loopscope.report.charts import Drawing, exit_distributions, forced_exits
 from loopscope.report.page import Marker
-from loopscope.report.products import (
-    CURVES,
-    OVERVIEW,
-    SIGNALS,
-    Catalogue,
-    Figure,
-    Recipe,
-    exit_distributions,
-    forced_exits,
-)
+from loopscope.report.products import CURVES, OVERVIEW, SIGNALS, Catalogue, Figure, Recipe
 from loopscope.report.tables import Table
 
 _GRID = (

@@ -4,7 +4,7 @@ A drawing is what a figure shows, to be laid out in a style: `page`, or `paper`,
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import vl_convert
 
 from loopscope.files import write_bytes
-from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, chosen_lines
+from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, Seeds, chosen_lines
 from loopscope.report.figure_style import GREY, INK, STYLES, FigureStyle, looks_of, shades_of
 
 Specification = dict[str, Any]
@@ -37,6 +37,18 @@ def difficulty_chart(
 ) -> Drawing | None:
     """A line a difficulty; with shared heights the panels show the same quantity on the same scale."""
     return cache(partial(_difficulties, panels, percent, shared, per_row)) if panels else None
+
+
+def forced_exits(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
+    """A panel a title, over the runs beside it."""
+    tables = [(title, [model.forced_accuracy_by_difficulty for model in seeds]) for title, seeds in groups]
+    return difficulty_chart([Binning(title, "accuracy", each) for title, each in tables], percent=True)
+
+
+def exit_distributions(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
+    """The same of runs that have a gate."""
+    tables = [(title, [each.exit_distribution for each in seeds if each.exit_distribution]) for title, seeds in groups]
+    return difficulty_chart([Binning(title, "exit probability", each) for title, each in tables if each], percent=True)
 
 
 def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page") -> None:

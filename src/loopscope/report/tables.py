@@ -145,7 +145,7 @@ def learned_stoppers(results: Results) -> Table:
             continue
         name = group.label if len(members) > 1 else members[0].label
         for target in results.targets:
-            rows.append([name, *([target.label] if several else []), *_stopper_cells(members, target, learned)])
+            rows.append([name, *[target.label] * several, *_stopper_cells(members, target, learned)])
     note = (
         f"{'D@X' if several else results.targets[0].label} of the single readout that validation data choose, and of "
         "two rules learned from validation data on all signals together: optimal stopping by backward induction, and a "
@@ -157,14 +157,7 @@ def learned_stoppers(results: Results) -> Table:
         "accuracy. Gaps are at a lower accuracy (@) where the target is out of reach. "
         "Over several seeds: mean ± sample standard deviation (how many)."
     )
-    columns = [
-        "model",
-        *(["target"] if several else []),
-        "best single readout",
-        *STOPPER_KINDS,
-        "room left",
-        "reachable room",
-    ]
+    columns = ["model", *["target"] * several, "best single readout", *STOPPER_KINDS, "room left", "reachable room"]
     columns += ["seeds better, worse", "remaining"]
     return Table("Learned stoppers", note + of_sequences(results), columns, rows)
 
