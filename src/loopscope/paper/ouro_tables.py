@@ -3,6 +3,7 @@
 Operating points are chosen on validation data (the most accurate threshold, ties to fewer loops), as table 7's are.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -94,28 +95,25 @@ def ouro_thinking(results: Results) -> Table:
 
 def ouro_claims(results: Results) -> Table:
     """What the paper counts in its tables, counted in ours."""
-    base = [each for each in benchmark_models(results) if not each.reasons and each.gate and each.post_hoc]
-    pairs = [(each.gate.selected, each.post_hoc.selected) for each in base if each.gate and each.post_hoc]
-    accurate = [other.accuracy > gate.accuracy for gate, other in pairs]
-    fewer = [other.average_loops < gate.average_loops for gate, other in pairs]
-    paired = [pair for each in base for pair in each.result.paired[:1]]  # gate minus post-hoc
-    surely = [pair.accuracy.high < 0 for pair in paired], [pair.loops.low > 0 for pair in paired]
-    best = [each.result.best(("gate", *POST_HOC)) for each in benchmark_models(results) if each.reasons]
-    both = [[a and b for a, b in zip(*pair, strict=True)] for pair in ((accurate, fewer), surely)]
-    not_gates = [each is not None and each.readout != "gate" for each in best]
-    counted = {
-        "ouro_more_accurate": (accurate, surely[0]),
-        "ouro_fewer_loops": (fewer, surely[1]),
-        "ouro_both": both,
-        "thinking_not_the_gate": (not_gates, None),
-    }
+    counted: dict[str, list[tuple[bool, bool]]] = defaultdict(list)  # whether it holds, and beyond chance
+    for each in benchmark_models(results):
+        if each.reasons:
+            best = each.result.best(("gate", *POST_HOC))
+            counted["thinking_not_the_gate"].append((best is not None and best.readout != "gate", False))
+        elif each.gate and each.post_hoc:
+            gate, other, pair = each.gate.selected, each.post_hoc.selected, each.result.paired[0]  # gate minus post-hoc
+            accurate = other.accuracy > gate.accuracy, pair.accuracy.high < 0
+            fewer = other.average_loops < gate.average_loops, pair.loops.low > 0
+            counted["ouro_more_accurate"].append(accurate)
+            counted["ouro_fewer_loops"].append(fewer)
+            counted["ouro_both"].append((accurate[0] and fewer[0], accurate[1] and fewer[1]))
     timed = [bench for bench in results.latency if bench.model == _TIMED]
     speedups = [way.speedup.median for bench in timed for way in bench.policies if way.readout == "gate"]
     rows = []
     for claim in published().claims:
-        ours, sure = counted.get(claim.key, ([], None))
-        if ours:
-            beyond = "" if sure is None else str(sum(sure))
+        if claim.key in counted:
+            ours, sure = zip(*counted[claim.key], strict=True)
+            beyond = "" if claim.key == "thinking_not_the_gate" else str(sum(sure))
             paper = f"{claim.low:g} of {claim.of}" + ("" if claim.borne_out else " (its own table has another number)")
             rows.append([claim.about, f"{sum(ours)} of {len(ours)}", beyond, paper])
         elif claim.key == "ouro_gate_speedup" and speedups:
