@@ -81,11 +81,11 @@ def render(
     everything = list(details)
     style, script = _asset("page.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
-    own = {"verbatim": _as_json, "seed": seed_of, "weights": weights_text, "promise": guarantee_cell}
-    environment.filters.update(own)
+    environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_read_at, promise=guarantee_cell)
     template = environment.from_string(_asset("page.html"))
     content = {
         "results": results,
+        "places": {model.name: place for place, model in enumerate(results.models)},
         "target": results.targets[0],
         "scope": scope(results),
         "summary": summary(results),
@@ -150,17 +150,15 @@ def _content_security_policy(scripts: Iterable[str], style: str) -> str:
 
 def cards(results: Results) -> list[dict[str, Any]]:
     """What the page says of every group of runs that differ in their seed only."""
-    places = {model.name: place for place, model in enumerate(results.models)}
     made = []
     for (_, members), row in zip(results.grouped, headline(results).rows, strict=True):
-        runs = [{"place": places[model.name], "model": model, "words": _words(model.diagnosis)} for model in members]
         single = gaps = _run_gaps(members[0], has_reference(results))
         if len(members) > 1:
             over = {name: gap_over_seeds([model.diagnosis.gaps[name] for model in members]) for name in gaps}
             gaps = {name: _uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
         card = dict(zip(_CELLS, [_uncounted(cell, len(members)) for cell in row], strict=True))
         verdicts, target = Counter(model.verdict for model in members), _own_target(members, results.targets[0])
-        made.append({**card, "target": target, "verdicts": verdicts, "gaps": gaps, "single": single, "runs": runs})
+        made.append({**card, "target": target, "verdicts": verdicts, "gaps": gaps, "single": single, "runs": members})
     return made
 
 
@@ -176,11 +174,6 @@ def _run_gaps(model: ModelResult, referenced: bool) -> dict[str, str]:
     cells = gap_cells(model, referenced, shares=False)
     same = {name for name, gap in model.diagnosis.gaps.items() if gap is not None and gap.first == gap.second}
     return {name: "its gate is the best readout" if name in same else cell for name, cell in cells.items()}
-
-
-def _words(diagnosis: Diagnosis) -> str:
-    sentences = (diagnosis.sentence, diagnosis.target_sentence, _read_at(diagnosis), diagnosis.room_sentence)
-    return " ".join(filter(None, sentences))
 
 
 def _read_at(diagnosis: Diagnosis) -> str:
@@ -247,10 +240,6 @@ def scope(results: Results) -> str:
         each = f"{', '.join(tests[:most])}{' and so on' * (len(tests) > most)}"
         over = f" Of sequences, means are over {units}, and intervals draw whole sequences."
     return f"{runs} {'run' if runs == 1 else 'runs'}{trained}; {each}{unseen}.{over}"
-
-
-def weights_text(model: ModelResult) -> str:
-    return str(model.provenance.get("weights_sha256") or "not recorded")
 
 
 def seed_of(model: ModelResult) -> str:
