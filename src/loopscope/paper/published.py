@@ -26,12 +26,6 @@ class PublishedValue(Settings, frozen=True, kw_only=True):
     deviation: float
 
 
-class Citation(Settings, frozen=True, kw_only=True):
-    title: str
-    authors: tuple[str, ...]
-    year: int | None = None
-
-
 class TrainedWith(Settings, frozen=True, kw_only=True):
     gate: Literal["none", "linear", "mlp", "unstated"]  # none: a fixed prior
     prior: Literal["uniform", "geometric"]
@@ -110,7 +104,6 @@ class Inconsistency(Settings, frozen=True, kw_only=True):
 
 
 class Paper(Settings, frozen=True, kw_only=True):
-    citation: Citation
     fixed_prior: tuple[PublishedFrontier, ...]
     fixed_vs_gate: tuple[PublishedFrontier, ...]
     ouro: tuple[OuroPair, ...]
