@@ -65,7 +65,7 @@ def fixed_prior_signals(
 ) -> Drawing | None:
     group = TaskVariants(results, task).fixed(prior)
     runs = [model.signals for model in group.models] if group else []
-    return difficulty_chart(signal_panels(runs, names), shared=False) if runs else None
+    return difficulty_chart(signal_panels(runs, names)) if runs else None
 
 
 def extrapolation(results: Results, prior: VariantPrior) -> Drawing | None:
@@ -77,7 +77,7 @@ def extrapolation(results: Results, prior: VariantPrior) -> Drawing | None:
         for known, more in pairs
         if more is not None
     ]
-    return difficulty_chart(signal_panels(runs, ("entropy", "margin", "hidden_change")), shared=False) if runs else None
+    return difficulty_chart(signal_panels(runs, ("entropy", "margin", "hidden_change"))) if runs else None
 
 
 def gate_comparison(

@@ -103,7 +103,7 @@ def _every_signal(results: Results) -> Drawing | None:
     groups = every_group(results)
     rows = [signal_panels([run.signals for run in seeds], SIGNAL_TITLES, f"{label}: ") for label, seeds in groups]
     per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1 else None
-    return difficulty_chart([panel for row in rows for panel in row], shared=False, per_row=per_row)
+    return difficulty_chart([panel for row in rows for panel in row], per_row=per_row)
 
 
 CURVES = (
