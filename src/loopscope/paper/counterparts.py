@@ -27,6 +27,7 @@ _GATES = CURVES + " Readouts without a gate run on the fixed-prior trajectory, g
 _FORCED = "Accuracy of every loop, without any exit rule."
 _EXITS = "How the gates spread their exits over the loops."
 _BEYOND = SIGNALS + " Difficulties beyond those of training are included."
+_THREE_SIGNALS = ("entropy", "margin", "hidden_change")
 _READOUTS = "Test accuracy against average loops on a benchmark; every panel has its own scale."
 
 
@@ -48,8 +49,8 @@ def _figure(title: str, make: Callable[..., Drawing | None], note: str, **option
     return Figure(partial(make, **options), title, note)
 
 
-def _signals(title: str, prior: VariantPrior, **options: object) -> Figure:
-    return _figure(title, figures.fixed_prior_signals, SIGNALS, prior=prior, **options)
+def _signals(title: str, prior: VariantPrior, note: str = SIGNALS, **options: object) -> Figure:
+    return _figure(title, figures.fixed_prior_signals, note, prior=prior, **options)
 
 
 def _families(title: str, draw: Callable[..., Drawing | None], note: str, **options: object) -> Figure:
@@ -95,10 +96,12 @@ PAPER: dict[str, Recipe] = {
     "uniform_ordering": partial(tables.ordering_of_fixed_prior, prior=UNIFORM),
     "geometric_signals": _signals("Signals, geometric prior", GEOMETRIC),
     "geometric_ordering": partial(tables.ordering_of_fixed_prior, prior=GEOMETRIC),
-    "geometric_extrapolation": _figure(
-        "Extrapolation, geometric prior", figures.extrapolation, _BEYOND, prior=GEOMETRIC
+    "geometric_extrapolation": _signals(
+        "Extrapolation, geometric prior", GEOMETRIC, _BEYOND, names=_THREE_SIGNALS, beyond=True
     ),
-    "uniform_extrapolation": _figure("Extrapolation, uniform prior", figures.extrapolation, _BEYOND, prior=UNIFORM),
+    "uniform_extrapolation": _signals(
+        "Extrapolation, uniform prior", UNIFORM, _BEYOND, names=_THREE_SIGNALS, beyond=True
+    ),
     "extrapolation_summary": tables.extrapolation_summary,
     "linear_gate_comparison": _swept(
         "Linear gates under every prior", figures.gate_comparison, _GATES, gates=["linear"], priors=[]
@@ -110,9 +113,7 @@ PAPER: dict[str, Recipe] = {
     "all_exit_distributions": _families("Learned exit distributions under every prior", exit_distributions, _EXITS),
     "parity_frontiers": _swept("Parity: fixed priors and gates", figures.gate_comparison, _GATES, task="parity"),
     "parity_summary": _swept_table(tables.parity_summary),
-    "parity_signals": _signals(
-        "Parity: signals by length", GEOMETRIC, names=("entropy", "margin", "hidden_change"), task="parity"
-    ),
+    "parity_signals": _signals("Parity: signals by length", GEOMETRIC, names=_THREE_SIGNALS, task="parity"),
     "posthoc_fixed": _swept("Gates fitted to fixed-prior trajectories", figures.posthoc, gates=["none"]),
     "posthoc_linear": _swept("Gates fitted to linear-gate trajectories", figures.posthoc, gates=["linear"]),
     "posthoc_mlp": _swept("Gates fitted to MLP-gate trajectories", figures.posthoc, gates=["mlp"]),

@@ -61,23 +61,16 @@ def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] = ())
 
 
 def fixed_prior_signals(
-    results: Results, prior: VariantPrior, names: Iterable[str] = SIGNAL_TITLES, task: str = _MANO
+    results: Results, prior: VariantPrior, names: Iterable[str] = SIGNAL_TITLES, task: str = _MANO, beyond: bool = False
 ) -> Drawing | None:
+    """The signals of a fixed prior; their difficulties may go on with those beyond training's."""
     group = TaskVariants(results, task).fixed(prior)
-    runs = [model.signals for model in group.models] if group else []
-    return difficulty_chart(signal_panels(runs, names)) if runs else None
-
-
-def extrapolation(results: Results, prior: VariantPrior) -> Drawing | None:
-    """Signals whose difficulties go on with those beyond training's."""
-    group = TaskVariants(results, _MANO).fixed(prior)
-    pairs = [(model.signals, model.extrapolation) for model in group.models] if group else []
-    runs = [
-        {name: continued(table, more.signals[name]) for name, table in known.items() if name in more.signals}
-        for known, more in pairs
-        if more is not None
-    ]
-    return difficulty_chart(signal_panels(runs, ("entropy", "margin", "hidden_change"))) if runs else None
+    models = group.models if group else []
+    runs = [model.signals for model in models]
+    if beyond:
+        pairs = [(model.signals, model.extrapolation.signals) for model in models if model.extrapolation]
+        runs = [{name: continued(known[name], more[name]) for name in known if name in more} for known, more in pairs]
+    return difficulty_chart(signal_panels(runs, names))
 
 
 def gate_comparison(
