@@ -91,7 +91,7 @@ def _best_cell(members: Sequence[ModelResult], target: Target, at: str) -> str:
 def _best_at(model: ModelResult, target: Target) -> str:
     """The readout that validation data choose there, by what the room left is measured from, where it is known."""
     rooms = model.rooms.get(target.key)
-    room = rooms and rooms.room_left
+    room = rooms.room_left if rooms else None
     at_target = room and room.accuracy == model.targets[target.key].reached
     return room.first if room and at_target else model.diagnosis.best_readout
 
@@ -164,8 +164,8 @@ def learned_stoppers(results: Results) -> Table:
 def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequence[str]) -> list[str]:
     """The row of runs that differ in their seed only, at one target."""
     rooms = [model.rooms.get(target.key) for model in members]
-    room = [each and each.room_left for each in rooms]
-    reachable = [each and each.reachable_room for each in rooms]
+    room = [each.room_left if each else None for each in rooms]
+    reachable = [each.reachable_room if each else None for each in rooms]
     best = [gap.first if gap else model.diagnosis.best_readout for gap, model in zip(room, members, strict=True)]
     single = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
     depths = [over_seeds([_depth_of(model, name, target.key) for model in members]) for name in learned]
