@@ -8,14 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from loopscope.analysis.bootstrap import Interval
-from loopscope.analysis.schema import (
-    BenchmarkResult,
-    FrontierResult,
-    ModelResult,
-    QuestionBench,
-    QuestionTiming,
-    Results,
-)
+from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.paper.published import PublishedPoint, published
@@ -190,6 +183,7 @@ def mmlu_subjects(results: Results) -> Table:
 
 def ouro_latency(results: Results) -> Table:
     """Time a question: the final loop, the gate and the best other readout, live."""
+    printed = {(row.benchmark, _role(row.readout)): row for row in published().ouro_latency}
     rows = []
     for bench in results.latency:
         title = BENCHMARKS[bench.benchmark].title if bench.benchmark in BENCHMARKS else bench.benchmark
@@ -197,7 +191,8 @@ def ouro_latency(results: Results) -> Table:
             ideal = (bench.num_loops + bench.overhead) / (timing.average_loops + bench.overhead)
             point = [rounded_percent(timing.accuracy), f"{timing.average_loops:.2f}"]
             times = [str(timing.milliseconds), str(timing.speedup), f"{100 * timing.speedup.median / ideal:.0f} %"]
-            paper = _paper_latency(bench, title, timing)
+            row = printed.get((title, _role(timing.readout))) if bench.model == _TIMED else None
+            paper = "" if row is None else f"{row.readout} {_point(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
             rows.append([bench.model, title, timing.readout, *point, *times, paper])
     note = (
         "Questions run live, one way after the other within a round; median and quartiles over rounds. Accuracy and "
@@ -231,16 +226,8 @@ def _bounds(interval: Interval | None, scale: float, digits: int) -> str:
     return "" if interval is None else f" [{scale * interval.low:.{digits}f}, {scale * interval.high:.{digits}f}]"
 
 
-def _paper_latency(bench: QuestionBench, title: str, timing: QuestionTiming) -> str:
-    """The paper timed one model; of its rows the one of the same kind: final loop, gate, or its best other readout."""
-    if bench.model != _TIMED:
-        return ""
-    sought = (title, _role(timing.readout))
-    row = next((row for row in published().ouro_latency if (row.benchmark, _role(row.readout)) == sought), None)
-    return "" if row is None else f"{row.readout} {_point(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
-
-
 def _role(readout: str) -> str:
+    """Of the rows of a benchmark's times: final loop, gate, or the best other readout."""
     return readout if readout in ("fixed", "gate") else "other"
 
 

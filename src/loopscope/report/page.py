@@ -22,28 +22,13 @@ from jinja2 import Environment
 
 from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis
 from loopscope.analysis.results import recorded_run
-from loopscope.analysis.schema import Binned, ModelResult, Results
+from loopscope.analysis.schema import Binned, ModelResult, Results, rounded
 from loopscope.analysis.targets import Target, percent_text
-from loopscope.analysis.threshold_details import (
-    OUTCOMES,
-    ExitsByThreshold,
-    ModelDetails,
-    SampledExamples,
-    ThresholdDetails,
-    rounded,
-)
+from loopscope.analysis.threshold_details import OUTCOMES, ModelDetails, SampledExamples, ThresholdDetails
 from loopscope.errors import visible
+from loopscope.report import tables
 from loopscope.report.figure_style import DARK, MODELS, STYLES, looks_of
 from loopscope.report.products import Product
-from loopscope.report.tables import (
-    MAX_LISTED_MODELS,
-    gap_cells,
-    gap_over_seeds,
-    guarantee_cell,
-    has_reference,
-    headline,
-    without_depths,
-)
 
 MAX_PAGE_BYTES = 8_000_000
 """What is too much is left out of the parts of single models."""
@@ -81,7 +66,7 @@ def render(
     everything = list(details)
     style, script = _asset("page.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_read_at, promise=guarantee_cell)
+    environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_read_at, promise=tables.guarantee_cell)
     template = environment.from_string(_asset("page.html"))
     content = {
         "results": results,
@@ -151,10 +136,10 @@ def _content_security_policy(scripts: Iterable[str], style: str) -> str:
 def cards(results: Results) -> list[dict[str, Any]]:
     """What the page says of every group of runs that differ in their seed only."""
     made = []
-    for (_, members), row in zip(results.grouped, headline(results).rows, strict=True):
-        single = gaps = _run_gaps(members[0], has_reference(results))
+    for (_, members), row in zip(results.grouped, tables.headline(results).rows, strict=True):
+        single = gaps = _run_gaps(members[0], tables.has_reference(results))
         if len(members) > 1:
-            over = {name: gap_over_seeds([model.diagnosis.gaps[name] for model in members]) for name in gaps}
+            over = {name: tables.gap_over_seeds([model.diagnosis.gaps[name] for model in members]) for name in gaps}
             gaps = {name: _uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
         card = dict(zip(_CELLS, [_uncounted(cell, len(members)) for cell in row], strict=True))
         verdicts, target = Counter(model.verdict for model in members), _own_target(members, results.targets[0])
@@ -164,14 +149,14 @@ def cards(results: Results) -> list[dict[str, Any]]:
 
 def _own_target(models: list[ModelResult], target: Target) -> str:
     """Of a relative target the accuracy, over seeds from the lowest to the highest."""
-    if target.accuracy is not None or without_depths(models):
+    if target.accuracy is not None or tables.without_depths(models):
         return ""
     accuracies = sorted(model.targets[target.key].accuracy for model in models)
     return " to ".join(dict.fromkeys(map(percent_text, (accuracies[0], accuracies[-1]))))
 
 
 def _run_gaps(model: ModelResult, referenced: bool) -> dict[str, str]:
-    cells = gap_cells(model, referenced, shares=False)
+    cells = tables.gap_cells(model, referenced, shares=False)
     same = {name for name, gap in model.diagnosis.gaps.items() if gap is not None and gap.first == gap.second}
     return {name: "its gate is the best readout" if name in same else cell for name, cell in cells.items()}
 
@@ -236,7 +221,7 @@ def scope(results: Results) -> str:
     units = "/".join(dict.fromkeys(model.unit for model in results.models if model.sequences is not None))
     over = ""
     if units:
-        tests, most = list(dict.fromkeys(model.tested for model in results.models)), MAX_LISTED_MODELS
+        tests, most = list(dict.fromkeys(model.tested for model in results.models)), tables.MAX_LISTED_MODELS
         each = f"{', '.join(tests[:most])}{' and so on' * (len(tests) > most)}"
         over = f" Of sequences, means are over {units}, and intervals draw whole sequences."
     return f"{runs} {'run' if runs == 1 else 'runs'}{trained}; {each}{unseen}.{over}"
@@ -264,7 +249,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             "target": None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
             "chance": model.diagnosis.chance,
             "best": model.diagnosis.compared_readouts,  # where the model is compared, first that of the gate
-            "gaps": _gaps(model, has_reference(results)),
+            "gaps": _gaps(model, tables.has_reference(results)),
             "curves": own.curves,
         }
         for model, own in zip(results.models, details, strict=True)
@@ -284,7 +269,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
 
 
 def _gaps(model: ModelResult, referenced: bool) -> dict[str, dict[str, Any]]:
-    cells = gap_cells(model, referenced, shares=False)
+    cells = tables.gap_cells(model, referenced, shares=False)
     return {
         name: {"text": cells[name], "blamed": name.removesuffix(" gap") in model.diagnosis.blamed}
         | {bound: getattr(gap, bound, None) for bound in ("value", "low", "high")}
@@ -333,7 +318,7 @@ def _coarser(deep: ModelDetails, most: int) -> ModelDetails:
 
     middles = [deep.levels[(a + b) // 2] for a, b in zip(starts, [*starts[1:], size], strict=True)]
     lines = {
-        name: ExitsByThreshold(joined(line.exits), joined(line.right), line.outcomes)
+        name: msgspec.structs.replace(line, exits=joined(line.exits), right=joined(line.right))
         for name, line in deep.lines.items()
     }
     return msgspec.structs.replace(deep, binned=True, levels=middles, counts=joined([deep.counts])[0], lines=lines)
