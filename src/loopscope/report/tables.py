@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopscope.analysis.diagnosis import NO_VERDICT
-from loopscope.analysis.gaps import Gap
+from loopscope.analysis.diagnosis import GIVEN, NO_VERDICT
+from loopscope.analysis.gaps import EQUIVALENCE_MARGIN, Gap
 from loopscope.analysis.results import over_seeds
 from loopscope.analysis.schema import ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import Target, percent_text
@@ -125,11 +125,13 @@ def gaps(results: Results) -> Table:
     note = (
         f"Average loops {sought}, with 95 % bootstrap intervals over test examples; at a lower accuracy (@) where that "
         "is out of reach, with the shares of resamples in which the first and the second of the two reach it. Readout "
-        "gap: the model's own gate minus its best readout. Trajectory gap: its best readout minus the reference's. "
+        "gap: the model's own gate minus its best readout. Trajectory gap: its best readout minus the reference's, "
+        "both among the readouts that the two have, without gates. "
         "Room left: its best readout minus the cheapest rule that knows the labels. Reachable room, a part of it: its "
         "best readout minus the better of two rules that were learned from validation data on all signals together "
-        "(from more data one might learn more). A part is blamed where the interval lies above zero, or where it alone "
-        "misses the target. No verdict: the model is not above chance, or has one loop."
+        "(from more data one might learn more). A part is blamed where the interval lies above zero and not within "
+        f"{EQUIVALENCE_MARGIN:g} loops, or where it alone misses the target. {GIVEN} No verdict: the model is not above "
+        "chance, or has one loop."
     )
     columns = ["model", "blamed", "readout gap", "trajectory gap", "room left", "reachable room"]
     return Table("Diagnosis", note + of_sequences(results), columns, rows)
@@ -329,9 +331,10 @@ def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> dict
     """
     nothing = NO_VERDICT if model.diagnosis.verdict == NO_VERDICT else "nothing above chance"
     learned = nothing == NO_VERDICT or any(each.readout.startswith(STOPPER) for each in model.frontiers)
+    judged = "weak reference" if model.diagnosis.weak_reference else nothing
     absent = {
         "readout gap": nothing if model.frontier("gate") else "no gate",
-        "trajectory gap": "is the reference" if model.is_reference else nothing if referenced else "no reference",
+        "trajectory gap": "is the reference" if model.is_reference else judged if referenced else "no reference",
         "room left": nothing,
         "reachable room": nothing if learned else UNLEARNED,
     }
