@@ -10,7 +10,8 @@ import difflib
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _LIBRARIES = ("loopscope", "importlib", "numpy", "scipy", "torch")
@@ -93,6 +94,21 @@ def reject(problems: Iterable[str]) -> None:
     """Raises the first of these sentences on what is wrong, if there is one."""
     for problem in problems:
         raise UserError(problem)
+
+
+UNUSABLE_TOKENIZER = "The model's tokenizer cannot be used; fetch its files again"
+
+
+@contextmanager
+def explained(sentence: str) -> Iterator[None]:
+    """Whatever another library raises over a file becomes this sentence, with its reason; one of Rust may panic."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        why = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
+        raise UserError(f"{sentence} ({why}).") from None
 
 
 def reason(error: BaseException) -> str:

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmark_slices import byte_pairs
 
 from loopscope.errors import UserError
-from loopscope.models.tokenizer import chat_prompt, encode, load_tokenizer, render_chat, stop_tokens
+from loopscope.models.tokenizer import chat_prompt, encode, load_tokenizer, render_chat, stop_tokens, tokenize_documents
+from loopscope.questions import Question, encode_questions
 
 
 def test_a_tokenizer_is_read_as_data(tmp_path: Path) -> None:
@@ -87,3 +89,56 @@ def test_half_a_character_is_no_text() -> None:
         encode(byte_pairs(), "a\ud800")
     with pytest.raises(UserError, match="half a character"):
         chat_prompt(byte_pairs(), [{"role": "\ud800", "content": "Where?"}])
+
+
+def written(folder: Path, **changed: Any) -> Path:
+    """A tokenizer whose file says something else here and there."""
+    byte_pairs().save_pretrained(str(folder))
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return folder
+
+
+TEXTS = ["a text of some length, longer than four tokens", "b"]
+
+
+def tokens_of(folder: Path) -> list[list[int]]:
+    """Of the texts, by every way from text to tokens."""
+    tokenizer = load_tokenizer(folder)
+    asked = encode_questions([Question("q", text, (" c",), 0, (1,)) for text in TEXTS], tokenizer)
+    documents = [row.tolist() for row in tokenize_documents(TEXTS, folder)]
+    return [*documents, *(encode(tokenizer, text) for text in TEXTS), *(each.context.tolist() for each in asked)]
+
+
+def test_settings_of_whoever_saved_it_last_neither_cut_nor_pad(tmp_path: Path) -> None:
+    """As an ordinary `save_pretrained` after `tokenizer(..., padding="max_length")` writes them."""
+    plain = tokens_of(written(tmp_path / "plain"))
+    saved = load_tokenizer(tmp_path / "plain")
+    saved.pad_token = saved.eos_token
+    saved(TEXTS, padding="max_length", truncation=True, max_length=4)
+    saved.save_pretrained(str(tmp_path / "cut"))
+    assert json.loads((tmp_path / "cut" / "tokenizer.json").read_text())["truncation"]["max_length"] == 4
+    assert tokens_of(tmp_path / "cut") == plain
+
+
+def replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLED, BYTES = replaced({"String": "a"}, "aa"), {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+TOO_LONG = "more than 256 times as long"
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("normalizer", replaced({"Regex": "(a+)+$"}, "x"), r"cannot be used; fetch .* \(Onig: Regex search error"),
+        ("normalizer", {"type": "Sequence", "normalizers": [DOUBLED] * 30}, TOO_LONG),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}, TOO_LONG),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 9}, TOO_LONG),
+        ("decoder", {"type": "Sequence", "decoders": [DOUBLED] * 30}, TOO_LONG),
+    ],
+)
+def test_a_tokenizer_that_panics_or_multiplies_is_rejected(part: str, value: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        tokenize_documents(["a" * 40 + "!"], written(tmp_path, **{part: value}))

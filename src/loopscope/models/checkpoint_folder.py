@@ -10,8 +10,7 @@ hashes (a checkpoint from the Hub, weights copied by themselves) is taken as it 
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -50,18 +49,6 @@ _HUB_REASONS = {
     "RevisionNotFoundError": "it has no such revision",
 }
 """By the names of huggingface_hub's errors, whose texts are for programmers."""
-
-
-@contextmanager
-def explained(sentence: str) -> Iterator[None]:
-    """Whatever another library raises over a file becomes this sentence, with its reason; one of Rust may panic."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
-        raise UserError(f"{sentence} ({reason}).") from None
 
 
 def find_checkpoint(source: str | Path, revision: str | None = None) -> Path:

@@ -18,17 +18,10 @@ from torch import Tensor
 
 from loopscope.artifacts import artifact_folder
 from loopscope.config import build, plain, read_json, write_json
-from loopscope.errors import UserError
+from loopscope.errors import UserError, explained
 from loopscope.files import is_file, is_folder, is_there, remove_leftovers
 from loopscope.models.checkpoint import check_layers, fill, require_finite, save_model
-from loopscope.models.checkpoint_folder import (
-    BESIDE_WEIGHTS,
-    CONFIG,
-    SOURCES,
-    explained,
-    find_checkpoint,
-    read_model_type,
-)
+from loopscope.models.checkpoint_folder import BESIDE_WEIGHTS, CONFIG, SOURCES, find_checkpoint, read_model_type
 from loopscope.models.looped_llama import LoopedLlama, LoopedLlamaConfig, Looping
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}

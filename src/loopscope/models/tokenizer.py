@@ -9,6 +9,7 @@ it in Jinja's sandbox, which keeps it from files and from Python, and not from m
 this process with limits to both, and only its text comes back, which has a limit too.
 """
 
+import base64
 import os
 import resource
 import select
@@ -16,6 +17,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.errors import UserError, brief
+from loopscope.errors import UNUSABLE_TOKENIZER, UserError, brief, explained
 from loopscope.files import is_folder, read_bytes, read_text
-from loopscope.models.checkpoint_folder import explained
 
 END = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -36,6 +37,9 @@ MAX_TEMPLATE_SECONDS = 5
 MAX_TEMPLATE_BYTES = 1 << 30
 """That the template may take beside what this process has."""
 MAX_CHAT_BYTES = 1 << 24
+MAX_GROWTH = 256
+"""Characters or tokens that a tokenizer may make of one character; known ones make 72 at most."""
+_PARTS_INSIDE = ("normalizers", "pretokenizers", "processors", "decoders")
 _PIECE = 1 << 16
 _TEXT, _REFUSED = b"+", b"-"
 
@@ -48,7 +52,44 @@ def load_tokenizer(source: str | Path) -> Any:
     with explained(f"No tokenizer could be read from {source}"):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(source))
         tokenizer.eos_token_id  # noqa: B018 - of the wrong type where the file is wrong
+    whole = tokenizer.backend_tokenizer
+    whole.no_truncation()  # which a file may ask for: the settings of whoever saved it last
+    whole.no_padding()
+    _check_growth(whole, source)
     return tokenizer
+
+
+def _check_growth(tokenizer: Any, source: str | Path) -> None:
+    """Reject a tokenizer that can make very much of little text: it would fill the memory."""
+    growth = 1
+    for part in (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor, tokenizer.decoder):
+        growth *= 1 if part is None else _growth(msgspec.json.decode(part.__getstate__()))
+    if growth > MAX_GROWTH:
+        raise UserError(
+            f"The tokenizer of {source} can make a text more than {MAX_GROWTH} times as long; put the tokenizer of the "
+            "model's maker there."
+        )
+
+
+def _growth(part: dict[str, Any]) -> int:
+    """How many characters, or tokens, a part of a tokenizer can make of one."""
+    inside = [each for name in _PARTS_INSIDE for each in part.get(name, ())]
+    if inside:
+        return prod(map(_growth, inside))
+    match part["type"]:
+        case "Replace":
+            pattern = part["pattern"].get("String", "")
+            return max(1, -(-len(part["content"]) // max(1, len(pattern))))
+        case "Prepend":
+            return 1 + len(part["prepend"])
+        case "ByteLevel":
+            return 4
+        case "TemplateProcessing":
+            return max(1, len(part["single"]), len(part["pair"]))
+        case "Precompiled":
+            charsmap = base64.b64decode(part["precompiled_charsmap"])
+            return max(map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")))
+    return 1
 
 
 def require_tokenizer(source: str | Path) -> None:
@@ -94,7 +135,8 @@ def _read_lines(path: Path) -> Iterator[str]:
 def tokenize_documents(documents: Sequence[str], checkpoint: Path) -> list[NDArray[np.int64]]:
     """The tokens of every document, and nothing before or after them."""
     tokenizer = load_tokenizer(checkpoint).backend_tokenizer
-    encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+    with explained(UNUSABLE_TOKENIZER):
+        encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
     return [np.array(tokens.ids, dtype=np.int64) for tokens in encoded]
 
 
@@ -111,14 +153,15 @@ def encode(tokenizer: Any, text: str, special: bool = True) -> list[int]:
         text.encode()
     except UnicodeEncodeError:  # which a JSON file can write and no text can hold
         raise UserError(f"'{text[:60]}' is not text in Unicode: it holds half a character.") from None
-    with explained("The model's tokenizer cannot be used; fetch its files again"):
+    with explained(UNUSABLE_TOKENIZER):
         ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of these tokens, without special ones."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    with explained(UNUSABLE_TOKENIZER):
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class Detokenizer:
@@ -135,7 +178,8 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """What this token makes sure."""
         self.tokens.append(token)
-        new = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        with explained(UNUSABLE_TOKENIZER):
+            new = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         self.text += new
         return new
 

@@ -30,7 +30,7 @@ from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import end_tokens, find_checkpoint
 from loopscope.models.device import accumulator
 from loopscope.models.looped_model import LoopedModel
-from loopscope.models.tokenizer import load_tokenizer, render_chat, stop_tokens
+from loopscope.models.tokenizer import encode, load_tokenizer, render_chat, stop_tokens
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import EncodedQuestion, Question, encode_questions
@@ -118,7 +118,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         """As lm_eval's Hugging Face model does it: special tokens by default, but the first one never twice."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return encode(self.tokenizer, string, add_special_tokens)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm_eval writes into the configuration of its results."""
