@@ -1,4 +1,4 @@
-"""Adaptive depth in looped Transformers: is the trajectory to blame, or the readout?
+"""Adaptive depth in looped Transformers: blame the trajectory, or the readout?
 
 All of it at once, on a small task (about 10 minutes on two CPU cores):
   loopscope demo --out runs/demo
@@ -13,7 +13,8 @@ Or stage by stage:
   loopscope evaluate runs/mine/recordings/validation runs/mine/recordings/test
   loopscope diagnose runs/mine
   loopscope report runs/mine --out runs/mine/report
-  loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 --out policy.json
+  loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 \\
+      --out policy.json
   loopscope evaluate runs/mine/recordings/test --policy policy.json
   loopscope run runs/mine examples.txt --policy policy.json
   loopscope bench exits runs/mine
@@ -21,7 +22,6 @@ Or stage by stage:
 # One verb per stage, in the order of the stages; only the module of the verb that was typed is imported. The docstrings
 # of this module, of the verbs' modules and of what they execute are what `--help` prints.
 
-import argparse
 import os
 import sys
 import warnings
@@ -30,7 +30,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from loopscope.cli.parser import Parser, VersionAction, add_verbs
+import loopscope
+from loopscope.cli.options import Parser, add_verbs
 from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, visible
 from loopscope.machine import out_of_memory
 
@@ -86,14 +87,12 @@ def answer(words: Sequence[str], make: Any) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _print_error(f"{where}{error.strerror or error}.")
-    except MemoryError:
-        _print_error("there is not enough memory for this; ask for fewer examples.")
-    except RuntimeError as error:
-        if not out_of_memory(error):
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not out_of_memory(error):
             raise
         _print_error(
             "there is not enough memory for this; ask for less at a time (a smaller --batch-tokens or --batch-size, "
-            "where there is one), or take a lower precision (--dtype bfloat16)."
+            "where there is one), for fewer examples, or for a lower precision (--dtype bfloat16)."
         )
     except KeyboardInterrupt:
         if not _follows():
@@ -145,7 +144,7 @@ def make_parser(verbs: Sequence[str] = tuple(VERBS)) -> Parser:
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = Parser(prog="loopscope", description=description, epilog=epilog)
     parser.add_argument(
-        "--version", action=VersionAction, nargs=0, default=argparse.SUPPRESS, help="print the version and exit"
+        "--version", action="version", version=f"loopscope {loopscope.__version__}", help="print the version and exit"
     )
     subparsers = add_verbs(parser)
     for name, sentence in VERBS.items():

@@ -1,7 +1,8 @@
 """Measure speed-ups side by side, interleaved.
 
 loopscope bench exits runs/demo/fixed-geometric
-loopscope bench generation runs/small-ouro --text validation.txt --policy policy.json
+loopscope bench generation runs/small-ouro --text validation.txt \\
+    --policy policy.json
 """
 
 import argparse
@@ -10,10 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import loopscope as ls
 from loopscope.cli import inputs
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.options import READOUT_NAMES, add_shared, option, text_file
-from loopscope.cli.output import machine_line, percent, print_note, print_table, show
-from loopscope.cli.parser import add_group, add_verb
+from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, option
+from loopscope.cli.output import machine_line, percent, print_note, print_table, show, working
 from loopscope.errors import UserError
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import read_documents, tokenize_documents
@@ -30,19 +29,13 @@ if TYPE_CHECKING:
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope bench` to the parser."""
     kinds = add_group(subparsers, "bench", __doc__)
-    _define_exits(kinds)
-    _define_generation(kinds)
-
-
-def _define_exits(kinds: Any) -> None:
     parser = add_verb(kinds, "exits", _bench_exits.__doc__, _bench_exits)
     measured = "recorded runs to measure (default: random weights)"
     option(parser, "runs", measured, type=Path, nargs="*", default=[], metavar="RUN")
-    rules = f"exit by this readout: {READOUT_NAMES} (repeatable; default: several)"
+    rules = f"exit by this readout: {inputs.READOUT_NAMES} (repeatable; default: several)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
-    add_shared(parser, "--any-model")
-    inputs.add_custom_readouts(parser)
+    inputs.add_policy_options(parser)
     option(parser, "--batch-size N", "rows of a batch (default: 64 of random weights, else the fastest)")
     option(parser, "--waiting", "measure also the batch in which all wait for the slowest")
     random = f"settings of the random model: a TOML file, or {', '.join(presets())}"
@@ -52,17 +45,13 @@ def _define_exits(kinds: Any) -> None:
     option(parser, "--loops X", "average loops of the random model", default=1.3)
     add_shared(parser, "--rounds N", "--threads N", "--json")
     parser.needs(policy="runs")
-
-
-def _define_generation(kinds: Any) -> None:
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
     add_shared(parser, "model")
     continued = "text files whose documents are continued"
-    option(parser, "--text FILE", continued, type=text_file, nargs="+", required=True)
+    option(parser, "--text FILE", continued, type=inputs.text_file, nargs="+", required=True)
     option(parser, "--policy FILE", "measure this policy (repeatable)", action="append")
-    add_shared(parser, "--any-model")
-    inputs.add_custom_readouts(parser)
-    rules = f"measure this readout, with --threshold: {READOUT_NAMES} (repeatable)"
+    inputs.add_policy_options(parser)
+    rules = f"measure this readout, with --threshold: {inputs.READOUT_NAMES} (repeatable)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--threshold X", "threshold of a readout, in the same order (repeatable)", action="append")
     caches = f"measure this KV cache: {', '.join(get_args(CacheMode))} (repeatable; default: every one)"
@@ -73,16 +62,19 @@ def _define_generation(kinds: Any) -> None:
     option(parser, "--prompt-tokens N", "tokens that are given", default=64)
     option(parser, "--new-tokens N", "tokens that follow", default=64)
     option(parser, "--batch-size N", "documents at a time", default=8)
-    add_shared(parser, "--device NAME", "--dtype NAME", "--rounds N", "--threads N", "--json")
+    add_shared(parser, "--dtype NAME", "--rounds N", *COMPUTE)
 
 
 def _bench_exits(options: argparse.Namespace) -> None:
     """Measure adaptive depth against full depth.
 
-    loopscope bench exits --waiting  # the paper's model, random weights, about 1.3 loops
+    # the paper's model, random weights, about 1.3 loops
+    loopscope bench exits --waiting
     loopscope bench exits runs/demo/fixed-geometric runs/demo/linear-gate
-    loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json
-    loopscope bench exits runs/demo/fixed-geometric --policy runs/demo/fixed-geometric/policy.json
+    loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting \\
+        --json
+    loopscope bench exits runs/demo/fixed-geometric \\
+        --policy runs/demo/fixed-geometric/policy.json
     """
     for run in options.runs:
         inputs.finished_run(run)
@@ -98,7 +90,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
         read_settings(options.settings, options.set)
     from loopscope.bench.exit_timing import bench_exits, random_model, trained_model
 
-    device_of(options)
+    inputs.device_of(options)
     size = options.batch_size or (None if options.runs else 64)
     models = [trained_model(run, options.readout, own) for run, own in zip(options.runs, policies, strict=True)]
     if not models:
@@ -145,9 +137,12 @@ def _rule(timing: "ExitTiming | GenerationTiming") -> str:
 def _bench_generation(options: argparse.Namespace) -> None:
     """Measure policies and caches on a text, against full depth.
 
-    loopscope bench generation runs/small-ouro --text validation.txt --policy policy.json
-    loopscope bench generation runs/small-ouro --text validation.txt --readout gate --threshold 0.5 --cache propagate
-    loopscope bench generation runs/small-ouro --text validation.txt --readout top1 --threshold 0.8 --lossless --plain
+    loopscope bench generation runs/small-ouro --text validation.txt \\
+        --policy policy.json
+    loopscope bench generation runs/small-ouro --text validation.txt \\
+        --readout gate --threshold 0.5 --cache propagate
+    loopscope bench generation runs/small-ouro --text validation.txt \\
+        --readout top1 --threshold 0.8 --lossless --plain
 
     Every way continues the beginnings of documents with what really follows, so that all meet the same tokens; lossless
     text writes as many of its own, which are held against full depth's.
@@ -167,7 +162,7 @@ def _bench_generation(options: argparse.Namespace) -> None:
         inputs.check_runnable(policy, shape.num_loops, Scope(unit="tokens"))
     from loopscope.bench.text_timing import bench_generation, ways_of
 
-    model = ls.load_model(folder, device_of(options), options.dtype)
+    model = ls.load_model(folder, inputs.device_of(options), options.dtype)
     prompts, caches = _prompts(folder, options), options.cache or list(get_args(CacheMode))
     for policy in policies:
         if others := [cache for cache in caches if policy.scope.cache not in (None, cache)]:

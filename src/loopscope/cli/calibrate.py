@@ -1,9 +1,12 @@
 """Choose a threshold that comes with a promise.
 
 loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
-loopscope calibrate RUN --loss disagreement --readout margin --out strict.json  # needs no labels
+# needs no labels
+loopscope calibrate RUN --loss disagreement --readout margin \\
+    --out strict.json
 loopscope calibrate RUN --per-difficulty --unseen --distinct
-loopscope calibrate LIVE --loss disagreement --cache propagate  # text: a live run, by loopscope record live
+# text: a live run, by loopscope record live
+loopscope calibrate LIVE --loss disagreement --cache propagate
 loopscope evaluate runs/mine --policy policy.json
 loopscope run runs/mine examples.txt --policy policy.json
 
@@ -24,10 +27,9 @@ from typing import Any, get_args
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.tested_data import counted_in, decision_scope, load_recorded
-from loopscope.cli.inputs import check_readouts, load_gates, readout_name
-from loopscope.cli.options import READOUT_NAMES, add_shared, given, new_path, option, whole
+from loopscope.cli import inputs
+from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
-from loopscope.cli.parser import add_verb
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.policy import BOUNDS, ExitPolicy, Loss
@@ -51,8 +53,8 @@ def define(subparsers: Any) -> None:
         "differs from full depth (disagreement, which needs no labels)"
     )
     option(parser, "--loss", losses, choices=get_args(Loss), default="gap")
-    readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {READOUT_NAMES}"
-    option(parser, "--readout NAME", readouts, type=readout_name, default="auto")
+    readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {inputs.READOUT_NAMES}"
+    option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
     add_shared(parser, "--gate DIR")
     option(parser, "--cache MODE", "KV cache that a promise for text is to hold for", choices=get_args(CacheMode))
     bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
@@ -61,16 +63,15 @@ def define(subparsers: Any) -> None:
     option(parser, "--per-difficulty", "promise it at every difficulty")
     option(parser, "--unseen", "promise it for inputs that training did not have")
     option(parser, "--distinct", "count every input once: a promise for inputs that are new")
-    drawn = "random seed of the selection split and of the order in which sequences are tested"
-    option(parser, "--seed N", drawn, type=whole, default=0)
-    option(parser, "--out FILE", "policy file to write", type=new_path, default="policy.json")
+    add_shared(parser, "--seed N")
+    option(parser, "--out FILE", "policy file to write", type=inputs.new_path, default="policy.json")
     option(parser, "--json", "print the policy as JSON")
 
 
 def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope calibrate` was asked."""
     folder = find_recording(options.recording, "validation")
-    check_readouts(options.readout, auto=True)
+    inputs.check_readouts(options.readout, auto=True)
     names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
     target = build(RiskTarget, given(options, *names), "calibrate")
     recording = load_recorded(folder)
@@ -87,7 +88,7 @@ def execute(options: argparse.Namespace) -> None:
         policy = certify(recording, target, None, None, options.seed, bound)
     else:
         grid = None if options.grid is None else Trajectory.load(options.grid)
-        gates = load_gates(options.gate, recording)
+        gates = inputs.load_gates(options.gate, recording)
         policy = certify(recording, target, grid, gates, options.seed, bound)
         _caution(recording, policy, options)
     policy.save(options.out)

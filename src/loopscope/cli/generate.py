@@ -1,10 +1,15 @@
 """Continue text with a looped language model.
 
-loopscope generate ByteDance/Ouro-1.4B "The capital of France is" --max-new-tokens 20
-loopscope generate runs/small-ouro "Question: " --readout gate --threshold 0.6 --show-loops
-loopscope generate ByteDance/Ouro-1.4B-Thinking "Why is the sky blue?" --chat --policy policy.json
-loopscope generate MODEL --prompts prompts.jsonl --loops 3 --out answers.jsonl --batch-size 16
-loopscope generate runs/small-ouro "Question: " --readout top1 --threshold 0.8 --lossless
+loopscope generate ByteDance/Ouro-1.4B "The capital of France is" \\
+    --max-new-tokens 20
+loopscope generate runs/small-ouro "Question: " --readout gate \\
+    --threshold 0.6 --show-loops
+loopscope generate ByteDance/Ouro-1.4B-Thinking "Why is the sky blue?" \\
+    --chat --policy policy.json
+loopscope generate MODEL --prompts prompts.jsonl --loops 3 \\
+    --out answers.jsonl --batch-size 16
+loopscope generate runs/small-ouro "Question: " --readout top1 \\
+    --threshold 0.8 --lossless
 
 A policy comes from `loopscope record text MODEL FILE` and `loopscope calibrate RECORDING --loss disagreement`. In a
 file of prompts every line is one: plain text, or in a .jsonl file {"prompt": ...} or {"messages": [...]}, which may
@@ -16,24 +21,26 @@ the same command goes on from there.
 import argparse
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO, TypeVar, get_args
 
+import msgspec
 import numpy as np
 
 import loopscope as ls
 from loopscope.cli import inputs
-from loopscope.cli.compute import announce_device, device_of
-from loopscope.cli.generation_files import GivenPrompt, Rule, new_texts, read_prompts, text_journal
-from loopscope.cli.options import COMPUTE, READOUT_NAMES, add_shared, given, number, option, share, whole
-from loopscope.cli.output import print_note
-from loopscope.cli.parser import add_verb
+from loopscope.cli.options import COMPUTE, add_shared, add_verb, given, non_negative, option, share, whole
+from loopscope.cli.output import announce_device, print_note
+from loopscope.config import Loops
 from loopscope.errors import UserError, visible
 from loopscope.exit_state import check_drafts
+from loopscope.files import BusyError, atomic_file, locked, read_text, remove_leftovers, room_for
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import Detokenizer, chat_prompt, decode, encode, load_tokenizer, stop_tokens
 from loopscope.policy import ExitPolicy
@@ -44,10 +51,49 @@ if TYPE_CHECKING:
     from loopscope.engine.generation import GenerationStats, StopStrings, Token
 
 
+T = TypeVar("T")
 _MIN_SAVED = 0.05
 """Share of what full depth takes; a policy that saves less is not worth it."""
-_MANY_ROWS = 8
-"""With so many texts at a time lossless text was measured not to pay on a CPU."""
+_NO_PROMPT = 'is neither {"prompt": "..."} nor {"messages": [{"role": "...", "content": "..."}, ...]}; correct it'
+_NO_RULE = 'has a rule of its own that is none: give "loops", or "readout" with "threshold", or "policy" with a file'
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _Line(msgspec.Struct):
+    """What a line of a .jsonl file says of a text: its prompt, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)] | None = None
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """What a prompt has to say of its exits: a policy's file, a readout with its threshold, or a depth."""
+
+    policy: Annotated[str, msgspec.Meta(pattern=r"^[^\0]+$")] | None = None
+    readout: str | None = None
+    threshold: float | None = None
+    loops: Loops | None = None
+
+    def __post_init__(self) -> None:
+        rules = sum(given is not None for given in (self.policy, self.readout, self.loops))
+        if rules > 1 or (self.readout is None) != (self.threshold is None):
+            raise ValueError("a prompt has one rule, and a readout has a threshold")
+
+    def exit_policy(self, any_model: bool) -> ExitPolicy | None:
+        if self.policy is not None:
+            return inputs.load_policy(Path(self.policy), any_model)
+        if self.readout is not None:
+            return inputs.policy_by_hand(self.readout, self.threshold)
+        return None if self.loops is None else ExitPolicy("fixed", self.loops)
+
+
+class GivenPrompt(NamedTuple):
+    prompt: Any  # a text, or the messages of a chat
+    rule: Rule = Rule()
 
 
 def define(subparsers: Any) -> None:
@@ -57,14 +103,13 @@ def define(subparsers: Any) -> None:
     prompts = parser.add_mutually_exclusive_group(required=True)
     option(prompts, "prompt", "the text to be continued", nargs="?")
     option(prompts, "--prompts FILE", "many prompts: one per line, or .jsonl")
-    option(parser, "--chat", "the prompt is a user's turn, in the model's chat template")
     rule = parser.add_mutually_exclusive_group()
     option(rule, "--policy FILE", "the exit policy (default: all loops)")
-    option(rule, "--readout NAME", f"an exit rule, with --threshold: {READOUT_NAMES}", type=inputs.readout_name)
+    names = f"an exit rule, with --threshold: {inputs.READOUT_NAMES}"
+    option(rule, "--readout NAME", names, type=inputs.readout_name)
     option(rule, "--loops N", "run every token through this many loops")
     option(parser, "--threshold X", "threshold of --readout at which a token exits")
-    add_shared(parser, "--any-model")
-    inputs.add_custom_readouts(parser)
+    inputs.add_policy_options(parser)
     caches = (
         "what later tokens find of one that exited early. full: every loop's keys and values, made when they are "
         "needed; propagate: its exit loop's in the deeper ones; latest: one place for all loops (default: the one that "
@@ -78,15 +123,15 @@ def define(subparsers: Any) -> None:
     option(parser, "--lossless", lossless)
     option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
     option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_not_empty)
-    draws = "randomness of the draw (default: 0, the likeliest token)"
-    option(parser, "--temperature X", draws, type=number, default=0.0)
+    option(
+        parser, "--temperature X", "randomness of the draw (0: likeliest token)", type=non_negative, default=0.0
+    )
     option(parser, "--top-k N", "draw among the likeliest N", type=whole, default=0)
     option(parser, "--top-p X", "draw among the likeliest that make up X", type=share, default=1.0)
-    option(parser, "--seed N", "random seed of the draws", type=whole, default=0)
     option(parser, "--batch-size N", "prompts at a time", default=8)
     option(parser, "--show-loops", "print the loops that each token took")
     option(parser, "--out FILE", "write JSON lines, one per prompt; resumes after a kill", type=new_texts)
-    add_shared(parser, "--dtype NAME", *COMPUTE)
+    add_shared(parser, "--chat", "--seed N", "--dtype NAME", *COMPUTE)
     parser.needs(readout="threshold", threshold="readout", top_k="temperature", top_p="temperature")
 
 
@@ -117,12 +162,16 @@ def execute(options: argparse.Namespace) -> int:
         ls.Prompt(place, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=place)
         for place, each in enumerate(requested)
     ]
-    model = ls.load_model(folder, device_of(options), options.dtype)
+    model = ls.load_model(folder, inputs.device_of(options), options.dtype)
     # of all of them before anything is printed, not when their turn comes
     room = {prompt.key: generation.token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
     used_rules = {Rule(file): usual, **rules}
     notes = [note for rule, policy in used_rules.items() for note in inputs.unnamed_model(rule.policy, policy)]
-    notes += _lossless_notes(options, model, len(prompts)) if options.lossless else []
+    if options.lossless and model.precision != "float32":
+        notes.append(
+            f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
+            "likely, either may come; --dtype float32 is nearly exact."
+        )
     texts, stats = StopStrings(tokenizer, options.stop), generation.GenerationStats()
     ends, start, cut = stop_tokens(tokenizer, end_tokens(folder)), time.perf_counter(), 0
 
@@ -157,22 +206,6 @@ def execute(options: argparse.Namespace) -> int:
         if (wasted := _wasted(stats, processed, model.num_loops, options.lossless)) is not None:
             print_note(wasted)
     return 0
-
-
-def _lossless_notes(options: argparse.Namespace, model: "ls.LoopedModel", prompts: int) -> list[str]:
-    """Where lossless text is not quite full depth's, or no faster."""
-    notes = []
-    if model.precision != "float32":
-        notes.append(
-            f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
-            "likely, either may come; --dtype float32 is nearly exact."
-        )
-    if min(options.batch_size, prompts) >= _MANY_ROWS:
-        notes.append(
-            f"{_MANY_ROWS} texts at a time fill a batch without drafts: on CPUs lossless text was slower than full "
-            "depth with them (docs/performance.md); it is for --batch-size 1."
-        )
-    return notes
 
 
 def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None], folder: Path) -> None:
@@ -257,6 +290,29 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
     return np.array(tokens, dtype=np.int64)
 
 
+def read_prompts(path: Path) -> Iterator[GivenPrompt]:
+    for number, line in enumerate(read_text(path, "file with a prompt a line").split("\n"), start=1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield GivenPrompt(line)
+            continue
+        text, rule = _decoded(line, _Line), _decoded(line, Rule)
+        if text is None or rule is None or (text.prompt is None and text.messages is None):
+            raise UserError(f"{path}, line {number} {_NO_RULE if rule is None and text is not None else _NO_PROMPT}.")
+        if rule.policy is not None:
+            rule = msgspec.structs.replace(rule, policy=str(path.parent / rule.policy))
+        yield GivenPrompt(text.prompt if text.messages is None else msgspec.json.decode(line)["messages"], rule)
+
+
+def _decoded(line: str, kind: type[T]) -> T | None:
+    """What a line of JSON says; None where it does not say this."""
+    try:
+        return msgspec.json.decode(line.encode(), type=kind)
+    except (ValueError, RecursionError):
+        return None
+
+
 @dataclass
 class _Output:
     """Where the texts go: one as it comes, or a line of each of many."""
@@ -339,3 +395,73 @@ class _Output:
 
 def _print_line(line: dict[str, Any]) -> None:
     print(visible(json.dumps(line, ensure_ascii=False)), flush=True)
+
+
+class TextJournal:
+    """The lines of prompts that are finished, by their numbers from 0."""
+
+    def __init__(self, lines: dict[int, str], file: TextIO) -> None:
+        self.lines, self._file = lines, file
+
+    def add(self, number: int, line: dict[str, Any]) -> None:
+        self.lines[number] = text = visible(json.dumps(line, ensure_ascii=False))
+        print(_hash(text), text, file=self._file, flush=True)
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f"{out.name}.unfinished")
+
+
+def new_texts(text: str) -> Path:
+    """A file of texts that is not there yet; what a killed writer of it had left to do is ended."""
+    out = Path(text)
+    journal = _unfinished(out)
+    if out.is_file() and out.stat().st_size:
+        remove_leftovers(journal)
+        if journal.is_file():
+            with suppress(BusyError), locked(journal):
+                kept = {line.partition(b" ")[2] for line in journal.read_bytes().split(b"\n")[1:-1]}
+                if kept <= set(out.read_bytes().split(b"\n")):
+                    journal.unlink()
+    return inputs.new_path(text)
+
+
+@contextmanager
+def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJournal]:
+    """Goes on with what was begun with these settings; `out` is there when the texts of so many prompts are."""
+    journal = _unfinished(out)
+    digest = _hash(json.dumps(settings, sort_keys=True))
+    with room_for(out), locked(journal):
+        inputs.new_path(out)
+        lines = _kept(journal, digest, prompts) if journal.exists() else {}
+        try:
+            with journal.open("a", encoding="utf-8") as file:
+                if not file.tell():
+                    print(json.dumps({"settings": digest}), file=file, flush=True)
+                yield TextJournal(lines, file)
+        finally:
+            if not lines:
+                journal.unlink(missing_ok=True)
+        with atomic_file(out) as scratch:
+            scratch.write_text("".join(f"{lines[number]}\n" for number in range(prompts)), encoding="utf-8")
+        journal.unlink()
+
+
+def _kept(journal: Path, digest: str, prompts: int) -> dict[int, str]:
+    """The lines that are whole; of the last one, which may have been cut off, nothing stays."""
+    data = journal.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    first, *lines = whole.decode(errors="replace").split("\n")[:-1] or [""]
+    if whole and first != json.dumps({"settings": digest}):
+        raise UserError(
+            f"{journal} has the texts of another command: other prompts, another model or other settings; finish that "
+            "one, remove the file, or choose another --out."
+        )
+    os.truncate(journal, len(whole))
+    texts = (line.partition(" ") for line in lines)
+    found = {json.loads(text)["number"] - 1: text for known, _, text in texts if known == _hash(text)}
+    return {number: text for number, text in found.items() if 0 <= number < prompts}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

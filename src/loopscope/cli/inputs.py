@@ -1,18 +1,21 @@
-"""What do the arguments name? Models, runs, readouts, gates and policies, found and checked without PyTorch."""
+"""What do the arguments name? Files, models, runs, readouts, gates, policies and devices, found without PyTorch."""
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from loopscope.certify.risk_target import AUTO
-from loopscope.cli.options import option
+from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import print_note
-from loopscope.cli.parser import Parser
 from loopscope.errors import UserError, did_you_mean, reason
 from loopscope.exit_state import ExitState
-from loopscope.files import is_file, is_folder
+from loopscope.files import is_file, is_folder, remove_leftovers, require_file
 from loopscope.learned.attach import Fitted, load_fitted
+from loopscope.machine import keep_memory
 from loopscope.model_identity import same_model
 from loopscope.models.checkpoint_folder import (
     CONFIG,
@@ -41,12 +44,64 @@ from loopscope.training.run_folder import read_run_settings
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    import torch
+
 POLICIES = "policy file of one of the runs; its hash says which (repeatable)"
+READOUT_NAMES: Final = ", ".join(name for name in READOUTS if not needs_labels(name))
+RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
+
+
+def text_file(text: str, what: str = "text file") -> Path:
+    require_file(Path(text), what)
+    return Path(text)
+
+
+def out_folder(text: str) -> Path:
+    """A folder to write to: no file is in its way."""
+    for place in (Path(text), *Path(text).parents):
+        if is_file(place):
+            raise UserError(f"{place} is a file; give a folder.")
+    return Path(text)
+
+
+def new_path(text: str | Path) -> Path:
+    """What is written and not there yet; in an empty file nothing is."""
+    out = Path(text)
+    if out.exists() and not (out.is_file() and not out.stat().st_size):
+        remove_leftovers(out)
+        raise UserError(f"{out} is there already; choose another --out, or remove it.")
+    return out
+
+
+def device_of(options: argparse.Namespace) -> "torch.device":
+    """The device that --device names, or the best there is, with the threads that are asked for."""
+    import torch
+
+    from loopscope.models.device import check_device
+
+    keep_memory()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA
+    name = getattr(options, "device", "cpu")
+    device = check_device(name)
+    if name == "auto":
+        options.device = str(device)
+        other = "no GPU was found" if options.device == "cpu" else "--device cpu takes the CPU"
+        options.chosen_device = f"Device: {options.device} ({other})."
+    return device
 
 
 def add_custom_readouts(parser: Parser) -> None:
     text = "add a readout of your own, which a module defines (repeatable)"
     option(parser, "--with-readout MODULE:NAME", text, action="append", type=_custom_readout)
+
+
+def add_policy_options(parser: Parser) -> None:
+    """What goes with --policy: another model than its own, and the readout that it names."""
+    add_shared(parser, "--any-model")
+    add_custom_readouts(parser)
 
 
 def readout_name(given: str) -> str:

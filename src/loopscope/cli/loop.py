@@ -1,8 +1,11 @@
 """Loop the middle of an ordinary language model.
 
-loopscope loop HuggingFaceTB/SmolLM2-135M --prelude 10 --core 10 --loops 4 --out looped
-loopscope loop SmolLM2-135M-Instruct.Q4_1.gguf --prelude 10 --core 10 --loops 4 --gate linear --out looped
-loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 --injection --out looped
+loopscope loop HuggingFaceTB/SmolLM2-135M --prelude 10 --core 10 --loops 4 \\
+    --out looped
+loopscope loop SmolLM2-135M-Instruct.Q4_1.gguf --prelude 10 --core 10 \\
+    --loops 4 --gate linear --out looped
+loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 \\
+    --injection --out looped
 
 Takes Llama, SmolLM, Mistral, Qwen 2 and Qwen 3 in the layout of the Hub, or as a GGUF file. The first layers run once,
 those after them in every loop, the rest and the head at every exit. Layers are counted from 0, and without those that
@@ -14,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import loopscope as ls
-from loopscope.cli.inputs import find_model
-from loopscope.cli.options import add_shared, count, new_path, number_range, option, whole
+from loopscope.cli.inputs import find_model, new_path
+from loopscope.cli.options import add_shared, add_verb, count, number_range, option, whole
 from loopscope.cli.output import print_text, show
-from loopscope.cli.parser import add_verb
 
 if TYPE_CHECKING:
     from loopscope.models.looping import LoopedCheckpoint

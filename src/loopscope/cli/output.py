@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -69,6 +69,31 @@ def show(value: object, as_json: bool, print_words: Callable[[], None]) -> None:
         print_json(value)
     else:
         print_words()
+
+
+def announce_device(options: argparse.Namespace) -> None:
+    """Says once what `auto` took: when the work begins, so that nothing is announced that is then refused."""
+    note = getattr(options, "chosen_device", None)
+    if note is not None and os.environ.get("RANK", "0") == "0":
+        print_note(note)
+    options.chosen_device = None
+
+
+@contextmanager
+def working(options: argparse.Namespace, title: str, *notes: str, unit: str = "") -> Iterator[ProgressCallback]:
+    """Shows progress, counted in this unit; at its first step says what it runs on, and these notes."""
+    waiting = list(notes)
+    with track(title, unit=unit) as advance:
+        here = sys.stderr  # that of the work may be kept from other libraries
+
+        def announced(done: int, total: int, note: str) -> None:
+            with redirect_stderr(here):
+                announce_device(options)
+                while waiting:
+                    print_note(waiting.pop(0))
+            advance(done, total, note)
+
+        yield announced
 
 
 @contextmanager

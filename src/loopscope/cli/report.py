@@ -1,6 +1,7 @@
 """Write tables, figures and a page on some runs, or on folders of recordings.
 
-loopscope report runs/demo/fixed-geometric runs/demo/linear-gate --reference fixed-geometric --out report
+loopscope report runs/demo/fixed-geometric runs/demo/linear-gate \\
+    --reference fixed-geometric --out report
 loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
 loopscope report runs/mine --policy policy.json --out report --open
 """
@@ -14,18 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.inputs import POLICIES, add_custom_readouts, find_run, load_policy, policies_by_model
-from loopscope.cli.options import (
-    RECORDED,
-    add_report_options,
-    add_shared,
-    option,
-    option_words,
-    out_folder,
-    target_accuracies,
-)
+from loopscope.cli import inputs
+from loopscope.cli.options import Parser, add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
-from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError, did_you_mean
 from loopscope.recording_paths import find_recordings, recorded_name
 
@@ -41,14 +33,13 @@ _HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_cl
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope report` to the parser."""
     parser = add_verb(subparsers, "report", __doc__, execute)
-    option(parser, "runs", f"{RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
+    option(parser, "runs", f"{inputs.RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
     add_shared(parser, "--reference RUN")
-    option(parser, "--policy FILE", POLICIES, action="append")
-    add_shared(parser, "--any-model")
-    option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
+    option(parser, "--policy FILE", inputs.POLICIES, action="append")
+    inputs.add_policy_options(parser)
+    option(parser, "--out DIR", "folder of the report", type=inputs.out_folder, required=True)
     add_shared(parser, "--at X", action="append")
     add_shared(parser, "--unseen", "--json")
-    add_custom_readouts(parser)
     add_report_options(parser)
 
 
@@ -57,7 +48,7 @@ def execute(options: argparse.Namespace) -> None:
     targets = target_accuracies(options.at)
     runs, reference = _runs(options)
     for path in options.policy:
-        load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
+        inputs.load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
     from loopscope.paper.counterparts import PRODUCTS
     from loopscope.report.write import check_report_place
@@ -67,15 +58,32 @@ def execute(options: argparse.Namespace) -> None:
         check_report_place(options.out, PRODUCTS.recipes)
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
-    policies = policies_by_model(options.policy, models, options.any_model)
+    policies = inputs.policies_by_model(options.policy, models, options.any_model)
     sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
     with watched(options, "analysing") as advance:
         results, details = analyse_models(sources, reference, targets, advance)
     words = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
     words |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
     words |= {"out": options.out, "style": None if options.style == "page" else options.style}
-    command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(words)])
+    command = shown_command(["report", *options.runs], words)
     show_report(results, details, options, options.out, ("overview",), (command, command))
+
+
+def add_report_options(parser: Parser) -> None:
+    shown = parser.add_mutually_exclusive_group()  # --open opens the page, which --product does not write
+    add_shared(shown, "--product NAME", "--open")
+    add_shared(parser, "--style")
+
+
+def shown_command(verb: Sequence[object], options: dict[str, Any]) -> str:
+    """What to type for the same: a verb with its arguments, and its options; those without a value are left out."""
+    words = ["loopscope", *map(str, verb)]
+    for name, value in options.items():
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and each is not False:
+                words.append(f"--{name}")
+                words += [] if each is True else [f"{each:g}" if isinstance(each, float) else str(each)]
+    return shlex.join(words)
 
 
 def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
@@ -83,7 +91,7 @@ def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
     runs = [find_recordings(run) for run in options.runs]
     if options.reference is None:
         return runs, None
-    measure = find_recordings(find_run(options.reference, options.runs))
+    measure = find_recordings(inputs.find_run(options.reference, options.runs))
     if (recorded_name(measure), measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
         runs.insert(0, measure)
     return runs, recorded_name(measure)

@@ -1,10 +1,13 @@
 """Answer a file of examples with adaptive depth.
 
 loopscope run runs/demo/fixed-geometric examples.txt --readout margin
-echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - --readout margin --threshold 4
-loopscope run runs/mine examples.txt --readout fixed --threshold 4 --out answers.jsonl
+echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - \\
+    --readout margin --threshold 4
+loopscope run runs/mine examples.txt --readout fixed --threshold 4 \\
+    --out answers.jsonl
 loopscope run runs/mine examples.txt --gate gates/linear
-loopscope run runs/mine examples.txt --policy policy.json  # as `loopscope calibrate` wrote it
+# as `loopscope calibrate` wrote it
+loopscope run runs/mine examples.txt --policy policy.json
 
 One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
 order of the examples. Without --threshold it is chosen on the run's validation recording.
@@ -24,10 +27,8 @@ from typing import Any, TextIO
 
 import loopscope as ls
 from loopscope.cli import inputs
-from loopscope.cli.compute import announce_device, device_of
-from loopscope.cli.options import READOUT_NAMES, add_shared, new_path, option, text_file
-from loopscope.cli.output import percent, print_note
-from loopscope.cli.parser import add_verb
+from loopscope.cli.options import add_shared, add_verb, option
+from loopscope.cli.output import announce_device, percent, print_note
 from loopscope.errors import UserError
 from loopscope.files import atomic_file
 from loopscope.frontier import choose
@@ -51,21 +52,21 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "run")
     option(parser, "examples", "a file with one example a line, or - for standard input", type=_examples_file)
     rule = parser.add_mutually_exclusive_group()
-    option(rule, "--readout NAME", f"the exit rule: {READOUT_NAMES}", type=inputs.readout_name, default="margin")
+    names = f"the exit rule: {inputs.READOUT_NAMES}"
+    option(rule, "--readout NAME", names, type=inputs.readout_name, default="margin")
     option(rule, "--gate DIR", "folder of a fitted gate or stopper, as the exit rule")
     option(rule, "--policy FILE", "policy file with the exit rule and its threshold")
-    add_shared(parser, "--any-model")
+    inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
-    inputs.add_custom_readouts(parser)
     option(parser, "--threshold X", "threshold of the exit rule (default: as validation data choose)")
     option(parser, "--batch-size N", "rows to run at a time", default=256)
-    option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)
+    option(parser, "--out FILE", "file of the answers (default: standard output)", type=inputs.new_path)
     add_shared(parser, "--device NAME", "--threads N")
 
 
 def _examples_file(text: str) -> str:
     if text != "-" and not _already_open(Path(text)):
-        text_file(text, "file with one example a line (- is the standard input)")
+        inputs.text_file(text, "file with one example a line (- is the standard input)")
     return text
 
 
@@ -88,7 +89,7 @@ def _answer(options: argparse.Namespace, policy: ExitPolicy, reader: "_Reader") 
     """Answers what is read, and says how it went."""
     from loopscope.engine.scheduler import in_order, run
 
-    model = ls.load_model(options.run, device_of(options))
+    model = ls.load_model(options.run, inputs.device_of(options))
     notes, total, right, loops = inputs.unnamed_model(options.policy, policy), 0, 0, 0
     with _output(options.out) as out:
         for answer in in_order(run(model, policy, reader.requests(), options.batch_size)):

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import loopscope as ls
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.inputs import find_model
-from loopscope.cli.options import COMPUTE, add_shared, option, out_folder, text_file
-from loopscope.cli.output import print_by_loop, print_json
-from loopscope.cli.parser import add_verb
+from loopscope.cli.inputs import device_of, find_model, out_folder, text_file
+from loopscope.cli.options import COMPUTE, add_shared, add_verb, option
+from loopscope.cli.output import print_by_loop, print_json, working
 from loopscope.progress import ProgressCallback, clock, silent
 from loopscope.training.run_folder import check_run_place
 from loopscope.training.settings import presets, read_continue_settings, read_pretrain_settings, read_settings
@@ -58,11 +56,14 @@ def _train_task(options: argparse.Namespace) -> None:
     """Train a looped Transformer.
 
     loopscope train demo --out runs/mine
-    loopscope train demo --out runs/gate --set objective.name=learned_gate --set model.gate=linear
+    loopscope train demo --out runs/gate --set objective.name=learned_gate \\
+        --set model.gate=linear
     loopscope train paper --out runs/paper --set training.seed=1  # on a GPU
     loopscope train my.toml --out runs/other --device cuda
-    loopscope train demo --out runs/own --set objective=my_losses:improving  # a function in my_losses.py
-    torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper --device cuda
+    # a function in my_losses.py
+    loopscope train demo --out runs/own --set objective=my_losses:improving
+    torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper \\
+        --device cuda
 
     A killed or interrupted run continues with the same command and ends bit-identical.
     """
@@ -73,10 +74,14 @@ def _train_task(options: argparse.Namespace) -> None:
 def _pretrain(options: argparse.Namespace) -> None:
     """Train an Ouro on a text, with its tokenizer; or train a checkpoint further.
 
-    loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt --validation v.txt --out runs/small-ouro
-    loopscope pretrain my.toml --text a.jsonl b.txt --validation c.txt --out mine --set training.steps=100
-    loopscope pretrain heal.toml --start looped --text train.txt --validation validation.txt --out healed
-    loopscope pretrain heal.toml --start a --teacher a --set targets=teacher --text t.txt --validation v.txt --out b
+    loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt \\
+        --validation v.txt --out runs/small-ouro
+    loopscope pretrain my.toml --text a.jsonl b.txt --validation c.txt \\
+        --out mine --set training.steps=100
+    loopscope pretrain heal.toml --start looped --text train.txt \\
+        --validation validation.txt --out healed
+    loopscope pretrain heal.toml --start a --teacher a --set targets=teacher \\
+        --text t.txt --validation v.txt --out b
 
     A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. The folder is
     a checkpoint in Ouro's layout, with a byte-level BPE tokenizer that is trained on the text first.
