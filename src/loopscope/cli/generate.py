@@ -123,9 +123,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--lossless", lossless)
     option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
     option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_not_empty)
-    option(
-        parser, "--temperature X", "randomness of the draw (0: likeliest token)", type=non_negative, default=0.0
-    )
+    option(parser, "--temperature X", "randomness of the draw (0: likeliest token)", type=non_negative, default=0.0)
     option(parser, "--top-k N", "draw among the likeliest N", type=whole, default=0)
     option(parser, "--top-p X", "draw among the likeliest that make up X", type=share, default=1.0)
     option(parser, "--batch-size N", "prompts at a time", default=8)

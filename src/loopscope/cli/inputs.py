@@ -117,12 +117,8 @@ def _custom_readout(given: str) -> str:
     try:
         found = getattr(import_module(module), attribute, None) if attribute else None
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            why = f"There is no module '{module}' for the readout '{given}'; it must be in the current folder, in "
-            why += "PYTHONPATH, or installed."
-        else:
-            why = f"The module of the readout '{given}' cannot be imported: {reason(error)}."
-        raise UserError(why) from error
+        places = "its module must be in the current folder, in PYTHONPATH, or installed"
+        raise UserError(f"The readout '{given}' cannot be imported: {reason(error)}; {places}.") from error
     finally:
         sys.path[:] = here
     if not isinstance(found, Readout):

@@ -9,9 +9,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _GAP = 2
 """Characters between two columns."""
-_MIN_NAME = 20
-"""Characters that a name must have, however wide the rest is."""
 _MAX_CELL = 44
 """Characters; a longer cell breaks its lines."""
 _NUMBER = re.compile(r"\[?[+-]?\d|[≤≥] |(N/A|none|no verdict|no gate|-|)$")
@@ -129,20 +127,16 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
     width = _width()
     console = Console(width=width)
     columns, rows = [visible(each) for each in columns], [[visible(cell) for cell in row] for row in rows]
+    cells = [[row[index] for row in rows] for index in range(len(columns))]
     if title:
         console.print(Text(_broken(title, width), style="bold"))
-    for part in _fitting(columns, rows, keys, width):
+    for part in _fitting(columns, cells, keys, width):
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for index, header in part.items():
-            cells = [row[index] for row in rows]
-            breaks = index < keys or max(map(len, cells), default=0) > _MAX_CELL
-            table.add_column(
-                Text(header),
-                justify="right" if index and all(map(_NUMBER.match, cells)) else "left",
-                no_wrap=not breaks,
-                overflow="fold",  # a name that is cut is nobody's
-                min_width=min(_longest_word(cells), _MAX_CELL) if index < keys else None,
-            )
+            numbers = index > 0 and all(map(_NUMBER.match, cells[index]))
+            breaks = index < keys or max(map(len, cells[index]), default=0) > _MAX_CELL
+            side: Literal["left", "right"] = "right" if numbers else "left"
+            table.add_column(Text(header), justify=side, no_wrap=not breaks, overflow="fold")
         for row in rows:
             table.add_row(*(Text(row[index]) for index in part))  # a name may look like markup
         console.print(table)
@@ -152,34 +146,23 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
     console.print()
 
 
-def _fitting(columns: list[str], rows: list[list[str]], keys: int, width: int) -> list[dict[int, str]]:
+def _fitting(columns: list[str], cells: list[list[str]], keys: int, width: int) -> list[dict[int, str]]:
     """The columns that stand beside each other, with their headers, which break where not all columns fit otherwise.
 
     Of the cells only names and texts break their lines, where they must.
     """
-    cells = [[row[index] for row in rows] for index in range(len(columns))]
     widest = [min(max(map(len, each), default=0), _MAX_CELL) for each in cells]
-    names = [
-        max(min(max(wide, len(column)), _MIN_NAME), min(_longest_word([column, *each]), _MAX_CELL))
-        for column, wide, each in zip(columns[:keys], widest, cells, strict=False)
-    ]
-    room = width - sum(names) - _GAP * (keys - 1)
-    whole = [max(wide, len(column)) + _GAP for column, wide in zip(columns, widest, strict=True)]
-    if sum(whole[keys:]) <= room:
+    sizes = [max(wide, len(column)) + _GAP for column, wide in zip(columns, widest, strict=True)]
+    if sum(sizes) <= width + _GAP:
         return [dict(enumerate(columns))]
-    broken = [max(wide, _longest_word([column])) for column, wide in zip(columns, widest, strict=True)]
-    headers = [textwrap.fill(column, max(1, wide)) for column, wide in zip(columns, broken, strict=True)]
-    parts: list[list[int]] = [[]]
+    sizes = [max(wide, *map(len, column.split()), 1) + _GAP for column, wide in zip(columns, widest, strict=True)]
+    headers = [textwrap.fill(column, size - _GAP) for column, size in zip(columns, sizes, strict=True)]
+    parts = [list(range(keys))]
     for index in range(keys, len(columns)):
-        if parts[-1] and sum(broken[each] + _GAP for each in (*parts[-1], index)) > room:
-            parts.append([])
+        if len(parts[-1]) > keys and sum(sizes[each] for each in (*parts[-1], index)) > width + _GAP:
+            parts.append(list(range(keys)))
         parts[-1].append(index)
-    first = dict(enumerate(columns[:keys]))
-    return [first | {index: headers[index] for index in part} for part in parts]
-
-
-def _longest_word(texts: Iterable[str]) -> int:
-    return max((len(word) for text in texts for word in text.split()), default=0)
+    return [{index: headers[index] for index in part} for part in parts]
 
 
 def print_by_loop(title: str, summary: dict[str, Any], by_loop: dict[str, list[float]], as_json: bool) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from loopscope.cli import inputs
 from loopscope.cli.options import Parser, add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
-from loopscope.errors import UserError, did_you_mean
+from loopscope.errors import UserError, brief, did_you_mean
 from loopscope.recording_paths import find_recordings, recorded_name
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
 """Products that are printed; the page has all."""
+_MAX_NAMES = 200
+"""Letters of the names of runs in a note."""
 
 
 def define(subparsers: Any) -> None:
@@ -131,7 +133,8 @@ def show_report(
         return
     earlier, names = reported_models(folder), [model.name for model in results.models]
     if earlier and set(earlier) != set(names):
-        print_note(f"{folder} held a report on {_listed(earlier)}; this one, on {_listed(names)}, takes its place.")
+        before, now = (brief(", ".join(each), _MAX_NAMES) for each in (earlier, names))
+        print_note(f"{folder} held a report on {before}; this one, on {now}, takes its place.")
     with watched(options, "writing") as advance:
         page = write_report(results, details, made, folder, *commands, markers(results), options.style, advance)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
@@ -139,8 +142,7 @@ def show_report(
     if options.json:
         print_json(results)
         return
-    models = {model.name: model for model in results.models}
-    for members in ([models[name] for name in group.names] for group in results.groups if group.names):
+    for members in (members for _, members in results.grouped if members):
         print_sentences(f"{members[0].label}{_role(members)}: {members[0].diagnosis.sentence}\n")
     for product in made:
         if product.table is not None and product.name in _HEADLINES:
@@ -160,9 +162,10 @@ def _show_products(names: list[str], made: "list[Product]", folder: Path, option
     if not made:
         raise UserError("None of these products can be made of these models.")
     printed: list[dict[str, object]] = []
-    for name, table, figure in ((product.name, product.table, product.figure) for product in made):
-        if figure is not None:
-            write_figure(figure, folder, name, options.style)
+    for product in made:
+        name, table = product.name, product.table
+        if product.figure is not None:
+            write_figure(product.figure, folder, name, options.style)
             printed.append({"name": name, "figure": f"{folder / name}.png"})
             if not options.json:
                 print_text(f"{folder / name}.png, .pdf and .svg")
@@ -185,8 +188,3 @@ def _role(members: "Sequence[ModelResult]") -> str:
         rest = "the other" if len(others) == 1 else "the others"
         words.append(f"one of {len(members)} seeds; {rest}: {'the same verdict' if agree else verdicts}")
     return f" ({', '.join(words)})" if words else ""
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
