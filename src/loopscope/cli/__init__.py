@@ -22,6 +22,7 @@ Or stage by stage:
 # One verb per stage, in the order of the stages; only the module of the verb that was typed is imported. The docstrings
 # of this module, of the verbs' modules and of what they execute are what `--help` prints.
 
+import argparse
 import os
 import sys
 import warnings
@@ -67,13 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def answer(words: Sequence[str], make: Any) -> int:
     """Executes a command with the parser that `make` gives; the exit code."""
-    resumes = False
+    options = argparse.Namespace(resumes=False)
     try:
         _check_words(words)
-        options, unknown = make().parse_known_args(words)
+        _, unknown = make().parse_known_args(words, options)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # by the verb's own parser
-        resumes = options.resumes
         options.parser.check_pairs(options)
         with _warnings_as_notes():
             return options.execute(options) or 0
@@ -96,7 +96,7 @@ def answer(words: Sequence[str], make: Any) -> int:
         )
     except KeyboardInterrupt:
         if not _follows():
-            more = "; run the same command again to go on" if resumes else ""
+            more = "; run the same command again to go on" if options.resumes else ""
             _print_error(f"interrupted{more}.")
         return 130
     return 2

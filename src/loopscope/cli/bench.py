@@ -105,16 +105,15 @@ def _bench_exits(options: argparse.Namespace) -> None:
 
 def _print_exits(results: "list[ExitBench]") -> None:
     for result in results:
-        waiting = any(timing.waiting_realised for timing in result.policies)
         columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
-        columns += [*(["waiting"] if waiting else []), "batch", "close", "differ"]
+        columns += ["waiting", "batch", "close", "differ"]
         full, depth = _accuracy(result.full_accuracy), f"{result.num_loops:.2f}"
-        rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", ""]]
-        rows[0] += [*([""] if waiting else []), str(result.full_batch_size), "", ""]
+        rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", "", ""]]
+        rows[0] += [str(result.full_batch_size), "", ""]
         for timing in result.policies:
             loops = [f"{timing.average_loops:.2f}", f"{timing.token_loops:.2f}"]
             speed = [f"{timing.milliseconds.median:.3g}", f"{timing.speedup.median:.2f}", str(timing.realised)]
-            speed += [str(timing.waiting_realised)] if waiting else []
+            speed.append(str(timing.waiting_realised or ""))
             differ = timing.agreement.differing + timing.agreement.close_differing
             last = [str(number) for number in (timing.batch_size, timing.agreement.close, differ)]
             rows.append([_rule(timing), _accuracy(timing.accuracy), *loops, *speed, *last])
@@ -154,10 +153,9 @@ def _bench_generation(options: argparse.Namespace) -> None:
     folder = inputs.find_model(options.model, text=True)
     shape, size = read_model_shape(folder), options.prompt_tokens + options.new_tokens
     if size > shape.block_size:
-        raise UserError(
-            f"A prompt of {options.prompt_tokens:,} tokens and {options.new_tokens:,} after it are more than the "
-            f"{shape.block_size:,} that the model takes; ask for fewer (--prompt-tokens, --new-tokens)."
-        )
+        size_text = f"A prompt of {options.prompt_tokens:,} tokens and {options.new_tokens:,} after it"
+        fewer = "ask for fewer (--prompt-tokens, --new-tokens)"
+        raise UserError(f"{size_text} are more than the {shape.block_size:,} that the model takes; {fewer}.")
     for policy in policies:
         inputs.check_runnable(policy, shape.num_loops, Scope(unit="tokens"))
     from loopscope.bench.text_timing import bench_generation, ways_of
@@ -166,10 +164,8 @@ def _bench_generation(options: argparse.Namespace) -> None:
     prompts, caches = _prompts(folder, options), options.cache or list(get_args(CacheMode))
     for policy in policies:
         if others := [cache for cache in caches if policy.scope.cache not in (None, cache)]:
-            print_note(
-                f"{policy} was calibrated for the cache '{policy.scope.cache}'; with {' and '.join(others)} it is "
-                "measured without its promise."
-            )
+            without = f"with {' and '.join(others)} it is measured without its promise"
+            print_note(f"{policy} was calibrated for the cache '{policy.scope.cache}'; {without}.")
     with working(options, "measuring") as advance:
         ways = ways_of(policies, caches, options.lossless)
         result = bench_generation(
@@ -184,9 +180,8 @@ def _prompts(folder: Path, options: argparse.Namespace) -> "list[ls.Prompt]":
     documents = tokenize_documents(read_documents(options.text), folder)
     found = [tokens for tokens in documents if len(tokens) >= size]
     if len(found) < options.prompts:
-        there = f"Only {len(found)} of the documents have" if found else "No document has"
-        fewer = "fewer --prompts, or " if found else ""
-        raise UserError(f"{there} {size:,} tokens; ask for {fewer}shorter ones (--prompt-tokens, --new-tokens).")
+        fewer = "ask for fewer --prompts, or for shorter ones (--prompt-tokens, --new-tokens)"
+        raise UserError(f"Only {len(found)} of the documents have {size:,} tokens; {fewer}.")
     some = [found[place * len(found) // options.prompts] for place in range(options.prompts)]
     return [ls.Prompt(key, tokens[:cut], tokens[cut:size]) for key, tokens in enumerate(some)]
 
@@ -218,6 +213,5 @@ def _print_generation(result: "GenerationBench") -> None:
             f" Full depth itself is {plain.speedup} times as fast as the plain way, prompts {plain.prompt_speedup}, "
             f"writing {plain.writing_speedup}; {plain.differing} tokens differ."
         )
-    print_table(
-        title, ["readout", "at", "cache", "speed-up", "realised", "prompts", "writing", "of loops run"], fast, keys=3
-    )
+    columns = ["readout", "at", "cache", "speed-up", "realised", "prompts", "writing", "of loops run"]
+    print_table(title, columns, fast, keys=3)

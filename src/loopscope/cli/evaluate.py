@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope evaluate` to the parser."""
     parser = add_verb(subparsers, "evaluate", __doc__, execute)
-    two = (
-        "a run or a folder of recordings; or two recordings, the one that thresholds are chosen on and the one that "
-        "they are evaluated on; with --policy, one of held-out examples"
-    )
+    two = "a run or a folder of recordings; or two recordings, for choosing thresholds and for evaluating them; with "
+    two += "--policy, one of held-out examples"
     option(parser, "recordings", two, type=Path, nargs="+", metavar="RUN|RECORDING")
     option(parser, "--policy FILE", "check this policy on one held-out recording")
     inputs.add_policy_options(parser)
@@ -65,10 +63,8 @@ def define(subparsers: Any) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Do what `loopscope evaluate` was asked."""
     if len(options.recordings) > (2 if options.policy is None else 1):
-        raise UserError(
-            "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "
-            "evaluated on; with --policy, give one run or recording, of held-out examples."
-        )
+        two = "two recordings (for choosing thresholds, and for evaluating them)"
+        raise UserError(f"Give a run, or {two}; with --policy, give one run or recording, of held-out examples.")
     return _evaluate_readouts(options) if options.policy is None else _evaluate_policy(options)
 
 
@@ -105,10 +101,8 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
         return folder / "validation", folder / "test"
     first, second = find_recording(given[0], "validation"), find_recording(given[1], "test")
     if first != given[0] and second != given[1] and first.parent.resolve() != second.parent.resolve():
-        raise UserError(
-            f"{given[0]} and {given[1]} each hold recordings of a model; give one of them, or, to choose thresholds on "
-            f"one model and judge them on another, the recordings themselves: {first} {second}."
-        )
+        both = f"{given[0]} and {given[1]} each hold recordings of a model"
+        raise UserError(f"{both}; give one of them, or the two recordings themselves: {first} {second}.")
     return first, second
 
 

@@ -110,17 +110,12 @@ def define(subparsers: Any) -> None:
     option(rule, "--loops N", "run every token through this many loops")
     option(parser, "--threshold X", "threshold of --readout at which a token exits")
     inputs.add_policy_options(parser)
-    caches = (
-        "what later tokens find of one that exited early. full: every loop's keys and values, made when they are "
-        "needed; propagate: its exit loop's in the deeper ones; latest: one place for all loops (default: the one that "
-        "--policy was calibrated for, else full)"
-    )
+    caches = "keys and values of a token that exited early: of every loop (full), its exit loop's in the deeper ones "
+    caches += "(propagate), or one place for all loops (latest; default: the one that --policy is for, else full)"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
-    lossless = (
-        "the text of full depth, up to rounding (below float32 ties may fall otherwise): the exit rule only says "
-        "which tokens are drafts, which are verified together"
+    option(
+        parser, "--lossless", "write the text of full depth, up to rounding: early exits are drafts, verified together"
     )
-    option(parser, "--lossless", lossless)
     option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
     option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_not_empty)
     option(parser, "--temperature X", "randomness of the draw (0: likeliest token)", type=non_negative, default=0.0)
@@ -139,7 +134,7 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def execute(options: argparse.Namespace) -> int:
+def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope generate` was asked."""
     requested = _given_prompts(options)
     inputs.check_readouts(*filter(None, [options.readout]))
@@ -166,10 +161,8 @@ def execute(options: argparse.Namespace) -> int:
     used_rules = {Rule(file): usual, **rules}
     notes = [note for rule, policy in used_rules.items() for note in inputs.unnamed_model(rule.policy, policy)]
     if options.lossless and model.precision != "float32":
-        notes.append(
-            f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
-            "likely, either may come; --dtype float32 is nearly exact."
-        )
+        either = "where two tokens are about equally likely, either may come; --dtype float32 is nearly exact"
+        notes.append(f"In {model.precision}, lossless text is full depth's up to rounding: {either}.")
     texts, stats = StopStrings(tokenizer, options.stop), generation.GenerationStats()
     ends, start, cut = stop_tokens(tokenizer, end_tokens(folder)), time.perf_counter(), 0
 
@@ -192,9 +185,14 @@ def execute(options: argparse.Namespace) -> int:
             yield token
 
     output = _Output(options, requested, prompts, tokenizer, texts, ends)
-    used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
-    if not output.write(tokens, lambda: _settings(options, requested, prompts, model, ends, used)):
-        return 130
+    if options.out is not None:
+        options.resumes = True
+        used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
+        output.keep_lines(tokens, _settings(options, requested, prompts, model, ends, used))
+    elif len(requested) == 1 and not options.json:
+        output.print_live(tokens(prompts))
+    else:
+        output.print_lines(tokens(prompts))
     if cut:
         what = "The text ends" if len(requested) == 1 else f"{cut:,} texts end"
         print_note(f"{what} at {model.block_size:,} tokens, the most that the model takes, before --max-new-tokens.")
@@ -203,7 +201,6 @@ def execute(options: argparse.Namespace) -> int:
         processed = stats.tokens + sum(len(prompt.tokens) - 1 for prompt in output.prompts)
         if (wasted := _wasted(stats, processed, model.num_loops, options.lossless)) is not None:
             print_note(wasted)
-    return 0
 
 
 def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None], folder: Path) -> None:
@@ -252,25 +249,18 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
             return "No token exited early, so nothing was drafted and no time saved; loosen the threshold."
         if stats.drafting_cost < (1 - _MIN_SAVED) * stats.tokens:
             return None
-        return (
-            "By estimate this was no faster than full depth: too many drafts fell, or too many checks found no draft; "
-            "draft later, or where it is surer, or do without --lossless."
-        )
+        return "By estimate this was no faster than full depth: too many drafts fell; draft later, or not at all."
     full = processed * num_loops
     if stats.loops > 0.9 * stats.tokens * num_loops or stats.token_loops < (1 - _MIN_SAVED) * full:
         return None
-    return (
-        f"This saved no time: {stats.token_loops:,} of full depth's {full:,} loops were run, many of them for tokens "
-        "that had exited, because later ones went deeper; --cache propagate runs fewer, and --lossless writes full "
-        "depth's text."
-    )
+    ran = f"{stats.token_loops:,} of full depth's {full:,} loops were run, many for tokens that had exited"
+    return f"This saved no time: {ran}, because later ones went deeper; --cache propagate runs fewer."
 
 
 def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
     """What is continued; what does not go together is rejected before."""
     if options.lossless and options.cache not in (None, "full"):
-        needed = f"the keys and values of every loop: the cache 'full', not '{options.cache}'"
-        raise UserError(f"--lossless needs {needed}; leave out --cache.")
+        raise UserError(f"--lossless needs the cache 'full', not '{options.cache}'; leave out --cache.")
     requested = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not requested or (not options.chat and any(each.prompt == "" for each in requested)):
         there = "A prompt is empty" if requested else f"There is no prompt in {options.prompts}"
@@ -322,23 +312,7 @@ class _Output:
     texts: "StopStrings"
     ends: set[int]
 
-    def write(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
-        """Writes the texts that these tokens make; False where that was interrupted."""
-        live = len(self.requested) == 1 and not self.options.json and self.options.out is None
-        try:
-            if live:
-                self._print_live(tokens(self.prompts))
-            elif self.options.out is None:
-                self._print_lines(tokens(self.prompts))
-            else:
-                self._keep_lines(tokens, settings())
-        except KeyboardInterrupt:
-            goes_on = "; texts that were finished are kept, and the same command goes on with the others"
-            print_note(f"{'' if not live else chr(10)}loopscope: interrupted{goes_on if self.options.out else ''}.")
-            return False
-        return True
-
-    def _print_live(self, tokens: Iterator["Token"]) -> None:
+    def print_live(self, tokens: Iterator["Token"]) -> None:
         """A text that may end at a string is shown as far as that cannot have begun."""
         text, shown, printed = Detokenizer(self.tokenizer), visible if sys.stdout.isatty() else str, 0
         for token in tokens:
@@ -349,7 +323,7 @@ class _Output:
             print(shown(new), end=f"[{token.loops}]" if self.options.show_loops else "", flush=True)
         print(shown(self.texts.text(0, self.ends)[printed:] if self.options.stop else text.rest()))
 
-    def _print_lines(self, tokens: Iterator["Token"]) -> None:
+    def print_lines(self, tokens: Iterator["Token"]) -> None:
         """A line for every prompt that is finished, in their order."""
         finished: dict[int, dict[str, Any]] = {}
         following = 0
@@ -363,7 +337,7 @@ class _Output:
             for _, line in sorted(finished.items()):
                 _print_line(line)
 
-    def _keep_lines(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: object) -> None:
+    def keep_lines(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: object) -> None:
         with text_journal(self.options.out, settings, len(self.requested)) as journal:
             if journal.lines:
                 print_note(f"{len(journal.lines):,} of {len(self.requested):,} texts were finished before; going on.")
@@ -451,10 +425,10 @@ def _kept(journal: Path, digest: str, prompts: int) -> dict[int, str]:
     whole = data[: data.rfind(b"\n") + 1]
     first, *lines = whole.decode(errors="replace").split("\n")[:-1] or [""]
     if whole and first != json.dumps({"settings": digest}):
-        raise UserError(
-            f"{journal} has the texts of another command: other prompts, another model or other settings; finish that "
-            "one, remove the file, or choose another --out."
+        other = (
+            "other prompts, another model or other settings; finish that one, remove the file, or choose another --out"
         )
+        raise UserError(f"{journal} has the texts of another command: {other}.")
     os.truncate(journal, len(whole))
     texts = (line.partition(" ") for line in lines)
     found = {json.loads(text)["number"] - 1: text for known, _, text in texts if known == _hash(text)}

@@ -157,10 +157,8 @@ def policies_by_model(
     for path, policy in zip(paths, loaded, strict=True):
         known = policy.model is None or None in models
         if not known and not any(same_model(policy.model, model) for model in models):
-            raise UserError(
-                f"{path} was calibrated for another model than these; add that run, or use it without its "
-                "promise (--any-model)."
-            )
+            choice = "add that run, or use it without its promise (--any-model)"
+            raise UserError(f"{path} was calibrated for another model than these; {choice}.")
     return [
         [policy for policy in loaded if None in (policy.model, model) or same_model(policy.model, model)]
         for model in models
@@ -196,10 +194,8 @@ def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[st
 def note_unknown_model(*models: str | None) -> None:
     """Says that what is used together may be of several models, where not all name their weights."""
     if None in models:
-        print_note(
-            f"{'Not all of these say' if set(models) != {None} else 'These do not say'} which model they are of; make "
-            "sure that it is the same (provenance={'weights_sha256': ...} ties them together: docs/recordings.md)."
-        )
+        tied = "(provenance={'weights_sha256': ...} ties them together: docs/recordings.md)"
+        print_note(f"Not all of these say which model they are of; make sure that it is the same {tied}.")
 
 
 def load_gates(folders: Sequence[Path], calibration: Trajectory) -> dict[str, Fitted]:
@@ -237,10 +233,8 @@ def find_model(source: str | Path, text: bool = False) -> Path:
     _check_no_recordings(folder)
     require_config(folder)
     if text and is_of_task(folder):
-        raise UserError(
-            f"{folder} is a model of a task, which takes no text; record the task with `loopscope record task`, or "
-            "answer its examples with `loopscope run`."
-        )
+        verbs = "record the task with `loopscope record task`, or answer its examples with `loopscope run`"
+        raise UserError(f"{folder} is a model of a task, which takes no text; {verbs}.")
     if text:
         require_tokenizer(folder)
     return folder
@@ -254,7 +248,5 @@ def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
         if is_folder(place):
             return place
     beside = {each.name for home in homes if is_folder(home) for each in home.iterdir() if each.is_dir()}
-    raise UserError(
-        f"There is no run '{name}'{did_you_mean(name, beside)}; give the folder of one, or the name of one of these "
-        "runs or of one beside them."
-    )
+    what = "give the folder of one, or the name of one of these runs or of one beside them"
+    raise UserError(f"There is no run '{name}'{did_you_mean(name, beside)}; {what}.")

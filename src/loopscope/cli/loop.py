@@ -62,14 +62,13 @@ def execute(options: argparse.Namespace) -> None:
 
 def _lines(made: "LoopedCheckpoint") -> list[str]:
     looping = made.looping
-    parts = [f"{looping.prelude} once", f"{looping.core} in each of {looping.loops} loops"]
-    parts.append(f"{made.coda} at every exit")
+    parts = f"{looping.prelude} once, {looping.core} in each of {looping.loops} loops, {made.coda} at every exit"
     kept = made.original_layers - len(looping.dropped)
     layers = f"{kept} of {made.original_layers} layers" if looping.dropped else f"all {kept} layers"
     exact = not looping.dropped and looping.damping == 1
-    first = "Loop 1 is the original model" if exact else "Loop 1 is not the original model"
+    first = f"Loop 1 is {'' if exact else 'not '}the original model"
     return [
-        f"{made.folder}: {layers} ({looping.source}): {', '.join(parts)}.",
+        f"{made.folder}: {layers} ({looping.source}): {parts}.",
         f"{made.parameters:,} parameters (the original: {made.original_parameters:,}).",
         f"At full depth a token costs {made.cost:.2f} times the original's multiplications (head included).",
         f"Untrained: nothing was learned here. {first}; deeper loops are nothing that it was trained for.",

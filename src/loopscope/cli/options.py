@@ -182,10 +182,7 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--chat": ("ask in the model's chat template", {}),
     "--confidence X": ("probability with which the promise is to hold (default: 0.95)", {}),
     "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
-    "--device NAME": (
-        "device to compute on: auto (default), cpu, cuda, cuda:1, mps",
-        {"type": device_name, "default": "auto"},
-    ),
+    "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
     "--dtype NAME": ("precision: float32, bfloat16 or float16 (default: the file's)", {"choices": PRECISIONS}),
     "--force": ("start even what is far too big for this machine", {}),
     "--gate DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
@@ -193,19 +190,9 @@ _SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--json": ("print the result as JSON", {}),
     "--max-drop X": ("largest loss against full depth that is allowed (default: 0.01)", {}),
     "--open": ("open the page of the report in the browser", {}),
-    "--style": (
-        "style of the figures: as on the page (default), or as wide as a column of a paper",
-        {"choices": ("page", "paper"), "default": "page"},
-    ),
-    "--product NAME": (
-        "make only this product, or group of them: overview, ouro, paper (repeatable)",
-        {"action": "append"},
-    ),
-    "--reference RUN": (
-        "run, or folder of recordings, whose trajectory is the measure: its path, or its name if it is given here or "
-        "lies beside a run that is",
-        {},
-    ),
+    "--style": ("width of the figures: a page's, or a column's", {"choices": ("page", "paper"), "default": "page"}),
+    "--product NAME": ("make only this product or group: overview, ouro, paper (repeatable)", {"action": "append"}),
+    "--reference RUN": ("run or recordings to compare with: a path, or the name of a run given or beside one", {}),
     "--rounds N": ("rounds to measure after the warm-up", {"type": rounds, "default": 5}),
     "--seed N": ("random seed", {"type": whole, "default": 0}),
     "--set A.B=C": ("change a setting, such as training.seed=1 (repeatable)", {"action": "append"}),

@@ -50,7 +50,7 @@ def print_text(text: str) -> None:
 
 def print_sentences(text: str) -> None:
     """Words that break where the terminal ends, as the tables beside them do."""
-    print(_broken(text, _width()))
+    print(_broken(text))
 
 
 def print_note(text: str) -> None:
@@ -104,16 +104,9 @@ def watched(options: argparse.Namespace, title: str) -> Iterator[ProgressCallbac
         yield advance
 
 
-def _width() -> int:
-    """The terminal's; where this goes elsewhere 80 columns, unless others are asked for."""
-    if sys.stdout.isatty():
-        return shutil.get_terminal_size().columns
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if re.fullmatch("[1-9][0-9]{0,5}", columns) else 80
-
-
-def _broken(text: str, width: int) -> str:
-    """Lines of at most this width, where no word is longer; a number stays with its percent sign."""
+def _broken(text: str) -> str:
+    """Lines as wide as the terminal, or 80 columns, where no word is longer; a number stays with its percent sign."""
+    width = shutil.get_terminal_size().columns
     lines = (line.replace(" %", "\xa0%") for line in visible(text).split("\n"))
     filled = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
     return "\n".join(filled).replace("\xa0%", " %")
@@ -124,12 +117,12 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
 
     Below it stands what its words mean that no option explains.
     """
-    width = _width()
+    width = shutil.get_terminal_size().columns
     console = Console(width=width)
     columns, rows = [visible(each) for each in columns], [[visible(cell) for cell in row] for row in rows]
     cells = [[row[index] for row in rows] for index in range(len(columns))]
     if title:
-        console.print(Text(_broken(title, width), style="bold"))
+        console.print(Text(_broken(title), style="bold"))
     for part in _fitting(columns, cells, keys, width):
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for index, header in part.items():
@@ -142,23 +135,25 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
         console.print(table)
     found = [words for term, words in _TERMS.items() if any(term in cell for row in rows for cell in row)]
     if found:
-        console.print(Text(_broken(f"{'; '.join(found)}.", width)))
+        console.print(Text(_broken(f"{'; '.join(found)}.")))
     console.print()
 
 
 def _fitting(columns: list[str], cells: list[list[str]], keys: int, width: int) -> list[dict[int, str]]:
-    """The columns that stand beside each other, with their headers, which break where not all columns fit otherwise.
+    """The columns that stand beside each other, with their headers, which break where not all columns fit otherwise;
+    a column without a word is left out.
 
     Of the cells only names and texts break their lines, where they must.
     """
+    shown = [index for index in range(len(columns)) if index < keys or not cells[index] or any(cells[index])]
     widest = [min(max(map(len, each), default=0), _MAX_CELL) for each in cells]
     sizes = [max(wide, len(column)) + _GAP for column, wide in zip(columns, widest, strict=True)]
-    if sum(sizes) <= width + _GAP:
-        return [dict(enumerate(columns))]
+    if sum(sizes[index] for index in shown) <= width + _GAP:
+        return [{index: columns[index] for index in shown}]
     sizes = [max(wide, *map(len, column.split()), 1) + _GAP for column, wide in zip(columns, widest, strict=True)]
     headers = [textwrap.fill(column, size - _GAP) for column, size in zip(columns, sizes, strict=True)]
     parts = [list(range(keys))]
-    for index in range(keys, len(columns)):
+    for index in shown[keys:]:
         if len(parts[-1]) > keys and sum(sizes[each] for each in (*parts[-1], index)) > width + _GAP:
             parts.append(list(range(keys)))
         parts[-1].append(index)
@@ -177,7 +172,5 @@ def print_by_loop(title: str, summary: dict[str, Any], by_loop: dict[str, list[f
 
 def machine_line(machine: "Machine") -> str:
     """What a benchmark's numbers were measured on."""
-    threads = f"{machine.threads} thread{'s' * (machine.threads > 1)}"
     products = f"matrix products of this width on {machine.device} in {machine.dtype}: {machine.gigaflops} GFLOP/s"
-    rounds = f"{machine.rounds} round{'s' * (machine.rounds > 1)}"
-    return f"{threads}, {rounds}; {products}."
+    return f"Threads: {machine.threads}, rounds: {machine.rounds}; {products}."

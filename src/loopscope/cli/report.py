@@ -106,9 +106,8 @@ def check_products(names: Sequence[str]) -> None:
     known = [*PRODUCTS.groups, *PRODUCTS.recipes]
     for name in names:
         if name not in known:
-            raise UserError(
-                f"There is no product '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}."
-            )
+            choices = f"choose one of {', '.join(known)}"
+            raise UserError(f"There is no product '{name}'{did_you_mean(name, known)}; {choices}.")
 
 
 def show_report(

@@ -65,7 +65,7 @@ def define(subparsers: Any) -> None:
 
 
 def _examples_file(text: str) -> str:
-    if text != "-" and not _already_open(Path(text)):
+    if text != "-":
         inputs.text_file(text, "file with one example a line (- is the standard input)")
     return text
 
@@ -79,7 +79,7 @@ def execute(options: argparse.Namespace) -> None:
     with _lines(options.examples) as lines:
         reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
         requests = reader.requests()
-        first = list(islice(requests, Path(options.examples).is_file()))  # whoever writes to a pipe need not have begun
+        first = list(islice(requests, options.examples != "-"))  # whoever writes to a pipe need not have begun
         if reader.error is None:
             _answer(options, policy, reader, chain(first, requests))
     if reader.error is not None:
@@ -105,16 +105,10 @@ def _answer(
             print(json.dumps(entry | {"right": is_right}), file=out)
             total, right, loops = total + 1, right + is_right, loops + answer.loop
     if total:
-        print_note(
-            f"{total:,} examples under {policy}: {percent(right / total)} right, {loops / total:.2f} loops on average."
-        )
+        measured = f"{percent(right / total)} right, {loops / total:.2f} loops on average"
+        print_note(f"{total:,} examples under {policy}: {measured}.")
         if policy.guarantee is not None:
             print_note(policy.guarantee.sentence)
-
-
-def _already_open(path: Path) -> bool:
-    """Whether it is a pipe of this process, as `<(command)` makes them in a shell."""
-    return path.is_fifo() and path.parent in (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def _lines(source: str) -> AbstractContextManager[TextIO]:

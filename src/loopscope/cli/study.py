@@ -209,7 +209,7 @@ def _plan(options: argparse.Namespace) -> None:
 def _print_models(plan: "Plan") -> None:
     trained, scored = [], []
     for model in plan.models:
-        gates = f"{len(model.analysis.gates) or ''}"
+        gates = str(len(model.analysis.gates) or "")
         if model.training is not None:
             key, steps = model.training.key.removeprefix("run-"), model.training.settings.training.steps
             harder = "yes" if model.analysis.extrapolation else ""

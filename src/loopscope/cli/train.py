@@ -5,13 +5,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import loopscope as ls
 from loopscope.cli.inputs import device_of, find_model, out_folder, text_file
 from loopscope.cli.options import COMPUTE, add_shared, add_verb, option
 from loopscope.cli.output import print_by_loop, print_json, working
-from loopscope.progress import ProgressCallback, clock, silent
+from loopscope.progress import clock, silent
 from loopscope.training.run_folder import check_run_place
 from loopscope.training.settings import presets, read_continue_settings, read_pretrain_settings, read_settings
 
@@ -19,16 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from loopscope.training.parallel import Workers
-    from loopscope.training.training_loop import RunResult
-
-
-class _Training(NamedTuple):
-    """A run that can be trained."""
-
-    train: "Callable[[ProgressCallback], RunResult]"
-    steps_left: int
-    checked_seconds: Callable[[], float]  # that these steps take, unless they are far too much for this machine
-    title: str  # of the table, after the folder
+    from loopscope.training.training_loop import RunResult, TrainingRun
 
 
 def define(subparsers: Any) -> None:
@@ -68,7 +58,7 @@ def _train_task(options: argparse.Namespace) -> None:
     A killed or interrupted run continues with the same command and ends bit-identical.
     """
     check_run_place(options.out, read_settings(options.settings, options.set))
-    _train_with_workers(options, _task_training)
+    _train_with_workers(options, _task_run)
 
 
 def _pretrain(options: argparse.Namespace) -> None:
@@ -95,7 +85,7 @@ def _pretrain(options: argparse.Namespace) -> None:
         find_model(checkpoint)
     check_run_place(options.out)
     _text_settings(options)
-    _train_with_workers(options, _text_training)
+    _train_with_workers(options, _text_run)
 
 
 def _text_settings(options: argparse.Namespace) -> Any:
@@ -103,82 +93,71 @@ def _text_settings(options: argparse.Namespace) -> Any:
     return read(options.settings, options.set)
 
 
-def _train_with_workers(
-    options: argparse.Namespace, prepare: "Callable[[argparse.Namespace, torch.device, Workers], _Training]"
-) -> None:
+def _task_run(options: argparse.Namespace) -> "TrainingRun":
+    from loopscope.training.task_run import TaskRun
+
+    return TaskRun(read_settings(options.settings, options.set), options.out)
+
+
+def _text_run(options: argparse.Namespace) -> "TrainingRun":
+    from loopscope.training.language_run import ContinuedRun, LanguageRun
+
+    settings, texts = _text_settings(options), (tuple(options.text), tuple(options.validation))
+    if options.start is None:
+        return LanguageRun(settings, *texts, options.out)
+    return ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
+
+
+def _train_with_workers(options: argparse.Namespace, make_run: "Callable[[argparse.Namespace], TrainingRun]") -> None:
     """Trains with the workers that torchrun started, or in this process alone; the first one speaks for all."""
     from loopscope.training.parallel import exit_worker, join_workers, shared_device
+    from loopscope.training.run_state import steps_done
+    from loopscope.training.training_loop import train_run
 
     options.device = shared_device(options.device)
     notes: list[str] = []
     with join_workers(options.device) as workers:
         with workers.together():
-            training = prepare(options, device_of(options), workers)
-            if workers.is_main and training.steps_left and not options.force:
-                left = clock(training.checked_seconds())
-                notes.append(f"{training.steps_left:,} steps to go, about {left} on a quiet machine.")
+            device, run = device_of(options), make_run(options)
+            start = steps_done(options.out)
+            left = run.settings.training.steps - start
+            if workers.is_main and left and not options.force:
+                seconds = _checked_seconds(run, options.settings, start, device, workers)
+                notes.append(f"{left:,} steps to go, about {clock(seconds)} on a quiet machine.")
         with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
-            result = training.train(advance)
+            result = train_run(run, device, advance, workers)
         if workers.is_main:
-            _print(result, training.title, options.json)
+            state = (
+                f"went on from step {start:,}" if start and left else "is finished" if left else "was finished already"
+            )
+            _print(result, state, options.json)
     if workers.count > 1:
         exit_worker(0)
 
 
-def _task_training(options: argparse.Namespace, device: "torch.device", workers: "Workers") -> _Training:
-    from loopscope.training.estimate import check_memory, estimate_time
-    from loopscope.training.run_state import steps_done
+def _checked_seconds(
+    run: "TrainingRun", source: str | Path, start: int, device: "torch.device", workers: "Workers"
+) -> float:
+    """What the steps that are left take, unless they are far too much for this machine."""
+    from loopscope.training.estimate import check_memory, estimate_time, time_for
+    from loopscope.training.task_run import TaskRun
 
-    settings = read_settings(options.settings, options.set)
-    start, steps = steps_done(options.out), settings.training.steps
-
-    def checked_seconds() -> float:
-        check_memory(settings, device, workers)
-        expected = estimate_time(settings, device, start, workers)
-        left_out = f"; keys that {options.settings} leaves out have the paper's values, which are large"
-        expected.check("" if options.settings in presets() else left_out)
-        return expected.seconds
-
-    state = "was finished already" if start == steps else f"went on from step {start:,}" if start else "is finished"
-    return _Training(
-        lambda advance: ls.train(settings, options.out, device, advance, workers),
-        steps - start,
-        checked_seconds,
-        f" {state}. Validation sample, forced exits:",
-    )
-
-
-def _text_training(options: argparse.Namespace, device: "torch.device", workers: "Workers") -> _Training:
-    from loopscope.training.estimate import time_for
-    from loopscope.training.language_run import ContinuedRun, LanguageRun, TextRun
-    from loopscope.training.run_state import steps_done
-    from loopscope.training.training_loop import train_run
-
-    run: TextRun
-    settings, texts = _text_settings(options), (tuple(options.text), tuple(options.validation))
-    if options.start is not None:
-        run = ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
+    why = ""
+    if isinstance(run, TaskRun):
+        check_memory(run.settings, device, workers)
+        expected = estimate_time(run.settings, device, start, workers)
+        if source not in presets():
+            why = f"; keys that {source} leaves out have the paper's values, which are large"
     else:
-        run = LanguageRun(settings, *texts, options.out)
-    left = run.settings.training.steps - steps_done(options.out)
-
-    def checked_seconds() -> float:
-        expected = time_for(run.flops * left, run.width, device, workers)
-        expected.check()
-        return expected.seconds
-
-    return _Training(
-        lambda advance: train_run(run, device, advance, workers),
-        left,
-        checked_seconds,
-        ": the validation sample's next tokens.",
-    )
+        expected = time_for(run.flops * (run.settings.training.steps - start), run.width, device, workers)
+    expected.check(why)
+    return expected.seconds
 
 
-def _print(result: "RunResult", title: str, as_json: bool) -> None:
+def _print(result: "RunResult", state: str, as_json: bool) -> None:
     """The validation of a finished run at every loop."""
     if as_json:
         print_json({"run": str(result.folder), "resumed_from": result.resumed_from, **result.final})
     else:
         by_loop = {name: result.final[f"validation_{name}"] for name in ("loss", "accuracy")}
-        print_by_loop(f"{result.folder}{title}", {}, by_loop, as_json)
+        print_by_loop(f"{result.folder} {state}. Validation sample, forced exits:", {}, by_loop, as_json)
