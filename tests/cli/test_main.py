@@ -238,7 +238,7 @@ def test_only_what_resumes_says_so_when_interrupted(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("loopscope.cli.train.read_settings", interrupted)
-    monkeypatch.setattr("loopscope.cli.inputs.find_checkpoint", interrupted)
+    monkeypatch.setattr("loopscope.models.checkpoint_folder.find_checkpoint", interrupted)
     monkeypatch.setattr("loopscope.cli.study.expand_study", interrupted)
     assert ("same command" in command(*words, code=130).err) == resumes
 

@@ -49,15 +49,14 @@ def test_a_report_on_unseen_examples_breaks_no_promise_for_all(tmp_path: Path, c
     seen, easy = np.arange(400) % 10 > 0, crafted(True, "test").logits
     logits = np.where(seen[:, None, None], easy, crafted(False, "test").logits)  # one in ten is new, and lost
     for split, rows in (("validation", slice(None)), ("test", slice(None, None, -1))):
-        crafted(True, split, logits=logits[rows], labels=easy[rows, -1].argmax(-1), seen=seen[rows]).save(
-            tmp_path / split
-        )
+        fields = {"logits": logits[rows], "labels": easy[rows, -1].argmax(-1), "seen": seen[rows]}
+        crafted(True, split, **fields, examples=[f"{split} {row}" for row in range(400)]).save(tmp_path / split)
     file = tmp_path / "policy.json"
     words = ("--max-drop", 0.15, "--readout", "margin", "--out", file)
     assert run("calibrate", tmp_path / "validation", *words) == 0
     command("evaluate", tmp_path / "test", "--policy", file)
     words = ("--policy", file, "--unseen", "--product", "certified", "--out", tmp_path)
-    assert "broken" not in command("report", tmp_path, *words, code=None).out
+    assert "broken" not in command("report", tmp_path, *words).out
 
 
 @pytest.mark.parametrize("kind", ["status", "report", "run"])

@@ -187,31 +187,28 @@ def _prompts(folder: Path, options: argparse.Namespace) -> "list[ls.Prompt]":
 
 
 def _print_generation(result: "GenerationBench") -> None:
-    close, fast = [], []
+    rows = []
     for timing in result.ways:
-        way = [_rule(timing), "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
-        drafts = "" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}"
-        average = "" if timing.average_loops is None else f"{timing.average_loops:.2f}"
-        close.append([*way, average, f"{timing.run_loops:.2f}", percent(timing.agreement)])
-        close[-1] += [f"{timing.kl:.4f}", drafts, f"{timing.cache_bytes / 2**20:.1f}"]
+        row = [_rule(timing), "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
+        row.append("" if timing.average_loops is None else f"{timing.average_loops:.2f}")
+        row += [f"{timing.run_loops:.2f}", percent(timing.agreement), f"{timing.kl:.4f}"]
+        row.append("" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}")
+        row.append(f"{timing.cache_bytes / 2**20:.1f}")
         ratios = (timing.speedup, timing.realised or "", timing.prompt_speedup, timing.writing_speedup)
-        fast.append([*way, *map(str, (*ratios, timing.realised_of_run))])
+        rows.append([*row, *map(str, (*ratios, timing.realised_of_run))])
     title = (
         f"{result.model}: {result.prompts} prompts of {result.prompt_tokens} tokens, {result.new_tokens:,} after them, "
         f"{result.batch_size} at a time; full depth ({result.num_loops} loops): "
         f"{result.full_tokens_per_second} tokens per second. run: loops that were run for a token, for the cache too. "
-        "agrees, KL: with full depth's prediction. drafts: those that stood."
-    )
-    columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "drafts", "cache, MiB"]
-    print_table(f"{title} {machine_line(result.machine)}", columns, close, keys=3)
-    title = (
-        "Against full depth: all of it, and the share of what the average loops allow; until the first token, and "
-        "after it; after it, the share of what the loops that were run allow."
+        "agrees, KL: with full depth's prediction. drafts: those that stood. speed-up: against full depth, in all, and "
+        "until the first token (prompts) and after it (writing). realised: share of what the average loops allow; of "
+        f"loops run: after the first token, of what these allow. {machine_line(result.machine)}"
     )
     if (plain := result.plain) is not None:
         title += (
             f" Full depth itself is {plain.speedup} times as fast as the plain way, prompts {plain.prompt_speedup}, "
             f"writing {plain.writing_speedup}; {plain.differing} tokens differ."
         )
-    columns = ["readout", "at", "cache", "speed-up", "realised", "prompts", "writing", "of loops run"]
-    print_table(title, columns, fast, keys=3)
+    columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "drafts", "cache, MiB"]
+    columns += ["speed-up", "realised", "prompts", "writing", "of loops run"]
+    print_table(title, columns, rows, keys=3)

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import loopscope as ls
 from loopscope.certify.risk_target import AUTO
 from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import print_note
@@ -17,26 +18,11 @@ from loopscope.files import is_file, is_folder, remove_leftovers, require_file
 from loopscope.learned.attach import Fitted, load_fitted
 from loopscope.machine import keep_memory
 from loopscope.model_identity import same_model
-from loopscope.models.checkpoint_folder import (
-    CONFIG,
-    WEIGHTS,
-    check_hashes,
-    find_checkpoint,
-    is_of_task,
-    known_sha256,
-    require_config,
-)
+from loopscope.models import checkpoint_folder
+from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS
 from loopscope.models.tokenizer import require_tokenizer
 from loopscope.policy import ExitPolicy
-from loopscope.readouts.readout import (
-    READOUTS,
-    Readout,
-    check_threshold,
-    find_readout,
-    needs_labels,
-    no_readout,
-    register_readout,
-)
+from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, needs_labels, no_readout
 from loopscope.readouts.signals import FITTED_GATE, STOPPER
 from loopscope.recording_paths import holds_recordings, run_of_recordings
 from loopscope.scope import Scope
@@ -121,9 +107,9 @@ def _custom_readout(given: str) -> str:
         raise UserError(f"The readout '{given}' cannot be imported: {reason(error)}; {places}.") from error
     finally:
         sys.path[:] = here
-    if not isinstance(found, Readout):
+    if not isinstance(found, ls.Readout):
         raise UserError(f"'{given}' is none: it takes MODULE:NAME, where NAME must be a loopscope.Readout.")
-    return register_readout(found).name
+    return ls.register_readout(found).name
 
 
 def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> None:
@@ -180,8 +166,8 @@ def check_runs_on(policy: ExitPolicy, run: Path) -> None:
 
 def run_weights(run: Path) -> str:
     """The hash that tells the model of a finished run from any other, as its file says, without PyTorch."""
-    check_hashes(run)
-    return known_sha256(run.resolve() / WEIGHTS)
+    checkpoint_folder.check_hashes(run)
+    return checkpoint_folder.known_sha256(run.resolve() / WEIGHTS)
 
 
 def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[str]:
@@ -229,10 +215,10 @@ def _check_no_recordings(folder: Path) -> None:
 
 def find_model(source: str | Path, text: bool = False) -> Path:
     """The folder of a checkpoint, fetched from the Hub if need be; `text`: with a tokenizer."""
-    folder = find_checkpoint(source)
+    folder = checkpoint_folder.find_checkpoint(source)
     _check_no_recordings(folder)
-    require_config(folder)
-    if text and is_of_task(folder):
+    checkpoint_folder.require_config(folder)
+    if text and checkpoint_folder.is_of_task(folder):
         verbs = "record the task with `loopscope record task`, or answer its examples with `loopscope run`"
         raise UserError(f"{folder} is a model of a task, which takes no text; {verbs}.")
     if text:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import loopscope as ls
 from loopscope.cli.inputs import find_model, new_path
-from loopscope.cli.options import add_shared, add_verb, count, number_range, option, whole
+from loopscope.cli.options import add_shared, add_verb, count, given, number_range, option, whole
 from loopscope.cli.output import print_text, show
 
 if TYPE_CHECKING:
@@ -46,17 +46,9 @@ def execute(options: argparse.Namespace) -> None:
     path = Path(options.checkpoint)
     if path.suffix != ".gguf" and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
         find_model(options.checkpoint)
-    made = ls.loop(
-        options.checkpoint,
-        options.out,
-        options.prelude,
-        options.core,
-        options.loops,
-        drop=[layer for layers in options.drop for layer in layers],
-        damping=options.damping,
-        injection=options.injection,
-        gate=options.gate,
-    )
+    dropped = [layer for layers in options.drop for layer in layers]
+    chosen = given(options, "prelude", "core", "loops", "damping", "injection", "gate")
+    made = ls.loop(options.checkpoint, options.out, drop=dropped, **chosen)
     show(made, options.json, lambda: print_text("\n".join(_lines(made))))
 
 

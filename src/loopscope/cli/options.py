@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
     """What a verb takes, in words, where the names of what is missing do not say it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **options)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
         self._pairs: list[tuple[str, str, bool]] = []
 
     def needs(self, **others: str) -> None:

@@ -181,9 +181,8 @@ def _role(members: "Sequence[ModelResult]") -> str:
     first, *others = members
     words = ["the reference"] if first.is_reference else []
     if others:
-        found = Counter(other.verdict for other in others)
-        agree = set(found) == {first.verdict}
-        verdicts = ", ".join(name if len(others) == 1 else f"{name} ({count})" for name, count in found.items())
-        rest = "the other" if len(others) == 1 else "the others"
-        words.append(f"one of {len(members)} seeds; {rest}: {'the same verdict' if agree else verdicts}")
+        counts = Counter(other.verdict for other in others)
+        verdicts = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        agreed = "the same verdict" if set(counts) == {first.verdict} else verdicts
+        words.append(f"one of {len(members)} seeds; the other{'s' * (len(others) > 1)}: {agreed}")
     return f" ({', '.join(words)})" if words else ""

@@ -17,7 +17,7 @@ import numpy as np
 
 import loopscope as ls
 from loopscope.cli.inputs import device_of, find_model, text_file
-from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, add_verb, option, rounds
+from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, add_verb, given, option, rounds
 from loopscope.cli.output import print_note, print_sentences, print_table, show, working
 from loopscope.files import read_text
 from loopscope.models.tokenizer import FILE, encode, load_tokenizer
@@ -57,9 +57,8 @@ def execute(options: argparse.Namespace) -> int:
             options.model,
             lambda dtype: ls.load_model(folder, device, dtype),
             text,
-            dtype=options.dtype,
             kinds=options.only or KINDS,
-            rounds=options.rounds,
+            **given(options, "dtype", "rounds"),
             source="a sample of our own" if options.text is None else str(options.text),
             progress=advance,
         )
