@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _GAP = 2
 """Characters between two columns."""
+_MIN_NAME = 20
+"""Characters that a name must have, however wide the rest is."""
 _MAX_CELL = 44
 """Characters; a longer cell breaks its lines."""
 _NUMBER = re.compile(r"\[?[+-]?\d|[≤≥] |(N/A|none|no verdict|no gate|-|)$")
@@ -147,6 +149,9 @@ def _fitting(columns: list[str], cells: list[list[str]], keys: int, width: int) 
     """
     shown = [index for index in range(len(columns)) if index < keys or not cells[index] or any(cells[index])]
     widest = [min(max(map(len, each), default=0), _MAX_CELL) for each in cells]
+    for index, texts in enumerate(cells[:keys]):
+        longest_word = max((len(word) for text in texts for word in text.split()), default=0)
+        widest[index] = min(widest[index], max(_MIN_NAME, longest_word))
     sizes = [max(wide, len(column)) + _GAP for column, wide in zip(columns, widest, strict=True)]
     if sum(sizes[index] for index in shown) <= width + _GAP:
         return [{index: columns[index] for index in shown}]

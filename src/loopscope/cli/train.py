@@ -17,8 +17,10 @@ from loopscope.training.settings import presets, read_continue_settings, read_pr
 if TYPE_CHECKING:
     import torch
 
+    from loopscope.training.language_run import TextRun
     from loopscope.training.parallel import Workers
-    from loopscope.training.training_loop import RunResult, TrainingRun
+    from loopscope.training.task_run import TaskRun
+    from loopscope.training.training_loop import RunResult
 
 
 def define(subparsers: Any) -> None:
@@ -93,13 +95,13 @@ def _text_settings(options: argparse.Namespace) -> Any:
     return read(options.settings, options.set)
 
 
-def _task_run(options: argparse.Namespace) -> "TrainingRun":
+def _task_run(options: argparse.Namespace) -> "TaskRun":
     from loopscope.training.task_run import TaskRun
 
     return TaskRun(read_settings(options.settings, options.set), options.out)
 
 
-def _text_run(options: argparse.Namespace) -> "TrainingRun":
+def _text_run(options: argparse.Namespace) -> "TextRun":
     from loopscope.training.language_run import ContinuedRun, LanguageRun
 
     settings, texts = _text_settings(options), (tuple(options.text), tuple(options.validation))
@@ -108,7 +110,9 @@ def _text_run(options: argparse.Namespace) -> "TrainingRun":
     return ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
 
 
-def _train_with_workers(options: argparse.Namespace, make_run: "Callable[[argparse.Namespace], TrainingRun]") -> None:
+def _train_with_workers(
+    options: argparse.Namespace, make_run: "Callable[[argparse.Namespace], TaskRun | TextRun]"
+) -> None:
     """Trains with the workers that torchrun started, or in this process alone; the first one speaks for all."""
     from loopscope.training.parallel import exit_worker, join_workers, shared_device
     from loopscope.training.run_state import steps_done
@@ -136,7 +140,7 @@ def _train_with_workers(options: argparse.Namespace, make_run: "Callable[[argpar
 
 
 def _checked_seconds(
-    run: "TrainingRun", source: str | Path, start: int, device: "torch.device", workers: "Workers"
+    run: "TaskRun | TextRun", source: str | Path, start: int, device: "torch.device", workers: "Workers"
 ) -> float:
     """What the steps that are left take, unless they are far too much for this machine."""
     from loopscope.training.estimate import check_memory, estimate_time, time_for
