@@ -124,7 +124,8 @@ class Claims:
             for model in models:
                 reference = references[model["name"].rsplit("-s", 1)[1]]
                 if model is not reference:
-                    print(f"- {model['name']}: {gap(model['diagnosis']['trajectory_gap'])} -> {shared(model, reference)}")
+                    before = gap(model["diagnosis"]["trajectory_gap"])
+                    print(f"- {model['name']}: {before} -> {shared(model, reference)}")
 
     def forced(self, task: str) -> None:
         title(f"{task}: accuracy of every loop, best loop, mean over seeds")

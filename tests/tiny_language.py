@@ -41,6 +41,11 @@ def ouro_config(**changes: Any) -> dict[str, Any]:
     }
 
 
+def change_tokenizer(file: Path) -> None:
+    """It begins every text with an a."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Prepend", "prepend": "a"}}))
+
+
 def seeded(make: Callable[[], LoopedModel]) -> Any:
     """A model whose random weights are the same every time."""
     with torch.random.fork_rng():

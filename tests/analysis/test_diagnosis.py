@@ -305,7 +305,7 @@ def test_a_good_gate_does_not_hide_a_bad_trajectory() -> None:
 
 @pytest.mark.parametrize("target", [0.75, 0.95, None])
 def test_a_reference_that_is_clearly_less_accurate_judges_nothing(target: float | None) -> None:
-    """At low accuracies it would be the quicker one, at high ones it never arrives: the verdict would be the target's."""
+    """At low accuracies it would be the quicker one, at high ones it never arrives: the target would decide."""
     weak = subject((1, 1, 1, 1, 9), "knowing", gated=False)
     diagnosis = diagnose_subject(subject((1, 2, 2, 2), "late"), weak, target)
     assert (diagnosis.blamed, diagnosis.trajectory_gap, diagnosis.weak_reference) == (("readout",), None, True)

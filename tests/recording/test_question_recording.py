@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from benchmark_slices import DATA, byte_pairs
-from tiny_language import write_ouro
+from tiny_language import change_tokenizer, write_ouro
 
 import loopscope as ls
 from loopscope.engine.scheduler import compare_with_replay, run
@@ -187,7 +187,7 @@ def test_an_interrupted_recording_goes_on(
 
 
 def test_the_same_recording_is_used_again_and_another_refused(
-    recording: Record, scored: list[int], tmp_path: Path
+    recording: Record, scored: list[int], checkpoint: Path, data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     first = recording(out, limit=3)
@@ -197,6 +197,10 @@ def test_the_same_recording_is_used_again_and_another_refused(
     for change in ({"limit": 2}, {"mean": True}, {"hidden": True}, {"dtype": "bfloat16"}, {"shard": (0, 2)}):
         with pytest.raises(ls.UserError, match="holds another recording .*choose another --out"):
             recording(out, **{"limit": 3, **change})
+    changed = shutil.copytree(checkpoint, tmp_path / "changed")
+    change_tokenizer(changed / "tokenizer.json")
+    with pytest.raises(ls.UserError, match=r"holds another recording \(of another tokenization"):
+        record_benchmark(changed, "arc_easy", "test", out, data=data, limit=3)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ls.UserError, match="exists and is not a recording; choose another place"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_language import change_tokenizer
 
 import loopscope as ls
 from loopscope.models.tokenizer import read_documents, tokenize_documents
@@ -104,6 +105,11 @@ def test_the_same_recording_is_used_again_and_another_one_refused(
     ):
         with pytest.raises(ls.UserError, match="another recording"):
             record_text(tiny_ouro.folder, texts, split, out, limit=limit)
+    changed = shutil.copytree(tiny_ouro.folder, tmp_path / "changed")
+    (changed / "hashes.json").unlink()  # of a checkpoint of somebody else's, which has none
+    change_tokenizer(changed / "tokenizer.json")
+    with pytest.raises(ls.UserError, match=r"holds another recording \(of another tokenization"):
+        record_text(changed, tiny_ouro.validation, "test", out, limit=50)
 
 
 def test_a_gate_fitted_to_a_text_becomes_the_checkpoint_s_own(tiny_ouro: LanguageRun, tmp_path: Path) -> None:

@@ -28,14 +28,7 @@ from loopscope.analysis.targets import (
     percent_text,
     target_level,
 )
-from loopscope.analysis.verdict_text import (
-    Finding,
-    aligned,
-    rounded_percent,
-    verdict_sentence,
-    with_bounds,
-    wrapped,
-)
+from loopscope.analysis.verdict_text import Finding, aligned, rounded_percent, verdict_sentence, with_bounds, wrapped
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
 from loopscope.readouts.signals import own_name

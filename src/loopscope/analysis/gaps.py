@@ -143,7 +143,7 @@ class Subject:
         return [name for name in both if not is_gate(name)]
 
     def is_more_accurate_than(self, other: "Subject") -> bool:
-        """Whether its best loop is clearly better than the other's: by more than the margin in nearly every resample."""
+        """Whether its best loop is clearly better: by more than the margin in nearly every resample."""
         ours, theirs = (each.curves("fixed").accuracy.max(axis=1) for each in (self, other))
         size = min(len(ours), len(theirs))
         return float(np.mean(ours[1:size] - theirs[1:size] > ACCURACY_MARGIN)) >= ENOUGH

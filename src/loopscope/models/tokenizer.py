@@ -10,13 +10,14 @@ this process with limits to both, and only its text comes back, which has a limi
 """
 
 import base64
+import hashlib
 import os
 import resource
 import select
 import signal
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,15 @@ def tokenize_documents(documents: Sequence[str], checkpoint: Path) -> list[NDArr
     with explained(UNUSABLE_TOKENIZER):
         encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
     return [np.array(tokens.ids, dtype=np.int64) for tokens in encoded]
+
+
+def tokenization_sha256(rows: Iterable[NDArray[np.int64]]) -> str:
+    """A hash of these rows of tokens: another tokenizer gives another one."""
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(f"{len(row)} ".encode())
+        found.update(np.ascontiguousarray(row).data)
+    return found.hexdigest()
 
 
 def stop_tokens(tokenizer: Any, configured: Collection[int] = ()) -> set[int]:

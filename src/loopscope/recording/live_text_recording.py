@@ -82,7 +82,8 @@ def record_live(
         proposing=planned.proposing,
     )
     found = recording.provenance
-    provenance = {name: found.get(name) for name in ("weights_sha256", "precision", "text_sha256", "context", "dtype")}
+    of_text = ("text_sha256", "tokenization_sha256", "context")
+    provenance = {name: found.get(name) for name in ("weights_sha256", "precision", *of_text, "dtype")}
     provenance |= {
         "thresholds": planned.thresholds.tolist(),
         "rule": _identity(planned.rule),

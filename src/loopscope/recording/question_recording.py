@@ -29,7 +29,7 @@ from loopscope.errors import UserError
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.looped_model import LoopedModel
-from loopscope.models.tokenizer import load_tokenizer
+from loopscope.models.tokenizer import load_tokenizer, tokenization_sha256
 from loopscope.progress import ProgressCallback, silent
 from loopscope.questions import (
     Benchmark,
@@ -92,6 +92,7 @@ def record_benchmark(
         questions = questions[shard[0] :: shard[1]]
     folder = find_checkpoint(checkpoint)
     model = load_model(folder, device, dtype)
+    encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
     provenance = {
         "weights_sha256": model.weights_sha256,
         "precision": model.precision,
@@ -99,6 +100,7 @@ def record_benchmark(
         "metric": which.metric,
         "shots": which.shots,
         "questions_sha256": digest([[q.key, q.context, q.choices, q.label] for q in questions]),
+        "tokenization_sha256": tokenization_sha256(row for each in encoded for row in (each.context, *each.choices)),
         "lm_eval": version("lm_eval"),
         "examples": len(questions),
         "limit": limit,
@@ -110,7 +112,6 @@ def record_benchmark(
     keep = Keep(hidden=hidden)
 
     def make(unfinished: Path) -> None:
-        encoded = encode_questions(questions, load_tokenizer(folder), model.block_size)
         cut = sum(tokens.cut > 0 for tokens in encoded)
         described = provenance | keep.provenance | {"cut": cut}
         requests = question_requests(questions, encoded, "acc", mean)

@@ -24,7 +24,7 @@ from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.device import check_device, upload
 from loopscope.models.looped_model import LoopedModel, Loops
 from loopscope.models.packing import Layout, count_up
-from loopscope.models.tokenizer import check_context, read_documents, tokenize_documents
+from loopscope.models.tokenizer import check_context, read_documents, tokenization_sha256, tokenize_documents
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import readouts_reading
 from loopscope.readouts.replay import replayed
@@ -71,7 +71,8 @@ def record_text(
     model = load_model(folder, device, dtype)
     context = min(model.block_size, CONTEXT) if context is None else context
     check_context(context, model.block_size)
-    windows = cut_documents(tokenize_documents(documents, folder), context, limit)
+    tokenized = tokenize_documents(documents, folder)
+    windows = cut_documents(tokenized, context, limit)
     if int(windows.tokens.max()) >= model.vocab_size:
         raise UserError(f"The tokenizer of {folder} has more tokens than the model's {model.vocab_size}.")
     provenance = {
@@ -79,6 +80,7 @@ def record_text(
         "precision": model.precision,
         "run": trained_with(folder),
         "text_sha256": [sha256(path) for path in texts],
+        "tokenization_sha256": tokenization_sha256(tokenized),
         "context": context,
         "examples": windows.decisions,
         "documents": len(np.unique(windows.documents)),

@@ -130,8 +130,8 @@ def gaps(results: Results) -> Table:
         "Room left: its best readout minus the cheapest rule that knows the labels. Reachable room, a part of it: its "
         "best readout minus the better of two rules that were learned from validation data on all signals together "
         "(from more data one might learn more). A part is blamed where the interval lies above zero and not within "
-        f"{EQUIVALENCE_MARGIN:g} loops, or where it alone misses the target. {GIVEN} No verdict: the model is not above "
-        "chance, or has one loop."
+        f"{EQUIVALENCE_MARGIN:g} loops, or where it alone misses the target. {GIVEN} No verdict: the model is not "
+        "above chance, or has one loop."
     )
     columns = ["model", "blamed", "readout gap", "trajectory gap", "room left", "reachable room"]
     return Table("Diagnosis", note + of_sequences(results), columns, rows)
