@@ -1,5 +1,6 @@
 """Recording: is a recording what the model says, whatever is kept of it?"""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from conftest import GOLDEN, tiny_settings
 
 import loopscope as ls
+from loopscope.models.looped_model import LoopState
 from loopscope.readouts.signals import SIGNALS
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_task
@@ -86,6 +88,22 @@ def test_what_cannot_be_recorded_is_explained(gated_run: Path, tmp_path: Path) -
     with pytest.raises(ls.UserError, match="no task of its own"):
         record_task(GOLDEN / "ouro-tiny", "test", tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_model_that_draws_in_evaluation_mode_is_rejected(gated_run: Path, tmp_path: Path) -> None:
+    model = ls.load_model(gated_run)
+    plain, rows = model.step, [[1, 2, 3], [2, 1, 3]]
+
+    def noisy(state: LoopState) -> LoopState:
+        after = plain(state)
+        return replace(after, hidden=after.hidden + 1e-3 * torch.randn_like(after.hidden))
+
+    ls.record_model(model, rows)
+    model.step = noisy  # type: ignore[method-assign]
+    with pytest.raises(ls.UserError, match="answers the same rows otherwise the second time"):
+        ls.record_model(model, rows)
+    with pytest.raises(ls.UserError, match="says something else when it is asked a second time"):
+        ls.check_model(model)
 
 
 @pytest.mark.parametrize("keep", [Keep(hidden=True), Keep(logits=False)])

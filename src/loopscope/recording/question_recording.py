@@ -46,6 +46,7 @@ from loopscope.readouts.replay import replayed
 from loopscope.recording.recording_folder import (
     Arrays,
     Keep,
+    check_repeatable,
     existing_recording,
     keep_part,
     kept_parts,
@@ -112,6 +113,7 @@ def record_benchmark(
     keep = Keep(hidden=hidden)
 
     def make(unfinished: Path) -> None:
+        check_repeatable(model)
         cut = sum(tokens.cut > 0 for tokens in encoded)
         described = provenance | keep.provenance | {"cut": cut}
         requests = question_requests(questions, encoded, "acc", mean)

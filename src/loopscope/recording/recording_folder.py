@@ -52,6 +52,9 @@ ArrayLayout = dict[str, tuple[tuple[int, ...], Any]]
 T = TypeVar("T")
 
 _DESCRIPTION = "what.json"
+_TOKENS_ASKED_TWICE = 16
+_ROUNDINGS = 16
+"""By which two passes over the same rows may differ: some devices add in any order."""
 _PART = "{}.safetensors"
 
 
@@ -133,6 +136,19 @@ def write_states(arrays: Arrays, rows: NDArray[np.int64], out: Loops, keep: Keep
 def by_row(values: torch.Tensor) -> NDArray[Any]:
     """[T, n, ...] on any device as [n, T, ...] in float32."""
     return values.transpose(0, 1).float().cpu().numpy()
+
+
+@torch.inference_mode()
+def check_repeatable(model: LoopedModel) -> None:
+    """Reject a model that answers otherwise when it is asked again: its recording would be one draw of many."""
+    model.require_evaluation()
+    rows = np.random.default_rng(0).integers(0, model.vocab_size, (2, min(model.block_size, _TOKENS_ASKED_TWICE)))
+    first, again = (model.loops(torch.from_numpy(rows)).logits.nan_to_num() for _ in range(2))
+    if (first - again).abs().max() > _ROUNDINGS * torch.finfo(first.dtype).eps * first.abs().max():
+        raise UserError(
+            "The model answers the same rows otherwise the second time, although it is in evaluation mode; keep "
+            "dropout and noise to training, or draw noise from a fixed seed (loopscope.check_model says more)."
+        )
 
 
 def existing_recording(out: Path, split: str, provenance: dict[str, Any], keep: Keep) -> Trajectory | None:

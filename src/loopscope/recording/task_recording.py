@@ -31,6 +31,7 @@ from loopscope.recording.recording_folder import (
     Keep,
     array_layout,
     by_row,
+    check_repeatable,
     existing_recording,
     write_recording,
     write_states,
@@ -98,7 +99,6 @@ def record_model(
 
     A row ends at its `lengths` (default: M). Nothing is written; `save` of the trajectory does that.
     """
-    model.require_evaluation()
     keep = keep or Keep()
     if labels is None and not keep.logits:
         raise UserError("Without labels a recording must keep its logits.")
@@ -184,6 +184,7 @@ def _layout(model: LoopedModel, examples: Examples, keep: Keep) -> ArrayLayout:
 
 def _fill(arrays: Arrays, model: LoopedModel, examples: Examples, keep: Keep, progress: ProgressCallback) -> None:
     """Runs all examples, and puts what is kept of them in its place."""
+    check_repeatable(model)
     arrays["labels"][:], arrays["difficulty"][:] = examples.labels, examples.difficulty
     device, done = next(model.parameters()).device, 0
     for rows in examples.same_length_batches(BATCH):

@@ -33,6 +33,7 @@ from loopscope.recording.recording_folder import (
     Keep,
     array_layout,
     by_row,
+    check_repeatable,
     existing_recording,
     write_recording,
     write_states,
@@ -93,6 +94,7 @@ def record_text(
         return found
 
     def fill(arrays: Arrays) -> None:
+        check_repeatable(model)
         done = 0
         for batch in windows.batches(tokens):
             rows, labels, sequences = windows.targets(batch)
