@@ -19,6 +19,7 @@ from loopscope.analysis.model_analysis import (
     metric_accuracies,
     read_recordings,
 )
+from loopscope.analysis.results import model_label
 from loopscope.analysis.schema import Results
 
 
@@ -132,3 +133,28 @@ def test_subjects_are_in_the_keys() -> None:
     assert found["s1"][[1, 4, 7]].all()
     assert by_subject(answers("arc_easy", "test", rows=10)) == {}
     assert by_subject(answers("mmlu", "test", rows=10, subjects=3, examples=None)) == {}
+
+
+FIXED = {"name": "fixed_prior", "prior": "geometric", "geometric_lambda": 0.3, "beta": 0.1}
+RUN = {"task": {"name": "mano"}, "model": {"gate": "none"}, "objective": FIXED, "training": {"seed": 3}}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        None,
+        "a text",
+        [RUN],
+        {key: {} for key in RUN},
+        dict.fromkeys(RUN, 3),
+        RUN | {"objective": FIXED | {"geometric_lambda": "0.3"}},
+        RUN | {"objective": {"name": "mine:own", "options": 3}},
+        RUN | {"training": {"seed": [3]}},
+    ],
+)
+def test_a_run_of_another_shape_is_not_read(run: object) -> None:
+    """What it is called in a report is the folder's name then."""
+    assert model_label({"run": RUN}, "mine") == "fixed prior, geometric 0.3"
+    assert model_label({"run": run}, "mine") == "mine"
+    made = [source(name, seed, provenance={"run": run}) for seed, name in enumerate(("a", "b"))]
+    assert [model.label for model in analyse_models(made, None, [0.6])[0].models] == ["a", "b"]

@@ -273,9 +273,9 @@ def _signals(recording: Trajectory) -> list[str]:
 
 
 def _group(provenance: dict[str, Any], name: str) -> str:
-    run = recorded_run(provenance)
-    if run is None:
+    if recorded_run(provenance) is None:
         return name
+    run = provenance["run"]
     training = {key: value for key, value in run["training"].items() if key != "seed"}
     return digest({**run, "training": training})[:16]
 
@@ -289,9 +289,9 @@ def benchmark_result(name: str, test: Trajectory) -> schema.BenchmarkResult | No
     benchmark = test.provenance.get("benchmark")
     if not isinstance(benchmark, str):
         return None
-    known = BENCHMARKS.get(benchmark)
+    known, model = BENCHMARKS.get(benchmark), test.provenance.get("model")
     return schema.BenchmarkResult(
-        model=test.provenance.get("model", name),
+        model=model if isinstance(model, str) else name,
         name=benchmark,
         title=known.title if known else benchmark,
         metric=test.provenance.get("metric", METRICS[0]),

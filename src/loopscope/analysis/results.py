@@ -14,10 +14,39 @@ from loopscope.analysis import schema
 from loopscope.analysis.difficulty import ORDERED_SIGNALS
 from loopscope.analysis.targets import Target
 from loopscope.artifacts import loopscope_version
-from loopscope.config import digest
+from loopscope.config import digest, plain
 
 _LONGEST_LABEL = 100
-_RUN_TABLES = ("task", "model", "objective", "training")
+
+
+class _Task(msgspec.Struct):
+    name: str
+
+
+class _Model(msgspec.Struct):
+    gate: str
+
+
+class _Objective(msgspec.Struct):
+    name: str
+    prior: str = ""
+    geometric_lambda: float = 0.0
+    beta: float = 0.0
+    options: dict[str, Any] = {}
+    truncated: int | None = None
+
+
+class _Training(msgspec.Struct):
+    seed: int
+
+
+class _RecordedRun(msgspec.Struct):
+    """What a report reads of the settings of a run."""
+
+    task: _Task
+    model: _Model
+    objective: _Objective
+    training: _Training
 
 
 def assemble_results(
@@ -138,7 +167,9 @@ def _tidy(text: str) -> str:
 
 
 def recorded_run(provenance: dict[str, Any]) -> dict[str, Any] | None:
-    """The settings of the run that made a recording, if it was one of ours."""
-    run = provenance.get("run")
-    ours = isinstance(run, dict) and all(isinstance(run.get(part), dict) for part in _RUN_TABLES)
-    return run if ours else None
+    """What a report reads of the settings of the run that made a recording, if it was one of ours."""
+    try:
+        found: dict[str, Any] = plain(msgspec.convert(provenance.get("run"), _RecordedRun))
+    except msgspec.ValidationError:
+        return None
+    return found
