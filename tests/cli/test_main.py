@@ -17,6 +17,7 @@ import torch
 
 import loopscope as ls
 from cli.conftest import Command, run, settings
+from conftest import random_trajectory
 from loopscope.checks.model_contract import CHECK_KINDS
 from loopscope.cli import VERBS, inputs, main, make_parser, options, selfcheck
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, print_text
@@ -293,3 +294,13 @@ def test_what_is_odd_about_a_recording_is_said_once(tmp_path: Path, command: Com
     said = command("diagnose", tmp_path).err
     assert said.count("as probabilities do") == 1
     assert "Warning" not in said
+
+
+def test_closed_standard_streams_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, split in enumerate(("validation", "test")):
+        random_trajectory(seed, rows=60, split=split).save(tmp_path / split)
+    with monkeypatch.context() as closed:
+        for name in ("stdin", "stdout", "stderr"):
+            closed.setattr(sys, name, None)
+        codes = [main(words) for words in (["diagnose", str(tmp_path)], ["diagnose", str(tmp_path / "nowhere")])]
+    assert codes == [0, 2]

@@ -228,6 +228,7 @@ def test_the_ouro_study_runs_on_a_small_ouro_with_real_slices(tiny_ouro: Path, t
         ('benchmarks = ["mmlu", "arc_easy"]', 'benchmarks = ["mlmu"]', "'mlmu' .did you mean 'mmlu'"),
         ('latency = ["arc_easy"]', 'latency = ["hellaswag"]', "'hellaswag', which is not among the benchmarks"),
         ("shards = 2", "shard = 2", "unknown key `shard`"),
+        ("shards = 2", f"shards = {2**40}", "shards: expected a whole number <= 1000"),
         ('models = ["elsewhere/Ouro-1.4B"]', 'models = ["nowhere"]', "There is no folder nowhere"),
         ('models = ["elsewhere/Ouro-1.4B"]', 'models = ["a/b", "a/b@c"]', "lists the run 'b-mmlu' twice"),
         ("limit = 60", 'data = "no-such"', "There are no files of mmlu in no-such"),

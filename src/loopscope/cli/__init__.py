@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def answer(words: Sequence[str], make: Any) -> int:
     """Executes a command with the parser that `make` gives; the exit code."""
     options = argparse.Namespace(resumes=False)
+    _open_standard_streams()
     try:
         _check_words(words)
         _, unknown = make().parse_known_args(words, options)
@@ -99,6 +100,13 @@ def answer(words: Sequence[str], make: Any) -> int:
             _print_error(f"interrupted{more}.")
         return 130
     return 2
+
+
+def _open_standard_streams() -> None:
+    """A stream that the caller closed leads nowhere; otherwise the next file that is opened would take its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
 
 
 def _print_error(text: str) -> None:

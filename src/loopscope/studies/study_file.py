@@ -32,6 +32,7 @@ Target = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Name = Annotated[str, msgspec.Meta(pattern="^(?!(report|store)$)[A-Za-z0-9][A-Za-z0-9._-]*$")]
 T = TypeVar("T")
 Some = Annotated[tuple[T, ...], msgspec.Meta(min_length=1)]
+Shards = Annotated[int, msgspec.Meta(ge=1, le=1_000)]
 
 _MAX_RUNS = 10_000
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w.-]+)?")
@@ -115,7 +116,7 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     limit: Count | None = None  # questions of every split (default: all)
     shots: Tally | None = None  # few-shot examples (default: each benchmark's own)
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # default: as the checkpoint is stored
-    shards: Count = 1  # parts in which the test split is scored
+    shards: Shards = 1  # parts in which the test split is scored
     gates: Gates | None = None  # fitted to every trajectory, on the benchmark's own train split
     guarantees: tuple[RiskTarget, ...] = ()  # sought for every model on every benchmark
     latency: tuple[str, ...] = ()  # the benchmarks on which exits are timed
