@@ -303,4 +303,6 @@ def test_closed_standard_streams_lead_nowhere(tmp_path: Path, monkeypatch: pytes
         for name in ("stdin", "stdout", "stderr"):
             closed.setattr(sys, name, None)
         codes = [main(words) for words in (["diagnose", str(tmp_path)], ["diagnose", str(tmp_path / "nowhere")])]
+        for opened in (sys.stdin, sys.stdout, sys.stderr):
+            opened.close()
     assert codes == [0, 2]
