@@ -111,7 +111,7 @@ def moved(to: str) -> Callable[[Path], None]:
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").unlink(), "not a checkpoint: it has no config.json"),
-        (configured(num_hidden_layers=4000), "16 tensors, too few for its 4,000 layers"),
+        (configured(num_hidden_layers=2), "no tensor .model.layers.1"),
         (configured(num_hidden_layers=10**9), "num_hidden_layers: expected a whole number <= 4096"),
         (configured(rope_theta=None, rope_parameters={"rope_theta": 0}), "rope_parameters.rope_theta: expected"),
         (configured(rope_scaling={"rope_type": "yarn"}), "rope_scaling.rope_type: there is no 'yarn' here"),
