@@ -231,7 +231,9 @@ class Decoder:
         state = self._model.begin_packed(upload(tokens, self._device), layout)
         if self._kind is not type(state):
             self._kind = type(state)
-            assert {*self._kind._tensors()} == {*self._kind.tokenwise, "loop"}, "name the state's tensors in `tokenwise`"
+            assert {*self._kind._tensors()} == {*self._kind.tokenwise, "loop"}, (
+                "name the state's tensors in `tokenwise`"
+            )
         for name in self._extra_states:
             self._kv_cache.write_states(name, 0, indices, getattr(state, name))
         self._cached[rows, 0] += counts

@@ -65,7 +65,9 @@ class RopeParameters(msgspec.Struct, frozen=True):
         scaling = self.scaling
         for name, value in zip(LLAMA3_KEYS, scaling or (), strict=False):
             require_values((value, f"{name} is missing"))
-        require_values((scaling is None or scaling.low < scaling.high, "low_freq_factor must be below high_freq_factor"))
+        require_values(
+            (scaling is None or scaling.low < scaling.high, "low_freq_factor must be below high_freq_factor")
+        )
 
     @property
     def scaling(self) -> Llama3Scaling | None:
