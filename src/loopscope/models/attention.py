@@ -141,12 +141,15 @@ def _attention_groups(layout: Layout) -> list[AttentionGroup]:
     lengths = layout.host_lengths
     if not len(lengths):
         return []
-    keys = layout.cache.group_keys if isinstance(layout.cache, SharedPrefix) else np.zeros_like(lengths)
-    differs = (lengths[1:] != lengths[:-1]) | (keys[1:] != keys[:-1])
-    firsts = np.concatenate(([0], np.flatnonzero(differs) + 1))
-    counts = np.diff(firsts, append=len(lengths))
+    found = [(slice(0, len(lengths)), int(lengths[0]))]  # text that goes on by a token
+    prefixes = layout.cache if isinstance(layout.cache, SharedPrefix) else None
+    if prefixes is not None or (lengths != lengths[0]).any():
+        keys = np.zeros_like(lengths) if prefixes is None else prefixes.group_keys
+        differs = (lengths[1:] != lengths[:-1]) | (keys[1:] != keys[:-1])
+        firsts = np.concatenate(([0], np.flatnonzero(differs) + 1))
+        found = _neighbours(lengths[firsts], keys[firsts], np.diff(firsts, append=len(lengths)))
     groups = []
-    for rows, longest in _neighbours(lengths[firsts], keys[firsts], counts):
+    for rows, longest in found:
         cells = torch.arange(longest, device=layout.device).minimum(layout.lengths[rows, None] - 1)
         groups.append(AttentionGroup(rows, layout.states(layout.starts[rows, None] + cells)))
     return groups
@@ -280,7 +283,7 @@ def cached_attention(
     if isinstance(cache, AppendingRows) and cache.at.number is None:
         name = cache.loops.tobytes()  # rows at several loops have a plan for each step
     plan = layout.compute_once(name, partial(_plan, layout, key))
-    if isinstance(cache, AppendingRows):
+    if isinstance(cache, AppendingRows) and plan.written is not None:
         cache.kv_cache.write(layer, cache.at, plan.written, key, value)
     out = None
     for part in plan.parts:
@@ -365,7 +368,7 @@ def _cache_parts(layout: Layout, cache: AppendingRows, group: AttentionGroup, ke
         if int(cache.cached[rows].min()) + 1 < upto:
             # It is added to the scores: every layer would make that of a mask of truths.
             later = torch.arange(upto, device=cells.device) > layout.positions[cells][:, None, :, None]
-            mask = torch.zeros_like(later, dtype=key.dtype).masked_fill_(later, -torch.inf)
+            mask = torch.zeros(later.shape, dtype=key.dtype, device=key.device).masked_fill_(later, -torch.inf)
         start = int(places[run.start])
         there = upload(places, layout.device) if copied else slice(start, start + run.stop - run.start)
         parts.append(_Part(cells, None, mask, *_belonging(layout, cells, counts), there, upto))

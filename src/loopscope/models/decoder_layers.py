@@ -77,7 +77,10 @@ class RopeParameters(msgspec.Struct, frozen=True):
 
 
 class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
-    beside_network = ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
+    beside_network: ClassVar[tuple[str, ...]] = (
+        *("head_dim", "num_key_value_heads", "layer_types"),
+        *("rope_theta", "rope_scaling", "rope_parameters"),
+    )
 
     vocab_size: Vocabulary
     hidden_size: Width
