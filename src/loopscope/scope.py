@@ -64,6 +64,10 @@ class Scope(Settings, frozen=True, kw_only=True):
                     f"write with that cache (--cache {getattr(self, name)}; to check it: loopscope record live), or "
                     "give its readout and threshold by hand, without a promise"
                 )
+            elif name == "precision":
+                remedy = (
+                    f"use the model in that precision (--dtype {self.precision}), or calibrate one in this precision"
+                )
             raise UserError(
                 f"This policy was calibrated on {ours}, and here it would decide about {theirs}, where its threshold "
                 f"means something else; {remedy}."

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN
-from tiny_language import outspoken, write_outspoken
+from tiny_language import outspoken, tiny_ouro, write_outspoken
 
 import loopscope as ls
-from loopscope.checks.machine_checks import selfcheck
-from loopscope.checks.model_contract import CHECK_KINDS, CheckKind
+from loopscope.checks.machine_checks import MACHINE_CHECKS, selfcheck
+from loopscope.checks.model_contract import CHECK_KINDS, Check, CheckKind
 from loopscope.cli import main
 from loopscope.models.checkpoint import save_model
 from loopscope.models.looped_model import LoopState
@@ -133,3 +133,18 @@ def test_texts_that_it_cannot_be_checked_by(tmp_path: Path, capsys: pytest.Captu
         assert message in capsys.readouterr().err
     with pytest.raises(ls.UserError, match="does not know"):
         checked(outspoken(), "batch", text=np.full(200, 600))
+
+
+def test_progress_counts_up_and_the_threads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, told = torch.get_num_threads(), list[object]()
+    monkeypatch.setattr("loopscope.checks.machine_checks._faster_threads", lambda *given: threads + 1)
+
+    def seen(*given: object) -> list[Check]:
+        told.append(torch.get_num_threads())
+        return []
+
+    monkeypatch.setitem(MACHINE_CHECKS, "batch", seen)
+    kinds: list[CheckKind] = ["precision", "batch", "cache"]
+    checked(tiny_ouro(), *kinds, progress=lambda done, total, note: told.append((done, total)))
+    assert told == [(1, 5), threads + 1, (2, 5), (3, 5), (4, 5), (5, 5)]
+    assert torch.get_num_threads() == threads

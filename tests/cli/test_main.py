@@ -14,10 +14,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from conftest import random_trajectory
 
 import loopscope as ls
 from cli.conftest import Command, run, settings
-from conftest import random_trajectory
 from loopscope.checks.model_contract import CHECK_KINDS
 from loopscope.cli import VERBS, inputs, main, make_parser, options, selfcheck
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, print_text

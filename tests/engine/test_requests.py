@@ -1,6 +1,7 @@
 """Requests: are shared prefixes run once and without a trace, and choices scored as a plain pass scores them?"""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,3 +166,9 @@ def test_a_mean_over_choices_needs_them_whole() -> None:
     for mean in (False, True):
         (answer,) = run(model, full(model), [whole], mean=mean)
         np.testing.assert_allclose(answer.logits, [plainly(model, context, part)[0] for part in parts], rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 3], np.array([1, 2, 3]), torch.tensor([1, 2, 3]), []])
+def test_one_row_is_not_a_list_of_rows(rows: Any) -> None:
+    with pytest.raises(ls.UserError, match=r"takes a list of rows of tokens; give one row as Request\(key, \[row\]\)"):
+        Request(0, rows)

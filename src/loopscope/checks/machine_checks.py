@@ -14,8 +14,10 @@ Shapes: B rows, N decisions, T loops, P places that are read, V vocabulary, D wi
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loopscope.bench.measure import interleaved, spread
+from loopscope.bench.measure import interleaved, spread, timed
 from loopscope.checks.model_contract import CHECK_KINDS, Check, CheckKind, contract_checks
 from loopscope.engine.decoder import CACHE_MODES
 from loopscope.engine.exit_decision import kl_divergence
@@ -148,6 +150,16 @@ class SelfCheck(msgspec.Struct, frozen=True):
         return verdict + (f"; {shown:,} more have no limit and are shown only." if shown else ".")
 
 
+@contextmanager
+def _same_threads_after() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_same_threads_after()
 def selfcheck(
     name: str,
     load: Load,
@@ -169,10 +181,12 @@ def selfcheck(
     others = [kind for kind in kinds if kind != "precision"]
     precisions = ["float32", *LOW] if "precision" in kinds else []
     stages = len(precisions) + len(others)
-    depth, device = 0, ""
+    depth, device, stage = 0, "", count(1)
     for precision in dict.fromkeys([*precisions, *([dtype] if others else [])]):
         model = load(precision)
-        sample = sample or TokenSample.of(model, text)
+        if sample is None:
+            sample = TokenSample.of(model, text)
+            torch.set_num_threads(_faster_threads(model, sample))
         depth, device = model.num_loops, str(next(model.parameters()).device)
         if precision in precisions:
             try:
@@ -187,17 +201,26 @@ def selfcheck(
                 reference = outputs
             elif outputs is not None:
                 checks += precision_checks(precision, reference, outputs, judged=precision == dtype)
-            progress(precisions.index(precision) + 1, stages, precision)
+            progress(next(stage), stages, precision)
         if precision == dtype:
             for kind in others:
                 if model.causal or kind in ("contract", "batch"):
                     checks += MACHINE_CHECKS[kind](model, sample, dtype, rounds)
                 else:
                     checks.append(Check(kind, "not checked", None, "", None, None, "the model looks ahead"))
-                progress(len(precisions) + others.index(kind) + 1, stages, kind)
+                progress(next(stage), stages, kind)
         del model
     checks.sort(key=lambda check: CHECK_KINDS.index(check.kind))
     return SelfCheck(name, dtype, device, depth, "random tokens" if text is None else source, checks)
+
+
+def _faster_threads(model: LoopedModel, sample: TokenSample) -> int:
+    """All threads, or one where that is faster: a small model waits for its threads longer than it computes."""
+    seconds = {}
+    for threads in (torch.get_num_threads(), 1):
+        torch.set_num_threads(threads)
+        seconds[threads] = min(timed(lambda: plain_pass(model, sample.rows[:1], 1)) for _ in range(3))
+    return min(seconds, key=lambda threads: seconds[threads])
 
 
 def _contract(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
@@ -326,12 +349,12 @@ def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
     def writing(depth: int) -> None:
         generate(model, prompts, ExitPolicy("fixed", depth), max_new_tokens=sample.new, batch_size=len(rows))
 
-    for name, way, count in (("reading", reading, len(rows[0])), ("writing", writing, sample.new)):
+    for name, way, tokens in (("reading", reading, len(rows[0])), ("writing", writing, sample.new)):
         ways = {str(depth): partial(way, depth) for depth in depths}
         seconds, _ = interleaved(ways, rounds, 256, silent, next(model.parameters()))
         for depth in depths:
             took, ideal = seconds[str(depth)], model.ideal_speedup(depth)
-            faster, rate = spread(seconds[str(full)] / took), spread(len(rows) * count / took)
+            faster, rate = spread(seconds[str(full)] / took), spread(len(rows) * tokens / took)
             note = f"realised {faster.median / ideal:.2f} of {ideal:.3g}; {rate.median:,.0f} tokens/s"
             limit, passed = (1.0, faster.median >= 1.0) if 2 * depth <= full else (None, None)
             yield Check("speed", f"{name}, {depth} of {full} loops", faster.median, "x", limit, passed, note)

@@ -208,7 +208,14 @@ def _check_no_recordings(folder: Path) -> None:
     """Rejects a folder of recordings where their model is needed."""
     if not is_file(folder / CONFIG) and holds_recordings(folder):
         known = run_of_recordings(folder)
-        which = f"the run: {known}" if is_file(known / CONFIG) else "the folder of the run that they are of"
+        which = (
+            f"the run: {known}"
+            if is_file(known / CONFIG)
+            else (
+                "the folder of the run or checkpoint that was recorded, or run a model of your own from Python "
+                "(docs/your-model.md)"
+            )
+        )
         raise UserError(f"{folder} holds recordings, and this needs the model; give {which}.")
 
 

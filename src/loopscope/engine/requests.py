@@ -67,7 +67,9 @@ class Request:
     trunk: int = field(init=False)  # how many tokens all rows begin with, before what is scored
 
     def __post_init__(self) -> None:
-        self.rows = [as_token_row(row, "A row of a request") for row in self.rows]
+        if all(np.ndim(row) == 0 for row in self.rows):
+            raise UserError("A request takes a list of rows of tokens; give one row as Request(key, [row]).")
+        self.rows = [as_token_row(row, "Each of the rows of a request") for row in self.rows]
         self.scored = tuple(self.scored)
         self.trunk = len(self.rows[0])
         if self.scored or len(self.rows) > 1:
