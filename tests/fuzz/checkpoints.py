@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import loopscope as ls
 from loopscope.models.checkpoint import load_model, weight_files
-from loopscope.models.tokenizer import chat_prompt, load_tokenizer
+from loopscope.models.tokenizer import MAX_GROWTH, chat_prompt, decode, load_tokenizer, tokenize_documents
 
 from .runner import Case
 from .sealed import held
@@ -146,4 +146,55 @@ def tokenizer(world: World, case: Case) -> str:
     found = load_tokenizer(folder)
     ids = chat_prompt(found, [{"role": "user", "content": "1 and 2"}])
     assert all(isinstance(token, int) for token in ids), "a chat is not made of tokens"
+    return "other"
+
+
+TEXTS = ["1 and 2 make 3. " * 3, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!", "\u00e9\u4e2d\ufdfa"]
+PATTERNS = (
+    *({"String": "a"}, {"String": " "}, {"String": ""}, {"Regex": "(a+)+$"}, {"Regex": "(a|a)*b"}, {"Regex": ""}),
+    *({"Regex": "."}, {"Regex": "("}, {"Regex": "(?=a)"}, {"Regex": "\\\\p{L}"}, {"Regex": "a{1000}{1000}"}),
+)
+KEPT_WHOLE = {
+    "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    "padding": {
+        "strategy": {"Fixed": 40},
+        "direction": "Left",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    },
+}
+"""What a file may ask for, and what no text here is put to."""
+
+
+def _part(case: Case, kinds: str) -> dict[str, Any]:
+    """A normalizer, pre-tokenizer or decoder, as a tokenizer's file has it."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    content = case.rng.choice(("", "a", "aa", "b" * 100, "a" * 10_000, "\ud7ff"))
+    replaced = {"type": "Replace", "pattern": case.rng.choice(PATTERNS), "content": content}
+    drawn = [byte_level, {"type": "Prepend", "prepend": content or "a"}] if kinds == "normalizers" else [byte_level]
+    part = case.rng.choice([*drawn, *([] if kinds == "pretokenizers" else [replaced] * 3)])
+    many = case.rng.choice((1, 1, 2, 9, 40))
+    return part if many == 1 else {"type": "Sequence", kinds: [part] * many}
+
+
+def tokenizer_parts(world: World, case: Case) -> str:
+    """Parts that are what a tokenizer may have, and hardly ever has: they end in a sentence, or in a few tokens."""
+    folder = case.copy(world.checkpoint, "model")
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_bytes())
+    name = case.rng.choice(("normalizer", "normalizer", "pre_tokenizer", "decoder", *KEPT_WHOLE))
+    kinds = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}.get(name)
+    values[name] = KEPT_WHOLE[name] if kinds is None else _part(case, kinds)
+    case.notes.append(f"{name} = {str(values[name])[:300]}")
+    path.write_text(json.dumps(values))
+    case.before = {}
+    rows = tokenize_documents(TEXTS, folder)
+    if kinds is None:
+        plain = tokenize_documents(TEXTS, world.checkpoint)
+        assert all(map(np.array_equal, rows, plain)), "a text is cut or padded"
+    for text, row in zip(TEXTS, rows, strict=True):
+        assert len(row) <= 4 * MAX_GROWTH * len(text), "a tokenizer multiplies its text, and is accepted"
+        decode(load_tokenizer(folder), row.tolist())
     return "other"

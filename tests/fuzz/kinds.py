@@ -7,6 +7,8 @@ _ARGUMENTS = "run checkpoint llama looped recordings policies golden documents t
 _SLOW = "run checkpoint looped recordings policies store demo_store drawn benchmarks documents live_runs"
 KINDS = {
     "recording": Kind(sealed.recording, 14, "recordings"),
+    "provenance": Kind(sealed.provenance, 5, "run"),
+    "example-texts": Kind(sealed.example_texts, 3, "run"),
     "live-run": Kind(sealed.live_run, 3, "live_runs"),
     "gate": Kind(sealed.gate, 5, "gates"),
     "policy": Kind(sealed.policy, 12, "policies recordings"),
@@ -20,6 +22,7 @@ KINDS = {
     "weights": Kind(checkpoints.weights, 8, "checkpoint golden looped"),
     "looping": Kind(checkpoints.looping, 4, "llama"),
     "tokenizer": Kind(checkpoints.tokenizer, 6, "checkpoint"),
+    "tokenizer-parts": Kind(checkpoints.tokenizer_parts, 5, "checkpoint"),
     "settings": Kind(user_files.run_settings, 8, "settings"),
     "assignment": Kind(user_files.assignment, 8, "settings"),
     "pretrain-settings": Kind(user_files.pretrain_settings, 4, "language_settings"),

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import loopscope as ls
+from loopscope.artifacts import MANIFEST, write_manifest
 from loopscope.certify.live_runs import LiveRuns
 from loopscope.config import digest, plain
 from loopscope.learned.attach import load_fitted
@@ -25,6 +26,7 @@ from loopscope.studies.plan import make_plan
 from loopscope.studies.study_file import expand_study
 from loopscope.training.run_folder import read_run_settings
 from loopscope.training.task_run import train
+from loopscope.trajectory import EXAMPLES, RECORDING, RECORDING_SCHEMA
 
 from .mutations import STRINGS
 from .runner import Case
@@ -78,6 +80,44 @@ def recording(world: World, case: Case) -> str:
         "gate fit FOLDER --steps 2 --out OUT",
     )
     return _sealed(case, world.recordings, ls.Trajectory.load, "a recording", *commands)
+
+
+def _sealed_again(case: Case, folder: Path, provenance: dict[str, Any] | None = None) -> str:
+    """What commands say of recordings of which one was altered and got its hashes again: it is read, or refused."""
+    manifest = json.loads((folder / "test" / MANIFEST).read_bytes())
+    sources = manifest["provenance"] if provenance is None else provenance
+    contents, files = manifest["contents"], list(manifest["files"])
+    if (folder / "test" / EXAMPLES).is_file():
+        write_manifest(folder / "test", RECORDING, RECORDING_SCHEMA, contents, sources, files)
+    case.before = {}
+    command = case.rng.choice(("evaluate FOLDER --readout margin", "evaluate FOLDER", "compare FOLDER margin entropy"))
+    if case.rng.random() < 0.2:
+        command = "report FOLDER --product headline --product exits --out OUT"
+    case.command(*command.replace("FOLDER", str(folder)).replace("OUT", str(case.out)).split(), "--json")
+    return "other"
+
+
+def provenance(world: World, case: Case) -> str:
+    """Above all that of the run, which a report reads."""
+    folder = case.copy(world.run / "recordings")
+    found = json.loads((folder / "test" / MANIFEST).read_bytes())["provenance"]
+    part = case.folder / "part.json"
+    key = case.rng.choice((None, "run", "run", *found))
+    part.write_text(json.dumps(found if key is None else found[key]))
+    case.spoil(part, writes=True)
+    try:
+        spoilt = json.loads(part.read_bytes(), parse_int=float)
+        digest(spoilt)
+    except (ValueError, OSError, RecursionError):  # no manifest can say that
+        spoilt = ["spoilt"]
+    changed = spoilt if key is None else found | {key: spoilt}
+    return _sealed_again(case, folder, changed if isinstance(changed, dict) else {"run": changed})
+
+
+def example_texts(world: World, case: Case) -> str:
+    folder = case.copy(world.run / "recordings")
+    case.spoil(folder / "test" / EXAMPLES, writes=True)
+    return _sealed_again(case, folder)
 
 
 def live_run(world: World, case: Case) -> str:

@@ -126,7 +126,7 @@ def replaced(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 
 DOUBLED, BYTES = replaced({"String": "a"}, "aa"), {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-TOO_LONG = "more than 256 times as long"
+TOO_LONG = "more than 1024 times as long"
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,7 @@ TOO_LONG = "more than 256 times as long"
     [
         ("normalizer", replaced({"Regex": "(a+)+$"}, "x"), r"cannot be used; fetch .* \(Onig: Regex search error"),
         ("normalizer", {"type": "Sequence", "normalizers": [DOUBLED] * 30}, TOO_LONG),
+        ("normalizer", {"type": "Sequence", "normalizers": [replaced({"Regex": ""}, "x")] * 30}, TOO_LONG),
         ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}, TOO_LONG),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [BYTES] * 9}, TOO_LONG),
         ("decoder", {"type": "Sequence", "decoders": [DOUBLED] * 30}, TOO_LONG),

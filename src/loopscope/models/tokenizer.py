@@ -37,8 +37,8 @@ MAX_TEMPLATE_SECONDS = 5
 MAX_TEMPLATE_BYTES = 1 << 30
 """That the template may take beside what this process has."""
 MAX_CHAT_BYTES = 1 << 24
-MAX_GROWTH = 256
-"""Characters or tokens that a tokenizer may make of one character; known ones make 72 at most."""
+MAX_GROWTH = 1024
+"""Characters or tokens that a tokenizer may make of one character; known ones make 144 at most."""
 _PARTS_INSIDE = ("normalizers", "pretokenizers", "processors", "decoders")
 _TEXT, _REFUSED = b"+", b"-"
 
@@ -77,8 +77,8 @@ def _growth(part: dict[str, Any]) -> int:
         return prod(map(_growth, inside))
     match part["type"]:
         case "Replace":
-            pattern = part["pattern"].get("String", "")
-            return max(1, -(-len(part["content"]) // max(1, len(pattern))))
+            written, found = len(part["content"]), part["pattern"].get("String")
+            return 1 + written if found is None else max(1, -(-written // max(1, len(found))))  # one may find nothing
         case "Prepend":
             return 1 + len(part["prepend"])
         case "ByteLevel":
