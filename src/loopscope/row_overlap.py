@@ -17,17 +17,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Self
+from typing import Annotated, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.config import Settings, Tally
+from loopscope.config import Count, Settings
 
 Keys = NDArray[np.uint64]
 _STEP = 0.125
 """To which answers are rounded: far above the rounding of half precision, far below how examples differ."""
 _SKETCHED_KEYS = 128
+_KEYS = r"^[0-9a-f]{13}(\*[0-9]{1,12})?( [0-9a-f]{13}(\*[0-9]{1,12})?)*$"
 _DEVIATIONS = 4
 """An excess within so many standard deviations can be chance."""
 _AT_ONCE = 1 << 22
@@ -37,9 +39,9 @@ _AT_ONCE = 1 << 22
 class KeySketch(Settings, frozen=True, kw_only=True):
     """The smallest keys of a recording with their counts: a sample of its inputs, the same for every recording."""
 
-    examples: Tally
-    units: Tally  # sequences, or examples
-    counts: dict[str, Tally]  # hexadecimal key -> rows
+    examples: Count
+    units: Count  # sequences, or examples
+    keys: Annotated[str, msgspec.Meta(pattern=_KEYS)]  # hexadecimal; `*3` behind one that three rows have
     complete: bool  # all keys are here
 
 
@@ -60,16 +62,17 @@ class RowKeys:
 
     @classmethod
     def of_sketch(cls, sketch: KeySketch) -> Self:
-        keys = np.array([int(key, 16) for key in sketch.counts], dtype=np.uint64)
-        largest = inf if sketch.complete else float(keys.max())
-        return cls(keys, np.array([*sketch.counts.values()]), sketch.examples, sketch.units, largest)
+        words = [word.partition("*") for word in sketch.keys.split()]
+        keys = np.array([int(key, 16) for key, _, _ in words], dtype=np.uint64)
+        counts = np.array([int(count or 1) for _, _, count in words])
+        return cls(keys, counts, sketch.examples, sketch.units, inf if sketch.complete else float(keys.max()))
 
     def sketch(self) -> KeySketch:
         smallest = zip(self.keys[:_SKETCHED_KEYS].tolist(), self.counts[:_SKETCHED_KEYS].tolist(), strict=True)
         return KeySketch(
             examples=self.examples,
             units=self.units,
-            counts={f"{key:013x}": count for key, count in smallest},
+            keys=" ".join(f"{key:013x}" + (f"*{count}" if count > 1 else "") for key, count in smallest),
             complete=len(self.keys) <= _SKETCHED_KEYS,
         )
 

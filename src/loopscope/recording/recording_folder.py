@@ -52,7 +52,7 @@ ArrayLayout = dict[str, tuple[tuple[int, ...], Any]]
 T = TypeVar("T")
 
 _DESCRIPTION = "what.json"
-_TOKENS_ASKED_TWICE = 16
+_REPEATED_TOKENS = 16
 _ROUNDINGS = 16
 """By which two passes over the same rows may differ: some devices add in any order."""
 _PART = "{}.safetensors"
@@ -142,7 +142,7 @@ def by_row(values: torch.Tensor) -> NDArray[Any]:
 def check_repeatable(model: LoopedModel) -> None:
     """Reject a model that answers otherwise when it is asked again: its recording would be one draw of many."""
     model.require_evaluation()
-    rows = np.random.default_rng(0).integers(0, model.vocab_size, (2, min(model.block_size, _TOKENS_ASKED_TWICE)))
+    rows = np.random.default_rng(0).integers(0, model.vocab_size, (2, min(model.block_size, _REPEATED_TOKENS)))
     first, again = (model.loops(torch.from_numpy(rows)).logits.nan_to_num() for _ in range(2))
     if (first - again).abs().max() > _ROUNDINGS * torch.finfo(first.dtype).eps * first.abs().max():
         raise UserError(
