@@ -230,13 +230,14 @@ class Trajectory:
         return self.num_examples if self.units is None else int(self.units.max()) + 1
 
     def distinct(self) -> Self:
-        """Every input once, where it comes first."""
+        """Every input once, in random order (always the same): first occurrences come easy inputs first."""
         if self.examples is None or self.sequences is not None:
             raise UserError(
                 "Only a recording that keeps its inputs as text, one a decision, can count each once; count all of "
                 "them (leave out --distinct), or give the inputs: Trajectory(examples=...)."
             )
-        return self.take(np.sort(np.unique(np.array(self.examples, dtype=object), return_index=True)[1]))
+        first = np.unique(np.array(self.examples, dtype=object), return_index=True)[1]
+        return self.take(np.random.default_rng(0).permutation(first))
 
     @cached_property
     def row_hashes(self) -> NDArray[np.uint64] | None:

@@ -99,10 +99,15 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, capsys: pytes
     capsys.readouterr()
     assert run("evaluate", tmp_path / "like", "--policy", file, "--monitor") == 0
     out = capsys.readouterr().out
-    assert "at most 1 % of streams would ever give an alarm, where the promise is true (which it is with 95 %" in out
+    assert "at most 1 % of monitors would ever give an alarm, where the promise is true (which it is with 95 %" in out
+    assert "on examples in random order" in out
     assert "No alarm in 400 examples (400 audited), which is no proof that nothing has changed." in out
     assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--alpha", 0.001, "--audit", 0.5) == 1
     out = capsys.readouterr().out
+    assert "in random order: audited answers lose 100.00 % on average, and at most 5 % was promised." in out
+    assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--stream") == 1
+    out = capsys.readouterr().out
+    assert "on examples as they arrived" in out
     assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was promised." in out
     assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--json") == 1
     result = json.loads(capsys.readouterr().out)

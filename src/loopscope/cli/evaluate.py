@@ -10,8 +10,9 @@ A run stands for its recordings: thresholds are chosen on validation and evaluat
 With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken. A promise
 for text with the cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
 
-With --monitor: played as a stream, in their order, when do exits, or the losses of those that are audited, no longer
-look like calibration? The exit code is 1 if there is an alarm. (Exits alone, if the promise is one in expectation.)
+With --monitor: do exits, or the losses of those that are audited, still look like calibration? The examples are played
+in random order; with --stream in their own, and then an alarm says since when. The exit code is 1 if there is an alarm.
+(Exits alone are watched if the promise is one in expectation.)
 """
 
 import argparse
@@ -53,7 +54,8 @@ def define(subparsers: Any) -> None:
     option(parser, "--policy FILE", "check this policy on one held-out recording")
     add_shared(parser, "--any-model")
     inputs.add_custom_readouts(parser)
-    option(parser, "--monitor", "watch the recording as a stream under the policy")
+    option(parser, "--monitor", "watch the recording under the policy")
+    option(parser, "--stream", "with --monitor: the rows are in the order in which they arrived; play them so")
     alarms = f"with --monitor: share of streams that may give a false alarm (default: {_ALPHA:g})"
     option(parser, "--alpha A", alarms, type=float)
     audits = (
@@ -65,7 +67,7 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "--gate DIR")
     add_shared(parser, "--at X", action="append")
     add_shared(parser, "--json")
-    parser.needs(monitor="policy", alpha="monitor", audit="monitor")
+    parser.needs(monitor="policy", alpha="monitor", audit="monitor", stream="monitor")
     parser.excludes("policy", "readout", "gate", "at")
 
 
@@ -183,21 +185,21 @@ def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit 
 
 def _monitor(policy: ExitPolicy, recording: Recorded, options: argparse.Namespace, models: list[str | None]) -> int:
     monitor = Monitor(policy, _ALPHA if options.alpha is None else options.alpha)
-    result = monitor.replay(recording, options.audit)
+    result = monitor.replay(recording, options.audit, stream=options.stream)
     inputs.note_unknown_model(*models)
-    show(result, options.json, lambda: _print_monitored(result, policy, options.policy))
+    show(result, options.json, lambda: _print_monitored(result, policy, options.policy, options.stream))
     return 1 if result.alarm else 0
 
 
-def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path) -> None:
+def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path, stream: bool) -> None:
     spoke = {str(alarm.test): f"{alarm.example:,}" for alarm in result.alarms}
     rows = [["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}"]]
     if result.e_risk is not None:
         rows.append(["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}"])
     rows = [[*row, spoke.get(row[0], "none")] for row in rows]
     title = (
-        f"{path}: {policy} on a stream; without a change at most "
-        f"{100 * result.alpha:g} % of streams would ever give an alarm, {_where(policy)}"
+        f"{path}: {policy} on examples {'as they arrived' if stream else 'in random order'}; without a change at most "
+        f"{100 * result.alpha:g} % of monitors would ever give an alarm, {_where(policy)}"
     )
     print_table(title, ["test", result.unit, "e-value at the end", "p-value", "alarm at"], rows)
     print_sentences(result.sentence)
