@@ -65,7 +65,7 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     confidence: Share | None  # None: on average over calibration draws
     per_difficulty: bool
     unseen: bool  # for inputs that training did not have
-    distinct: bool  # every input counts once: for inputs that are new
+    distinct: bool  # every input counts once
     loops: int  # T of the model: full depth
     candidates: list[str]  # the readouts among which the data of the grid chose
     finalists: list[str]  # those that were tested
@@ -81,6 +81,8 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     average_loops_interval: tuple[float, float]  # 95 %, over examples
     average_loops_at_limit: float  # of the laxest threshold whose observed loss is within the limit: the price
     bound: Bound | None = None  # of sequences; examples, which are lost or not, have the exact binomial test
+    new_inputs: bool = False  # for inputs that the calibration data do not hold
+    drawn: int | None = None  # examples among which the inputs that are counted occur once
     order_seed: int | None = None  # with which the order was drawn in which sequences were bet on
 
 

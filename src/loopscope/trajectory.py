@@ -229,15 +229,18 @@ class Trajectory:
     def num_units(self) -> int:
         return self.num_examples if self.units is None else int(self.units.max()) + 1
 
-    def distinct(self) -> Self:
-        """Every input once, in random order (always the same): first occurrences come easy inputs first."""
+    def distinct(self, *, alone: bool = False) -> Self:
+        """Every input once; with `alone` only inputs that occur once.
+
+        They stand in random order (always the same one): first occurrences would come easy inputs first.
+        """
         if self.examples is None or self.sequences is not None:
             raise UserError(
                 "Only a recording that keeps its inputs as text, one a decision, can count each once; count all of "
-                "them (leave out --distinct), or give the inputs: Trajectory(examples=...)."
+                "them (leave out --distinct and --new-inputs), or give the inputs: Trajectory(examples=...)."
             )
-        first = np.unique(np.array(self.examples, dtype=object), return_index=True)[1]
-        return self.take(np.random.default_rng(0).permutation(first))
+        _, first, counts = np.unique(np.array(self.examples, dtype=object), return_index=True, return_counts=True)
+        return self.take(np.random.default_rng(0).permutation(first[counts == 1] if alone else first))
 
     @cached_property
     def row_hashes(self) -> NDArray[np.uint64] | None:

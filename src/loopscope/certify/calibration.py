@@ -13,9 +13,10 @@ difficulty where it is bad (an intersection-union test).
 Shapes: N examples, T loops, G thresholds.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
@@ -23,13 +24,14 @@ from numpy.typing import NDArray
 from scipy.stats import sem
 
 from loopscope.certify.bounds import count_leading, max_losses, min_units
+from loopscope.certify.cautions import cautions
 from loopscope.certify.live_runs import LiveRuns, Recorded
-from loopscope.certify.losses import RiskGroup, population, risk_groups, summarise_data, unit_count
+from loopscope.certify.losses import RiskGroup, drawn_for, population, risk_groups, summarise_data, unit_count
 from loopscope.certify.not_proven import NotProven, not_safe, set_aside, too_few
 from loopscope.certify.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.certify.tested_data import decision_scope, outcome_of
 from loopscope.certify.threshold_walk import Proof, Walk, walk_live_runs, walk_thresholds
-from loopscope.config import build, plain
+from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.frontier import Curve
 from loopscope.learned.attach import Fitted, attach, by_readout
@@ -68,12 +70,13 @@ def calibrate(
 
     gap: the early answer is wrong and the one at full depth right. disagreement: they differ, which needs no labels.
     The thresholds come from `grid` (another recording of the model), or from a fifth of the recording, not tested then.
-    With `unseen` the promise is for inputs that training did not have, with `distinct` every input counts once: copies
-    are no evidence about inputs that are new. `bound` is how the losses of sequences are tested: by bets, or by
-    Hoeffding-Bentkus, which sees their mean only.
+    With `unseen` the guarantee is for inputs that training did not have, with `new_inputs` for inputs that the recording
+    does not hold (only those that occur once in it are counted). With `distinct` every input counts once, where copies
+    are no draws of their own. `bound` is how the losses of sequences are tested: by bets, or by Hoeffding-Bentkus,
+    which sees their mean only. What weakens the guarantee (copies, a model at chance) is said in a warning.
     """
-    target = RiskTarget(max_drop=float(max_drop), confidence=float(confidence), **options)
-    return certify(recording, target, grid, gates, seed, bound)
+    target = _target(max_drop=float(max_drop), confidence=float(confidence), **options)
+    return _cautioned(recording, certify(recording, target, grid, gates, seed, bound))
 
 
 def conformal_risk_control(
@@ -90,7 +93,18 @@ def conformal_risk_control(
     An example counts as lost from the strictest threshold on that loses it: losses must not fall towards laxer ones,
     and a model can think itself out of a right answer.
     """
-    return certify(recording, RiskTarget(max_drop=float(max_drop), in_expectation=True, **options), grid, gates, seed)
+    target = _target(max_drop=float(max_drop), in_expectation=True, **options)
+    return _cautioned(recording, certify(recording, target, grid, gates, seed))
+
+
+def _target(**values: Any) -> RiskTarget:
+    return build(RiskTarget, values, "the guarantee that is asked for")
+
+
+def _cautioned(recording: Trajectory, policy: ExitPolicy) -> ExitPolicy:
+    for caution in cautions(recording, policy):
+        warnings.warn(caution, stacklevel=3)
+    return policy
 
 
 def certify(
@@ -102,7 +116,6 @@ def certify(
     bound: Bound = "betting",
 ) -> ExitPolicy:
     """The policy that keeps the guarantee which is asked for, or `NotProven`; from a recording, or from a live run."""
-    target = build(RiskTarget, plain(target), "the guarantee that is asked for")
     check_split(recorded, "calibration")
     proof = Proof(bound, seed)
     if isinstance(recorded, LiveRuns):
@@ -123,13 +136,14 @@ class Candidates:
     grid: DataSummary  # where the thresholds come from
     grid_size: int | None  # None: as long as the walk
     split: bool  # whether a part of the data proposes and is not tested
+    drawn: int | None = None  # examples among which inputs occur once, where only those count
 
 
 def _candidates_of_recording(
     recording: Trajectory, target: RiskTarget, grid: Trajectory | None, gates: Mapping[str, Fitted], seed: int
 ) -> Candidates:
     _check(recording, grid, gates)
-    counted = population(recording, target.unseen, target.distinct)
+    counted = population(recording, target)
     if grid is None:
         proposing, tested = split_rows(counted, target, seed)
     else:
@@ -144,7 +158,8 @@ def _candidates_of_recording(
         return ExitPolicy(readout, threshold, named.get(readout), chosen_scope(readout, recording))
 
     summaries = (summarise_data(tested), summarise_data(proposing))
-    return Candidates(walks, policy, counted, readouts, recording.sha256, *summaries, None, grid is None)
+    drawn = drawn_for(recording, target)
+    return Candidates(walks, policy, counted, readouts, recording.sha256, *summaries, None, grid is None, drawn)
 
 
 def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
@@ -179,7 +194,7 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
 
 def check_live_target(target: RiskTarget) -> None:
     """Rejects what cannot be asked of text that is run."""
-    for name in ("in_expectation", "per_difficulty", "unseen", "distinct"):
+    for name in ("in_expectation", "per_difficulty", "unseen", "distinct", "new_inputs"):
         if getattr(target, name):
             raise UserError(
                 f"A promise for text that was run live is not made with --{name.replace('_', '-')}; leave that out."
@@ -323,6 +338,8 @@ def _certificate(
         per_difficulty=target.per_difficulty,
         unseen=target.unseen,
         distinct=target.distinct,
+        new_inputs=target.new_inputs,
+        drawn=candidates.drawn,
         loops=walk.num_loops,
         candidates=candidates.readouts,
         finalists=[each.readout for each in candidates.walks],

@@ -14,6 +14,12 @@ _WORDS: dict[Loss, str] = {
     "gap": "costs at most {limit} accuracy{where}: no larger share of answers is wrong where full depth is right",
     "disagreement": "changes at most {limit} of the answers{where}",
 }
+_WORDS_OF_SEQUENCES: dict[Loss, str] = {
+    "gap": "makes at most {limit} of a sequence's answers wrong where full depth is right, on average over "
+    "sequences{where}",
+    "disagreement": "changes at most {limit} of a sequence's answers, on average over sequences{where}",
+}
+"""Long sequences may lose more than short ones, and then a larger share of all answers is lost."""
 
 
 class RiskOptions(TypedDict, total=False):
@@ -24,6 +30,7 @@ class RiskOptions(TypedDict, total=False):
     per_difficulty: bool
     unseen: bool
     distinct: bool
+    new_inputs: bool
 
 
 class RiskTarget(Settings, frozen=True, kw_only=True):
@@ -36,7 +43,14 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
     readout: str = AUTO
     per_difficulty: bool = False  # at every difficulty
     unseen: bool = False  # for inputs that training did not have
-    distinct: bool = False  # every input counts once
+    distinct: bool = False  # every input counts once: its copies are no draws of their own
+    new_inputs: bool = False  # for inputs that the calibration data do not hold: those count that occur once
+
+    def __post_init__(self) -> None:
+        if self.distinct and self.new_inputs:
+            raise ValueError(
+                "an input is counted once (distinct), or only if it occurs once (new_inputs); leave out one of them"
+            )
 
     @property
     def delta(self) -> float | None:
@@ -48,10 +62,11 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
         if self.in_expectation:
             how = "On average over calibration draws"
         where = " at every difficulty" if self.per_difficulty else ""
-        where += ", on average over sequences" if sequences else ""
-        words = _WORDS[self.loss].format(limit=f"{100 * self.max_drop:g} %", where=where)
+        words = (_WORDS_OF_SEQUENCES if sequences else _WORDS)[self.loss]
+        words = words.format(limit=f"{100 * self.max_drop:g} %", where=where)
         new = ", for inputs that training did not have" if self.unseen else ""
         once = ", every input counted once" if self.distinct else ""
+        once = f"{' and' if new else ''}, for inputs that the calibration data do not hold" if self.new_inputs else once
         text = "" if scope.cache is None else f", for next tokens along given documents, with the cache '{scope.cache}'"
         return f"{how}, exiting early {words}{new}{once}{text}."
 

@@ -2,7 +2,7 @@
 
 loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
 loopscope calibrate RUN --loss disagreement --readout margin --out strict.json  # needs no labels
-loopscope calibrate RUN --per-difficulty --unseen --distinct
+loopscope calibrate RUN --per-difficulty --unseen --new-inputs
 loopscope calibrate LIVE --loss disagreement --cache propagate  # text: a live run, by loopscope record live
 loopscope evaluate runs/mine --policy policy.json
 loopscope run runs/mine examples.txt --policy policy.json
@@ -60,7 +60,9 @@ def define(subparsers: Any) -> None:
     option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=Path)
     option(parser, "--per-difficulty", "promise it at every difficulty")
     option(parser, "--unseen", "promise it for inputs that training did not have")
-    option(parser, "--distinct", "count every input once: a promise for inputs that are new")
+    once = parser.add_mutually_exclusive_group()
+    option(once, "--distinct", "count every input once, because its copies are not drawn on their own")
+    option(once, "--new-inputs", "guarantee it for inputs that are not in the recording: count those that occur once")
     drawn = "random seed of the selection split and of the order in which sequences are tested"
     option(parser, "--seed N", drawn, type=whole, default=0)
     option(parser, "--out FILE", "policy file to write", type=new_path, default="policy.json")
@@ -71,14 +73,14 @@ def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope calibrate` was asked."""
     folder = find_recording(options.recording, "validation")
     check_readouts(options.readout, auto=True)
-    names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
-    target = build(RiskTarget, given(options, *names), "calibrate")
+    target = build(RiskTarget, given(options, *RiskTarget.__struct_fields__), "calibrate")
     recording = load_recorded(folder)
     check_split(recording, "calibration")
     _check_cache(recording, options.cache)
     if options.bound is not None and recording.sequences is None:
         raise UserError("--bound is for the losses of sequences, such as documents, and here are none; leave it out.")
     from loopscope.certify.calibration import certify  # with scipy.stats, which takes a second
+    from loopscope.certify.cautions import cautions
 
     bound = options.bound or BOUNDS[0]
     if isinstance(recording, LiveRuns):
@@ -90,6 +92,8 @@ def execute(options: argparse.Namespace) -> None:
         gates = load_gates(options.gate, recording)
         policy = certify(recording, target, grid, gates, options.seed, bound)
         _caution(recording, policy, options)
+    for caution in cautions(recording, policy):
+        print_note(caution)
     policy.save(options.out)
     if options.json:
         print_text(options.out.read_text(encoding="utf-8").rstrip("\n"))
@@ -115,17 +119,6 @@ def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namesp
             f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data; if the "
             "inputs to come do not, add --unseen."
         )
-    if recording.examples is not None and recording.sequences is None and not options.distinct:
-        copies = recording.num_examples - len(set(recording.examples))
-        if copies:
-            print_note(f"{copies:,} examples are copies of others; if the inputs to come are new ones, add --distinct.")
-    if recording.examples is None and recording.sequences is None and recording.row_hashes is not None:
-        different = len(set(recording.row_hashes.tolist()))
-        if 2 * different < recording.num_examples:
-            print_note(
-                f"Only {different:,} of the {recording.num_examples:,} examples differ in their logits; if they are "
-                "copies and not draws of their own, the promise counts far more than there is: give every example once."
-            )
     if policy.model is None:
         print_note(
             "The recording does not name its model, so the policy can be used on any: make sure that it is used on the "
@@ -163,11 +156,5 @@ def _print(policy: ExitPolicy, path: Path, live: bool) -> None:
     if guarantee.bound is not None:
         stops = f"betting, which ends where p is small enough: {guarantee.level:.2g}"
         rows.append(["tested by", stops if by_bets else "Hoeffding-Bentkus"])
-    right = guarantee.full_depth_accuracy
-    if guarantee.loss == "gap" and right is not None and right <= guarantee.max_drop:
-        print_note(
-            f"This promise says nothing: full depth is right in {percent(right)} of the tested examples, so no exit "
-            f"could lose more than {percent(guarantee.max_drop)}; ask for less, or try --loss disagreement."
-        )
     means = "" if counts else " All means are over sequences."
     print_table(f"{path}: {guarantee.sentence}{means}", ["calibration", ""], rows)
