@@ -34,6 +34,8 @@ Loss = Literal["gap", "disagreement"]
 Bound = Literal["betting", "hoeffding_bentkus"]
 BOUNDS: tuple[Bound, ...] = ("betting", "hoeffding_bentkus")
 """With which the losses of sequences are tested."""
+Method = Literal["walk", "tolerance"]
+"""How a threshold is proven: along thresholds that other data proposed, or as a tolerance limit of all data at once."""
 _LEVELS_PER_LOOP_OF_SEQUENCES: Literal[16] = 16
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
@@ -81,6 +83,7 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     average_loops_interval: tuple[float, float]  # 95 %, over examples
     average_loops_at_limit: float  # of the laxest threshold whose observed loss is within the limit: the price
     bound: Bound | None = None  # of sequences; examples, which are lost or not, have the exact binomial test
+    method: Method = "walk"
     new_inputs: bool = False  # for inputs that the calibration data do not hold
     drawn: int | None = None  # examples among which the inputs that are counted occur once
     order_seed: int | None = None  # with which the order was drawn in which sequences were bet on

@@ -10,6 +10,15 @@ share of its decisions that lose. The guarantee can be made for every difficulty
 each of them. No correction is due for that, because for a bad threshold to be proven, the test must err at the very
 difficulty where it is bad (an intersection-union test).
 
+The method `tolerance` sets nothing aside, for one named readout (a tolerance limit after Wilks). An example counts as
+lost from the strictest threshold on that loses it; call that threshold s. Take any threshold t with at most K examples
+whose s is as strict as t or stricter, where K is the largest number with BinomCDF(K; N, max_drop) <= delta. Then t is
+stricter than the (K + 1)-th strictest s. Let q be the least strict value such that at most max_drop of the population
+has an s stricter than q. If t were too lax, the (K + 1)-th strictest s would be laxer than q, so at most K of N
+examples would have an s that is q or stricter, which at least max_drop of the population has: that happens with
+probability delta at most. The data may choose t, and ties change nothing. Of several difficulties the strictest t is
+taken; it can only be too lax if it is at the difficulty that needs the strictest one.
+
 Shapes: N examples, T loops, G thresholds.
 """
 
@@ -144,22 +153,40 @@ def _candidates_of_recording(
 ) -> Candidates:
     _check(recording, grid, gates)
     counted = population(recording, target)
-    if grid is None:
+    if target.method == "tolerance":
+        _check_tolerance(recording, grid)
+        _check_size(counted, counted, target, split=False)
+        proposing = tested = counted
+    elif grid is None:
         proposing, tested = split_rows(counted, target, seed)
     else:
         _check_size(counted, counted, target, split=False)
         proposing, tested = grid, counted
     proposing, tested = attach(proposing, gates), attach(tested, gates)
     readouts = candidate_readouts(target, proposing, tested)
-    walks = _finalists(readouts, proposing, tested, target)
+    if target.method == "tolerance":
+        thresholds = gap_grid(target.readout, tested, points=tested.num_examples * tested.num_loops)
+        walks = [walk_thresholds(target.readout, thresholds, tested, target)]
+    else:
+        walks = _finalists(readouts, proposing, tested, target)
     named = by_readout(gates)
 
     def policy(readout: str, threshold: float) -> ExitPolicy:
         return ExitPolicy(readout, threshold, named.get(readout), chosen_scope(readout, recording))
 
     summaries = (summarise_data(tested), summarise_data(proposing))
-    drawn = drawn_for(recording, target)
-    return Candidates(walks, policy, counted, readouts, recording.sha256, *summaries, None, grid is None, drawn)
+    drawn, split = drawn_for(recording, target), grid is None and target.method == "walk"
+    return Candidates(walks, policy, counted, readouts, recording.sha256, *summaries, None, split, drawn)
+
+
+def _check_tolerance(recording: Trajectory, grid: Trajectory | None) -> None:
+    if grid is not None:
+        raise UserError("The method 'tolerance' takes its thresholds from the data that it tests; leave out --grid.")
+    if recording.sequences is not None:
+        raise UserError(
+            "The method 'tolerance' is for single answers, which are lost or not, and this recording is of sequences; "
+            "leave out --method."
+        )
 
 
 def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
@@ -199,6 +226,8 @@ def check_live_target(target: RiskTarget) -> None:
             raise UserError(
                 f"A promise for text that was run live is not made with --{name.replace('_', '-')}; leave that out."
             )
+    if target.method == "tolerance":
+        raise UserError("The method 'tolerance' is for recordings of single answers; leave out --method.")
 
 
 def _test(candidates: Candidates, target: RiskTarget, proof: Proof) -> ExitPolicy:
@@ -340,6 +369,7 @@ def _certificate(
         distinct=target.distinct,
         new_inputs=target.new_inputs,
         drawn=candidates.drawn,
+        method=target.method,
         loops=walk.num_loops,
         candidates=candidates.readouts,
         finalists=[each.readout for each in candidates.walks],

@@ -5,7 +5,7 @@ from typing import Annotated, TypedDict
 import msgspec
 
 from loopscope.config import Settings
-from loopscope.policy import Loss, Share
+from loopscope.policy import Loss, Method, Share
 from loopscope.scope import Scope
 
 AUTO = "auto"
@@ -31,6 +31,7 @@ class RiskOptions(TypedDict, total=False):
     unseen: bool
     distinct: bool
     new_inputs: bool
+    method: Method
 
 
 class RiskTarget(Settings, frozen=True, kw_only=True):
@@ -45,8 +46,14 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
     unseen: bool = False  # for inputs that training did not have
     distinct: bool = False  # every input counts once: its copies are no draws of their own
     new_inputs: bool = False  # for inputs that the calibration data do not hold: those count that occur once
+    method: Method = "walk"  # tolerance: for a named readout, no part of the data is set aside
 
     def __post_init__(self) -> None:
+        if self.method == "tolerance" and (self.readout == AUTO or self.in_expectation):
+            raise ValueError(
+                "the method 'tolerance' proves one readout at a confidence; name the readout, and leave out "
+                "in_expectation"
+            )
         if self.distinct and self.new_inputs:
             raise ValueError(
                 "an input is counted once (distinct), or only if it occurs once (new_inputs); leave out one of them"

@@ -30,7 +30,7 @@ from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.cli.parser import add_verb
 from loopscope.config import build
 from loopscope.errors import UserError
-from loopscope.policy import BOUNDS, ExitPolicy, Loss
+from loopscope.policy import BOUNDS, ExitPolicy, Loss, Method
 from loopscope.recording_paths import find_recording
 from loopscope.scope import CacheMode
 from loopscope.splits import check_split
@@ -55,6 +55,11 @@ def define(subparsers: Any) -> None:
     option(parser, "--readout NAME", readouts, type=readout_name, default="auto")
     add_shared(parser, "--gate DIR")
     option(parser, "--cache MODE", "KV cache that a promise for text is to hold for", choices=get_args(CacheMode))
+    methods = (
+        "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it is "
+        "tested, and an answer counts as lost from the strictest threshold on that loses it"
+    )
+    option(parser, "--method", methods, choices=get_args(Method), default="walk")
     bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
     option(parser, "--bound", bounds, choices=BOUNDS)
     option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=Path)
