@@ -336,6 +336,7 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
                 other.provenance.get("signal_definitions"),
             ),
             ("texts", first.examples is None, other.examples is None),
+            ("fitted signals", first.provenance.get("fitted_on"), other.provenance.get("fitted_on")),
         ):
             if ours != theirs:
                 raise UserError(f"Recordings that differ in their {what} are not parts of one; record them alike.")

@@ -55,7 +55,8 @@ from loopscope.policy import (
     chosen_scope,
 )
 from loopscope.readouts.readout import needs_labels
-from loopscope.splits import check_same_model, check_split
+from loopscope.shared_examples import num_shared, sketch_of
+from loopscope.splits import check_attached, check_same_model, check_split
 from loopscope.threshold_grids import available_readouts, gap_grid
 from loopscope.trajectory import Trajectory
 
@@ -151,7 +152,7 @@ class Candidates:
 def _candidates_of_recording(
     recording: Trajectory, target: RiskTarget, grid: Trajectory | None, gates: Mapping[str, Fitted], seed: int
 ) -> Candidates:
-    _check(recording, grid, gates)
+    _check(recording, grid, gates, target.readout)
     counted = population(recording, target)
     if target.method == "tolerance":
         _check_tolerance(recording, grid)
@@ -252,23 +253,24 @@ def candidate_readouts(target: RiskTarget, *recordings: Trajectory) -> list[str]
     return [name for name in available_readouts(*recordings) if not needs_labels(name)]
 
 
-def check_recording(recording: Trajectory, gates: Mapping[str, Fitted]) -> None:
-    """Rejects a recording without an earlier exit, and gates that were fitted to it."""
+def check_recording(recording: Trajectory, gates: Mapping[str, Fitted], readout: str) -> None:
+    """Rejects a recording without an earlier exit, and gates that were fitted to it, also as attached signals."""
     if recording.num_loops == 1:
         raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
+    check_attached(recording, None if readout == AUTO else readout)
     for gate in gates.values():
         gate.check_calibration(recording)
 
 
-def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted]) -> None:
-    check_recording(recording, gates)
+def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted], readout: str) -> None:
+    check_recording(recording, gates, readout)
     if grid is not None:
         check_split(grid, "grid's")
         check_same_model(recording, grid, "The recording and that of the grid")
-        if recording.same_data(grid):
+        if recording.same_data(grid) or num_shared(sketch_of(grid, None), sketch_of(recording, None)):
             raise UserError(
-                "The thresholds come from the data that is tested; give a recording of another split, or none: then a "
-                "fifth of the recording is set aside."
+                "The thresholds come from the data that is tested, or from data that shares examples with it; give a "
+                "recording of another split, or none: then a fifth of the recording is set aside."
             )
 
 

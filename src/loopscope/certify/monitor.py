@@ -244,7 +244,7 @@ class Monitor:
             raise UserError(f"The share that is audited lies between 0 and 1, got {share}.")
         if share:
             self._check_audited()
-        check_held_out(self.guarantee, self.policy.model, recording)
+        check_held_out(self.policy, recording)
         if share and self.guarantee.loss == "gap" and recording.labels is None:
             raise UserError(
                 "The promise is about right answers, and this recording has no labels to audit; watch its exits alone "

@@ -100,9 +100,12 @@ def promised_part(guarantee: Guarantee, recorded: Recorded) -> Recorded:
     return population(recorded, guarantee, guarantee.drawn)
 
 
-def check_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -> None:
-    """Rejects the data that the guarantee of a policy for `model` rests on."""
-    reject(_not_held_out(guarantee, model, recorded))
+def check_held_out(policy: ExitPolicy, recorded: Recorded) -> None:
+    """Rejects the data that the guarantee of a policy rests on, or that its gate was fitted to."""
+    assert policy.guarantee is not None
+    if policy.gate is not None:
+        policy.gate.check_calibration(recorded)
+    reject(_not_held_out(policy.guarantee, policy.model, recorded))
 
 
 def _not_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -> Iterator[str]:
