@@ -42,14 +42,14 @@ def test_it_lies_just_above_the_strictest_that_loses_one_too_many(seed: int, lev
     recording = drawn(rows, seed, levels)
     allowed = max_losses(rows, 0.2, 0.05)
     limit = np.sort(strictest_that_loses(recording))[::-1][allowed]
-    exits = np.unique(recording.signals["margin"][:, :-1])
+    exits = np.unique(np.maximum.accumulate(recording.signals["margin"][:, :-1], axis=1))
     above = exits[exits > limit]
     if not len(above):
         with pytest.raises(NotProven):
             ls.calibrate(recording, 0.2, readout="margin", method="tolerance")
         return
     policy = ls.calibrate(recording, 0.2, readout="margin", method="tolerance")
-    assert limit < policy.threshold < above[0]
+    assert limit < policy.threshold < above[0] + 1e-3  # a gap that is narrower than rounding is left out
     assert policy.guarantee.tested == policy.guarantee.grid
     assert policy.guarantee.tested.examples == rows
     assert policy.guarantee.evidence[0].p_value <= 0.05
