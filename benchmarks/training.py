@@ -26,10 +26,9 @@ from loopscope.models.packing import share_prefixes
 from loopscope.progress import ProgressCallback, track
 from loopscope.tasks import Examples
 from loopscope.training.objectives import load_objective
-from loopscope.training.optimizers import Optimizers
 from loopscope.training.settings import RunSettings, presets, read_settings
 from loopscope.training.task_run import AnswerLosses, initial_model, training_batches
-from loopscope.training.training_loop import deterministic, train_step
+from loopscope.training.training_loop import Optimizers, deterministic, train_step
 
 
 class TrainBench(msgspec.Struct, frozen=True):
@@ -52,7 +51,7 @@ def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progr
     """`steps` steps of each way a round; both ways take the same batches and the same optimizers."""
     if settings.objective.name == "random_depth":
         raise UserError("Under random_depth every step runs another number of loops; bench another objective.")
-    device, prepared = torch.device("cpu"), training_batches(settings)
+    prepared = training_batches(settings)
     objective = load_objective(settings.objective, settings.training.seed)
     packed, plain = (initial_model(settings) for _ in range(2))
     packed_optimizers, plain_optimizers = (Optimizers(model, settings.training) for model in (packed, plain))
@@ -62,7 +61,7 @@ def bench_train(settings: RunSettings, name: str, rounds: int, steps: int, progr
         plain_optimizers.step(0)
 
     def packed_step(batch: Examples) -> None:
-        train_step(AnswerLosses(packed), objective, packed_optimizers, batch, 0, settings, device)
+        train_step(AnswerLosses(packed), objective, packed_optimizers, batch, 0, settings)
 
     def several(step: Callable[[Examples], None]) -> None:
         for index in range(steps):

@@ -7,6 +7,7 @@ Of another study of MANO, such as `mano-mod3`, it prints what needs no run that 
 
 import json
 import lzma
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,28 @@ def best_at(model: Model, target: str) -> tuple[str, float | None]:
     return chosen, depth(model, chosen, target, "fine")
 
 
+def shared(model: Model, reference: Model, target: str = "0.95") -> str:
+    """The trajectory gap by the readouts of both, as far as the depths of results tell it."""
+    names = {each["readout"] for each in model["frontiers"]} & {each["readout"] for each in reference["frontiers"]}
+    names = {name for name in names if name != "oracle" and not name.startswith(("gate", "stopper"))}
+    sides = []
+    for side in (model, reference):
+        found = [each for each in side["frontiers"] if each["readout"] in names]
+        known = [each for each in found if each["calibration_depth_at"][target] is not None]
+        if not known:
+            return f"{side['name']} does not reach it on validation data"
+        best = min(known, key=lambda each: each["calibration_depth_at"][target])
+        depth, interval = best["depth_at"][target], best["depth_interval"][target]
+        if depth is None or interval is None or interval["reached"] < 0.95:
+            return f"{side['name']} does not reach it surely on test data"
+        sides.append((best["readout"], depth, interval["low"], interval["high"]))
+    (ours, a, a_low, a_high), (theirs, b, b_low, b_high) = sides
+    low, high = -math.hypot(a - a_low, b_high - b), math.hypot(a_high - a, b - b_low)
+    if model["forced_accuracy"] == reference["forced_accuracy"]:
+        low = high = 0.0  # the same trajectory: nothing was drawn apart
+    return f"{a - b:+.2f} [{a - b + low:+.2f}, {a - b + high:+.2f}] ({ours} - {theirs})"
+
+
 def title(text: str) -> None:
     print(f"\n## {text}\n")
 
@@ -90,6 +113,19 @@ class Claims:
             print(f"  - margin {depths(models, 'margin', 'fine')} (paper's grid {depths(models, 'margin')})")
             for kind in ("readout_gap", "trajectory_gap"):
                 print(f"  - {kind}: {'; '.join(gap(model['diagnosis'][kind]) for model in models)}")
+
+    def like_with_like(self, task: str) -> None:
+        """Results of version 0.2 let a gate be the best readout of a trajectory; their depths allow to leave it out."""
+        title(f"{task}: trajectory gap at 95 %, by the readouts that both have, without gates (fine grid)")
+        print("Ends of an interval: both depths' own, combined as if drawn apart, so rather too wide.")
+        measures = [model for model in self.models if model["is_reference"] and model["name"].startswith(f"{task}-")]
+        references = {model["name"].rsplit("-s", 1)[1]: model for model in measures}
+        for models in self.task(task).values():
+            for model in models:
+                reference = references[model["name"].rsplit("-s", 1)[1]]
+                if model is not reference:
+                    before = gap(model["diagnosis"]["trajectory_gap"])
+                    print(f"- {model['name']}: {before} -> {shared(model, reference)}")
 
     def forced(self, task: str) -> None:
         title(f"{task}: accuracy of every loop, best loop, mean over seeds")
@@ -260,6 +296,7 @@ def main() -> None:
     tasks = [task for task in ("mano", "parity") if claims.task(task)]
     for task in tasks:
         claims.blame(task)
+        claims.like_with_like(task)
         claims.forced(task)
         claims.fitted(task)
     if "parity" in tasks:

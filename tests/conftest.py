@@ -6,9 +6,7 @@ import json
 import os
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(
-        _name, "1"
-    )  # which NumPy and PyTorch read when they are imported, here and in what tests start
+    os.environ.setdefault(_name, "1")  # NumPy and PyTorch read it when they are imported, here and in what tests start
 
 from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
@@ -34,19 +32,9 @@ GOLDEN = Path(__file__).parent / "golden"
 os.environ["COLUMNS"] = "110"  # tables are as wide as without a terminal, also under pytest-xdist, which says 80
 
 TINY = [
-    "task.modulus=3",
-    "task.max_operations=2",
-    "task.train_examples=600",
-    "task.validation_examples=120",
-    "task.test_examples=150",
-    "model.width=16",
-    "model.loops=3",
-    "model.block_size=11",
-    "training.steps=12",
-    "training.batch_size=16",
-    "training.log_every=3",
-    "training.checkpoint_every=4",
-    "training.validate_every=6",
+    *("task.modulus=3", "task.max_operations=2", "task.train_examples=600", "task.validation_examples=120"),
+    *("task.test_examples=150", "model.width=16", "model.loops=3", "model.block_size=11", "training.steps=12"),
+    *("training.batch_size=16", "training.log_every=3", "training.checkpoint_every=4", "training.validate_every=6"),
     "training.validation_sample=60",
 ]
 GATED = ["objective.name=learned_gate", "model.gate=linear"]
@@ -155,12 +143,8 @@ def answers(
     metric = BENCHMARKS[benchmark].metric
     labels, norms = rng.integers(0, choices, rows), rng.integers(5, 60, (rows, choices))
     ease = rng.normal(skill, 1.5, (rows, 1, 1)) * np.array([0.2, 0.75, 1.0, 1.02])[:, None]
-    noise = rng.normal(size=(rows, 1, choices)) + 0.6 * rng.normal(size=(rows, loops, choices)) * [
-        [0.9],
-        [0.5],
-        [0.2],
-        [0.1],
-    ]
+    unsettled = np.array([0.9, 0.5, 0.2, 0.1])[:, None]
+    noise = rng.normal(size=(rows, 1, choices)) + 0.6 * rng.normal(size=(rows, loops, choices)) * unsettled
     scores = noise + ease * (np.arange(choices) == labels[:, None])[:, None, :]
     logits = scores - 4.0 if metric == "acc_norm" else 3 * scores - 60.0
     settled = np.cumsum(rng.normal(size=(rows, loops, width)) * np.array([1, 0.5, 0.25, 0.12])[:, None], axis=1)

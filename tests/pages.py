@@ -1,15 +1,21 @@
 """Reports for the tests of the page: of random recordings, whole or partial, harmless or hostile."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from conftest import random_trajectory
+from simulated import pair
 
 import loopscope as ls
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
 from loopscope.analysis.schema import Results
 from loopscope.paper.counterparts import PRODUCTS
+from loopscope.report.figure_style import STYLES
+from loopscope.report.products import Catalogue
+from loopscope.report.tables import Table
 from loopscope.report.write import write_report
 
 TARGETS = [0.6, 0.9]
@@ -56,6 +62,17 @@ def hostile() -> list[ModelRecordings]:
     return [source(name, seed, examples=examples) for seed, name in enumerate((*HOSTILE, "y" * 10_000))]
 
 
+def of_seeds(name: str, rows: int = 90, **changes: object) -> list[ModelRecordings]:
+    """Two runs of ours that differ in their seed only."""
+    made = []
+    for seed in (0, 1):
+        parts = {"task": {"name": "mano"}, "model": {"gate": "linear"}, "training": {"seed": seed}}
+        run = {**parts, "objective": {"name": "learned_gate", "prior": "uniform", "geometric_lambda": 0.3, "beta": 0.1}}
+        both = [replace(each, provenance={"run": run}) for each in pair(rows=rows, seed=seed, **changes)]
+        made.append(ModelRecordings(f"{name}-{seed}", *both))
+    return made
+
+
 def never_exits(made: ls.Trajectory) -> ls.Trajectory:
     """Its gate never opens: no threshold of its grid is ever met."""
     return ls.Trajectory(logits=made.logits, labels=made.labels, split=made.split, gate_logits=np.full((200, 4), -50.0))
@@ -68,6 +85,20 @@ def predictions_only(made: ls.Trajectory) -> ls.Trajectory:
         split=made.split,
         signals={"entropy": ls.signal("entropy", made)},
     )
+
+
+def table_of(products: Catalogue, results: Results, name: str) -> Table:
+    (product,) = products.make(results, [name])
+    assert product.table is not None
+    assert all(len(row) == len(product.table.columns) for row in product.table.rows)
+    return product.table
+
+
+def figure_of(products: Catalogue, results: Results, name: str) -> dict[str, Any]:
+    """What is drawn on the page."""
+    (product,) = products.make(results, [name])
+    assert product.figure is not None
+    return product.figure(STYLES["page"])
 
 
 def written(sources: Sequence[ModelRecordings], folder: Path, reference: str | None = None) -> tuple[Path, Results]:

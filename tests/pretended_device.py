@@ -78,7 +78,7 @@ class PretendedTensor(Tensor):
 
 
 class PretendedDevice(TorchDispatchMode):
-    """What runs on it and what goes there; it counts the waits and, apart from them, the copies to it."""
+    """What runs on it and what goes there; it counts the waits."""
 
     here: "PretendedDevice"
 
@@ -89,12 +89,11 @@ class PretendedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
-        self.uploads: Counter[str] = Counter()
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
         """The waits of what runs inside: how often, by what and line."""
-        self.waits, self.uploads = Counter(), Counter()
+        self.waits = Counter()
         yield self.waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +138,6 @@ class PretendedDevice(TorchDispatchMode):
         elif on_cpu and target_is_there:
             source = args[-1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
             pinned = getattr(source, "pretended_pinned", False) and kwargs.get("non_blocking", False)
-            self.uploads[_line()] += 1
             if not pinned:
                 self._wait("copy from ordinary memory")
 

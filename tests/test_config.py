@@ -74,10 +74,9 @@ def test_the_paper_preset_is_appendix_b() -> None:
     assert (training.beta1, training.beta2, training.weight_decay) == (0.9, 0.98, 0.1)
     assert (training.batch_size, training.clip_norm, training.steps, training.bf16) == (1024, 1.0, 40_000, True)
     assert training.muon_learning_rate == 0
-    assert (settings.task.train_examples, settings.task.validation_examples, settings.task.test_examples) == (
-        50_000,
-    ) * 3
-    assert not settings.task.disjoint
+    task = settings.task
+    assert (task.train_examples, task.validation_examples, task.test_examples) == (50_000,) * 3
+    assert not task.disjoint
 
 
 def test_every_preset_is_valid() -> None:
@@ -85,15 +84,9 @@ def test_every_preset_is_valid() -> None:
     assert all(isinstance(read_settings(name, []), RunSettings) for name in presets())
 
 
-def test_overrides_leave_their_source_alone() -> None:
+def test_overrides_leave_their_source_alone_and_differences_are_dotted() -> None:
     source = {"a": {"b": 1}}
     assert with_overrides(source, ["a.b=2", "a.c=text"]) == {"a": {"b": 2, "c": "text"}}
     assert source == {"a": {"b": 1}}
-
-
-def test_digest_does_not_depend_on_the_order_of_keys() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
-
-
-def test_differences_are_dotted() -> None:
     assert differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "e": 3}) == ["a.c", "d", "e"]

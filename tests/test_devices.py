@@ -36,14 +36,8 @@ from loopscope.training.task_run import train
 from loopscope.training.training_loop import train_run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-POLICIES = [
-    ls.ExitPolicy("margin", 0.3),
-    ls.ExitPolicy("gate", 0.6),
-    ls.ExitPolicy("hidden_change", 1.0),
-    ls.ExitPolicy("entropy", 3.0),
-    ls.ExitPolicy("kl", 0.05),
-    ls.ExitPolicy("fixed", 2),
-]
+THRESHOLDS = {"margin": 0.3, "gate": 0.6, "hidden_change": 1.0, "entropy": 3.0, "kl": 0.05, "fixed": 2}
+POLICIES = [ls.ExitPolicy(readout, threshold) for readout, threshold in THRESHOLDS.items()]
 MOST_WAITS = 2
 """Of a loop step."""
 
@@ -187,24 +181,14 @@ def test_recordings(device: PretendedDevice, gated_run: Path, tiny_ouro: Languag
         assert (there.predicted == here.predicted).mean() > 0.99
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_the_engine_on_rows(policy: ls.ExitPolicy, device: PretendedDevice, steps: list[int]) -> None:
-    here, there = both()
-    rng = np.random.default_rng(0)
-    rows = [Request(key, (rng.integers(0, here.vocab_size, rng.integers(3, 12)),)) for key in range(12)]
-    expected = list(run(here, policy, rows, 5))
-    with bounded(device, steps):
-        answers = list(run(there, policy, rows, 5))
-    assert [(answer.key, answer.loop) for answer in answers] == [(answer.key, answer.loop) for answer in expected]
-    for ours, theirs in zip(answers, expected, strict=True):
-        np.testing.assert_allclose(ours.logits, theirs.logits, atol=1e-4)
-
-
+@pytest.mark.parametrize("kind", ["rows", "questions"])
 @pytest.mark.parametrize(("policy", "shared"), list(zip(POLICIES, (0, 5) * 3, strict=True)), ids=str)
-def test_the_engine_on_questions(policy: ls.ExitPolicy, shared: int, device: PretendedDevice, steps: list[int]) -> None:
-    here, there = both()
-    asked = questions(shared, here.vocab_size, whole=True)
-    options: dict[str, Any] = {"batch_size": 4, "mean": policy.readout == "gate", "greedy": True}
+def test_the_engine(policy: ls.ExitPolicy, shared: int, kind: str, device: PretendedDevice, steps: list[int]) -> None:
+    (here, there), rng, options = both(), np.random.default_rng(0), {"batch_size": 5}
+    asked = [Request(key, (rng.integers(0, here.vocab_size, rng.integers(3, 12)),)) for key in range(12)]
+    if kind == "questions":
+        asked = questions(shared, here.vocab_size, whole=True)
+        options = {"batch_size": 4, "mean": policy.readout == "gate", "greedy": True}
     expected = list(run(here, policy, asked, **options))
     with bounded(device, steps):
         answers = list(run(there, policy, asked, **options))
@@ -223,43 +207,35 @@ def test_scoring_a_benchmark(name: str, device: PretendedDevice) -> None:
     np.testing.assert_allclose(found.hidden, expected.hidden, atol=1e-4)
 
 
-def check_texts(
-    device: PretendedDevice,
-    steps: list[int],
-    policy: ls.ExitPolicy | None,
-    asked: list[Prompt],
-    most: int,
-    **options: Any,
-) -> list[Any]:
-    """Those of the device: the tokens, loops and drafts of the CPU, with at most so many waits in a step."""
+def lossless(temperature: float) -> dict[str, Any]:
+    return {"batch_size": 4, "max_new_tokens": 6, "lossless": True, "sampling": Sampling(temperature=temperature)}
+
+
+SEVERAL = [Prompt(each.key, each.tokens, policy=policy) for each, policy in zip(prompts(4), POLICIES, strict=False)]
+TEXTS = [
+    *(
+        (policy, prompts(rows), MOST_WAITS, {"batch_size": rows, "max_new_tokens": 4, "cache": cache})
+        for rows in (1, 4)
+        for policy, cache in zip(POLICIES, CACHE_MODES * 2, strict=True)
+    ),
+    (POLICIES[0], prompts(4), 2, lossless(0.0)),
+    (POLICIES[0], prompts(4), 4, lossless(1.0)),
+    (None, SEVERAL, 4 + 1, {"batch_size": 4, "max_new_tokens": 4}),
+]
+"""Policy, prompts, how often the host may wait in a step, and options."""
+
+
+@pytest.mark.parametrize(("policy", "asked", "most", "options"), TEXTS)
+def test_generation(
+    policy: Any, asked: list[Prompt], most: int, options: dict[str, Any], device: PretendedDevice, steps: list[int]
+) -> None:
     here, there = both()
     expected = generate(here, asked, policy, **options)
     with bounded(device, steps, most):
         texts = generate(there, asked, policy, **options)
     for ours, theirs in zip(texts, expected, strict=True):
         assert (ours.tokens, ours.loops, ours.drafted) == (theirs.tokens, theirs.loops, theirs.drafted)
-    return texts
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("policy", "cache"), list(zip(POLICIES, CACHE_MODES * 2, strict=True)), ids=str)
-def test_generation(
-    rows: int, policy: ls.ExitPolicy, cache: CacheMode, device: PretendedDevice, steps: list[int]
-) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 4, "cache": cache, "batch_size": rows}
-    check_texts(device, steps, policy, prompts(rows), MOST_WAITS, **options)
-
-
-@pytest.mark.parametrize(("temperature", "most"), [(0.0, 2), (1.0, 4)])
-def test_lossless_text(temperature: float, most: int, device: PretendedDevice, steps: list[int]) -> None:
-    options: dict[str, Any] = {"batch_size": 4, "lossless": True, "sampling": Sampling(temperature=temperature)}
-    texts = check_texts(device, steps, POLICIES[0], prompts(4), most, max_new_tokens=6, **options)
-    assert sum(text.drafted for text in texts) > 0
-
-
-def test_several_policies_at_once(device: PretendedDevice, steps: list[int]) -> None:
-    asked = [Prompt(each.key, each.tokens, policy=policy) for each, policy in zip(prompts(4), POLICIES, strict=False)]
-    check_texts(device, steps, None, asked, 4 + 1, max_new_tokens=4, batch_size=4)
+    assert (sum(text.drafted for text in texts) > 0) == ("lossless" in options)
 
 
 @pytest.mark.parametrize("cache", CACHE_MODES)

@@ -48,7 +48,7 @@ def test_follows_the_replay(readout: str) -> None:
             continue
         stops = exit_state.stops(loop, {name: values[active, loop - 1] for name, values in said.items()})
         exits |= dict(zip(active[stops].tolist(), loop[stops].tolist(), strict=True))
-        exit_state.keep(~stops)
+        exit_state.reorder(np.flatnonzero(~stops))
         active, loop = active[~stops], loop[~stops]
     single = ls.Trajectory(
         logits=np.asarray(trajectory.logits, dtype=np.float32),

@@ -46,16 +46,8 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [file, folder]
 
 
-def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".partial-abc").write_text("half")
-    (tmp_path / ".partial-dir").mkdir()
-    (tmp_path / "kept").write_text("whole")
-    remove_scratch(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-def test_a_killed_replacement_is_put_back_and_its_scratch_removed(tmp_path: Path) -> None:
-    """Killed between its two renames: the old folder stands aside, the new one was never named."""
+def test_what_a_killed_replacement_left_is_put_back_or_removed(tmp_path: Path) -> None:
+    """Killed between its two renames: the old folder stands aside, the new one was never named. Then: after both."""
     _make(tmp_path / "thing", "old")
     (tmp_path / "thing").rename(tmp_path / ".replaced-thing")
     (tmp_path / ".partial-thing").mkdir()
@@ -66,17 +58,15 @@ def test_a_killed_replacement_is_put_back_and_its_scratch_removed(tmp_path: Path
         raise RuntimeError
     assert (tmp_path / "thing" / "data.txt").read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".partial-thing-2", "thing"]
-
-
-def test_what_a_finished_replacement_left_is_removed(tmp_path: Path) -> None:
-    """Killed after its second rename: the old folder was not removed any more."""
-    _make(tmp_path / "thing", "old")
     (tmp_path / "thing").rename(tmp_path / ".replaced-thing")
     _make(tmp_path / "other", "new")
     (tmp_path / "other").rename(tmp_path / "thing")
     remove_leftovers(tmp_path / "thing")
-    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".partial-thing-2", "thing"]
     assert (tmp_path / "thing" / "data.txt").read_text() == "new"
+    (tmp_path / ".partial-file").write_text("half")
+    remove_scratch(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
 
 
 def test_a_target_has_one_writer_and_its_scratch_one_owner(tmp_path: Path) -> None:
@@ -102,12 +92,9 @@ def test_writers_of_one_file_wait_for_each_other(tmp_path: Path) -> None:
 
 def test_a_scratch_that_vanishes_takes_no_folders_place(tmp_path: Path) -> None:
     _make(tmp_path / "thing", "old")
-    with (
-        pytest.raises(UserError, match="removed while it was written"),
-        atomic_folder(tmp_path / "thing", anything) as s,
-    ):
-        shutil.rmtree(s)
-        write_bytes(s / "data.txt", b"made again")
+    with pytest.raises(UserError, match="removed while"), atomic_folder(tmp_path / "thing", anything) as scratch:
+        shutil.rmtree(scratch)
+        write_bytes(scratch / "data.txt", b"made again")
     assert (tmp_path / "thing" / "data.txt").read_text() == "old"
 
 
@@ -120,11 +107,10 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 
 def test_one_process_writes_into_a_folder(tmp_path: Path) -> None:
     with only_writer(tmp_path / "run"):
-        with pytest.raises(BusyError), only_writer(tmp_path / "run"):
-            pass
-        assert (tmp_path / "run").is_dir()  # who is refused takes nothing along
-        with pytest.raises(BusyError), only_writer(tmp_path / "run"):
-            pass
+        for _ in range(2):
+            with pytest.raises(BusyError), only_writer(tmp_path / "run"):
+                pass
+            assert (tmp_path / "run").is_dir()  # who is refused takes nothing along
     assert not list(tmp_path.iterdir())  # nothing was put there
 
 

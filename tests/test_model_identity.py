@@ -14,7 +14,6 @@ import loopscope as ls
 from loopscope.model_identity import same_model, weights_of, with_configuration
 from loopscope.models.checkpoint import stored_sha256, weights_sha256
 from loopscope.recording.recording_folder import existing_artifact
-from loopscope.scope import Scope
 from loopscope.splits import check_same_model
 from loopscope.trajectory import RECORDING, RECORDING_FILES, concatenate
 
@@ -49,10 +48,7 @@ def test_the_configuration_is_part_of_a_model(tmp_path: Path) -> None:
     other = edited(TINY, tmp_path / "theta", rope_theta=77.0)
     assert stored_sha256(other) == stored_sha256(TINY)
     assert weights_sha256(other) == ls.load_model(other).weights_sha256 != known
-
-
-def test_what_computes_the_same_is_the_same(tmp_path: Path) -> None:
-    """Depth is compared by itself; so many names of a configuration say nothing of the network."""
+    # depth is compared by itself; so many names of a configuration say nothing of the network
     width = json.loads((TINY / "config.json").read_text())
     changes = {"total_ut_steps": 3, "torch_dtype": "bfloat16", "_name_or_path": "x", "attention_bias": False}
     changes["head_dim"] = width["hidden_size"] // width["num_attention_heads"]
@@ -66,17 +62,10 @@ def test_one_decoder_looped_three_ways_is_three_models(tmp_path: Path) -> None:
         {"prelude": 0, "core": 4},
         {"prelude": 2, "core": 2, "damping": 0.5},
     )
-    models = []
     for number, way in enumerate(ways):
         ls.loop(tmp_path / "llama", tmp_path / str(number), loops=4, **way)
-        models.append(ls.load_model(tmp_path / str(number)))
     assert len({stored_sha256(tmp_path / str(number)) for number in range(3)}) == 1
-    policy = ls.ExitPolicy("margin", 0.1, scope=Scope(model=models[0].weights_sha256))
-    prompts = [ls.Prompt(0, np.arange(5))]
-    ls.generate(models[0], prompts, policy, max_new_tokens=2)
-    for other in models[1:]:
-        with pytest.raises(ls.UserError, match="the same weights, computed with by another"):
-            ls.generate(other, prompts, policy, max_new_tokens=2)
+    assert len({ls.load_model(tmp_path / str(number)).weights_sha256 for number in range(3)}) == 3
 
 
 def test_huginn_s_first_state_is_part_of_it() -> None:

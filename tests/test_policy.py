@@ -11,10 +11,8 @@ from loopscope.readouts.signals import CONVERGENCE
 
 
 def with_signal(name: str, values: list[list[float]]) -> ls.Trajectory:
-    rows, loops = np.shape(values)
-    return ls.Trajectory(
-        logits=None, labels=[0] * rows, predictions=np.zeros((rows, loops), int), signals={name: np.array(values)}
-    )
+    answers = np.zeros(np.shape(values), int)
+    return ls.Trajectory(labels=answers[:, 0], predictions=answers, signals={name: np.array(values)})
 
 
 RISING = [[0.1, 0.5, 0.9], [0.6, 0.2, 0.1], [0.1, 0.2, 0.3], [0.1, 0.7, 0.2]]
@@ -32,9 +30,7 @@ def test_exits_at_the_first_loop_at_or_beyond_the_threshold(name: str) -> None:
 
 
 def test_fixed_depth_and_the_oracle() -> None:
-    labels = np.zeros(3, int)
-    predictions = np.array([[1, 0, 1], [1, 1, 1], [0, 1, 1]])
-    trajectory = ls.Trajectory(logits=None, labels=labels, predictions=predictions)
+    trajectory = ls.Trajectory(labels=np.zeros(3, int), predictions=np.array([[1, 0, 1], [1, 1, 1], [0, 1, 1]]))
     assert ls.ExitPolicy("fixed", 2).exit_loops(trajectory).tolist() == [2, 2, 2]
     assert ls.ExitPolicy("oracle").exit_loops(trajectory).tolist() == [2, 3, 1]
 

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from benchmark_slices import DATA, asked, byte_pairs
 from conftest import GOLDEN
 
 from loopscope.errors import UserError
-from loopscope.paper.published import BenchmarkTitle as Title
 from loopscope.questions import BENCHMARKS, Question, _definitions, benchmark_named, encode_questions, load_questions
 
 
@@ -51,7 +50,6 @@ def test_every_golden_request_is_reproduced(name: str) -> None:
 
 
 def test_the_catalogue_is_the_papers_and_lm_evals() -> None:
-    assert {benchmark.title for benchmark in BENCHMARKS.values()} == {*get_args(Title)}
     assert len(BENCHMARKS["mmlu"].subjects) == 57
     for benchmark in BENCHMARKS.values():
         assert all(path.is_file() for path in _definitions(benchmark).values())
@@ -212,8 +210,7 @@ def test_what_is_too_long_is_cut_from_the_left_as_the_longest_choice_needs_it() 
 
 
 def test_a_question_without_tokens_is_refused() -> None:
-    with pytest.raises(UserError, match="made/0 needs a token"):
-        encode_questions([asking("context", "", " b")], byte_pairs())
-    with pytest.raises(UserError, match="made/0 needs a token"):
-        encode_questions([asking("  ", " a")], byte_pairs())
+    for question in (asking("context", "", " b"), asking("  ", " a")):
+        with pytest.raises(UserError, match="made/0 needs a token"):
+            encode_questions([question], byte_pairs())
     assert encode_questions([], byte_pairs()) == []

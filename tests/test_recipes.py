@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +10,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from conftest import tiny_language_run
 from tiny_language import tiny_ouro
 
+import loopscope as ls
 from loopscope.engine.decoder import Decoder
 from loopscope.engine.generation import Token, stream
 from loopscope.models.decoder_layers import Linear
+from loopscope.training.training_loop import train_run
 
 
 def loaded(name: str) -> ModuleType:
@@ -112,3 +117,23 @@ def test_what_is_scored_is_left_out(recipe: ModuleType, tmp_path: Path) -> None:
 def test_questions_are_asked_as_lm_eval_asks_them(recipe: ModuleType) -> None:
     assert recipe.asked("Why?", "So.", "It is.").text == "It is.\nQuestion: Why?\nAnswer: So."
     assert recipe.chosen("Which?", ["this", "that"], 1) == "Which?\nA. this\nB. that\nAnswer: B"
+
+
+@pytest.mark.long
+def test_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """From its texts to an exit policy, and once more: it goes on where it was."""
+    run = tiny_language_run(tmp_path, "model.max_position_embeddings=128")
+    train_run(run, torch.device("cpu"))
+    monkeypatch.setattr(sys, "argv", ["make_sums", "--out", str(tmp_path / "sums")])
+    loaded("fine_tuning/make_sums.py").main()
+    words = [str(run.folder), "--texts", str(tmp_path / "sums"), "--out", str(tmp_path / "tuned"), "--max-drop", "0.2"]
+    printed = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["fine_tune", *words, "--steps", "40"])
+        capsys.readouterr()
+        loaded("fine_tuning/fine_tune.py").main()
+        printed.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")])
+    assert printed[0] == printed[1]
+    assert printed[0][0].startswith("before: next tokens of the test text")
+    policy = ls.ExitPolicy.load(tmp_path / "tuned" / "policy.json")
+    assert policy.model == ls.load_model(tmp_path / "tuned" / "model").weights_sha256

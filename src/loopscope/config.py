@@ -8,6 +8,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -63,7 +64,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def with_overrides(values: Mapping[str, Any], assignments: Sequence[str]) -> dict[str, Any]:
     """`values` with each `a.b=c` of `assignments` set; c is read as TOML, or as text where it is not TOML."""
-    result = _copy(values)
+    result = deepcopy(dict(values))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
@@ -130,10 +131,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return found
 
 
-def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in values.items()}
-
-
 def _toml_value(text: str) -> Any:
     try:
         table = tomllib.loads(f"value = {text}")
@@ -172,7 +169,8 @@ def _describe_misfit(error: msgspec.ValidationError, kind: Any) -> str:
 
 def _plain_words(message: str, kinds: list[Any]) -> str:
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", message, re.DOTALL):
-        known = [name for each in kinds for name in _fields(each)]
+        structs = [each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+        known = [name for each in structs for name in each.__struct_encode_fields__]
         listed = f"; the keys are {', '.join(dict.fromkeys(known))}" if known else ""
         return f"unknown key `{unknown[1]}`{did_you_mean(unknown[1], known) or listed}"
     if missing := re.fullmatch("Object missing required field `(.*)`", message, re.DOTALL):
@@ -209,9 +207,3 @@ def _inside(kind: Any, part: str) -> Iterator[Any]:
             yield from (inner for inner in get_args(each) if inner is not ...)
         elif get_origin(each) is dict:
             yield get_args(each)[1]
-
-
-def _fields(kind: Any) -> tuple[str, ...]:
-    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-        return ()
-    return kind.__struct_encode_fields__

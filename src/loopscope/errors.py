@@ -109,6 +109,11 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch has run out of memory, of a GPU or of the CPU; it need not be imported to be asked."""
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+
+
 def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
     """The sentence for a package that an extra installs; the error itself for any other."""
     package = (error.name or "").partition(".")[0]

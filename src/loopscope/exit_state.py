@@ -71,12 +71,8 @@ class ExitState:
         for rows in self._followed:
             rows.admit(count)
 
-    def keep(self, rows: Array) -> None:
-        """Those where this mask is false are gone."""
-        self.reorder(np.flatnonzero(rows))
-
     def reorder(self, order: Array) -> None:
-        """They stand in another order from now on, those that were just admitted included."""
+        """They stand in another order from now on, those that were just admitted included; who is not in it is gone."""
         for rows in self._followed:
             rows.take(order)
 
@@ -96,21 +92,16 @@ class ExitState:
         """
         inputs = {"loop": loop, **(now or {})}
         values = {**(computed or {})}
+        gate = self.policy.gate
         for name, rows in self._signals.items():
             if name not in values:
-                values[name] = self._advance(name, rows, inputs)
-        last = loop >= self.num_loops
-        if self._stopper is None:
-            return last | self.policy.decide(values[self.policy.readout])
-        return last | self.policy.decide(
-            self._stopper.advance(np.stack([values[name] for name in self._signals], axis=1))
-        )
-
-    def _advance(self, name: str, rows: "RowStates", now: Mapping[str, Array]) -> NDArray[np.float64]:
-        output = now[self._sources[name]]
-        return rows.advance(
-            self.policy.gate.halt_logits(output) if isinstance(self.policy.gate, FittedGate) else output
-        )
+                output = inputs[self._sources[name]]
+                values[name] = rows.advance(gate.halt_logits(output) if isinstance(gate, FittedGate) else output)
+        decisive = values.get(self.policy.readout)
+        if self._stopper is not None:
+            decisive = self._stopper.advance(np.stack([values[name] for name in self._signals], axis=1))
+        assert decisive is not None
+        return (loop >= self.num_loops) | self.policy.decide(decisive)
 
 
 class RowStates:

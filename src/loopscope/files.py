@@ -26,6 +26,8 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOCK_PATIENCE = 0.5
 """Seconds: whoever only looks after leftovers holds a lock for less."""
 _MAX_NAME = 255 - max(map(len, BESIDE))
+is_there, is_file, is_folder = os.path.exists, os.path.isfile, os.path.isdir
+"""False for a name that the system cannot have, where methods of `Path` raise: one that is too long, for instance."""
 
 
 def read_bytes(path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> bytes:
@@ -44,26 +46,6 @@ def read_text(path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> st
         return read_bytes(path, what, largest).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it.") from None
-
-
-def is_there(path: Path) -> bool:
-    """Whether there is something; nothing is by a name that the system cannot have."""
-    return _answered(path.exists)
-
-
-def is_file(path: Path) -> bool:
-    return _answered(path.is_file)
-
-
-def is_folder(path: Path) -> bool:
-    return _answered(path.is_dir)
-
-
-def _answered(question: Callable[[], bool]) -> bool:
-    try:
-        return question()
-    except OSError:  # a name that is too long, for instance
-        return False
 
 
 def near(path: Path) -> str:

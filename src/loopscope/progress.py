@@ -12,14 +12,18 @@ ProgressCallback = Callable[[int, int, str], None]
 """`advance(done, total, note)`: how much of the work is done by now, and a few words on its state."""
 
 
+_LOG_SECONDS = 10.0
+"""Between two lines of a log."""
+
+
 def silent(done: int, total: int, note: str) -> None:
     """The `ProgressCallback` of work that nobody watches."""
 
 
 @contextmanager
-def track(title: str, stream: TextIO | None = None, unit: str = "") -> Iterator[ProgressCallback]:
-    """Shows progress and the time left on `stream` (stderr by default) while the work runs; `unit`: what is counted."""
-    out, title = stream or sys.stderr, visible(title, keep="")
+def track(title: str, unit: str = "") -> Iterator[ProgressCallback]:
+    """Shows progress and the time left on stderr while the work runs; `unit`: what is counted."""
+    out, title = sys.stderr, visible(title, keep="")
     if out.isatty():
         yield from _bar(title, out, unit)
     else:
@@ -43,7 +47,7 @@ def _bar(title: str, out: TextIO, unit: str) -> Iterator[ProgressCallback]:
         yield lambda done, total, note: bar.update(task, completed=done, total=total, note=note)
 
 
-def _log_lines(title: str, out: TextIO, unit: str = "", every: float = 10.0) -> ProgressCallback:
+def _log_lines(title: str, out: TextIO, unit: str) -> ProgressCallback:
     first: tuple[float, int] | None = None  # when the work began to be watched, and how much was done then
     last = time.monotonic()
 
@@ -51,7 +55,7 @@ def _log_lines(title: str, out: TextIO, unit: str = "", every: float = 10.0) -> 
         nonlocal first, last
         now = time.monotonic()
         first = first or (now, done)
-        if done < total and (now - last < every or done == first[1]):
+        if done < total and (now - last < _LOG_SECONDS or done == first[1]):
             return
         last = now
         left = (now - first[0]) / max(done - first[1], 1) * (total - done)

@@ -127,8 +127,9 @@ class Task(Settings, frozen=True, kw_only=True, tag_field="name"):
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
         """One input of each given difficulty; what stands beyond its end does not matter."""
 
-    @abstractmethod
-    def is_input(self, row: list[int]) -> bool: ...
+    def is_input(self, row: list[int]) -> bool:
+        """Whether these symbols make an input."""
+        return len(row) > 0
 
     @abstractmethod
     def answers(self, tokens: Integers, lengths: Integers) -> Integers:
@@ -322,9 +323,6 @@ class Parity(Task, frozen=True, kw_only=True, tag="parity"):
 
     def draw_inputs(self, draws: Draws, difficulty: Integers) -> Integers:
         return draws.integers(np.full((len(difficulty), int(difficulty.max(initial=0))), 2))
-
-    def is_input(self, row: list[int]) -> bool:
-        return len(row) > 0
 
     def answers(self, tokens: Integers, lengths: Integers) -> Integers:
         return (tokens == 1).sum(axis=1) % 2

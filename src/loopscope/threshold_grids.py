@@ -33,10 +33,7 @@ def grid(readout: str, calibration: Trajectory) -> Curve:
     values = signal(readout, calibration)
     if is_gate(readout):
         return GATE_GRID.copy()
-    values = _known(readout, values)
-    if readout not in SIGNALS and is_whole(values):
-        return _between_whole(definition, values, len(QUANTILES))
-    return np.quantile(np.sort(values), QUANTILES)  # the same as unsorted, in half the time
+    return _quantile_grid(readout, definition, values, QUANTILES)
 
 
 def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve:
@@ -47,11 +44,8 @@ def fine_grid(readout: str, calibration: Trajectory, points: int = 401) -> Curve
     values = signal(readout, calibration)
     ends_alike = is_gate(readout) or readout.startswith(STOPPER)  # every example says the same at loop T
     values = values[:, :-1] if ends_alike and values.shape[1] > 1 else values
-    values = _known(readout, values)
     never = np.inf if definition.exits == "above" else -np.inf
-    if readout not in SIGNALS and is_whole(values):
-        return np.append(_between_whole(definition, values, points), never)
-    return np.append(np.quantile(np.sort(values), np.linspace(0, 1, points)), never)
+    return np.append(_quantile_grid(readout, definition, values, np.linspace(0, 1, points)), never)
 
 
 def _own_grid(definition: Readout, num_loops: int) -> Curve:
@@ -59,12 +53,18 @@ def _own_grid(definition: Readout, num_loops: int) -> Curve:
     return np.arange(1.0, num_loops + 1) if definition.takes == "depth" else np.array([np.nan])
 
 
-def _known(readout: str, values: Curve) -> Curve:
+def _quantile_grid(readout: str, definition: Readout, values: Curve, quantiles: Curve) -> Curve:
+    """The quantiles of a signal [N, T]; beside each whole number, at most as many, where it has no others."""
     known = values[~np.isnan(values)]
     if not len(known):
         loops = "one loop" if values.shape[1] == 1 else f"{values.shape[1]} loops"
         raise UserError(f"The calibration recording has {loops} only, so '{readout}' has no values to calibrate on.")
-    return known
+    if readout not in SIGNALS and is_whole(known):
+        there = np.unique(known)
+        if len(there) > len(quantiles):
+            there = there[np.linspace(0, len(there) - 1, len(quantiles)).round().astype(int)]
+        return there - 0.5 if definition.exits == "above" else there + 0.5  # so that it still exits
+    return np.quantile(np.sort(known), quantiles)  # the same as unsorted, in half the time
 
 
 def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
@@ -116,7 +116,7 @@ def in_a_gap(threshold: float, values: Curve, side: Literal["left", "right"]) ->
     near = np.arange(max(1, rank - len(values) // 200), min(len(values), rank + len(values) // 200 + 1))
     if not len(near):
         return threshold
-    widths = (values[near] - values[near - 1]) / np.maximum(np.abs(values[near]), np.finfo(np.float64).tiny)
+    widths = (values[near] - values[near - 1]) / _scale(values[near])
     wide = near[widths > _GAP]
     above = wide[np.abs(wide - rank).argmin()] if len(wide) else near[widths.argmax()]
     return float(values[above - 1 : above + 1].mean())
@@ -141,14 +141,6 @@ def is_whole(values: Curve) -> bool:
     """Whether a signal says whole numbers only (NaN aside)."""
     values = values[~np.isnan(values)]
     return bool(len(values) and (values == np.rint(values)).all())
-
-
-def _between_whole(definition: Readout, values: Curve, points: int) -> Curve:
-    """At most so many thresholds, beside each of the whole numbers that there are, so that it still exits."""
-    there = np.unique(values)
-    if len(there) > points:
-        there = there[np.linspace(0, len(there) - 1, points).round().astype(int)]
-    return there - 0.5 if definition.exits == "above" else there + 0.5
 
 
 def _definition_on(readout: str, trajectory: Trajectory) -> Readout:

@@ -11,7 +11,7 @@ is -inf in its logits at every loop.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from loopscope.artifacts import load_artifact, map_tensors, read_whole, save_artifact, write_manifest
+from loopscope.artifacts import load_artifact, map_tensors, read_whole, save_artifact
 from loopscope.config import Settings, plain, read_json
 from loopscope.errors import UserError, did_you_mean
 from loopscope.model_identity import same_model
@@ -104,9 +104,8 @@ class Trajectory:
             check_split_name(self.split)
         if self.logits is None and self.predictions is None:
             raise UserError("A trajectory needs logits, or the predictions of every loop in their place.")
-        for name in (*_ARRAYS, "hidden"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, frozen(value, name))
+        for name, value in self._arrays.items():
+            object.__setattr__(self, name, frozen(value, name))
         signals = {name: frozen(values, f"signal {name}") for name, values in self.signals.items()}
         object.__setattr__(self, "signals", signals)
         if isinstance(self.examples, np.ndarray):
@@ -114,11 +113,16 @@ class Trajectory:
         check_contents(self)
 
     def __repr__(self) -> str:
-        kept = [name for name in (*_ARRAYS, "hidden") if getattr(self, name) is not None]
         return (
             f"Trajectory({self.num_examples} examples, {self.num_loops} loops, split={self.split!r}, "
-            f"keeps {', '.join([*kept, *self.signals])})"
+            f"keeps {', '.join([*self._arrays, *self.signals])})"
         )
+
+    @property
+    def _arrays(self) -> dict[str, Array]:
+        """Those that were kept, by name, hidden states last."""
+        names = (*_ARRAYS, "hidden")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def num_examples(self) -> int:
@@ -172,8 +176,8 @@ class Trajectory:
     def sha256(self) -> str:
         """A hash of everything but the hidden states, the recorded signals and the texts."""
         sha = hashlib.sha256()
-        for name in _ARRAYS:
-            if (value := getattr(self, name)) is not None:
+        for name, value in self._arrays.items():
+            if name != "hidden":
                 sha.update(f"{name} {value.dtype} {value.shape} ".encode())
                 sha.update(np.ascontiguousarray(value).data)
         return sha.hexdigest()
@@ -181,9 +185,8 @@ class Trajectory:
     def take(self, rows: Array) -> Self:
         """The trajectory of these rows (indices, or where a mask is true) alone."""
         chosen = self._row_numbers(as_array(rows, "rows"))
-        arrays = {name: value[chosen] for name in (*_ARRAYS, "hidden") if (value := getattr(self, name)) is not None}
         return type(self)(
-            **{"logits": None, **arrays},
+            **{name: values[chosen] for name, values in self._arrays.items()},
             split=self.split,
             signals={name: values[chosen] for name, values in self.signals.items()},
             examples=None if self.examples is None else [self.examples[row] for row in chosen],
@@ -274,7 +277,8 @@ class Trajectory:
         alike = all(self.provenance.get(name) == other.provenance.get(name) for name in names)
         if known and alike and self.split is not None and self.split == other.split:
             return True
-        if not _equal(self.labels, other.labels) or not np.array_equal(self.predicted, other.predicted):
+        ours, theirs = (each.labels if each.labels is not None else np.empty(0) for each in (self, other))
+        if not np.array_equal(ours, theirs) or not np.array_equal(self.predicted, other.predicted):
             return False
         if self.logits is None or other.logits is None or self.logits.shape != other.logits.shape:
             return True
@@ -282,7 +286,7 @@ class Trajectory:
 
     def save(self, folder: str | Path) -> None:
         """Writes the recording, whole or not at all; an earlier recording in `folder` is replaced."""
-        arrays = {name: value for name in _ARRAYS if (value := getattr(self, name)) is not None}
+        arrays = {name: values for name, values in self._arrays.items() if name != "hidden"}
         arrays |= {SIGNAL_PREFIX + name: values for name, values in self.signals.items()}
         files: dict[str, Any] = {TRAJECTORY: arrays}
         if self.hidden is not None:
@@ -320,7 +324,6 @@ class Trajectory:
 def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     """The parts of one recording, one after the other; of their provenance what all of them say."""
     first = parts[0]
-    kept = [name for name in (*_ARRAYS, "hidden") if getattr(first, name) is not None]
     models = [part.provenance.get("weights_sha256") for part in parts]
     for other, model in zip(parts[1:], models[1:], strict=True):
         for what, ours, theirs in (
@@ -328,13 +331,9 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
             ("split", first.split, other.split),
             ("loops", first.num_loops, other.num_loops),
             ("classes", first.num_classes, other.num_classes),
-            ("arrays", kept, [name for name in (*_ARRAYS, "hidden") if getattr(other, name) is not None]),
+            ("arrays", [*first._arrays], [*other._arrays]),
             ("signals", set(first.signals), set(other.signals)),
-            (
-                "definitions of signals",
-                first.provenance.get("signal_definitions"),
-                other.provenance.get("signal_definitions"),
-            ),
+            ("definitions of signals", *(p.provenance.get("signal_definitions") for p in (first, other))),
             ("texts", first.examples is None, other.examples is None),
             ("fitted signals", first.provenance.get("fitted_on"), other.provenance.get("fitted_on")),
         ):
@@ -344,13 +343,11 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
         key: value for key, value in first.provenance.items() if all(p.provenance.get(key) == value for p in parts)
     }
     if None not in models:
-        provenance["weights_sha256"] = min(
-            (str(model) for model in models), key=len
-        )  # that without a configuration, which is what all say
+        provenance["weights_sha256"] = min(map(str, models), key=len)  # without a configuration, if one has none
     if "examples" in first.provenance:
         provenance["examples"] = sum(part.num_examples for part in parts)
     return Trajectory(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in kept},
+        **{name: np.concatenate([part._arrays[name] for part in parts]) for name in first._arrays},
         split=first.split,
         signals={name: np.concatenate([part.signals[name] for part in parts]) for name in first.signals},
         examples=None if first.examples is None else [text for part in parts for text in part.examples or ()],
@@ -358,21 +355,7 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
     )
 
 
-def seal(
-    folder: Path, split: str | None, examples: int, loops: int, provenance: Mapping[str, Any], needed: Collection[str]
-) -> None:
-    """Writes the manifest of a recording whose files are all in `folder`."""
-    contents = Contents(split=split, examples=examples, loops=loops)
-    write_manifest(folder, RECORDING, RECORDING_SCHEMA, plain(contents), provenance, needed)
-
-
 def check_split_name(name: str) -> None:
     """Rejects a split that there is none of: what guards evaluation data goes by its name."""
     if name not in SPLITS:
         raise UserError(f"There is no split '{name}'{did_you_mean(name, SPLITS)}; choose one of {', '.join(SPLITS)}.")
-
-
-def _equal(ours: Array | None, theirs: Array | None) -> bool:
-    if ours is None or theirs is None:
-        return ours is theirs
-    return np.array_equal(ours, theirs)

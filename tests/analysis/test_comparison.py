@@ -1,5 +1,7 @@
 """Paired comparisons: by hand, against a bootstrap written out, in words, and what is rejected."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import random_trajectory
@@ -80,6 +82,22 @@ def test_a_comparison_says_what_its_intervals_tell() -> None:
         "which of the two takes fewer loops is open; which of the two is more accurate is open."
     )
     assert told(up, down, 29).startswith("Which of the two is better cannot be told from 100 test examples")
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize(("differing", "tells"), [(4, False), (5, False), (6, True), (12, True)])
+def test_few_differing_examples_tell_nothing(differing: int, tells: bool, copies: int) -> None:
+    """If all of four examples fall on one side, which happens by chance in one of eight, no winner is named."""
+    rows = 400
+    labels = np.zeros(rows, dtype=int)
+    answers = np.zeros((rows, 2), dtype=int)
+    answers[:differing, 0] = 1  # right at loop 2 only
+    recorded = ls.Trajectory(predictions=answers, labels=labels).take(np.repeat(np.arange(rows), copies))
+    recorded = replace(recorded, examples=[f"input {row}" for row in np.repeat(np.arange(rows), copies)])
+    late, early = (Side(str(loop), ls.ExitPolicy("fixed", loop), recorded) for loop in (2, 1))
+    found = paired(late, early).accuracy
+    assert (found.low > 0) == tells
+    assert found.value == pytest.approx(differing / rows)
 
 
 def test_readouts_are_not_compared_at_chance() -> None:

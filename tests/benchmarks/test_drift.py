@@ -45,16 +45,6 @@ def test_changes_are_found_by_the_test_that_can_see_them(change: str, monkeypatc
         assert (found.loops[1] < found.loops[0]) == (change == "another model")
 
 
-def test_a_slow_change_is_slow() -> None:
-    population = known("five difficulties")
-    changed = CHANGES["harder inputs"](population, np.random.default_rng(0))
-    rest = drift._rest(population, changed, True, 8_000, np.random.default_rng(1)).difficulty
-    assert rest is not None
-    first, middle, last = (rest[part].mean() for part in (slice(0, 500), slice(1_800, 2_200), slice(4_000, 8_000)))
-    assert first == pytest.approx(3, abs=0.2)
-    assert first < middle < last
-
-
 def test_recordings_serve_as_populations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "populations", lambda: [known("calm")])
     recorded = random_trajectory(rows=900, split="test", labels=np.zeros(900, int))

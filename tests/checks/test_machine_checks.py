@@ -11,7 +11,7 @@ from conftest import GOLDEN
 from tiny_language import outspoken, write_outspoken
 
 import loopscope as ls
-from loopscope.checks.machine_checks import divergence, selfcheck
+from loopscope.checks.machine_checks import selfcheck
 from loopscope.checks.model_contract import CHECK_KINDS, CheckKind
 from loopscope.cli import main
 from loopscope.models.checkpoint import save_model
@@ -126,36 +126,10 @@ def test_numbers_that_float16_cannot_hold_are_seen(tmp_path: Path, capsys: pytes
     assert "float16, loop 1 is not as it should be" in said.err
 
 
-def test_divergence() -> None:
-    rng = np.random.default_rng(0)
-    p, q = rng.normal(size=(2, 5, 7))
-    shares = [np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (p, q)]
-    np.testing.assert_allclose(divergence(p, q), (shares[0] * np.log(shares[0] / shares[1])).sum(-1))
-    np.testing.assert_allclose(divergence(p, p + 3), 0, atol=1e-12)
-    q[2, 3] = np.inf
-    assert divergence(p, q)[2] == np.inf
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--dtype", "int8"], "there is no 'int8'"),
-        (["--only", "sound"], "choose one of contract, precision, batch, cache, replay, speed"),
-        (["--text", "nowhere.txt"], "give a text file"),
-        (["--text", "short.txt"], "tokens; to be checked"),
-    ],
-)
-def test_refusals(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_texts_that_it_cannot_be_checked_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_text("A short one.")
-    assert main(["selfcheck", str(write_outspoken(tmp_path / "tiny")), "--only", "batch", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("A text.")
-    assert main(["selfcheck", str(GOLDEN / "ouro-tiny"), "--text", str(tmp_path / "a.txt")]) == 2
+    for model, message in ((write_outspoken(tmp_path / "tiny"), "tokens; to be checked"), (GOLDEN / "ouro-tiny", "")):
+        assert main(["selfcheck", str(model), "--only", "batch", "--text", str(tmp_path / "short.txt")]) == 2
+        assert message in capsys.readouterr().err
     with pytest.raises(ls.UserError, match="does not know"):
         checked(outspoken(), "batch", text=np.full(200, 600))

@@ -18,7 +18,7 @@ import loopscope as ls
 from loopscope.models.checkpoint import load_model, weight_files
 from loopscope.models.tokenizer import chat_prompt, load_tokenizer
 
-from .runner import Case, WrongError
+from .runner import Case
 from .sealed import held
 from .world import World
 
@@ -34,16 +34,15 @@ def _answer(model: Any) -> None:
     """Two tokens, or what every loop says of some."""
     if model.kv_cache and model.num_loops < 50:
         (completion,) = ls.generate(model, [ls.Prompt(0, PROMPT)], max_new_tokens=2)
-        if not completion.tokens:
-            raise WrongError("a model says nothing")
+        assert completion.tokens, "a model says nothing"
     elif model.num_loops < 50:
         with torch.inference_mode():
             model.loops(torch.from_numpy(PROMPT)[None])
 
 
 def _check_finite(model: Any) -> None:
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values()):
-        raise WrongError("weights that are not finite gave an answer")
+    finite = (bool(torch.isfinite(tensor).all()) for tensor in model.state_dict().values())
+    assert all(finite), "weights that are not finite gave an answer"
 
 
 def _drawn(world: World, case: Case) -> tuple[str, Path]:
@@ -59,10 +58,9 @@ def configuration(world: World, case: Case) -> str:
     model = load_model(folder)
     values = json.loads((folder / "config.json").read_bytes(), parse_int=float)  # some integers are no integers
     for ours, theirs in _CONFIGURED[values["model_type"]].items():
-        if getattr(model, ours) != reduce(getitem, theirs.split("."), values):
-            raise WrongError(f"{theirs} is not what the configuration says")
-    if model.num_loops > 10_000 or model.block_size > 10**8:
-        raise WrongError("a depth or a length without bound is accepted")
+        said = reduce(getitem, theirs.split("."), values)
+        assert getattr(model, ours) == said, f"{theirs} is not what the configuration says"
+    assert max(model.num_loops * 10_000, model.block_size) <= 10**8, "a depth or a length without bound is accepted"
     _answer(model)
     return "other"
 
@@ -75,16 +73,14 @@ def looping(world: World, case: Case) -> str:
     model, original = load_model(case.out), {}
     for file in weight_files(folder):
         original |= load_file(file)
-    if model.num_loops != 2 or made.looping.prelude != 1:
-        raise WrongError("it loops otherwise than was asked")
+    assert (model.num_loops, made.looping.prelude) == (2, 1), "it loops otherwise than was asked"
     _answer(model)
     _check_finite(model)
     for name, tensor in model.state_dict().items():
         theirs = name.replace("layers.1.", "layers.2.")
         if model.tied:
             theirs = theirs.replace("lm_head.", "model.embed_tokens.")
-        if held(original[theirs].to(tensor.dtype)) != held(tensor):
-            raise WrongError(f"a tensor is not the original's: {name}")
+        assert held(original[theirs].to(tensor.dtype)) == held(tensor), f"a tensor is not the original's: {name}"
     return "other"
 
 
@@ -106,15 +102,14 @@ def _check_stored(model: Any, folder: Path) -> None:
     """Every tensor is that of the file, as the library reads it; where several have one, that of any."""
     stored: dict[str, list[Any]] = {}
     for file in weight_files(folder):
-        if folder.resolve() not in file.resolve().parents:
-            raise WrongError("weights from outside the folder are accepted")
+        assert folder.resolve() in file.resolve().parents, "weights from outside the folder are accepted"
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
                 stored.setdefault(name, []).append(tensors.get_tensor(name))
     for name, tensor in model.state_dict().items():
         found = stored.get(name) or stored.get(model.tied.get(name, ""), [])
-        if not any(held(each.to(tensor.dtype)) == held(tensor) for each in found):
-            raise WrongError(f"a tensor is not that of its file: {name}")
+        alike = any(held(each.to(tensor.dtype)) == held(tensor) for each in found)
+        assert alike, f"a tensor is not that of its file: {name}"
 
 
 TEMPLATES = (
@@ -150,6 +145,5 @@ def tokenizer(world: World, case: Case) -> str:
         return "other"
     found = load_tokenizer(folder)
     ids = chat_prompt(found, [{"role": "user", "content": "1 and 2"}])
-    if not all(isinstance(token, int) for token in ids):
-        raise WrongError("a chat is not made of tokens")
+    assert all(isinstance(token, int) for token in ids), "a chat is not made of tokens"
     return "other"

@@ -1,6 +1,6 @@
 """Which inputs are there? Every kind of file that is read, every argument, and arrays from Python."""
 
-from . import arguments, checkpoints, python_api, sealed, serving, settings, texts
+from . import arguments, checkpoints, sealed, user_files
 from .runner import Kind
 
 _ARGUMENTS = "run checkpoint llama looped recordings policies golden documents texts settings language_settings study"
@@ -20,19 +20,19 @@ KINDS = {
     "weights": Kind(checkpoints.weights, 8, "checkpoint golden looped"),
     "looping": Kind(checkpoints.looping, 4, "llama"),
     "tokenizer": Kind(checkpoints.tokenizer, 6, "checkpoint"),
-    "settings": Kind(settings.run_settings, 8, "settings"),
-    "assignment": Kind(settings.assignment, 8, "settings"),
-    "pretrain-settings": Kind(settings.pretrain_settings, 4, "language_settings"),
-    "study-file": Kind(settings.study_file, 6, "study"),
-    "deployment": Kind(serving.deployment, 2, "golden policies"),
-    "exits-log": Kind(serving.exits_log, 2),
-    "prompts": Kind(texts.prompts, 5, "checkpoint documents"),
-    "unfinished-texts": Kind(texts.unfinished_texts, 2, "checkpoint unfinished_texts"),
-    "examples": Kind(texts.examples, 4, "run documents"),
-    "documents": Kind(texts.documents, 4, "checkpoint documents"),
-    "benchmark": Kind(texts.benchmark, 1, "checkpoint benchmarks", quick=False),
+    "settings": Kind(user_files.run_settings, 8, "settings"),
+    "assignment": Kind(user_files.assignment, 8, "settings"),
+    "pretrain-settings": Kind(user_files.pretrain_settings, 4, "language_settings"),
+    "study-file": Kind(user_files.study_file, 6, "study"),
+    "deployment": Kind(user_files.deployment, 2, "golden policies"),
+    "exits-log": Kind(user_files.exits_log, 2),
+    "prompts": Kind(user_files.prompts, 5, "checkpoint documents"),
+    "unfinished-texts": Kind(user_files.unfinished_texts, 2, "checkpoint unfinished_texts"),
+    "examples": Kind(user_files.examples, 4, "run documents"),
+    "documents": Kind(user_files.documents, 4, "checkpoint documents"),
+    "benchmark": Kind(user_files.benchmark, 1, "checkpoint benchmarks", quick=False),
     "arguments": Kind(arguments.arguments, 12, f"{_ARGUMENTS} own_gate live_runs"),
     "slow-arguments": Kind(arguments.slow_arguments, 3, _SLOW, quick=False),
-    "arrays": Kind(python_api.arrays, 5, "recordings"),
+    "arrays": Kind(user_files.arrays, 5, "recordings"),
 }
 """By name, each with its share of the inputs, and what of the world it needs."""

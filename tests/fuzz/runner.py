@@ -1,7 +1,7 @@
 """What becomes of an input? It is tried within limits of time and memory, and its outcome judged.
 
 An input is right if it is refused in one sentence (exit code 2, or `UserError`), or accepted and what it says holds:
-the kinds know what that is, and raise `WrongError` where it does not. Whatever else happens is a failure. Input I of a
+the kinds know what that is, and assert it. Whatever else happens is a failure. Input I of a
 kind is drawn from the seed, the kind and I alone, so that it can be repeated alone.
 """
 
@@ -52,10 +52,7 @@ _CODES = re.compile(r"\x1b\[(?:[0-4]?m|\?25[lh]|1A|2K)|\r")
 """What bars and titles without colours have to say to a terminal."""
 _READING = re.compile(r"\r(?:Generating \w+ split: [^\r\n\x1b]*)?")
 """The bar of the library that reads tasks' data."""
-
-
-class WrongError(Exception):
-    """An input means something else than it says, or ends otherwise than it may: a message, a file that is left."""
+_REORDERS = "\u2028\u2029\u202e\u2066\u2067\u2068"
 
 
 class RefusedError(Exception):
@@ -106,6 +103,12 @@ class Case:
         if not writes:
             self.before = _stamps(self.inputs)
 
+    def spoilt_copy(self, source: Path, name: str = "", writes: bool = False) -> Path:
+        """A copy of a file, spoilt."""
+        place = self.copy(source, name)
+        self.spoil(place, writes=writes)
+        return place
+
     def command(self, *words: object, verdicts: Sequence[int] = (0,)) -> str:
         """What a command prints, if it goes well; `RefusedError` if it ends in one sentence."""
         given = [str(word) for word in words]
@@ -132,8 +135,7 @@ class Case:
         if code == 2:
             check_message(said)
             raise RefusedError(said)
-        if code not in verdicts:
-            raise WrongError(f"exit code {code}: {said[-300:]}")
+        assert code in verdicts, f"exit code {code}: {said[-300:]}"
         if "--json" in given:
             check_json(printed)
         return printed
@@ -142,14 +144,14 @@ class Case:
 def check_message(said: str) -> None:
     """One sentence, after whatever was noted before."""
     sentences = [line for line in said.splitlines() if line.startswith("loopscope")]
-    if len(sentences) != 1 or not said.rstrip("\n").endswith(sentences[0]):
-        raise WrongError(f"not one sentence: {said[-300:]!r}")
+    last = said.rstrip("\n").splitlines()[-1:]
+    assert sentences == last != [], f"not one sentence: {said[-300:]!r}"
     check_length(sentences[0].partition(": ")[2])
 
 
 def check_length(message: str) -> None:
-    if len(message.splitlines()) != 1 or len(message) > MAX_MESSAGE:
-        raise WrongError(f"a message is too long, or has several lines: {message[:300]!r}")
+    one = message.splitlines() == [message[:MAX_MESSAGE]]
+    assert one, f"a message is too long, or has several lines: {message[:300]!r}"
 
 
 def _no_number(name: str) -> None:
@@ -161,7 +163,7 @@ def check_json(printed: str) -> None:
     try:
         list(json_values(printed, _no_number))
     except ValueError as error:
-        raise WrongError(f"--json prints what is no JSON: {error}, {printed[:200]!r}") from None
+        raise AssertionError(f"--json prints what is no JSON: {error}, {printed[:200]!r}") from None
 
 
 def json_values(text: str, constant: Callable[[str], Any] = float) -> Iterator[Any]:
@@ -176,9 +178,9 @@ def json_values(text: str, constant: Callable[[str], Any] = float) -> Iterator[A
 def check_text(text: str, keep: str = "\n") -> None:
     """Nothing that a terminal would obey."""
     for character in set(text) - set(keep):
-        if unicodedata.category(character) in ("Cc", "Cs") or character in "\u2028\u2029\u202e\u2066\u2067\u2068":
-            at = text.index(character)
-            raise WrongError(f"a raw character is printed: {character!r} in {text[max(0, at - 150) : at + 50]!r}")
+        obeyed = unicodedata.category(character) in ("Cc", "Cs") or character in _REORDERS
+        around = text[max(0, text.index(character) - 150) :][:200]
+        assert not obeyed, f"a raw character is printed: {character!r} in {around!r}"
 
 
 @dataclass(frozen=True)
@@ -273,12 +275,12 @@ class Fuzzer:
     def _check_files(self, case: Case, before: dict[Path, tuple[int, ...]]) -> None:
         """Nothing is left behind, and nothing that was there has changed."""
         for root in (case.folder, self.world.folder):
-            if left := next(filter(is_scratch, root.rglob("*")), None):
-                raise WrongError(f"{left.name} was left behind")
+            left = next(filter(is_scratch, root.rglob("*")), None)
+            assert left is None, f"{left} was left behind"
         for root, known in ((self.world.folder, before), (case.inputs, case.before)):
             after = _stamps(root)
-            if lost := [path for path, stamp in known.items() if after.get(path) != stamp]:
-                raise WrongError(f"{lost[0].relative_to(root)} was changed or lost")
+            lost = [str(path.relative_to(root)) for path, stamp in known.items() if after.get(path) != stamp]
+            assert not lost, f"{lost[0]} was changed or lost"
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
@@ -330,7 +332,7 @@ def _failure(kind: str, index: int, error: BaseException, case: Case) -> Failure
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     ours = [frame for frame in frames if f"{os.sep}loopscope{os.sep}" in frame.filename]
     place = f"{ours[-1].filename.rpartition('loopscope' + os.sep)[2]}:{ours[-1].name}" if ours else ""
-    if isinstance(error, WrongError):
+    if isinstance(error, AssertionError) and frames[-1] not in ours:  # ours of the fuzzer
         place = str(error).partition(":")[0][:60]
     what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     trace = "".join(traceback.format_exception(error, limit=-12))

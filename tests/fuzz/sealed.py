@@ -27,7 +27,7 @@ from loopscope.training.run_folder import read_run_settings
 from loopscope.training.task_run import train
 
 from .mutations import STRINGS
-from .runner import Case, WrongError
+from .runner import Case
 from .world import CPU, World
 
 
@@ -49,8 +49,7 @@ def held(value: Any) -> Any:
 
 
 def same(loaded: Any, original: Any, what: str) -> str:
-    if loaded != original:
-        raise WrongError(f"{what} was altered, and is accepted")
+    assert loaded == original, f"{what} was altered, and is accepted"
     return "same"
 
 
@@ -101,19 +100,17 @@ def policy(world: World, case: Case) -> str:
         case.command("evaluate", world.recordings["test"], "--policy", path, verdicts=(0, 1))
     if loaded == _original(ls.ExitPolicy.load, world.policies[name]):
         return "same"
-    if loaded["certificate"] is not None:
-        raise WrongError("a promised policy was altered, and is accepted")
+    assert loaded["certificate"] is None, "a promised policy was altered, and is accepted"
     values = json.loads(path.read_bytes())  # without a promise it is the user's to change: it is what its file says
     threshold = values.get("threshold")
     said = {"readout": values["readout"], "threshold": None if threshold is None else float(threshold)}
     said["scope"] = {key: value for key, value in (values.get("scope") or {}).items() if value is not None}
     scope = {key: value for key, value in plain(loaded["scope"]).items() if value is not None}
-    if said != {"readout": loaded["readout"], "threshold": loaded["threshold"], "scope": scope}:
-        raise WrongError("a policy is not what its file says")
-    if not math.isfinite(loaded["threshold"] or 0):
-        raise WrongError("a policy has a threshold that is no number")
-    if values.get("certificate") is not None or (loaded["gate"] is None) != (values.get("gate") is None):
-        raise WrongError("a policy lost its promise or its gate, and is accepted")
+    read = {"readout": loaded["readout"], "threshold": loaded["threshold"], "scope": scope}
+    assert said == read, "a policy is not what its file says"
+    assert math.isfinite(loaded["threshold"] or 0), "a policy has a threshold that is no number"
+    lost = values.get("certificate") is not None or (loaded["gate"] is None) != (values.get("gate") is None)
+    assert not lost, "a policy lost its promise or its gate, and is accepted"
     return "other"
 
 
@@ -132,8 +129,7 @@ def monitor(world: World, case: Case) -> str:
     resealed = ls.Monitor.load(path, promised)
     before = resealed.result
     after = resealed.update([1, 2], [0.0, 1.0])
-    if not 0 <= before.audited <= before.examples == after.examples - 2:
-        raise WrongError("a monitor counts what was not there")
+    assert 0 <= before.audited <= before.examples == after.examples - 2, "a monitor counts what was not there"
     return "other"
 
 
@@ -157,8 +153,8 @@ def finished_run(world: World, case: Case) -> str:
     if source is world.run:
         settings, config = read_run_settings(folder), read_checkpoint_config(folder)
         expected = (settings.model, settings.task.vocab_size, settings.block_size)
-        if expected != (config.model, config.vocab_size, config.block_size):
-            raise WrongError("a run's configuration contradicts itself, and is accepted")
+        found = (config.model, config.vocab_size, config.block_size)
+        assert found == expected, "a run's configuration contradicts itself, and is accepted"
         if case.rng.random() < 0.1:
             case.command("run", folder, world.documents["examples.txt"], "--threshold", 0.5)
     same(loaded[0], original[0], "a run")

@@ -85,12 +85,8 @@ _MADE: dict[str, Callable[[Path], object]] = {
     "tiny.toml": lambda out: out.write_text(tiny_study("frontiers", *TINY)),
 }
 _WORDS = {
-    "run": "\n".join(
-        [
-            "train demo --out OUT --force {settings} {gated}",
-            *(f"record task OUT --split {split} --hidden" for split in ("train", "validation", "test")),
-        ]
-    ),
+    "run": "train demo --out OUT --force {settings} {gated}"
+    + "".join(f"\nrecord task OUT --split {split} --hidden" for split in ("train", "validation", "test")),
     "gate": "gate fit [run/recordings/train] --steps 20 --out OUT",
     "recorded": "record text [ouro] [texts/validation.txt] --limit 600 {one} --out OUT",
     "language": f"pretrain [texts/ouro.toml] {_TEXTS} --force {{one}} --out OUT",
@@ -157,6 +153,10 @@ def _gate(seed: int) -> ls.FittedGate:
     return ls.FittedGate(np.full(6, 1.0 + seed), np.array(0.5), provenance={"weights_sha256": "a" * 64})
 
 
+def _policy(seed: int) -> ls.ExitPolicy:
+    return ls.ExitPolicy("gate:own", 0.5, _gate(seed))
+
+
 def _promised() -> ls.ExitPolicy:
     return ls.calibrate(random_trajectory(5, rows=300, split="validation"), 0.5, 0.6, readout="margin")
 
@@ -196,6 +196,8 @@ _PROMISED = (
     "calibrate [run/recordings/validation] --max-drop 0.1 --confidence 0.8 --grid [run/recordings/train] --out OUT"
 )
 _RECORDED = "record task [run] --split test --hidden --out OUT {one}"
+_READ, _ASKED = "[ouro] [texts/validation.txt]", f"[ouro] openbookqa --data {DATA} --limit 16"
+_CANDIDATES = "--max-drop 0.6 --confidence 0.5 --readout margin --candidates 2"
 _PRETRAINED = f"{_TEXTS} --out OUT --force {{one}} --set training.checkpoint_every=2"
 _STUDIED = "study run [tiny.toml] --out OUT --store store --workers"
 SCENES = (
@@ -216,35 +218,23 @@ SCENES = (
             ("gate write", "gate write [gate] [run] --out OUT", load_model),
         )
     ),
-    Scene("record task", _RECORDED, read=ls.Trajectory.load, neighbours=True),
     Scene("record task over one that was cut off", _RECORDED, before=_cut_off, read=ls.Trajectory.load),
-    Scene(
-        "record text",
-        "record text [ouro] [texts/validation.txt] --limit 1500 --hidden --out OUT {one}",
-        read=ls.Trajectory.load,
-        neighbours=True,
-    ),
-    Scene(
-        "record live",
-        "record live [ouro] [texts/validation.txt] --recording [recorded] --max-drop 0.6 --confidence 0.5 "
-        "--readout margin --candidates 2 --batch-size 2 --out OUT {one}",
-        read=LiveRuns.load,
-        neighbours=True,
-    ),
-    Scene(
-        "record benchmark",
-        f"record benchmark [ouro] openbookqa --data {DATA} --limit 16 --hidden --batch-tokens 512 --out OUT {{one}}",
-        read=ls.Trajectory.load,
-        neighbours=True,
-        requires="lm_eval",
+    *(
+        Scene(name, f"{name} {words} --out OUT {{one}}", read=read, neighbours=True, requires=package)
+        for name, words, read, package in (
+            ("record task", "[run] --split test --hidden", ls.Trajectory.load, "loopscope"),
+            ("record text", f"{_READ} --limit 1500 --hidden", ls.Trajectory.load, "loopscope"),
+            ("record live", f"{_READ} --recording [recorded] {_CANDIDATES} --batch-size 2", LiveRuns.load, "loopscope"),
+            ("record benchmark", f"{_ASKED} --hidden --batch-tokens 512", ls.Trajectory.load, "lm_eval"),
+        )
     ),
     _over_another("Trajectory.save over another", random_trajectory, ls.Trajectory.load, neighbours=True),
     _over_another("FittedGate.save over another", _gate, ls.FittedGate.load, neighbours=True),
     Scene(
         "ExitPolicy.save over others",
-        act=_saving(lambda seed: ls.ExitPolicy("gate:own", 0.5, _gate(seed)), 1, 2),
+        act=_saving(_policy, 1, 2),
         target="policy.json",
-        before=_saving(lambda seed: ls.ExitPolicy("gate:own", 0.5, _gate(seed)), 0),
+        before=_saving(_policy, 0),
         read=_read_at_any_time,
         growing={"policy.json": "any", "policy.gate-*.safetensors": "any"},
         outliving="policy.gate-*.safetensors",
@@ -252,13 +242,9 @@ SCENES = (
     _over_another(
         "Monitor.save over another", _monitor, lambda path: ls.Monitor.load(path, _promised()), target="monitor.json"
     ),
-    Scene("calibrate", f"{_PROMISED} --readout margin", "policy.json", read=ls.ExitPolicy.load, refuses=True),
-    Scene(
-        "calibrate a gate",
-        f"{_PROMISED} --readout gate:gate --gate [gate]",
-        "policy.json",
-        read=ls.ExitPolicy.load,
-        refuses=True,
+    *(
+        Scene(name, f"{_PROMISED} --readout {readout}", "policy.json", read=ls.ExitPolicy.load, refuses=True)
+        for name, readout in {"calibrate": "margin", "calibrate a gate": "gate:gate --gate [gate]"}.items()
     ),
     Scene("report", "report [run] --out OUT", share=0.6),
     Scene("report --product", "report [run] --product frontiers --out OUT", share=0.4),

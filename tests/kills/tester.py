@@ -26,7 +26,7 @@ from pathlib import Path
 from loopscope.errors import UserError
 from loopscope.files import is_scratch
 
-from .processes import At, Ended, Process, learn, run
+from .processes import At, Process, Work, learn, run
 from .scenes import Inputs, Scene
 
 Tree = dict[str, str]
@@ -53,6 +53,16 @@ class Count:
     tries: int = 0
     faults: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def trying(self, outcome: str, how: str) -> Iterator[None]:
+        """One more try, and how it was disturbed; an assertion that fails is a fault of it."""
+        self.tries += 1
+        self.outcomes[outcome] += 1
+        try:
+            yield
+        except AssertionError as fault:
+            self.faults.append(f"{how}: {fault}")
 
 
 @dataclass(frozen=True)
@@ -103,13 +113,12 @@ class Tester:
                     if ended.code:
                         counted.faults.append(f"it ended before it was {how}: {ended}")
                     continue
-                counted.tries, late = counted.tries + 1, 0
-                counted.outcomes[by.name] += 1
+                late = 0
                 how += f" ({ended.operations[-1]})" if at_operation and ended.operations else ""
-                fault = self._half(scene, reference, read=number % _READ_EVERY == 0) or self._again(scene, reference)
-                fault = fault or self._left(process)
-                if fault:
-                    counted.faults.append(f"{how}: {fault}")
+                with counted.trying(by.name, how):
+                    self._check_visible(scene, reference, read=number % _READ_EVERY == 0)
+                    self._check_again(scene, reference)
+                    self._check_nothing_runs(process)
         counted.outcomes["had ended before"] = missed
         return counted
 
@@ -134,43 +143,39 @@ class Tester:
                     first.wait(delay)
                     processes = first, Process(works[1], self._work, self._log / "second")
                 ended = [process.end() for process in processes]
-                counted.tries += 1
-                counted.outcomes[" and ".join(sorted(str(each.code) for each in ended))] += 1
                 how += ", through a link" if through else ""
-                fault = _both(ended, neighbours) or self._whole(scene, reference, second if neighbours else None)
-                fault = fault or next(filter(None, map(self._left, processes)), None)
-                if fault:
-                    counted.faults.append(f"{how}: {fault}")
+                with counted.trying(" and ".join(sorted(str(each.code) for each in ended)), how):
+                    for each in ended:
+                        assert each.code == 0 or (each.refused and not neighbours), f"one ended with {each}"
+                    assert any(each.code == 0 for each in ended), f"both were refused: {ended[0]}; {ended[1]}"
+                    self._check_whole(scene, reference, second if neighbours else None)
+                    for process in processes:
+                        self._check_nothing_runs(process)
         return counted
 
     def full_disks(self, scene: Scene, few: bool = False) -> Count:
         """A disk of every size; the old content is there before it becomes full."""
         reference, counted = self._reference(scene), Count(scene.name, "full disk")
         needed = _pages(reference.folder, reference.tree)
-        frees = sorted({round(share * needed) for share in (_FEW_SIZES if few else _SIZES)})
-        for free in frees:
+        for free in sorted({round(share * needed) for share in (_FEW_SIZES if few else _SIZES)}):
             with self._place(scene, free=free):
                 before = tree_of(self._work)
                 process = Process(scene.work(self.inputs), self._work, self._log)
                 ended = process.end()
-                counted.tries += 1
-                counted.outcomes["refused" if ended.refused else f"ended with {ended.code}"] += 1
-                fault = None
-                if ended.code == 0:
-                    fault = self._whole(scene, reference)
-                elif not ended.refused:
-                    fault = str(ended)
-                else:
-                    tree = tree_of(self._work)
-                    left = [name for name in leftovers(tree) if not name.endswith(".unfinished")]  # goes on later
-                    lost = [name for name in before if before[name] != tree.get(name)]
-                    if left or lost:
-                        fault = f"left behind: {_some(left)}; lost: {_some(lost)}"
-                    fault = fault or self._half(scene, reference, read=True)
-                _mount(self._disk, _ROOMY, again=True)
-                fault = fault or (self._again(scene, reference) if ended.code else None) or self._left(process)
-                if fault:
-                    counted.faults.append(f"{free} pages for {needed}: {fault}")
+                outcome = "refused" if ended.refused else f"ended with {ended.code}"
+                with counted.trying(outcome, f"{free} pages for {needed}"):
+                    if ended.code == 0:
+                        self._check_whole(scene, reference)
+                    else:
+                        assert ended.refused, str(ended)
+                        tree = tree_of(self._work)
+                        left = [name for name in leftovers(tree) if not name.endswith(".unfinished")]  # goes on later
+                        lost = [name for name in before if before[name] != tree.get(name)]
+                        assert not left + lost, f"left behind: {_some(left)}; lost: {_some(lost)}"
+                        self._check_visible(scene, reference, read=True)
+                        _mount(self._disk, _ROOMY, again=True)
+                        self._check_again(scene, reference)
+                    self._check_nothing_runs(process)
         return counted
 
     def _rng(self, scene: Scene, what: str) -> random.Random:
@@ -182,9 +187,8 @@ class Tester:
             first = self._undisturbed(scene)
             learn(self._log)
             second = self._undisturbed(scene)
-            assert first.tree == second.tree, (
-                f"{scene.name}: {_some(differences(second.tree, first.tree))}, undisturbed"
-            )
+            differing = _some(differences(second.tree, first.tree))
+            assert not differing, f"{scene.name}: {differing}, undisturbed"
             self._references[scene.name] = second
         return self._references[scene.name]
 
@@ -223,65 +227,59 @@ class Tester:
             if free is not None:
                 subprocess.run(["umount", "--lazy", str(self._disk)], check=True)
 
-    def _left(self, process: Process) -> str | None:
-        """What outlives a process; shared memory that others use is not looked at."""
+    def _check_nothing_runs(self, process: Process) -> None:
+        """Nothing outlives a process; shared memory that others use is not looked at."""
         until = time.monotonic() + 5  # a worker sees within half a second that its parent is gone
         while (alive := process.alive()) and time.monotonic() < until:
             time.sleep(0.01)
-        if alive:
-            return f"{len(alive)} of its processes still run"
+        assert not alive, f"{len(alive)} of its processes still run"
         found = _shared() - self._shared_before
         for path in found:
             path.unlink()
-        return f"left in shared memory: {_some(sorted(map(str, found)))}" if found else None
+        assert not found, f"left in shared memory: {_some(sorted(map(str, found)))}"
 
-    def _half(self, scene: Scene, reference: Reference, read: bool) -> str | None:
-        """Whether anything that others see is neither old nor new, or is no artifact and can be read all the same."""
+    def _check_visible(self, scene: Scene, reference: Reference, read: bool) -> None:
+        """All that others see is old or new, and what can be read is a whole artifact."""
         for name, value in visible(tree_of(self._work)).items():
             if value in (reference.tree.get(name), reference.before.get(name)):
                 continue
             form = next((form for pattern, form in scene.growing.items() if fnmatch(name, pattern)), None)
             becomes = reference.folder / name
             begins = not becomes.exists() or becomes.read_bytes().startswith((self._work / name).read_bytes())
-            if form is None or (form == "beginning" and not begins):
-                return f"{name} is half written, or nobody's"
+            assert form == "any" or (form == "beginning" and begins), f"{name} is half written, or nobody's"
         if not read or scene.read is None:
-            return None
+            return
         target, reading = self._work / scene.target, scene.read
         ended = run(lambda: _read(reading, target), self._work, self._log / "reader")
         if ended.code == 0:
             trees = (tree_of(self._work), reference.tree, reference.before)
             found, *wanted = (_without(visible(tree), *scene.growing) for tree in trees)
-            return None if found in wanted else "half an artifact was read as a whole one"
-        return None if ended.refused else f"reading ended with {ended}"
+            assert found in wanted, "half an artifact was read as a whole one"
+        else:
+            assert ended.refused, f"reading ended with {ended}"
 
-    def _again(self, scene: Scene, reference: Reference) -> str | None:
-        """What is wrong after the next call of the same command."""
+    def _check_again(self, scene: Scene, reference: Reference) -> None:
+        """The next call of the same command leaves all that an undisturbed one leaves."""
         was_whole = not differences(visible(tree_of(self._work)), reference.tree)
         ended = run(scene.work(self.inputs), self._work, self._log)
-        if ended.code != 0 and not (ended.refused and scene.refuses and was_whole):
-            return f"again, it ended with {ended}"
-        return self._whole(scene, reference)
+        used_again = ended.refused and scene.refuses and was_whole
+        assert ended.code == 0 or used_again, f"again, it ended with {ended}"
+        self._check_whole(scene, reference)
 
-    def _whole(self, scene: Scene, reference: Reference, second: str | None = None) -> str | None:
-        tree = tree_of(self._work)
-        if left := leftovers(tree):
-            return f"left behind: {_some(left)}"
-        wanted = dict(reference.tree)
+    def _check_whole(self, scene: Scene, reference: Reference, second: str | None = None) -> None:
+        tree, wanted = tree_of(self._work), dict(reference.tree)
+        assert not leftovers(tree), f"left behind: {_some(leftovers(tree))}"
         if second is not None:
             own = {name: value for name, value in wanted.items() if Path(name).parts[0] == scene.target}
             wanted |= {name.replace(scene.target, second, 1): value for name, value in own.items()}
         if scene.outliving:
-            if len(older := [name for name in tree if fnmatch(name, scene.outliving)]) > 2:
-                return f"left behind: one of {_some(older)}"
+            older = [name for name in tree if fnmatch(name, scene.outliving)]
+            assert len(older) <= 2, f"left behind: one of {_some(older)}"
             tree, wanted = (_without(each, scene.outliving) for each in (tree, wanted))
-            if fault := self._half(scene, reference, read=True):
-                return fault
-        return _some(differences(tree, wanted)) or None
+            self._check_visible(scene, reference, read=True)
+        assert tree == wanted, _some(differences(tree, wanted))
 
-    def _interleaved(
-        self, works: "tuple[Callable[[], int | None], ...]", operation: int, seconds: float
-    ) -> list[Process]:
+    def _interleaved(self, works: tuple[Work, ...], operation: int, seconds: float) -> list[Process]:
         """The first stands at its operation until the second has ended, or waits for it."""
         first = Process(works[0], self._work, self._log / "first", At(operation, signal.SIGSTOP))
         stopped = first.wait_until_stopped()
@@ -292,13 +290,6 @@ class Tester:
         if stopped:
             first.go_on()
         return [first, second]
-
-
-def _both(ended: list[Ended], neighbours: bool) -> str | None:
-    for each in ended:
-        if each.code != 0 and (neighbours or not each.refused):
-            return f"one ended with {each}"
-    return None if any(each.code == 0 for each in ended) else f"both were refused: {ended[0]}; {ended[1]}"
 
 
 def _shared() -> set[Path]:
@@ -342,20 +333,15 @@ def _mount(folder: Path, pages: int, again: bool = False) -> None:
 
 
 def tree_of(folder: Path) -> Tree:
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.is_symlink():
-            found[name] = f"-> {os.path.relpath(path.readlink(), folder)}"
-        elif path.is_dir():
-            found[name] = "a folder"
-        else:
-            found[name] = _content(path)
-    return found
+    return {str(path.relative_to(folder)): _content(path, folder) for path in sorted(folder.rglob("*"))}
 
 
-def _content(path: Path) -> str:
+def _content(path: Path, folder: Path) -> str:
     """The hash of a file. A PDF bears the time at which it was made: of that, only whether it is whole."""
+    if path.is_symlink():
+        return f"-> {os.path.relpath(path.readlink(), folder)}"
+    if path.is_dir():
+        return "a folder"
     data = path.read_bytes()
     if path.suffix == ".pdf" and data.startswith(b"%PDF") and data.rstrip().endswith(b"%%EOF"):
         return "a whole PDF"

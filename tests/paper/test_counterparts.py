@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from conftest import random_trajectory
 from msgspec.structs import replace
+from pages import table_of
 
 import loopscope as ls
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
-from loopscope.analysis.results import assemble_results, over_seeds
+from loopscope.analysis.results import assemble_results
 from loopscope.analysis.schema import FrontierResult, ModelResult, Results
 from loopscope.paper.counterparts import OURO, PAPER, PRODUCTS
 from loopscope.paper.published import published
-from loopscope.paper.variants import TaskVariants
+from loopscope.paper.trained_tables import TaskVariants
 from loopscope.report.products import OVERVIEW
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -80,17 +81,14 @@ def test_all_products_are_made_of_a_whole_study(results: Results) -> None:
 
 def test_the_paper_s_numbers_stand_beside_ours(results: Results) -> None:
     (gates,) = PRODUCTS.make(results, ["gate_summary"])
-    assert gates.table is not None
     assert gates.paper == "table 2"
-    rows = {(row[0], row[1]): row for row in gates.table.rows}
+    rows = {(row[0], row[1]): row for row in table_of(PRODUCTS, results, "gate_summary").rows}
     mlp = rows["MLP gate, geometric 0.3, β 0.1 (2 seeds)", "gate"]
     assert mlp[-3:] == ["3.58 ± 0.36", "N/A", "N/A"]
     assert "(2 of 2)" in mlp[2]
     assert "[" in mlp[2]
     assert rows["fixed prior, geometric 0.7 (1 seed)", "margin"][-3:] == ["", "", ""]
-    (parity,) = PRODUCTS.make(results, ["parity_summary"])
-    assert parity.table is not None
-    assert parity.table.rows[0][-3:] == ["top1", "99.6 ± 0.7 %", "1.30 ± 0.17"]
+    assert table_of(PRODUCTS, results, "parity_summary").rows[0][-3:] == ["top1", "99.6 ± 0.7 %", "1.30 ± 0.17"]
 
 
 def test_the_best_beta_is_validation_s_choice_on_the_seeds_that_all_have() -> None:
@@ -133,10 +131,8 @@ def test_a_decoupled_gate_stands_beside_the_joint_one_the_fitted_one_and_the_fix
     sources.append(recorded("linear", "mano", 0, "learned_gate", beta=0.5, **opens(2)))
     sources.append(recorded("mlp", "mano", 0, "decoupled_gate", **opens(2)))  # no joint gate of its kind: no row
     results = analyse_models(sources, None, [0.85, 0.99])[0]
-    (made,) = PRODUCTS.make(results, ["decoupled_gate"])
-    assert made.table is not None
     own, gate, fixed = "its own gate", "linear gate, geometric 0.3, β", "fixed prior, geometric 0.3"
-    assert made.table.rows == [
+    assert table_of(PRODUCTS, results, "decoupled_gate").rows == [
         ["mano", f"decoupled {gate} 0.1 (2 seeds)", own, "2.00 ± 0.00 (2 of 2)", "N/A", ""],
         ["mano", f"{gate} 0.1 (2 seeds)", own, "3.50 ± 0.71 (2 of 2)", "N/A", "1.50 ± 0.71 (2 of 2)"],
         ["mano", f"{gate} 0.5 (1 seed)", own, "2.00", "N/A", "0.00"],
@@ -147,15 +143,6 @@ def test_a_decoupled_gate_stands_beside_the_joint_one_the_fitted_one_and_the_fix
         ["parity", f"{fixed} (1 seed)", "best single readout", "2.00", "N/A", "0.00"],
         ["parity", f"{fixed} (1 seed)", "best fitted gate", "3.00", "N/A", "1.00"],
     ]
-
-
-def test_the_best_single_readout_of_a_remedy_s_table_is_the_diagnosis_s(results: Results) -> None:
-    (made,) = PRODUCTS.make(results, ["decoupled_gate"])
-    assert made.table is not None
-    (row,) = [row for row in made.table.rows if row[0] == "mano" and row[2] == "best single readout"]
-    models = [model for model in results.models if model.name.startswith("mano-fixed_prior-none-0.3")]
-    frontiers = [model.frontier(model.diagnosis.best_readout) for model in models]
-    assert row[3] == str(over_seeds([each.depth_at["0.5"] for each in frontiers if each is not None]))
 
 
 def test_one_model_gives_what_it_can() -> None:

@@ -1,12 +1,12 @@
 """The paper's numbers: are they typed as printed, and do its own counts follow from them?"""
 
 import re
-from typing import get_args
 
 import msgspec
 import pytest
 
-from loopscope.paper.published import Paper, PaperReadout, PublishedFrontier, PublishedValue, published
+from loopscope.paper.published import Paper, PublishedFrontier, PublishedValue, published
+from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import POST_HOC, READOUTS
 
 PAPER = published()
@@ -46,7 +46,7 @@ def test_tables_have_the_rows_of_the_paper() -> None:
     rows = {table.number: len(getattr(PAPER, table.key)) for table in PAPER.tables}
     assert rows == {"1": 8, "2": 6, "3": 12, "4a": 12, "4b": 7, "5": 4, "6": 4, "7": 6, "8": 12}
     assert [figure.number for figure in PAPER.figures] == [str(number) for number in range(1, 24)]
-    rest = {"citation", "tables", "figures", "claims", "inconsistencies"}
+    rest = {"tables", "figures", "claims", "inconsistencies"}
     assert {table.key for table in PAPER.tables} == {field.name for field in msgspec.structs.fields(Paper)} - rest
     for model in ("Ouro-1.4B", "Ouro-2.6B"):
         benchmarks = [row.benchmark for row in PAPER.ouro if row.model == model]
@@ -57,8 +57,13 @@ def test_tables_have_the_rows_of_the_paper() -> None:
 
 
 def test_names_are_loopscopes() -> None:
-    assert set(get_args(PaperReadout)) == {"fixed", "gate", *POST_HOC} <= set(READOUTS)
+    tables = (PAPER.fixed_prior, PAPER.fixed_vs_gate, PAPER.parity, PAPER.ouro, PAPER.ouro_thinking)
+    readouts = {row.readout for table in (*tables, PAPER.ouro_latency, PAPER.mano_latency) for row in table}
+    assert readouts <= {"fixed", "gate", *POST_HOC} <= set(READOUTS)
     assert {*PAPER.uniform_ordering, *PAPER.geometric_ordering} <= set(READOUTS)
+    titles = {benchmark.title for benchmark in BENCHMARKS.values()}
+    assert titles == {row.benchmark for row in PAPER.ouro} == {row.benchmark for row in PAPER.ouro_thinking}
+    assert {row.benchmark for row in PAPER.ouro_latency} <= titles
     targets = {target for row in PAPER.fixed_prior + PAPER.fixed_vs_gate for target in row.depth_at}
     assert targets == {"0.95", "0.98", "0.99"}
 

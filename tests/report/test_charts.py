@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from conftest import random_trajectory
+from pages import figure_of, of_seeds
 from simulated import pair
 
 from loopscope.analysis.model_analysis import ModelRecordings, analyse_models
@@ -26,13 +27,8 @@ WHOLE = (0.0, 1.0)
 @pytest.fixture(scope="module")
 def results() -> Results:
     """Two seeds of one model, and another model; of so few examples no stoppers are learned, which takes time."""
-    sources = []
-    for name, seed in (("first", 0), ("second", 1)):
-        parts = {"task": {"name": "mano"}, "model": {"gate": "linear"}, "training": {"seed": seed}}
-        run = {**parts, "objective": {"name": "learned_gate", "prior": "uniform", "geometric_lambda": 0.3, "beta": 0.1}}
-        both = [replace(each, provenance={"run": run}) for each in pair(right=0.9, rows=90, seed=seed)]
-        sources.append(ModelRecordings(name, *both))
-    return analyse_models([*sources, ModelRecordings("third", *pair(right=0.8, rows=90))], None, [0.7])[0]
+    sources = [*of_seeds("seed", right=0.9), ModelRecordings("third", *pair(right=0.8, rows=90))]
+    return analyse_models(sources, None, [0.7])[0]
 
 
 def frontier(results: Results, model: int, readout: str) -> FrontierResult:
@@ -44,6 +40,12 @@ def frontier(results: Results, model: int, readout: str) -> FrontierResult:
 def line(name: str, accuracy: Any, loops: Any = (1, 2, 3, 4)) -> Line:
     heights = np.asarray(accuracy, dtype=float)
     return Line(name, np.asarray(loops, dtype=float), heights, heights, heights)
+
+
+def drawn_on_page(panels: list[Panel], scaled_alone: bool = False) -> dict[str, Any]:
+    made = frontiers(panels, scaled_alone)
+    assert made is not None
+    return made(STYLES["page"])
 
 
 def key_of(specification: dict[str, Any]) -> list[str]:
@@ -101,10 +103,9 @@ def test_lines_on_each_other_are_drawn_once_and_said_to_be() -> None:
     assert told == [(("top1", "margin"),), (("entropy", "top1", "margin"),)]  # one that is drawn nowhere is said, too
     everywhere = chosen_lines([first, first], [WHOLE, WHOLE])
     assert everywhere.merged == (("entropy", "top1"),)
-    made = frontiers([first, Panel("without lines", [], 4, 0.9), first])
-    assert made is not None
-    assert key_of(made(STYLES["page"])) == ["entropy ≈ top1", "margin"]
-    assert "drawn once" in foot_of(made(STYLES["page"]))
+    made = drawn_on_page([first, Panel("without lines", [], 4, 0.9), first])
+    assert key_of(made) == ["entropy ≈ top1", "margin"]
+    assert "drawn once" in foot_of(made)
     late = line("kl", rising, (2, 2.5, 3, 4))  # it begins elsewhere
     assert len(chosen_lines([Panel("", [same, late], 4, 0.9)], [WHOLE]).panels[0].lines) == 2
 
@@ -117,29 +118,21 @@ def test_bands_that_would_cover_every_line_are_left_out() -> None:
     areas = []
     for lines in (narrow, wide):
         panel = Panel("one", lines, 4, 0.3)
-        made = frontiers([panel], scaled_alone=True)
-        assert made is not None
-        areas.append(str(made(STYLES["page"])).count("'area'"))
-        assert panel.wide == (lines is wide) == ("fixed depths only" in foot_of(made(STYLES["page"])))
+        made = drawn_on_page([panel], scaled_alone=True)
+        areas.append(str(made).count("'area'"))
+        assert panel.wide == (lines is wide) == ("fixed depths only" in foot_of(made))
     assert areas == [1, 0]
     assert panel.heights[0] < 0.26 < 0.38 < panel.heights[1]
 
 
-def test_a_key_has_eight_entries_and_says_what_is_left_out() -> None:
-    many = [line(f"r{place}", np.linspace(0.1, 0.9, 4) * (1 - place / 20)) for place in range(12)]
-    with_gate = [*many, line("gate", [0.9, 0.91, 0.92, 0.93]), line("fixed", [0.2, 0.4, 0.6, 0.8])]
-    made = frontiers([Panel("without", many, 4, 0.9), Panel("with", with_gate, 4, 0.9)])
-    assert made is not None
-    specification = made(STYLES["page"])
-    names = key_of(specification)
-    assert len(names) == MAX_KEY_ENTRIES
-    assert {"fixed", "gate", "r0", "r5"} <= set(names)  # whatever panel they are of
-    assert "Not drawn: r6, r7, r8, r9, r10, r11." in " ".join(specification["title"]["text"])
-
-
-def test_a_chosen_readout_is_never_left_out() -> None:
+def test_a_key_has_eight_entries_says_what_is_left_out_and_has_whatever_was_chosen() -> None:
     """Though it lies on another one in the first panel, and though there are more of them than entries of a key."""
     many = [line(f"r{place}", np.linspace(0.1, 0.9, 4) * (1 - place / 20)) for place in range(12)]
+    with_gate = [*many, line("gate", [0.9, 0.91, 0.92, 0.93]), line("fixed", [0.2, 0.4, 0.6, 0.8])]
+    made = drawn_on_page([Panel("without", many, 4, 0.9), Panel("with", with_gate, 4, 0.9)])
+    assert len(key_of(made)) == MAX_KEY_ENTRIES
+    assert {"fixed", "gate", "r0", "r5"} <= set(key_of(made))  # whatever panel they are of
+    assert "Not drawn: r6, r7, r8, r9, r10, r11." in foot_of(made)
     hidden = [line("r11", many[0].accuracy) if each.name == "r11" else each for each in many]
     first, second = Panel("a", hidden, 4, 0.9, ("r0",)), Panel("b", many, 4, 0.9, ("r11",))
     drawn = chosen_lines([first, second], [WHOLE, WHOLE])
@@ -149,15 +142,11 @@ def test_a_chosen_readout_is_never_left_out() -> None:
     assert (len(everything.panels[0].lines), everything.left_out) == (12, [])
 
 
-def test_every_readout_has_a_mark_of_its_own() -> None:
+def test_every_readout_has_a_mark_of_its_own_and_a_line_of_the_paper_always_the_same() -> None:
     """Where colours tell models apart, marks alone tell readouts apart; those of learned stoppers are hollow."""
-    names = [*POST_HOC, "fixed", "gate", "oracle", "settling", "hidden_acceleration", "patience"]
-    looks = looks_of(set(names))
-    assert len({shape for _, shape in looks.values()}) == len(set(names))
-    assert len({shape for _, shape in looks_of(["stopper:induction", "stopper:classifier"]).values()}) == 2
-
-
-def test_a_line_of_the_paper_looks_the_same_in_every_figure() -> None:
+    names = {*POST_HOC, "fixed", "gate", "oracle", "settling", "hidden_acceleration", "patience"}
+    for own in (names, {"stopper:induction", "stopper:classifier"}):
+        assert len({shape for _, shape in looks_of(own).values()}) == len(own)
     betas = [f"gate, β {beta:g}" for beta in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)]
     fitted = [f"fitted {kind}" for kind in ("linear-ponder", "linear-utility", "mlp-ponder", "mlp-utility")]
     for family in (betas, fitted):
@@ -194,28 +183,22 @@ def test_the_same_figure_as_png_pdf_and_svg(results: Results, tmp_path: Path, st
 
 
 def test_difficulties_share_a_short_key(results: Results) -> None:
-    figures = {
-        each.name: each.figure for each in OVERVIEW.make(results, ["forced_exits", "exit_distributions", "signals"])
-    }
-    for figure in figures.values():
-        assert figure is not None
-        assert key_of(figure(STYLES["page"])) == ["1", "2", "3", "4"]
+    for name in ("forced_exits", "exit_distributions", "signals"):
+        assert key_of(figure_of(OVERVIEW, results, name)) == ["1", "2", "3", "4"]
     table = results.models[2].forced_accuracy_by_difficulty
     repeated = {name: [getattr(table, name)[0]] * 30 for name in ("values", "low", "high", "counts")}
     table = msgspec.structs.replace(table, levels=[float(level) for level in range(30)], **repeated)
     many = msgspec.structs.replace(results.models[2], forced_accuracy_by_difficulty=table)
-    (figure,) = OVERVIEW.make(msgspec.structs.replace(results, models=[*results.models[:2], many]), ["forced_exits"])
-    assert figure.figure is not None
-    specification = figure.figure(STYLES["page"])
-    names = key_of(specification)
+    made = figure_of(OVERVIEW, msgspec.structs.replace(results, models=[*results.models[:2], many]), "forced_exits")
+    names = key_of(made)
     assert (len(names), names[0], names[-1]) == (MAX_KEY_ENTRIES, "0", "29")
-    assert "8 of 30 difficulties" in " ".join(specification["title"]["text"])
+    assert "8 of 30 difficulties" in foot_of(made)
 
 
 def luminance(colour: str) -> float:
-    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in channels]
-    return sum(weight * each for weight, each in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    channels = np.array([*bytes.fromhex(colour[1:])]) / 255
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ (0.2126, 0.7152, 0.0722))
 
 
 def test_difficulties_and_notes_are_legible_on_a_dark_ground() -> None:

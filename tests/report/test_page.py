@@ -52,6 +52,27 @@ def cells(tab: Page, table: str) -> list[list[str]]:
     return [row.locator("td").all_inner_texts() for row in tab.locator(f"{table} tbody tr").all()]
 
 
+def see_figures(tab: Page) -> None:
+    """They are drawn when they are scrolled to."""
+    for figure in tab.locator(".chart.figure").all():
+        figure.scroll_into_view_if_needed()
+        figure.locator("svg").first.wait_for()
+
+
+def copied(tab: Page, product: str, kind: str) -> str:
+    """What the button of a table puts on the clipboard."""
+    tab.locator(f"#{product} .tools").get_by_role("button", name=kind).click()
+    tab.wait_for_timeout(100)
+    return str(tab.evaluate("navigator.clipboard.readText()"))
+
+
+def saved(tab: Page, figure: str, kind: str) -> bytes:
+    """What the button below a figure downloads."""
+    with tab.expect_download() as download:
+        tab.locator(figure).locator("xpath=following-sibling::*[1]").get_by_role("button", name=kind).click()
+    return Path(download.value.path()).read_bytes()
+
+
 def choose(tab: Page, model: int, readout: str) -> None:
     tab.select_option("#model", str(model))
     tab.wait_for_function(
@@ -118,14 +139,11 @@ def test_learned_stoppers_are_told_from_single_signals(
         assert gap is not None
         assert f"{gap.value:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]" in tab.locator(".card").nth(1).inner_text()
         tab.select_option("#colour-by", "readout")
-        place = tab.locator("#frontier-chart")
-        with tab.expect_download() as download:
-            place.locator("xpath=following-sibling::*[1]").get_by_role("button", name="SVG").click()
-        saved = Path(download.value.path()).read_text()
+        drawn = saved(tab, "#frontier-chart", "SVG").decode()
         induction, gate = "#DC267F", "#D55E00"
-        assert f'stroke="{induction}"' in saved
-        assert f'fill="{induction}"' not in saved  # hollow, in the chart and in its key
-        assert f'fill="{gate}"' in saved
+        assert f'stroke="{induction}"' in drawn
+        assert f'fill="{induction}"' not in drawn  # hollow, in the chart and in its key
+        assert f'fill="{gate}"' in drawn
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -186,9 +204,8 @@ def test_the_threshold_explorer_says_what_the_policy_does(
             else:
                 assert float(said.split(",")[0]) == pytest.approx(policy.threshold, rel=1e-3)
         accuracy, loops = accuracy_and_loops(policy, model.test)
-        facts = dict(
-            zip(tab.locator("#point dt").all_inner_texts(), tab.locator("#point dd").all_inner_texts(), strict=True)
-        )
+        names, values = (tab.locator(f"#point {part}").all_inner_texts() for part in ("dt", "dd"))
+        facts = dict(zip(names, values, strict=True))
         assert facts["accuracy"].startswith(f"{100 * accuracy:.1f} %")
         assert facts["average loops"].startswith(f"{loops:.2f} ")
         exits = policy.exit_loops(model.test)
@@ -211,11 +228,8 @@ def shown_thresholds(results: Results, model: ModelRecordings, readout: str) -> 
     frontier = results.models[1].frontier(readout)
     assert frontier is not None
     assert set(frontier.thresholds) <= set(ls.sweep(readout, model.validation, model.test).thresholds)
-    return sorted({*frontier.thresholds, *certified(model, readout)}, reverse=readout == "kl")
-
-
-def certified(model: ModelRecordings, readout: str) -> list[float]:
-    return [each.threshold for each in model.policies if each.readout == readout and each.threshold is not None]
+    certified = [each.threshold for each in model.policies if each.readout == readout and each.threshold is not None]
+    return sorted({*frontier.thresholds, *certified}, reverse=readout == "kl")
 
 
 def test_a_certified_threshold_is_marked_with_its_promise(tab: Page, report: tuple[Path, Results]) -> None:
@@ -279,20 +293,15 @@ def test_copied_tables_parse(tab: Page, report: tuple[Path, Results]) -> None:
             continue
         whole = [product.table.columns, *product.table.rows]
         whole = [[re.sub(r"\s+", " ", cell.strip()) for cell in row] for row in whole]
-        tools = tab.locator(f"#{product.name} .tools")
-        copied = {}
-        for kind in ("Markdown", "LaTeX", "CSV"):
-            tools.get_by_role("button", name=kind).click()
-            tab.wait_for_timeout(100)
-            copied[kind] = tab.evaluate("navigator.clipboard.readText()")
-        assert list(csv.reader(io.StringIO(copied["CSV"]))) == whole
-        lines = [re.split(r"(?<!\\) ?\| ?", line.strip())[1:-1] for line in copied["Markdown"].splitlines()]
+        markdown, latex, values = (copied(tab, product.name, kind) for kind in ("Markdown", "LaTeX", "CSV"))
+        assert list(csv.reader(io.StringIO(values))) == whole
+        lines = [re.split(r"(?<!\\) ?\| ?", line.strip())[1:-1] for line in markdown.splitlines()]
         assert set(lines.pop(1)) == {"---"}
         assert [[re.sub(r"\\([\\|])", r"\1", cell) for cell in line] for line in lines] == whole
-        body = [line for line in copied["LaTeX"].splitlines() if line.endswith("\\\\")]
+        body = [line for line in latex.splitlines() if line.endswith("\\\\")]
         assert len(body) == len(whole)
         assert all(len(re.split(r"(?<!\\)&", line)) == len(product.table.columns) for line in body)
-        assert copied["LaTeX"].count("\\begin{tabular}") == copied["LaTeX"].count("\\end{tabular}") == 1
+        assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") == 1
 
 
 def test_columns_sort_as_numbers_with_what_is_missing_last(tab: Page) -> None:
@@ -330,15 +339,10 @@ def test_figures_are_saved_for_a_paper(report: tuple[Path, Results], browser: Br
             place = tab.locator(figure)
             place.scroll_into_view_if_needed()
             place.locator("canvas, svg").first.wait_for()
-            for kind in ("SVG", "PNG"):
-                with tab.expect_download() as download:
-                    place.locator("xpath=following-sibling::*[1]").get_by_role("button", name=kind).click()
-                saved = Path(download.value.path()).read_bytes()
-                if kind == "PNG":
-                    assert saved.startswith(b"\x89PNG")
-                else:
-                    assert ElementTree.fromstring(saved).tag.endswith("svg")
-                    assert b'fill="white"' in saved  # whatever the ground of the page
+            assert saved(tab, figure, "PNG").startswith(b"\x89PNG")
+            drawn = saved(tab, figure, "SVG")
+            assert ElementTree.fromstring(drawn).tag.endswith("svg")
+            assert b'fill="white"' in drawn  # whatever the ground of the page
 
 
 def test_light_and_dark(tab: Page) -> None:
@@ -377,15 +381,6 @@ def test_everything_can_be_reached_by_keyboard(tab: Page) -> None:
     assert tab.locator("#depth-table th").nth(1).get_attribute("aria-sort") == "ascending"
 
 
-def test_how_a_number_was_made_is_a_click_away(tab: Page) -> None:
-    card = tab.locator(".card").nth(1)
-    card.get_by_text("How it was made").click()
-    assert "loopscope report a b" in card.inner_text()
-    product = tab.locator("#depths")
-    product.get_by_text("How it was made").click()
-    assert "loopscope report a b --out report --product depths" in product.inner_text()
-
-
 @pytest.mark.parametrize("width", [1400, 390])
 def test_hostile_text_is_text(tmp_path: Path, browser: Browser, width: int) -> None:
     page, _ = written(hostile(), tmp_path / "hostile")
@@ -403,23 +398,15 @@ def test_hostile_text_is_text(tmp_path: Path, browser: Browser, width: int) -> N
         assert said.startswith("0 \u202e<b>x</b>")
         assert "more characters]" in said
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        tab.locator("#headline .tools").get_by_role("button", name="CSV").click()
-        tab.wait_for_timeout(100)
-        rows = list(csv.reader(io.StringIO(tab.evaluate("navigator.clipboard.readText()"))))
+        rows = list(csv.reader(io.StringIO(copied(tab, "headline", "CSV"))))
         assert {row[0] for row in rows} >= {HOSTILE[0], HOSTILE[1], HOSTILE[3], "'" + HOSTILE[5]}
-        tab.locator("#headline .tools").get_by_role("button", name="Markdown").click()
-        tab.wait_for_timeout(100)
-        lines = tab.evaluate("navigator.clipboard.readText()").splitlines()
+        lines = copied(tab, "headline", "Markdown").splitlines()
         tables = re.sub(" +", " ", (page.parent / "tables.md").read_text())
         assert set(lines) <= set(tables.splitlines())
-        with tab.expect_download() as download:
-            tab.locator("#frontier-chart").locator("xpath=following-sibling::*[1]").get_by_text("SVG").click()
-        saved = ElementTree.parse(download.value.path())
-        assert not [each for each in saved.iter() if each.tag.rpartition("}")[2] in ("script", "img", "a")]
+        drawn = ElementTree.fromstring(saved(tab, "#frontier-chart", "SVG"))
+        assert not [each for each in drawn.iter() if each.tag.rpartition("}")[2] in ("script", "img", "a")]
         assert tab.evaluate("window.hacked") is None
-        for figure in tab.locator(".chart.figure").all():
-            figure.scroll_into_view_if_needed()
-            figure.locator("svg").first.wait_for()
+        see_figures(tab)
 
 
 def bare(name: str, **changes: object) -> ModelRecordings:
@@ -458,9 +445,7 @@ def test_a_partial_study_makes_sense(tmp_path: Path, browser: Browser, kind: str
             assert cells(tab, "#depth-table")
         for kind_of_exit in range(5):
             tab.check(f"#filters input[value='{kind_of_exit}']")
-        for figure in tab.locator(".chart.figure").all():
-            figure.scroll_into_view_if_needed()
-            figure.locator("svg").first.wait_for()
+        see_figures(tab)
         text = tab.locator("main").inner_text()
         assert not re.search(r"\b(NaN|undefined|null|Infinity)\b", text)
 
@@ -643,21 +628,21 @@ def test_many_models_open_with_a_summary_and_filters(tmp_path: Path, browser: Br
 
 
 def test_what_is_zero_everywhere_is_said_and_not_drawn(tmp_path: Path, browser: Browser) -> None:
+    """Without logits no other signal is as good as the gate."""
+
+    def gate_only(made: ls.Trajectory) -> ls.Trajectory:
+        fields = {"labels": made.labels, "gate_logits": made.gate_logits, "split": made.split}
+        return ls.Trajectory(predictions=made.predicted, **fields)
+
     models = {name: tuple(map(gate_only, pair(right=0.99, seed=seed))) for seed, name in enumerate("ab")}
     diagnoses = [ls.diagnose(*each) for each in models.values()]
     assert {each.best_readout for each in diagnoses} == {"gate"}
     with opened(browser, ls.report(models, tmp_path)) as tab:
-        assert tab.locator("#gap-readout").inner_text() == ZERO
+        assert tab.locator("#gap-readout").inner_text() == (
+            "Zero for every model here that has a gate: it is its best readout."
+        )
         assert tab.locator("#gap-readout svg").count() == 0
         assert tab.locator("#gap-room svg").count() == 1
-
-
-def gate_only(made: ls.Trajectory) -> ls.Trajectory:
-    """Without logits: no other signal is as good as its gate."""
-    return ls.Trajectory(predictions=made.predicted, labels=made.labels, gate_logits=made.gate_logits, split=made.split)
-
-
-ZERO = "Zero for every model here that has a gate: it is its best readout."
 
 
 def test_nothing_is_minus_zero(browser: Browser) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from pages import of_seeds
 from simulated import pair
 
 import loopscope as ls
@@ -21,8 +22,7 @@ from loopscope.cli import main
 from loopscope.config import read_json
 from loopscope.report import tables
 from loopscope.report.curves import frontier_panel
-from loopscope.report.page import page_head, render
-from loopscope.report.page_text import scope, summary
+from loopscope.report.page import page_head, render, scope, summary
 from loopscope.report.products import OVERVIEW
 
 MODELS = {
@@ -270,18 +270,6 @@ def test_a_readout_that_does_not_reach_the_target_is_not_named() -> None:
     compared = model.diagnosis.compared_readouts
     assert compared[0] == model.diagnosis.readout_gap.second
     assert page_head(results, details, [])["models"][0]["best"] == compared
-
-
-def gated(made: ls.Trajectory, seed: int) -> ls.Trajectory:
-    """As a run of ours with this seed would record it."""
-    parts = {"task": {"name": "mano"}, "model": {"gate": "linear"}, "training": {"seed": seed}}
-    run = {**parts, "objective": {"name": "learned_gate", "prior": "uniform", "geometric_lambda": 0.3, "beta": 0.1}}
-    return replace(made, provenance={"run": run})
-
-
-def of_seeds(name: str, rows: int = 90, **changes: object) -> list[ModelRecordings]:
-    both = [[gated(each, seed) for each in pair(rows=rows, seed=seed, **changes)] for seed in (0, 1)]
-    return [ModelRecordings(f"{name}-{seed}", *each) for seed, each in enumerate(both)]
 
 
 def test_a_reference_whose_gate_is_to_blame_is_said_to_be() -> None:

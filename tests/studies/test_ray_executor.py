@@ -4,7 +4,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,16 +29,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return results(folder)
 
 
-@pytest.fixture
-def cluster() -> Any:
-    """Two nodes on this machine, one task each."""
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    nodes.add_node(num_cpus=1)
-    yield nodes
-    nodes.shutdown()
-
-
 @pytest.mark.long
 def test_a_ray_of_its_own_gives_the_same_bytes(local: bytes, tmp_path: Path) -> None:
     pytest.importorskip("ray")
@@ -49,7 +38,11 @@ def test_a_ray_of_its_own_gives_the_same_bytes(local: bytes, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_a_node_that_dies_takes_nothing_with_it(local: bytes, tmp_path: Path, cluster: Any) -> None:
+def test_a_node_that_dies_takes_nothing_with_it(local: bytes, tmp_path: Path) -> None:
+    """Of two on this machine, with one task each."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
     store = tmp_path / "store"
     command = [sys.executable, "-m", "loopscope.cli", *words(tmp_path, "--engine", "ray", "--address", cluster.address)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as study:
@@ -62,6 +55,7 @@ def test_a_node_that_dies_takes_nothing_with_it(local: bytes, tmp_path: Path, cl
         print(f"Killed a node of two with {len(half_way)} runs half-way.")
         assert len(half_way) == 2
         assert study.wait() == 0
+    cluster.shutdown()
     assert results(tmp_path) == local
 
 

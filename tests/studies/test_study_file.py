@@ -70,37 +70,36 @@ def test_the_study_files_are_the_paper_s_variants(name: str) -> None:
     every = [run for runs in expand_study(name).runs for run in runs]
     runs = [run.settings for run in every]
 
-    def settings(task: str, gate: str, prior: str, decoupled: bool = False) -> set[tuple[float, float, int]]:
-        sought = (task, gate, prior, decoupled)
-        return {
-            (run.objective.geometric_lambda if prior == "geometric" else 0, run.objective.beta, run.training.seed)
-            for run in runs
-            for objective in [run.objective]
-            if (type(run.task).__name__.lower(), run.model.gate, objective.prior, objective.name == "decoupled_gate")
-            == sought
-        }
+    def variants(task: str, gate: str, prior: str, decoupled: bool = False) -> set[tuple[float, float, int]]:
+        """Lambda (0 of a uniform prior), beta and seed of the runs."""
+        found = set()
+        for run in runs:
+            objective, task_name = run.objective, type(run.task).__name__.lower()
+            is_decoupled = objective.name == "decoupled_gate"
+            if (task_name, run.model.gate, objective.prior, is_decoupled) == (task, gate, prior, decoupled):
+                lam = objective.geometric_lambda if prior == "geometric" else 0
+                found.add((lam, objective.beta, run.training.seed))
+        return found
 
-    for task, gate, (prior, lam) in product(
-        ("mano", "parity"), ("none", "linear", "mlp"), (("uniform", 0), ("geometric", 0.3))
-    ):
-        assert {(lam, 0.1, seed) for seed in range(3)} <= settings(task, gate, prior)
-    assert {lam for lam, _, _ in settings("mano", "none", "geometric")} == {0.2, 0.3, 0.5, 0.7}
-    assert len({(run.gate, run.settings.objective.prior) for run in every if run.of.fit}) == 6
+    for task, gate in product(("mano", "parity"), ("none", "linear", "mlp")):
+        for prior, lam in (("uniform", 0), ("geometric", 0.3)):
+            seeds = {(lam, 0.1, seed) for seed in range(3)}
+            assert seeds <= variants(task, gate, prior)
+            apart = seeds if name == "mano" and gate != "none" else set()
+            assert variants(task, gate, prior, decoupled=True) == apart
+    assert {lam for lam, _, _ in variants("mano", "none", "geometric")} == {0.2, 0.3, 0.5, 0.7}
+    assert len({(run.settings.model.gate, run.settings.objective.prior) for run in every if run.of.fit}) == 6
     assert {run.model.loops for run in runs} == {6}
     if name == "mano":
-        for task, gate in product(("mano", "parity"), ("linear", "mlp")):
-            for prior, lam in (("uniform", 0), ("geometric", 0.3)):
-                assert settings(task, gate, prior, decoupled=True) == {(lam, 0.1, seed) for seed in range(3)}
         mano = [run for run in runs if run.task == runs[0].task]
         assert max(run.training.seed for run in mano[30:]) == 0  # three seeds of the main settings come first
         assert (len(mano), len(runs)) == (43, 73)
-    else:
-        betas = {beta for _, beta, _ in settings("mano", "linear", "uniform")}
-        assert betas == {0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5}
-        assert {beta for _, beta, _ in settings("mano", "mlp", "uniform")} == {0.001, 0.01, 0.1, 0.2}
-        for gate, swept in (("linear", (0.01, 0.05, 0.1)), ("mlp", (0.05, 0.1))):
-            pairs = {(lam, beta) for lam, beta, _ in settings("mano", gate, "geometric")}
-            assert pairs == set(product((0.2, 0.3, 0.5, 0.7), swept))
+        return
+    betas = {gate: {beta for _, beta, _ in variants("mano", gate, "uniform")} for gate in ("linear", "mlp")}
+    assert betas == {"linear": {0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5}, "mlp": {0.001, 0.01, 0.1, 0.2}}
+    for gate, swept in (("linear", (0.01, 0.05, 0.1)), ("mlp", (0.05, 0.1))):
+        pairs = {(lam, beta) for lam, beta, _ in variants("mano", gate, "geometric")}
+        assert pairs == set(product((0.2, 0.3, 0.5, 0.7), swept))
 
 
 def test_the_models_of_the_demo() -> None:

@@ -16,9 +16,8 @@ def planned(source: str | Path, *overrides: str, arithmetic: str = "", **changes
     return make_plan(expand_study(str(source), overrides, changes), arithmetic)
 
 
-def changed(folder: Path, old: str, new: str) -> Path:
+def changed(folder: Path, old: str, new: str, text: str = TINY.read_text()) -> Path:
     """The tiny study with something else in its file."""
-    text = TINY.read_text()
     assert old in text
     path = folder / "changed.toml"
     path.write_text(text.replace(old, new))

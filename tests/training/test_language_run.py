@@ -38,22 +38,19 @@ FEW |= {"validate_every": 3, "validation_sample": 8}
 
 
 def test_the_folder_is_a_checkpoint_in_ouro_s_layout(tiny_ouro: LanguageRun) -> None:
+    folder, text = tiny_ouro.folder, "12 and é\n make"
     prepared = {"config.json", "data.json", "tokenizer.json", "tokenizer_config.json"}
-    assert set(contents(tiny_ouro.folder)) == prepared | {"hashes.json", "metrics.jsonl", "model.safetensors"}
-    config = json.loads((tiny_ouro.folder / "config.json").read_text())
+    assert set(contents(folder)) == prepared | {"hashes.json", "metrics.jsonl", "model.safetensors"}
+    config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["total_ut_steps"], config["eos_token_id"]) == ("ouro", 3, 0)
-    trained = Ouro(read_config(tiny_ouro.folder))
-    trained.load_state_dict(load_file(tiny_ouro.folder / "model.safetensors"))
+    trained = Ouro(read_config(folder))
+    trained.load_state_dict(load_file(folder / "model.safetensors"))
     tokens = torch.randint(300, (2, 20))
     with torch.no_grad():
-        assert torch.equal(ls.load_model(tiny_ouro.folder).loops(tokens).logits, trained.loops(tokens).logits)
-
-
-def test_the_tokenizer_has_ouro_s_special_tokens(tiny_ouro: LanguageRun) -> None:
-    tokenizer = load_tokenizer(tiny_ouro.folder)
+        assert torch.equal(ls.load_model(folder).loops(tokens).logits, trained.loops(tokens).logits)
+    tokenizer = load_tokenizer(folder)
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
     assert (tokenizer.eos_token_id, stop_tokens(tokenizer)) == (0, {0, 2})
-    text = "12 and é\n make"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert chat_prompt(tokenizer, [{"role": "user", "content": "hi"}])[0] == 1
 
@@ -129,8 +126,7 @@ def test_a_text_of_less_than_a_window_is_rejected_before_any_step(tmp_path: Path
 def test_a_random_depth_leaves_the_gate_alone(tmp_path: Path) -> None:
     run = tiny_language_run(tmp_path, "objective.name=random_depth", "objective.truncated=1")
     begun = {name: value.clone() for name, value in run.initial_model().state_dict().items()}
-    result = train_run(run, CPU)
-    assert len(result.final["validation_loss"]) == 3
+    assert len(train_run(run, CPU).final["validation_loss"]) == 3
     after = load_file(run.folder / "model.safetensors")
     assert {name for name, value in after.items() if torch.equal(value, begun[name])} == GATE
 
@@ -179,12 +175,15 @@ def test_parts_of_a_batch_and_loops_that_run_twice_give_the_same_weights(
     assert close(tmp_path / "run", continued, 1e-5)
 
 
-def test_continued_and_interrupted_it_ends_bit_identical(
+def test_interrupted_or_with_a_decoupled_gate_the_rest_is_bit_identical(
     tiny_ouro: LanguageRun, continued: Path, tmp_path: Path
 ) -> None:
     interrupt(further(tiny_ouro, tmp_path / "run"), 4)
     assert train_run(further(tiny_ouro, tmp_path / "run"), CPU).resumed_from == 3
     assert contents(tmp_path / "run") == contents(continued)
+    train_run(further(tiny_ouro, tmp_path / "gated", objective={"name": "decoupled_gate"}), CPU)
+    fixed, gated = weights(continued), weights(tmp_path / "gated")
+    assert {name for name, value in fixed.items() if not torch.equal(value, gated[name])} == GATE
 
 
 def test_a_teacher_is_followed(tiny_ouro: LanguageRun, continued: Path, tmp_path: Path) -> None:
@@ -219,14 +218,6 @@ def test_adapters_train_alone_and_merge(tiny_ouro: LanguageRun, tmp_path: Path) 
     assert all(name.endswith("proj.weight") for name in changed)
     difference = after["model.layers.0.mlp.up_proj.weight"] - before["model.layers.0.mlp.up_proj.weight"]
     assert torch.linalg.matrix_rank(difference, rtol=1e-3) <= 2
-
-
-def test_a_decoupled_gate_learns_while_the_rest_goes_its_way(
-    tiny_ouro: LanguageRun, continued: Path, tmp_path: Path
-) -> None:
-    train_run(further(tiny_ouro, tmp_path / "gated", objective={"name": "decoupled_gate"}), CPU)
-    fixed, gated = weights(continued), weights(tmp_path / "gated")
-    assert {name for name, value in fixed.items() if not torch.equal(value, gated[name])} == GATE
 
 
 def test_a_huginn_learns_too(tiny_ouro: LanguageRun, tmp_path: Path) -> None:

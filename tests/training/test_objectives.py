@@ -95,15 +95,13 @@ def test_beta_weighs_the_kl_and_halt_logits_are_widened() -> None:
         assert objective_loss(objective, losses, gates.bfloat16()).item() == pytest.approx(loss)
 
 
-def test_a_prior_that_underflows_in_float32_stays_finite() -> None:
-    objective = Objective(name="learned_gate", geometric_lambda=0.99)
-    assert torch.isfinite(objective_loss(objective, torch.ones(24, 2), torch.zeros(24, 2)))
-
-
-def test_final_and_random_depth_are_the_last_loop() -> None:
+def test_objectives_by_hand() -> None:
+    """The last loop alone; and a prior that underflows in float32 stays finite."""
     losses = torch.tensor([[3.0, 1.0], [2.0, 5.0]])
     for name in ("final", "random_depth"):
         assert objective_loss(Objective(name=name), losses, None).item() == pytest.approx(3.5)
+    objective = Objective(name="learned_gate", geometric_lambda=0.99)
+    assert torch.isfinite(objective_loss(objective, torch.ones(24, 2), torch.zeros(24, 2)))
 
 
 def decoupled_gradients(objective: Objective, detached: bool = False) -> dict[str, Tensor]:
@@ -159,26 +157,22 @@ def random_depth_losses(loops: int, truncated: int | None) -> tuple[Tensor, dict
     return losses.detach(), gradients, len(calls)
 
 
-def test_only_the_loops_that_are_drawn_are_run_and_the_last_is_answered() -> None:
+def test_only_the_loops_that_are_drawn_are_run_and_a_truncated_gradient_ends_before_the_first() -> None:
+    """By hand: the input of the last loop is a constant."""
     run = tiny_settings("objective.name=random_depth")
-    whole = AnswerLosses(initial_model(run))(training_batches(run)(0), CPU).cross_entropy
+    model, batch = initial_model(run), training_batches(run)(0)
+    answers = AnswerLosses(model)(batch, CPU).cross_entropy
     for number in (1, 2, 3):
         losses, _, applied = random_depth_losses(number, None)
         assert applied == number
-        assert torch.allclose(losses[0], whole[number - 1], atol=1e-5)
-
-
-def test_a_truncated_gradient_ends_before_the_first_loops() -> None:
-    """That of the last loop alone, by hand: its input is a constant."""
+        assert torch.allclose(losses[0], answers[number - 1], atol=1e-5)
     found, whole, every = (random_depth_losses(3, truncated)[1] for truncated in (1, None, 3))
     assert all(torch.equal(value, every[name]) for name, value in whole.items())
-    run = tiny_settings("objective.name=random_depth")
-    model, batch = initial_model(run), training_batches(run)(0)
     tokens, lengths = torch.from_numpy(batch.tokens), torch.from_numpy(batch.lengths)
     with torch.no_grad():
         *_, state = model.unroll(model.begin(tokens, lengths), 2)
-    answers = model.predict(model.pooled(model.step(state), lengths - 1))
-    torch.nn.functional.cross_entropy(answers, torch.from_numpy(batch.labels)).backward()  # type: ignore[no-untyped-call]
+    last = model.predict(model.pooled(model.step(state), lengths - 1))
+    torch.nn.functional.cross_entropy(last, torch.from_numpy(batch.labels)).backward()  # type: ignore[no-untyped-call]
     for name, value in model.named_parameters():
         assert value.grad is not None
         assert torch.allclose(found[name], value.grad, atol=1e-6), name

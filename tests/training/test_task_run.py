@@ -1,6 +1,7 @@
 """Training on a task: does it learn, does everything follow from settings and seed, is nobody's folder overwritten?"""
 
 import json
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -10,22 +11,21 @@ from conftest import GATED, tiny_settings
 from safetensors.torch import load_file
 from test_run_folder import contents, interrupt
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import loopscope as ls
 from loopscope.analysis.results import model_label
 from loopscope.config import plain
+from loopscope.training.estimate import check_memory, estimate_time, matmul_rate
 from loopscope.training.gate_fitting import host_defaults
 from loopscope.training.objectives import LoopLosses, draw_unrolling, objective_loss
 from loopscope.training.settings import Objective, read_settings
-from loopscope.training.task_run import TaskRun, describe_data, initial_model, train, training_batches
+from loopscope.training.task_run import TaskRun, initial_model, train, training_batches
 
 DECOUPLED = ["objective.name=decoupled_gate", "model.gate=mlp"]
 RANDOM = ["objective.name=random_depth", "objective.truncated=1"]
+CPU = torch.device("cpu")
 CLIPPED = ["training.clip_norm=0.05"]  # every step's gradients are larger
-
-
-def lines(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_it_learns(tmp_path: Path) -> None:
@@ -43,20 +43,17 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(gated_run: Pa
     assert (tmp_path / "a" / "model.safetensors").read_bytes() != (tmp_path / "c" / "model.safetensors").read_bytes()
 
 
-def test_a_run_folder_is_a_checkpoint(gated_run: Path) -> None:
+def test_a_run_folder_is_a_checkpoint_with_metrics_of_every_loop(gated_run: Path) -> None:
     names = {path.name for path in gated_run.iterdir() if path.is_file()}
     assert names == {"config.json", "data.json", "hashes.json", "metrics.jsonl", "model.safetensors"}
     out = ls.load_model(gated_run).loops(torch.zeros(2, 5, dtype=torch.long))
     assert (out.logits.shape, out.hidden.shape) == ((3, 2, 5, 8), (3, 2, 5, 16))
     assert out.gate_logits.shape == (3, 2, 5)
-
-
-def test_metrics_say_what_happened_at_every_loop(gated_run: Path) -> None:
-    entries = lines(gated_run)
+    entries = [json.loads(line) for line in (gated_run / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries] == [3, 6, 6, 9, 12, 12]
     assert list(entries[0]) == ["step", "loss", "loop_loss", "loop_accuracy", "learning_rate", "gradient_norm"]
     assert set(entries[-1]) == {"step", "validation_loss", "validation_accuracy"}
-    assert all(len(entry["loop_loss"]) == 3 for entry in entries if "loop_loss" in entry)  # type: ignore[arg-type]
+    assert all(len(entry["loop_loss"]) == 3 for entry in entries if "loop_loss" in entry)
 
 
 def test_a_finished_run_is_left_alone(gated_run: Path) -> None:
@@ -65,19 +62,17 @@ def test_a_finished_run_is_left_alone(gated_run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in gated_run.iterdir()} == before
 
 
-def test_parity_trains_online(tmp_path: Path) -> None:
+def test_sizes_and_overlap_of_the_splits_are_written_down(tmp_path: Path) -> None:
     task = 'task={name="parity", max_bits=6, validation_examples=50, test_examples=60}'
     sizes = ["training.validation_sample=50", "training.steps=3", "training.batch_size=8", "model.width=16"]
     train(read_settings("demo", [task, *sizes]), tmp_path / "run")
     data = json.loads((tmp_path / "run" / "data.json").read_text())
     assert data == {"examples": {"train": "online", "validation": 50, "test": 60}}
-
-
-def test_the_overlap_of_the_splits_is_written_down() -> None:
-    shares = describe_data(tiny_settings("task.modulus=4"))["share_seen_in_training"]
-    assert shares["validation"]["1"] == 1.0
-    assert shares["test"]["2"] == 0.0  # the preset is disjoint where the space is large enough
-    assert describe_data(tiny_settings())["share_seen_in_training"]["test"]["2"] > 0  # 486 expressions modulo 3
+    for modulus, is_large in ((4, True), (3, False)):  # 486 expressions modulo 3
+        prepared = TaskRun(tiny_settings(f"task.modulus={modulus}"), tmp_path).prepare()
+        shares = prepared["share_seen_in_training"]
+        assert shares["validation"]["1"] == 1.0
+        assert (shares["test"]["2"] == 0.0) is is_large  # the preset is disjoint where the space is large enough
 
 
 def test_epochs_visit_every_example_once_in_an_order_of_the_seed() -> None:
@@ -103,16 +98,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
         assert not (tmp_path / str(number) / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("overrides", [("objective.name=final",), tuple(RANDOM)], ids=["final", "random depth"])
-def test_an_objective_trains_and_validates_every_loop(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    settings = tiny_settings(*overrides)
-    result = train(settings, tmp_path / "run")
+@pytest.mark.parametrize("changes", [["objective.name=final"], RANDOM, DECOUPLED], ids=["final", "random", "decoupled"])
+def test_an_objective_validates_every_loop_and_interrupted_ends_bit_identical(
+    changes: list[str], tmp_path: Path
+) -> None:
+    settings = tiny_settings(*changes)
+    result = train(settings, tmp_path / "whole")
     assert len(result.final["validation_accuracy"]) == 3
     for entry in result.metrics:
         drawn = draw_unrolling(settings.objective, 3, 0, entry["step"] - 1)
         if "loss" in entry and drawn is not None:
             assert list(entry)[:3] == ["step", "loops", "loss"]
             assert (entry["loops"], entry["loop_loss"]) == (drawn.loops, [entry["loss"]])
+    interrupt(TaskRun(settings, tmp_path / "cut"), 9)  # the state of step 8 is saved
+    assert train(settings, tmp_path / "cut").resumed_from == 8
+    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
 def trunk(folder: Path) -> dict[str, Tensor]:
@@ -166,9 +166,27 @@ def test_an_objective_has_a_label_and_a_fitted_gate_takes_over_its_beta() -> Non
     assert host_defaults(decoupled.objective)["beta"] == 0.2
 
 
-@pytest.mark.parametrize("changes", [DECOUPLED, RANDOM], ids=["decoupled", "random depth"])
-def test_interrupted_it_ends_bit_identical(changes: list[str], tmp_path: Path) -> None:
-    interrupt(TaskRun(tiny_settings(*changes), tmp_path / "cut"), 9)  # the state of step 8 is saved
-    assert train(tiny_settings(*changes), tmp_path / "cut").resumed_from == 8
-    train(tiny_settings(*changes), tmp_path / "whole")
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
+def test_a_run_too_big_for_the_machine_says_so() -> None:
+    endless = read_settings("paper", ["training.steps=40000000"])
+    with pytest.raises(ls.UserError, match=r"would take about .* days here"):
+        estimate_time(endless, CPU).check()
+    estimate_time(endless, CPU, done=40_000_000 - 1).check()
+    for override in ("training.batch_size=10000000", "model.width=1000000", "task.train_examples=100000000"):
+        with pytest.raises(ls.UserError, match="GiB"):
+            check_memory(read_settings("paper", [override, "model.layers=40"]), CPU)
+    check_memory(tiny_settings(), CPU)
+
+
+def test_where_a_product_takes_long_the_rate_is_that_of_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has no float16 of its own, for instance; here the clock is fast."""
+
+    def computed(dtype: torch.dtype) -> int:
+        with FlopCounterMode(display=False) as counter:
+            matmul_rate(64, CPU, dtype)
+        return counter.get_total_flops()
+
+    large = 2 * 1024 * 64 * 256
+    seconds = count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(seconds)))
+    assert computed(torch.float32) >= 6 * large  # slow on a busy machine only
+    assert computed(torch.float16) < large

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import binomtest
 
-from loopscope.analysis.bootstrap import RESAMPLES, Estimate, estimate, resampled_means
+from loopscope.analysis.bootstrap import LEVEL, RESAMPLES, Estimate, Units, estimate, resampled_means
 from loopscope.analysis.diagnosis import without_verdict
 from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject, depth_gap
 from loopscope.analysis.targets import Target, as_target, percent_text
@@ -47,16 +48,32 @@ def paired(first: Side, second: Side, resamples: int = RESAMPLES) -> Paired:
     if not np.array_equal(first.trajectory.required_labels, second.trajectory.required_labels):
         raise UserError("A paired comparison needs the same examples in both recordings, in the same order.")
     ours, theirs = (exits_of(side.policy, side.trajectory) for side in (first, second))
-    means = resampled_means(ours - theirs, resamples, first.trajectory.units)
+    difference, units = ours - theirs, first.trajectory.units
+    means = resampled_means(difference, resamples, units)
     return Paired(
         first.name,
         second.name,
-        accuracy=estimate(means[:, 0]),
+        accuracy=_widened(estimate(means[:, 0]), difference[:, 0], units),
         loops=estimate(means[:, 1]),
-        only_first_right=int((ours[:, 0] > theirs[:, 0]).sum()),
-        only_second_right=int((ours[:, 0] < theirs[:, 0]).sum()),
+        only_first_right=int((difference[:, 0] > 0).sum()),
+        only_second_right=int((difference[:, 0] < 0).sum()),
         examples=len(ours),
     )
+
+
+def _widened(bootstrap: Estimate, difference: NDArray[np.float32], units: Units) -> Estimate:
+    """The interval, at least as wide as the exact one of a sign test on the units that differ.
+
+    Where few differ, they can all happen to lie on one side, and resamples of them then always do.
+    """
+    nets = difference if units is None else np.bincount(units, difference)
+    higher, differing = int((nets > 0).sum()), int((nets != 0).sum())
+    if not differing:
+        return bootstrap
+    exact = binomtest(higher, differing).proportion_ci(LEVEL)
+    scale = float(np.abs(nets).sum()) / len(difference)
+    low, high = ((2 * share - 1) * scale for share in (exact.low, exact.high))
+    return Estimate(bootstrap.value, min(low, bootstrap.low), max(high, bootstrap.high))
 
 
 def exits_of(policy: ExitPolicy, trajectory: Trajectory) -> NDArray[np.float32]:

@@ -1,15 +1,18 @@
 """Is the trajectory to blame, or the readout? Four gaps in average loops at a target accuracy X, with intervals.
 
 - readout gap: D@X of the model's own gate minus D@X of the best readout on the same trajectory;
-- trajectory gap: D@X of the best readout here minus the same on a reference trajectory;
+- trajectory gap: D@X of the best readout here minus the same on a reference trajectory, both chosen among the readouts
+  that read the two alike; gates are left out, because what a gate adds is the readout's;
 - room left: D@X of the best readout minus that of the cheapest rule that knows the labels;
 - reachable room, a part of it: D@X of the best readout minus that of the better learned stopper, which chooses exits by
   all recorded signals together (`exits.stopper`). It is a lower bound: what could be learned from the validation data.
 
 X is one point below full depth on validation data, unless it is given; for the trajectory gap below the lower of both
 models. Where X is out of reach, the comparison is made lower down (`gaps`). The best readout is the one that validation
-data choose. A part is blamed only where its interval excludes zero, or where it alone misses X; a model that is not
-above chance gets no verdict. Thresholds are swept on a grid so fine that its steps do not matter.
+data choose. A part is blamed only where its interval excludes zero and goes beyond a margin of equivalence, or where it
+alone misses X. A trajectory is also blamed if its best loop is clearly less accurate than the reference's; a reference
+that is clearly less accurate than the model cannot judge it. A model that is not above chance gets no verdict.
+Thresholds are swept on a grid so fine that its steps do not matter.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +28,7 @@ from loopscope.analysis.targets import (
     percent_text,
     target_level,
 )
-from loopscope.analysis.verdict_text import aligned, rounded_percent, verdict_sentence, with_bounds, wrapped
+from loopscope.analysis.verdict_text import Finding, aligned, rounded_percent, verdict_sentence, with_bounds, wrapped
 from loopscope.certify.tested_data import counted_in
 from loopscope.errors import UserError
 from loopscope.readouts.signals import own_name
@@ -33,6 +36,7 @@ from loopscope.splits import check_calibration
 from loopscope.trajectory import Trajectory
 
 NO_VERDICT = "no verdict"
+GIVEN = "Intervals resample the test data; the target and the readouts chosen on validation data are taken as given."
 _COLUMNS = ["gap", "between", "loops [95 % interval]", "at"]
 _SHARE_COLUMNS = ["both reach it", "each reaches the target"]
 """Shares of the resamples."""
@@ -44,12 +48,13 @@ class Diagnosis:
     chance: float
     best_readout: str
     readout_gap: Gap | None  # None without a gate, or without a verdict
-    trajectory_gap: Gap | None  # None without a reference
+    trajectory_gap: Gap | None  # None without a reference that can judge
     room_left: Gap | None  # None only where nothing above chance is ever reached together
     reachable_room: Gap | None  # None where no stopper could be learned
     blamed: tuple[str, ...]  # of 'readout' and 'trajectory'
     verdict: str  # the blamed parts, 'neither', 'cannot tell', or 'no verdict'
     sentence: str
+    weak_reference: bool = False  # whether the reference is clearly less accurate, so that it cannot judge
 
     @property
     def gaps(self) -> dict[str, Gap | None]:
@@ -94,7 +99,7 @@ class Diagnosis:
             return ""
         lower = any(gap is not None and gap.accuracy < gap.target for gap in self.gaps.values())
         text = "Gaps are at the highest whole percent that both sides reach in 95 % of the resamples, below the target."
-        return " ".join(filter(None, (self.target.sentence, text if lower else "")))
+        return " ".join(filter(None, (self.target.sentence, text if lower else "", GIVEN if any(self.gaps) else "")))
 
     @property
     def table(self) -> list[list[str]]:
@@ -158,15 +163,18 @@ def diagnose_subject(
     best = subject.best(level.accuracy)
     if sentence := without_verdict(subject.validation, subject.test, level):
         return Diagnosis(level, subject.chance, best, None, None, None, None, (), NO_VERDICT, sentence)
-    readout = _readout_gap(subject, level)
-    trajectory = None
-    if reference is not None and reference is not subject:
-        trajectory = _trajectory_gap(subject, reference, level)
-    room = rooms(subject, level)
+    readout, room = _readout_gap(subject, level), rooms(subject, level)
+    against = None if reference is subject else reference
+    weak = against is not None and subject.is_more_accurate_than(against)
+    behind = against is not None and against.is_more_accurate_than(subject)
+    trajectory = None if against is None or weak else _trajectory_gap(subject, against, level)
     parts = {"readout": readout, "trajectory": trajectory}
-    blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.sign > 0)
+    blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.blames)
+    if behind and "trajectory" not in blamed:
+        blamed = (*blamed, "trajectory")
     decided = all(gap is not None and (gap.sign or gap.is_no_more or gap.first == gap.second) for gap in parts.values())
     verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
+    finding = Finding(level, readout, trajectory, room.room_left, verdict, behind, weak)
     return Diagnosis(
         target=level,
         chance=subject.chance,
@@ -177,7 +185,8 @@ def diagnose_subject(
         reachable_room=room.reachable_room,
         blamed=blamed,
         verdict=verdict,
-        sentence=verdict_sentence(subject, reference, level, readout, trajectory, verdict),
+        sentence=verdict_sentence(subject, reference, finding),
+        weak_reference=weak,
     )
 
 
@@ -189,10 +198,11 @@ def _readout_gap(subject: Subject, level: TargetLevel) -> Gap | None:
 
 
 def _trajectory_gap(subject: Subject, reference: Subject, level: TargetLevel) -> Gap | None:
-    """The best readout here against the best one on the reference, at the lower of both targets."""
+    """The same readouts on both trajectories, the best of them on each, at the lower of both targets."""
     accuracy = min(level.accuracy, reference.level(level.target).accuracy)
     floor = max(subject.chance, reference.chance)
-    gap = gap_between(accuracy, subject.exit_by(), reference.exit_by(), subject.test, floor)
+    readouts = subject.readouts_shared_with(reference)
+    gap = gap_between(accuracy, subject.exit_by(*readouts), reference.exit_by(*readouts), subject.test, floor)
     return None if gap is None else replace(gap, second=f"{gap.second} on the reference")
 
 

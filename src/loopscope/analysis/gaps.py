@@ -27,7 +27,7 @@ from loopscope.learned.attach import Fitted, attach
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.readouts.readout import needs_labels
-from loopscope.readouts.signals import STOPPER
+from loopscope.readouts.signals import STOPPER, is_gate
 from loopscope.splits import check_calibration
 from loopscope.threshold_grids import available_readouts, fine_grid
 from loopscope.trajectory import Trajectory
@@ -37,6 +37,10 @@ MIN_UNITS = 30
 """With fewer test examples than this (sequences, distinct inputs) a bootstrap interval says nothing."""
 MIN_PRINTED = 0.005
 """Loops: less is printed as zero."""
+EQUIVALENCE_MARGIN = 0.05
+"""Loops: two ways to exit whose interval lies within it are as good as each other; another seed changes more."""
+ACCURACY_MARGIN = 0.01
+"""A model whose best loop is so much less accurate than another's is not as good, however few loops it takes."""
 
 
 @dataclass(frozen=True)
@@ -59,25 +63,38 @@ class Gap:
     units: int  # that were resampled: examples, or the sequences or distinct inputs that they belong to
 
     @property
+    def alone_in_reach(self) -> int:
+        """1 where the second reaches the target and the first misses it, -1 the other way round, else 0."""
+        reaches_more = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
+        missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
+        return int(reaches_more) if missed else 0
+
+    @property
     def sign(self) -> int:
         """1 or -1 where the interval excludes zero, or where only one of them reaches the target; else 0."""
         if self.units < MIN_UNITS:
             return 0
-        reaches_more = (self.second_reaches_target >= ENOUGH) - (self.first_reaches_target >= ENOUGH)
-        missed = min(self.first_reaches_target, self.second_reaches_target) <= 1 - ENOUGH
-        if reaches_more and missed:
-            return int(reaches_more)
-        return 1 if self.low > 0 else -1 if self.high < 0 else 0
+        return self.alone_in_reach or (1 if self.low > 0 else -1 if self.high < 0 else 0)
 
     @property
     def is_nothing(self) -> bool:
         """Whether the two take as many loops: the whole interval is zero, to the hundredths that are printed."""
-        return self.units >= MIN_UNITS and self.sign == 0 and max(abs(self.low), abs(self.high)) < MIN_PRINTED
+        return self.is_equivalent and max(abs(self.low), abs(self.high)) < MIN_PRINTED
+
+    @property
+    def is_equivalent(self) -> bool:
+        """Whether the two take as many loops within the margin: the whole interval lies in it."""
+        return self.is_no_more and self.low >= -EQUIVALENCE_MARGIN
 
     @property
     def is_no_more(self) -> bool:
-        """Whether the first takes no more loops than the second: the interval ends at zero, to the same hundredths."""
-        return self.units >= MIN_UNITS and self.sign <= 0 and abs(self.high) < MIN_PRINTED
+        """Whether the first takes at most a margin more than the second, which an interval that ends there shows."""
+        return self.units >= MIN_UNITS and not self.alone_in_reach and self.high <= EQUIVALENCE_MARGIN
+
+    @property
+    def blames(self) -> bool:
+        """Whether the first is worse: by more than nothing, and not just within the margin."""
+        return self.sign > 0 and not self.is_no_more
 
 
 class Subject:
@@ -90,6 +107,7 @@ class Subject:
         self.readouts = [name for name in found if not name.startswith(STOPPER)]
         self.stoppers = [name for name in found if name.startswith(STOPPER)]
         self.ceiling = float(test.correct.mean(axis=0).max())
+        """The accuracy of the best loop."""
         self.chance = chance(test, validation)
         self.has_gate = "gate" in self.readouts
         self._resamples = resamples
@@ -118,6 +136,17 @@ class Subject:
         if min(depths.values()) < np.inf:
             return min(depths, key=depths.__getitem__)
         return max(names, key=lambda name: float(self._validation[name][0].max()))
+
+    def readouts_shared_with(self, other: "Subject") -> list[str]:
+        """Those that read both trajectories alike; a gate, which was fitted to one of them, does not."""
+        both = [name for name in self.readouts if name in other.readouts]
+        return [name for name in both if not is_gate(name)]
+
+    def is_more_accurate_than(self, other: "Subject") -> bool:
+        """Whether its best loop is clearly better: by more than the margin in nearly every resample."""
+        ours, theirs = (each.curves("fixed").accuracy.max(axis=1) for each in (self, other))
+        size = min(len(ours), len(theirs))
+        return float(np.mean(ours[1:size] - theirs[1:size] > ACCURACY_MARGIN)) >= ENOUGH
 
     def exit_by(self, *readouts: str) -> Way:
         """Exit by this readout; of several (without any: of all single signals) by the best at each accuracy."""

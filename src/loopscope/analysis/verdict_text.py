@@ -3,12 +3,13 @@
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import rankdata
 
 from loopscope.analysis.bootstrap import Estimate
-from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject
+from loopscope.analysis.gaps import EQUIVALENCE_MARGIN, MIN_UNITS, Gap, Subject
 from loopscope.analysis.targets import TargetLevel, harm_of_depth, percent_text
 from loopscope.readouts.replay import has_signal
 from loopscope.trajectory import Trajectory
@@ -23,23 +24,44 @@ _HEADS = {
 }
 _MAX_INVERTED = 0.35
 """A gate that knows nothing has 0.5; one with its sign flipped has what is missing to 1 from a good one's."""
-_MAX_ALIKE = 0.05
-"""Loops: less than what the training of another seed changes."""
+_SMALL_SHARE = 0.1
+"""Of the room that is left: a smaller gap is to blame for little."""
 _UNBREAKABLE = re.compile(r" (?=%)|(?<=[\d\]]) (?=\[)|(?<=,) (?=[+-]\d)|(?<=%) (?=interval)")
 """Blanks at which no line ends: before a percent sign, in an interval and before it."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _BETWEEN_COLUMNS = "  "
 
 
-def verdict_sentence(
-    subject: Subject,
-    reference: Subject | None,
-    level: TargetLevel,
-    readout: Gap | None,
-    trajectory: Gap | None,
-    verdict: str,
-) -> str:
+@dataclass(frozen=True)
+class Finding:
+    """What a diagnosis found, before it is put into words."""
+
+    level: TargetLevel
+    readout: Gap | None
+    trajectory: Gap | None
+    room: Gap | None
+    verdict: str
+    behind: bool  # whether the best loop is clearly less accurate than the reference's
+    weak_reference: bool  # whether it is clearly more accurate
+
+    def against_room(self, gap: Gap) -> str:
+        """How large a gap is beside the room that is left at the same accuracy."""
+        if self.room is None or not gap.blames or self.room.accuracy != gap.accuracy:
+            return ""
+        return f", where a rule that knows the labels would save {self.room.value:.2f} more"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all that is to blame is little beside the room that is left."""
+        blamed = [gap for gap in (self.readout, self.trajectory) if gap is not None and gap.blames]
+        if self.room is None or self.behind or any(gap.low <= 0 for gap in blamed):
+            return False
+        return bool(blamed) and max(gap.value for gap in blamed) < _SMALL_SHARE * self.room.value
+
+
+def verdict_sentence(subject: Subject, reference: Subject | None, finding: Finding) -> str:
     """What is to blame, why, and what else is remarkable about the model."""
+    level, readout, verdict = finding.level, finding.readout, finding.verdict
     remarks = [harm_of_depth(subject.validation)]
     if subject.ceiling < level.accuracy - 1e-9:
         at_best = rounded_percent(subject.ceiling)
@@ -56,11 +78,12 @@ def verdict_sentence(
             "Its halt probability is higher where loop 1 is wrong than where it is right: was the sign of gate_logits "
             "flipped?"
         )
-    findings = [_on_readout(subject, readout), _on_trajectory(subject, reference, trajectory)]
+    findings = [_on_readout(subject, finding), _on_trajectory(subject, reference, finding)]
+    trajectory = finding.trajectory
     open_trajectory = reference is not None and (trajectory is None or not (trajectory.sign or trajectory.is_no_more))
     if verdict == "trajectory" or (verdict == "cannot tell" and open_trajectory):
         findings.reverse()  # the reason for the verdict comes first
-    head = _HEADS[verdict]
+    head = _HEADS[verdict] + ", but only a little" * finding.is_small
     if subject.test.num_units < MIN_UNITS:
         what = "test example" if subject.test.sequences is None else "test sequence"
         head = f"Nothing can be told from {subject.test.num_units} {what}{'s' * (subject.test.num_units != 1)}"
@@ -81,7 +104,8 @@ def gate_is_inverted(test: Trajectory) -> bool:
     return bool(above < _MAX_INVERTED)
 
 
-def _on_readout(subject: Subject, gap: Gap | None) -> str:
+def _on_readout(subject: Subject, finding: Finding) -> str:
+    gap = finding.readout
     if not subject.has_gate:
         recordings = {"validation": subject.validation, "test": subject.test}
         lacking = [split for split, recording in recordings.items() if not has_signal("gate", recording)]
@@ -92,27 +116,37 @@ def _on_readout(subject: Subject, gap: Gap | None) -> str:
         return "the model's gate and the best readout reach no accuracy above chance together"
     if gap.first == gap.second:
         return f"validation data choose the model's own gate as the best readout at {percent_text(gap.accuracy)}"
-    return _compared("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
+    compared = _compared("the model's own gate", gap.second, gap, "whether the model's own gate is worse")
+    return compared + finding.against_room(gap)
 
 
-def _on_trajectory(subject: Subject, reference: Subject | None, gap: Gap | None) -> str:
+def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding) -> str:
     if reference is None:
         return "without a reference the trajectory cannot be judged"
     if reference is subject:
         return "its trajectory is the reference itself"
+    gap = finding.trajectory
+    ours, theirs = rounded_percent(subject.ceiling), rounded_percent(reference.ceiling)
+    if finding.weak_reference:
+        return (
+            f"the reference is not good enough to judge its trajectory by: at its best loop it is right in {theirs}, "
+            f"this model in {ours}"
+        )
+    behind = f"at its best loop it is right in {ours}, the reference in {theirs}" if finding.behind else ""
     if gap is None:
-        return "it reaches no accuracy above chance together with the reference"
-    return _compared("with its best readout it", "the reference", gap, "whether its trajectory is worse")
+        return behind or "it reaches no accuracy above chance together with the reference"
+    compared = _compared("by the readouts that both have it", "the reference", gap, "whether its trajectory is worse")
+    return "; ".join(filter(None, (behind, compared + finding.against_room(gap))))
 
 
 def _compared(name: str, other: str, gap: Gap, question: str) -> str:
     at, size = percent_text(gap.accuracy), with_bounds(gap, unit=" loops")
     if gap.is_nothing:
         return f"{name} takes as many loops as {other} to reach {at}"
-    if gap.sign == 0 and gap.units >= MIN_UNITS and max(abs(gap.low), abs(gap.high)) <= _MAX_ALIKE:
-        return f"{name} takes about as many loops as {other} to reach {at} ({size})"
-    if gap.is_no_more and (gap.sign == 0 or gap.high < 0):  # else one of them misses the target
-        return f"{name} takes no more loops than {other} to reach {at} ({size})"
+    if gap.is_equivalent:
+        return f"{name} takes as many loops as {other} to reach {at}, within {EQUIVALENCE_MARGIN:g} ({size})"
+    if gap.is_no_more and gap.sign == 0:
+        return f"{name} takes at most {EQUIVALENCE_MARGIN:g} loops more than {other} to reach {at} ({size})"
     if gap.sign == 0:
         return f"{question} than {other} is open ({size} at {at})"
     if gap.low > 0 or gap.high < 0:

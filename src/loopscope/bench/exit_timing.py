@@ -1,9 +1,10 @@
-"""How much of the saved loops becomes saved time? The engine under a policy against the engine at full depth.
+"""How much of the saved loops becomes saved time? Rows of a task, and questions of a benchmark, under a policy.
 
 The realised fraction is (time at full depth / adaptive time) / (T / average exit loop): 1 means that every saved loop
 was saved time. Full depth is the same engine with a fixed depth of T, at its own fastest batch size. Signals at every
 loop and the draining of the queue are included. Beside it stands the waiting batch, in which all rows run until the
-slowest of them exits.
+slowest of them exits. The questions of a benchmark have no batch size of their own: full depth is the first of their
+policies, with the same batches.
 """
 
 from collections import deque
@@ -15,23 +16,27 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
-from loopscope.analysis.schema import Machine, Spread
+from loopscope.analysis.schema import Machine, QuestionBench, QuestionTiming, Spread
 from loopscope.bench.measure import fastest, interleaved, spread
+from loopscope.engine.exit_decision import ExitDecision
 from loopscope.engine.requests import Request, task_requests
 from loopscope.engine.scheduler import Agreement, compare_with_replay, run
 from loopscope.errors import UserError
-from loopscope.exit_state import ExitState
 from loopscope.frontier import choose, curve
 from loopscope.models.checkpoint import load_model
+from loopscope.models.checkpoint_folder import find_checkpoint
 from loopscope.models.looped_model import LoopedModel
 from loopscope.models.packing import Layout
+from loopscope.models.tokenizer import load_tokenizer
 from loopscope.policy import ExitPolicy
-from loopscope.progress import ProgressCallback
+from loopscope.progress import ProgressCallback, silent
+from loopscope.questions import benchmark_named, encode_questions, load_questions
+from loopscope.recording.question_recording import BATCH_TOKENS, question_requests
 from loopscope.recording.recording_folder import Keep
 from loopscope.recording.task_recording import record_model
 from loopscope.recording_paths import ANALYSED, find_recordings
+from loopscope.scope import scope_of
 from loopscope.tasks import Examples
 from loopscope.threshold_grids import fine_grid
 from loopscope.training.run_folder import read_run_settings
@@ -43,6 +48,7 @@ PAPER_REALISED = 0.29
 """The paper's table 5.6 (b): top1 saves 6.0 / 1.26 of the loops and runs 1.36 times as fast."""
 _SIZES = (64, 256, 1024)
 """Of batches, of which the fastest is taken."""
+_QUESTION_ROUNDS = 3
 
 
 class ExitTiming(msgspec.Struct, frozen=True):
@@ -84,7 +90,6 @@ class BenchedModel:
     recorded: Trajectory
     policies: list[ExitPolicy]
     trained: bool
-    width: int
 
 
 def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequence[ExitPolicy] = ()) -> BenchedModel:
@@ -97,9 +102,7 @@ def trained_model(folder: Path, readouts: Sequence[str] | None, policies: Sequen
     names = ["gate"] if test.gate_logits is not None else ["top1", "margin", "kl", "hidden_change"]
     names = list(readouts or ([] if policies else names))
     chosen = [choose(name, validation) for name in dict.fromkeys(names)]
-    return BenchedModel(
-        folder.name, load_model(folder), examples, test, [*policies, *chosen], True, settings.model.width
-    )
+    return BenchedModel(folder.name, load_model(folder), examples, test, [*policies, *chosen], trained=True)
 
 
 def random_model(source: str, overrides: list[str], count: int, loops: float, readouts: Sequence[str]) -> BenchedModel:
@@ -113,7 +116,7 @@ def random_model(source: str, overrides: list[str], count: int, loops: float, re
         thresholds = fine_grid(readout, recorded)
         _, average = curve(readout, thresholds, recorded)
         policies.append(ExitPolicy(readout, float(thresholds[np.abs(average - loops).argmin()])))
-    return BenchedModel(f"{source}, random weights", model, examples, recorded, policies, False, settings.model.width)
+    return BenchedModel(f"{source}, random weights", model, examples, recorded, policies, trained=False)
 
 
 def bench_exits(
@@ -132,7 +135,7 @@ def bench_exits(
         ways[f"{place + 1}: {policy}"] = partial(drain, policy, size)
         if waiting:
             ways[f"{place + 1}: {policy}, waiting"] = partial(wait_for_slowest, model, policy, requests, size)
-    seconds, machine = interleaved(ways, rounds, benched.width, progress)
+    seconds, machine = interleaved(ways, rounds, next(model.parameters()).shape[-1], progress)
     full, count = seconds["full depth"], len(requests)
     timings = []
     for place, (policy, size) in enumerate(zip(benched.policies, sizes, strict=True)):
@@ -169,14 +172,6 @@ def bench_exits(
     )
 
 
-def _output(model: LoopedModel, source: str, pooled: Tensor) -> Tensor:
-    if source == "hidden":
-        return pooled
-    outputs = model.halt(pooled) if source == "gate_logits" else model.predict(pooled)
-    assert outputs is not None
-    return outputs.argmax(-1) if source == "predictions" else outputs
-
-
 @torch.inference_mode()
 def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[Request], batch_size: int) -> None:
     """The usual way: a batch runs until its last row exits, those that are done with it; then comes the next batch."""
@@ -184,12 +179,63 @@ def wait_for_slowest(model: LoopedModel, policy: ExitPolicy, requests: Sequence[
         rows = sorted((request.rows[0] for request in requests[start : start + batch_size]), key=len)
         lengths = torch.tensor([len(row) for row in rows])
         embedded = model.begin_packed(torch.from_numpy(np.concatenate(rows)), Layout(lengths.numpy()))
-        exit_state = ExitState(policy, model.num_loops)
-        exit_state.admit(len(rows))
+        decision = ExitDecision(model, policy, on_device=False)
+        decision.admit(np.arange(len(rows)))
         done = np.zeros(len(rows), dtype=bool)
         for state in model.unroll(embedded):
-            pooled = model.pooled(state, lengths - 1)
-            now = {source: _output(model, source, pooled).numpy() for source in exit_state.sources()}
-            done |= exit_state.stops(state.loop.numpy(), now)
+            pooled = partial(model.pooled, state, lengths - 1)
+            logits = model.predict(pooled()) if decision.reads_logits else None
+            done |= decision.exits(state.loop.numpy(), logits, pooled)
             if done.all():
                 break
+
+
+def time_benchmark(
+    checkpoint: str | Path,
+    benchmark: str,
+    policies: Sequence[ExitPolicy],
+    recorded: Trajectory,
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    questions: int = 100,
+    device: str | torch.device = "cpu",
+    dtype: str | None = None,
+) -> QuestionBench:
+    """Times these policies on `questions` of those in `recorded`, the recording of the test split (evenly spread)."""
+    which = benchmark_named(benchmark, recorded.provenance.get("shots"))
+    every = load_questions(which, "test", data, limit)
+    if [question.label for question in every] != recorded.required_labels.tolist():
+        raise UserError(f"The recording is not of the same questions of {which.title}; record them again.")
+    rows = np.unique(np.linspace(0, len(every) - 1, questions).round().astype(np.int64))
+    folder = find_checkpoint(checkpoint)
+    model = load_model(folder, device, dtype)
+    chosen = [every[row] for row in rows]
+    mean = scope_of(recorded).state == "mean_over_choices"
+    encoded = encode_questions(chosen, load_tokenizer(folder), model.block_size)
+    requests = question_requests(chosen, encoded, which.metric, mean)
+
+    def drain(policy: ExitPolicy) -> None:
+        deque(run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean), maxlen=0)
+
+    ways = {f"{number}: {policy}": partial(drain, policy) for number, policy in enumerate(policies)}
+    weights = next(model.parameters())
+    seconds, machine = interleaved(ways, _QUESTION_ROUNDS, weights.shape[-1], silent, weights)
+    full, some = next(iter(seconds.values())), recorded.take(rows)
+    timings = []
+    for policy, took in zip(policies, seconds.values(), strict=True):
+        answers = run(model, policy, requests, batch_tokens=BATCH_TOKENS, mean=mean)
+        agreement = compare_with_replay(answers, policy, some)
+        timings.append(
+            QuestionTiming(
+                readout=policy.readout,
+                threshold=policy.threshold,
+                accuracy=agreement.accuracy,
+                average_loops=agreement.average_loops,
+                milliseconds=spread(1000 * took / len(rows)),
+                speedup=spread(full / took),
+                differing=agreement.differing,
+            )
+        )
+    overhead = model.embed_cost + model.head_cost
+    return QuestionBench(folder.name, benchmark, len(rows), model.num_loops, machine, timings, overhead)

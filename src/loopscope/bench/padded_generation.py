@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,24 +30,18 @@ def plain_text(model: LoopedModel, prompts: Sequence[Prompt], new_tokens: int, b
         raise UserError(
             f"The plain way to write text knows Ouro and looped Llamas, not {type(model).__name__}; leave out --plain."
         )
+    device = model.lm_head.weight.device
     texts: list[list[int]] = []
-    for first in range(0, len(prompts), batch_size):
-        texts += _batch(model, prompts[first : first + batch_size], new_tokens)
+    for start in range(0, len(prompts), batch_size):
+        rows = [torch.from_numpy(prompt.tokens) for prompt in prompts[start : start + batch_size]]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left").to(device)
+        first = torch.tensor([tokens.shape[1] - len(row) for row in rows], device=device)
+        run, written = _Forward(model, first), []
+        for _ in range(new_tokens):
+            tokens = run(tokens).argmax(-1, keepdim=True)
+            written.append(tokens)
+        texts += torch.cat(written, 1).tolist()
     return texts
-
-
-def _batch(model: Ouro | LoopedLlama, prompts: Sequence[Prompt], new_tokens: int) -> list[list[int]]:
-    device = next(model.parameters()).device
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    padding = np.array([longest - len(prompt.tokens) for prompt in prompts])
-    padded = np.stack([np.pad(prompt.tokens, (longest - len(prompt.tokens), 0)) for prompt in prompts])
-    tokens, first = torch.from_numpy(padded).to(device), torch.from_numpy(padding).to(device)
-    run, written = _Forward(model, first), []
-    for _ in range(new_tokens):
-        tokens = run(tokens).argmax(-1, keepdim=True)
-        written.append(tokens)
-    text: list[list[int]] = torch.cat(written, 1).tolist()
-    return text
 
 
 class _Forward:
@@ -66,19 +59,15 @@ class _Forward:
         places = torch.arange(self.seen, self.seen + new, device=tokens.device)
         positions = (places - self.first[:, None]).clamp(min=0)
         self.angles = model.config.rotary.angles(positions, model.lm_head.weight.dtype, self.seen + new)
-        self.mask = self._mask(places)
+        self.mask = None  # [B, 1, M, N] what new tokens see; None: all before them
+        if self.padded:
+            every = torch.arange(self.seen + new, device=tokens.device)
+            inside = (every >= self.first[:, None, None]) | (every == places[:, None])  # padding sees itself: no NaN
+            self.mask = (inside & (every <= places[:, None]))[:, None]
         hidden = model.model.embed_tokens(tokens)
         hidden = self._ouro(hidden) if isinstance(model, Ouro) else self._looped_llama(model, hidden)
         self.seen += new
         return F.linear(hidden[:, -1], model.lm_head.weight)
-
-    def _mask(self, places: Tensor) -> Tensor | None:
-        """[B, 1, M, N] what new tokens see; None: all before them."""
-        if not self.padded:
-            return None
-        every = torch.arange(self.seen + len(places), device=places.device)
-        inside = (every >= self.first[:, None, None]) | (every == places[:, None])  # padding sees itself: no NaN
-        return (inside & (every <= places[:, None]))[:, None]
 
     def _ouro(self, hidden: Tensor) -> Tensor:
         for loop in range(1, self.model.num_loops + 1):
@@ -96,9 +85,7 @@ class _Forward:
             hidden = self._through(islice(layers, looping.prelude, inner), hidden, loop)
             if looping.damping != 1:
                 hidden = before + looping.damping * (hidden - before)
-        hidden = self._through(islice(layers, inner, None), hidden, 0)
-        normed: Tensor = model.model.norm(hidden)
-        return normed
+        return model.model.norm(self._through(islice(layers, inner, None), hidden, 0))
 
     def _through(self, layers: Iterable[Any], hidden: Tensor, loop: int) -> Tensor:
         for layer in layers:
@@ -126,5 +113,4 @@ class _Forward:
         attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=self.mask, is_causal=causal, enable_gqa=grouped
         )
-        out: Tensor = own.o_proj(attended.transpose(1, 2).reshape(rows, new, -1))
-        return out
+        return own.o_proj(attended.transpose(1, 2).reshape(rows, new, -1))

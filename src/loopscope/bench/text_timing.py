@@ -9,9 +9,10 @@ what the tokens after it take on top. Where a prompt goes through all loops what
 `propagate` and `latest`), its prompts are full depth's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from loopscope.bench.measure import Seconds, interleaved, spread
 from loopscope.bench.padded_generation import plain_text
 from loopscope.engine.decoder import CacheMode
 from loopscope.engine.exit_decision import kl_divergence
-from loopscope.engine.generation import GenerationStats, Prompt, generate, stream
+from loopscope.engine.generation import GenerationStats, Prompt, Token, stream
 from loopscope.models.looped_model import LoopedModel
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback
@@ -93,8 +94,7 @@ class Way:
     lossless: bool = False
 
     def __str__(self) -> str:
-        rule = "full depth" if self.policy is None else f"{self.policy.readout} at {self.policy.threshold:.4g}"
-        return f"{rule}, {'lossless' if self.lossless else f'cache {self.cache}'}"
+        return f"{self.policy or 'full depth'}, {'lossless' if self.lossless else f'cache {self.cache}'}"
 
 
 @dataclass(frozen=True)
@@ -112,28 +112,24 @@ class _Text:
         return replace(self, prompts=cut, new_tokens=1)
 
     def free(self) -> "_Text":
+        """The same with tokens that the model chooses."""
         return replace(self, prompts=[replace(prompt, forced=None) for prompt in self.prompts])
 
-    def run(self, way: Way) -> GenerationStats:
-        text, stats = self.free() if way.lossless else self, GenerationStats()
-        options = {"cache": way.cache, "lossless": way.lossless, "batch_size": self.batch_size}
-        for _ in stream(self.model, text.prompts, way.policy, max_new_tokens=self.new_tokens, stats=stats, **options):  # type: ignore[arg-type]
-            pass
-        return stats
-
-    def predictions(self, way: Way) -> Tensor:
-        """[tokens of all prompts in order, V]"""
-        found: dict[object, list[Tensor]] = {prompt.key: [] for prompt in self.prompts}
-        options = {"cache": way.cache, "batch_size": self.batch_size, "with_logits": True}
-        for token in stream(self.model, self.prompts, way.policy, **options):  # type: ignore[arg-type]
-            assert token.logits is not None
-            found[token.key].append(token.logits)
-        return torch.stack([logits for prompt in self.prompts for logits in found[prompt.key]])
-
-    def written(self, way: Way) -> list[list[int]]:
-        """The tokens that are written freely."""
-        options = {"lossless": way.lossless, "batch_size": self.batch_size, "max_new_tokens": self.new_tokens}
-        return [text.tokens for text in generate(self.model, self.free().prompts, way.policy, **options)]
+    def run(self, way: Way, with_logits: bool = False) -> tuple[list[Token], GenerationStats]:
+        """The tokens of all texts, one text after the other, and what they took."""
+        stats = GenerationStats()
+        tokens = stream(
+            self.model,
+            self.free().prompts if way.lossless else self.prompts,
+            way.policy,
+            max_new_tokens=self.new_tokens,
+            cache=way.cache,
+            lossless=way.lossless,
+            batch_size=self.batch_size,
+            with_logits=with_logits,
+            stats=stats,
+        )
+        return sorted(tokens, key=lambda token: token.key), stats
 
 
 def bench_generation(
@@ -152,19 +148,16 @@ def bench_generation(
     timed = {"full depth": full} | {f"{place}: {way}": way for place, way in enumerate(ways)}
     calls: dict[str, Callable[[], object]] = {}
     for title, way in timed.items():
-        calls[f"{title}, prompts"] = partial(text.first().run, _for_prompts(way))
+        through = way if way.cache == "full" else full  # the other caches take prompts through all loops
+        calls[f"{title}, prompts"] = partial(text.first().run, through)
         calls[title] = partial(text.run, way)
     if plain:
         for title, count in (("plain, prompts", 1), ("plain", text.new_tokens)):
             calls[title] = partial(plain_text, model, prompts, count, batch_size)
     seconds, machine = interleaved(calls, rounds, _WIDTH, progress, next(model.parameters()))
-    reference = text.predictions(full)
-    freely = text.written(full) if plain or any(way.lossless for way in ways) else []
+    freely = text.free().run(full)[0] if plain or any(way.lossless for way in ways) else []
     base = _Measured(seconds, "full depth", text, full)
-    timings = []
-    for place, way in enumerate(ways):
-        measured = _Measured(seconds, f"{place}: {way}", text, way)
-        timings.append(measured.timing(base, reference, freely))
+    timings = [_Measured(seconds, f"{place}: {way}", text, way).timing(base, freely) for place, way in enumerate(ways)]
     beside = None
     if plain:
         whole, first = seconds["plain"], seconds["plain, prompts"]
@@ -172,7 +165,7 @@ def bench_generation(
             speedup=spread(whole / base.seconds),
             prompt_speedup=spread(first / base.prompt_seconds),
             writing_speedup=spread((whole - first) / base.writing_seconds),
-            differing=_differing(plain_text(model, prompts, text.new_tokens, batch_size), freely),
+            differing=_differing(chain(*plain_text(model, prompts, text.new_tokens, batch_size)), freely),
         )
     return GenerationBench(
         model=name,
@@ -194,7 +187,12 @@ class _Measured:
     def __init__(self, seconds: dict[str, Seconds], title: str, text: _Text, way: Way) -> None:
         self.text, self.way = text, way
         self.seconds, self.prompt_seconds = seconds[title], seconds[f"{title}, prompts"]
-        self.stats = text.run(way)
+        self.tokens, self.stats = text.run(way, with_logits=not way.lossless)
+
+    @property
+    def logits(self) -> Tensor:
+        """[tokens, V]"""
+        return torch.stack([token.logits for token in self.tokens if token.logits is not None])
 
     @property
     def writing_seconds(self) -> Seconds:
@@ -207,17 +205,18 @@ class _Measured:
         written = self.stats.tokens - len(self.text.prompts)  # the last one of a text goes through none
         return (self.stats.token_loops - self.stats.prompt_loops) / max(1, written)
 
-    def timing(self, full: "_Measured", reference: Tensor, freely: list[list[int]]) -> GenerationTiming:
+    def timing(self, full: "_Measured", freely: Sequence[Token]) -> GenerationTiming:
+        """Against `full` depth; `freely` are the tokens that full depth writes, which lossless text should write."""
         model, policy = self.text.model, self.way.policy or ExitPolicy("fixed", self.text.model.num_loops)
         tokens = self.stats.tokens
         average = None if self.way.lossless else self.stats.loops / tokens
         agreement, kl, drafts = 1.0, 0.0, None
         if self.way.lossless:
-            differing = _differing(self.text.written(self.way), freely)
+            differing = _differing((token.token for token in self.tokens), freely)
             drafts = Drafts(self.stats.drafted, self.stats.accepted, differing)
             agreement = 1 - differing / tokens
         else:
-            logits = self.text.predictions(self.way)
+            logits, reference = self.logits, full.logits
             agreement = float((logits.argmax(-1) == reference.argmax(-1)).double().mean())
             kl = float(kl_divergence(reference, logits).mean())
         speedup, writing = full.seconds / self.seconds, full.writing_seconds / self.writing_seconds
@@ -244,14 +243,9 @@ class _Measured:
         )
 
 
-def _for_prompts(way: Way) -> Way:
-    """What its prompts run through."""
-    return way if way.cache == "full" else Way(None)
-
-
-def _differing(ours: list[list[int]], theirs: list[list[int]]) -> int:
-    """Tokens that differ, of texts of one length."""
-    return int(sum((np.array(one) != np.array(other)).sum() for one, other in zip(ours, theirs, strict=True)))
+def _differing(ours: Iterable[int], theirs: Sequence[Token]) -> int:
+    """Tokens that differ, of the same texts one after the other."""
+    return sum(mine != token.token for mine, token in zip(ours, theirs, strict=True))
 
 
 def ways_of(policies: Sequence[ExitPolicy], caches: Sequence[CacheMode], lossless: bool) -> list[Way]:

@@ -190,9 +190,7 @@ def selfcheck(
             progress(precisions.index(precision) + 1, stages, precision)
         if precision == dtype:
             for kind in others:
-                if kind == "contract":
-                    checks += _contract(model)
-                elif model.causal or kind == "batch":
+                if model.causal or kind in ("contract", "batch"):
                     checks += MACHINE_CHECKS[kind](model, sample, dtype, rounds)
                 else:
                     checks.append(Check(kind, "not checked", None, "", None, None, "the model looks ahead"))
@@ -202,14 +200,17 @@ def selfcheck(
     return SelfCheck(name, dtype, device, depth, "random tokens" if text is None else source, checks)
 
 
-def _contract(model: LoopedModel) -> list[Check]:
+def _contract(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> Iterator[Check]:
     """What holds, up to the first that does not."""
-    checks: list[Check] = []
     try:
-        checks.extend(contract_checks(model))
+        yield from contract_checks(model)
     except UserError as error:
-        checks.append(Check("contract", "the model contract", None, "", None, False, str(error)))
-    return checks
+        yield Check("contract", "the model contract", None, "", None, False, str(error))
+
+
+def _same_token(logits: Array, other: Array) -> str:
+    """How often both say the same, as a note."""
+    return f"same token: {100 * float((logits.argmax(-1) == other.argmax(-1)).mean()):.1f} %"
 
 
 def _judged(kind: CheckKind, what: str, measured: float, unit: str, limit: float | None, note: str = "") -> Check:
@@ -221,8 +222,7 @@ def precision_checks(precision: str, reference: Outputs, outputs: Outputs, judge
     """What nobody asked for is told, not judged."""
     limits = (DIVERGENCE[precision], HALTING[precision]) if judged else (None, None)
     for loop, (right, low) in enumerate(zip(reference["logits"], outputs["logits"], strict=True), start=1):
-        same = float((right.argmax(-1) == low.argmax(-1)).mean())
-        note = f"same token: {100 * same:.1f} %"
+        note = _same_token(right, low)
         mean = float(divergence(right, low).mean())
         yield _judged("precision", f"{precision}, loop {loop}", mean, "nats (mean)", limits[0], note)
     if "gate_logits" in reference:
@@ -250,9 +250,8 @@ def _cache(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
         logits = np.stack([token.logits.cpu().numpy() for token in tokens if token.logits is not None])
         plain = _continued(model, sample, texts)["logits"][-1]
         values = divergence(plain, logits)
-        same = float((plain.argmax(-1) == logits.argmax(-1)).mean())
         limit = None if cache == "latest" else DIVERGENCE[dtype]
-        note = f"same token: {100 * same:.1f} % of {len(logits)}"
+        note = f"{_same_token(plain, logits)} of {len(logits)}"
         note += "; promises no equality" if limit is None else ""
         yield _judged("cache", f"cache '{cache}'", float(values.max()), "nats (max)", limit, note)
 
@@ -339,6 +338,7 @@ def _speed(model: LoopedModel, sample: TokenSample, dtype: str, rounds: int) -> 
 
 
 MACHINE_CHECKS: dict[CheckKind, Callable[[LoopedModel, TokenSample, str, int], Iterator[Check]]] = {
+    "contract": _contract,
     "batch": _batch,
     "cache": _cache,
     "replay": _replay,

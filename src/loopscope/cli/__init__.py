@@ -31,8 +31,7 @@ from importlib import import_module
 from typing import Any
 
 from loopscope.cli.parser import Parser, VersionAction, add_verbs
-from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, visible
-from loopscope.machine import out_of_memory
+from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, out_of_memory, visible
 
 VERBS = {
     "train": "Train a looped Transformer",

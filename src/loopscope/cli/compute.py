@@ -8,7 +8,6 @@ from contextlib import contextmanager, redirect_stderr
 from typing import TYPE_CHECKING
 
 from loopscope.cli.output import print_note
-from loopscope.machine import keep_memory
 from loopscope.progress import ProgressCallback, track
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ def device_of(options: argparse.Namespace) -> "torch.device":
     """The device, which is there, with the threads that are asked for."""
     import torch
 
-    from loopscope.models.device import check_device
+    from loopscope.models.device import check_device, keep_memory
 
     keep_memory()
     if options.threads:

@@ -122,7 +122,7 @@ def _train_with_workers(
 
 def _task_training(options: argparse.Namespace, device: "torch.device", workers: "Workers") -> _Training:
     from loopscope.training.estimate import check_memory, estimate_time
-    from loopscope.training.run_state import steps_done
+    from loopscope.training.training_loop import steps_done
 
     settings = read_settings(options.settings, options.set)
     start, steps = steps_done(options.out), settings.training.steps
@@ -146,8 +146,7 @@ def _task_training(options: argparse.Namespace, device: "torch.device", workers:
 def _text_training(options: argparse.Namespace, device: "torch.device", workers: "Workers") -> _Training:
     from loopscope.training.estimate import time_for
     from loopscope.training.language_run import ContinuedRun, LanguageRun, TextRun
-    from loopscope.training.run_state import steps_done
-    from loopscope.training.training_loop import train_run
+    from loopscope.training.training_loop import steps_done, train_run
 
     run: TextRun
     settings, texts = _text_settings(options), (tuple(options.text), tuple(options.validation))

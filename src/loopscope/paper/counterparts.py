@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 
+import msgspec
+
+from loopscope.analysis.results import group_models
 from loopscope.analysis.schema import Results
 from loopscope.paper import ouro_tables, paper_figures as figures, trained_tables as tables
 from loopscope.paper.published import published
-from loopscope.paper.variants import GEOMETRIC, UNIFORM, TaskVariants, VariantPrior, on_paper_grid
-from loopscope.report.charts import Drawing
+from loopscope.paper.trained_tables import GEOMETRIC, UNIFORM, TaskVariants, VariantPrior
+from loopscope.report.charts import Drawing, exit_distributions, forced_exits
 from loopscope.report.page import Marker
 from loopscope.report.products import CURVES, OVERVIEW, SIGNALS, Catalogue, Figure, Recipe
 from loopscope.report.tables import Table
@@ -24,7 +27,17 @@ _GATES = CURVES + " Readouts without a gate run on the fixed-prior trajectory, g
 _FORCED = "Accuracy of every loop, without any exit rule."
 _EXITS = "How the gates spread their exits over the loops."
 _BEYOND = SIGNALS + " Difficulties beyond those of training are included."
+_THREE_SIGNALS = ("entropy", "margin", "hidden_change")
 _READOUTS = "Test accuracy against average loops on a benchmark; every panel has its own scale."
+
+
+def on_paper_grid(results: Results) -> Results:
+    """The same results on the paper's grid of thresholds, for what stands beside its numbers."""
+    models = [
+        msgspec.structs.replace(model, frontiers=model.paper_grid.frontiers, paired=model.paper_grid.paired)
+        for model in results.models
+    ]
+    return msgspec.structs.replace(results, models=models, groups=group_models(models, results.targets))
 
 
 def _swept(title: str, make: Callable[..., Drawing | None], note: str = CURVES, **options: object) -> Figure:
@@ -36,8 +49,17 @@ def _figure(title: str, make: Callable[..., Drawing | None], note: str, **option
     return Figure(partial(make, **options), title, note)
 
 
-def _signals(title: str, prior: VariantPrior, **options: object) -> Figure:
-    return _figure(title, figures.fixed_prior_signals, SIGNALS, prior=prior, **options)
+def _signals(title: str, prior: VariantPrior, note: str = SIGNALS, **options: object) -> Figure:
+    return _figure(title, figures.fixed_prior_signals, note, prior=prior, **options)
+
+
+def _families(title: str, draw: Callable[..., Drawing | None], note: str, **options: object) -> Figure:
+    return _figure(title, figures.by_family, note, draw=draw, **options)
+
+
+def _every_benchmark(model: str) -> Figure:
+    title, make = f"{model} on every benchmark", figures.benchmark_frontiers
+    return _swept(title, make, _READOUTS, shown=lambda each: each.benchmark.model == model, named=False)
 
 
 def _swept_table(make: Callable[[Results], Table]) -> Callable[[Results], Table]:
@@ -59,13 +81,13 @@ PAPER: dict[str, Recipe] = {
     "main_signals": _signals("Signals by difficulty, geometric prior", GEOMETRIC, names=("entropy", "hidden_change")),
     "gate_comparison": _swept("Fixed priors and learned gates", figures.gate_comparison, _GATES),
     "gate_summary": _swept_table(tables.gate_summary),
-    "main_forced_exits": _figure(
-        "Forced exits, geometric prior", figures.forced_exits_by_family, _FORCED, priors=(GEOMETRIC,)
+    "main_forced_exits": _families("Forced exits, geometric prior", forced_exits, _FORCED, priors=[GEOMETRIC]),
+    "main_exit_distributions": _families(
+        "Learned exit distributions, geometric prior", exit_distributions, _EXITS, priors=[GEOMETRIC]
     ),
-    "main_exit_distributions": _figure(
-        "Learned exit distributions, geometric prior", figures.exit_distributions_by_family, _EXITS, priors=(GEOMETRIC,)
+    "posthoc_main": _swept(
+        "Gates fitted to frozen trajectories", figures.posthoc, gates=["none", "linear"], priors=[GEOMETRIC]
     ),
-    "posthoc_main": _swept("Gates fitted to frozen trajectories", figures.posthoc_main),
     "posthoc_summary": tables.posthoc_summary,
     "posthoc_gaps": tables.posthoc_gaps,
     "decoupled_gate": tables.decoupled_gate,
@@ -74,48 +96,54 @@ PAPER: dict[str, Recipe] = {
     "uniform_ordering": partial(tables.ordering_of_fixed_prior, prior=UNIFORM),
     "geometric_signals": _signals("Signals, geometric prior", GEOMETRIC),
     "geometric_ordering": partial(tables.ordering_of_fixed_prior, prior=GEOMETRIC),
-    "geometric_extrapolation": _figure(
-        "Extrapolation, geometric prior", figures.extrapolation, _BEYOND, prior=GEOMETRIC
+    "geometric_extrapolation": _signals(
+        "Extrapolation, geometric prior", GEOMETRIC, _BEYOND, names=_THREE_SIGNALS, beyond=True
     ),
-    "uniform_extrapolation": _figure("Extrapolation, uniform prior", figures.extrapolation, _BEYOND, prior=UNIFORM),
+    "uniform_extrapolation": _signals(
+        "Extrapolation, uniform prior", UNIFORM, _BEYOND, names=_THREE_SIGNALS, beyond=True
+    ),
     "extrapolation_summary": tables.extrapolation_summary,
     "linear_gate_comparison": _swept(
-        "Linear gates under every prior", figures.gate_comparison, _GATES, gates=("linear",), priors=None
+        "Linear gates under every prior", figures.gate_comparison, _GATES, gates=["linear"], priors=[]
     ),
     "mlp_gate_comparison": _swept(
-        "MLP gates under every prior", figures.gate_comparison, _GATES, gates=("mlp",), priors=None
+        "MLP gates under every prior", figures.gate_comparison, _GATES, gates=["mlp"], priors=[]
     ),
-    "all_forced_exits": _figure("Forced exits under every prior", figures.forced_exits_by_family, _FORCED),
-    "all_exit_distributions": _figure(
-        "Learned exit distributions under every prior", figures.exit_distributions_by_family, _EXITS
-    ),
+    "all_forced_exits": _families("Forced exits under every prior", forced_exits, _FORCED),
+    "all_exit_distributions": _families("Learned exit distributions under every prior", exit_distributions, _EXITS),
     "parity_frontiers": _swept("Parity: fixed priors and gates", figures.gate_comparison, _GATES, task="parity"),
     "parity_summary": _swept_table(tables.parity_summary),
-    "parity_signals": _signals(
-        "Parity: signals by length", GEOMETRIC, names=("entropy", "margin", "hidden_change"), task="parity"
-    ),
-    "posthoc_fixed": _swept("Gates fitted to fixed-prior trajectories", figures.posthoc_by_prior, gate="none"),
-    "posthoc_linear": _swept("Gates fitted to linear-gate trajectories", figures.posthoc_by_prior, gate="linear"),
-    "posthoc_mlp": _swept("Gates fitted to MLP-gate trajectories", figures.posthoc_by_prior, gate="mlp"),
+    "parity_signals": _signals("Parity: signals by length", GEOMETRIC, names=_THREE_SIGNALS, task="parity"),
+    "posthoc_fixed": _swept("Gates fitted to fixed-prior trajectories", figures.posthoc, gates=["none"]),
+    "posthoc_linear": _swept("Gates fitted to linear-gate trajectories", figures.posthoc, gates=["linear"]),
+    "posthoc_mlp": _swept("Gates fitted to MLP-gate trajectories", figures.posthoc, gates=["mlp"]),
 }
 OURO: dict[str, Recipe] = {
     "ouro_summary": _swept_table(ouro_tables.ouro_summary),
     "ouro_claims": _swept_table(ouro_tables.ouro_claims),
     "ouro_frontiers": _swept(
-        "Ouro frontiers", figures.ouro_frontiers, _READOUTS + " The oracle exits at the first correct loop."
+        "Ouro frontiers",
+        figures.benchmark_frontiers,
+        _READOUTS + " The oracle exits at the first correct loop.",
+        shown=lambda each: each.names in (("Ouro-1.4B", "HellaSwag"), ("Ouro-2.6B", "MMLU")),
     ),
     "ouro_latency": ouro_tables.ouro_latency,
-    "ouro_14b_frontiers": _swept(
-        "Ouro-1.4B on every benchmark", figures.frontiers_of_model, _READOUTS, model="Ouro-1.4B"
-    ),
-    "ouro_26b_frontiers": _swept(
-        "Ouro-2.6B on every benchmark", figures.frontiers_of_model, _READOUTS, model="Ouro-2.6B"
-    ),
+    "ouro_14b_frontiers": _every_benchmark("Ouro-1.4B"),
+    "ouro_26b_frontiers": _every_benchmark("Ouro-2.6B"),
     "ouro_thinking": _swept_table(ouro_tables.ouro_thinking),
-    "benchmark_frontiers": _figure("Every other model on every benchmark", figures.benchmark_frontiers, _READOUTS),
+    "benchmark_frontiers": _figure(
+        "Every other model on every benchmark",
+        figures.benchmark_frontiers,
+        _READOUTS,
+        shown=lambda each: each.benchmark.model not in ("Ouro-1.4B", "Ouro-2.6B"),
+    ),
     "ouro_refitted": ouro_tables.ouro_refitted,
     "refitted_frontiers": _figure(
-        "The released gate and gates fitted to the same trajectory", figures.refitted_frontiers, _READOUTS
+        "The released gate and gates fitted to the same trajectory",
+        figures.benchmark_frontiers,
+        _READOUTS,
+        shown=lambda each: figures.fitted_legend(each.result),
+        fitted=True,
     ),
     "ouro_readouts": ouro_tables.ouro_readouts,
     "ouro_metrics": ouro_tables.ouro_metrics,

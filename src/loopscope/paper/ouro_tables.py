@@ -3,18 +3,12 @@
 Operating points are chosen on validation data (the most accurate threshold, ties to fewer loops), as table 7's are.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from loopscope.analysis.bootstrap import Interval
-from loopscope.analysis.schema import (
-    BenchmarkResult,
-    FrontierResult,
-    ModelResult,
-    QuestionBench,
-    QuestionTiming,
-    Results,
-)
+from loopscope.analysis.schema import BenchmarkResult, FrontierResult, ModelResult, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
 from loopscope.paper.published import PublishedPoint, published
@@ -52,10 +46,6 @@ class BenchmarkModel(NamedTuple):
     def post_hoc(self) -> FrontierResult | None:
         """The readout without a gate that validation prefers."""
         return self.result.best(POST_HOC)
-
-    @property
-    def fitted(self) -> list[FrontierResult]:
-        return [frontier for frontier in self.result.frontiers if frontier.readout.startswith(FITTED_GATE)]
 
     @property
     def reasons(self) -> bool:
@@ -98,28 +88,25 @@ def ouro_thinking(results: Results) -> Table:
 
 def ouro_claims(results: Results) -> Table:
     """What the paper counts in its tables, counted in ours."""
-    base = [each for each in benchmark_models(results) if not each.reasons and each.gate and each.post_hoc]
-    pairs = [(each.gate.selected, each.post_hoc.selected) for each in base if each.gate and each.post_hoc]
-    accurate = [other.accuracy > gate.accuracy for gate, other in pairs]
-    fewer = [other.average_loops < gate.average_loops for gate, other in pairs]
-    paired = [pair for each in base for pair in each.result.paired[:1]]  # gate minus post-hoc
-    surely = [pair.accuracy.high < 0 for pair in paired], [pair.loops.low > 0 for pair in paired]
-    best = [each.result.best(("gate", *POST_HOC)) for each in benchmark_models(results) if each.reasons]
-    both = [[a and b for a, b in zip(*pair, strict=True)] for pair in ((accurate, fewer), surely)]
-    not_gates = [each is not None and each.readout != "gate" for each in best]
-    counted = {
-        "ouro_more_accurate": (accurate, surely[0]),
-        "ouro_fewer_loops": (fewer, surely[1]),
-        "ouro_both": both,
-        "thinking_not_the_gate": (not_gates, None),
-    }
+    counted: dict[str, list[tuple[bool, bool]]] = defaultdict(list)  # whether it holds, and beyond chance
+    for each in benchmark_models(results):
+        if each.reasons:
+            best = each.result.best(("gate", *POST_HOC))
+            counted["thinking_not_the_gate"].append((best is not None and best.readout != "gate", False))
+        elif each.gate and each.post_hoc:
+            gate, other, pair = each.gate.selected, each.post_hoc.selected, each.result.paired[0]  # gate minus post-hoc
+            accurate = other.accuracy > gate.accuracy, pair.accuracy.high < 0
+            fewer = other.average_loops < gate.average_loops, pair.loops.low > 0
+            counted["ouro_more_accurate"].append(accurate)
+            counted["ouro_fewer_loops"].append(fewer)
+            counted["ouro_both"].append((accurate[0] and fewer[0], accurate[1] and fewer[1]))
     timed = [bench for bench in results.latency if bench.model == _TIMED]
     speedups = [way.speedup.median for bench in timed for way in bench.policies if way.readout == "gate"]
     rows = []
     for claim in published().claims:
-        ours, sure = counted.get(claim.key, ([], None))
-        if ours:
-            beyond = "" if sure is None else str(sum(sure))
+        if claim.key in counted:
+            ours, sure = zip(*counted[claim.key], strict=True)
+            beyond = "" if claim.key == "thinking_not_the_gate" else str(sum(sure))
             paper = f"{claim.low:g} of {claim.of}" + ("" if claim.borne_out else " (its own table has another number)")
             rows.append([claim.about, f"{sum(ours)} of {len(ours)}", beyond, paper])
         elif claim.key == "ouro_gate_speedup" and speedups:
@@ -196,6 +183,7 @@ def mmlu_subjects(results: Results) -> Table:
 
 def ouro_latency(results: Results) -> Table:
     """Time a question: the final loop, the gate and the best other readout, live."""
+    printed = {(row.benchmark, _role(row.readout)): row for row in published().ouro_latency}
     rows = []
     for bench in results.latency:
         title = BENCHMARKS[bench.benchmark].title if bench.benchmark in BENCHMARKS else bench.benchmark
@@ -203,7 +191,8 @@ def ouro_latency(results: Results) -> Table:
             ideal = (bench.num_loops + bench.overhead) / (timing.average_loops + bench.overhead)
             point = [rounded_percent(timing.accuracy), f"{timing.average_loops:.2f}"]
             times = [str(timing.milliseconds), str(timing.speedup), f"{100 * timing.speedup.median / ideal:.0f} %"]
-            paper = _paper_latency(bench, title, timing)
+            row = printed.get((title, _role(timing.readout))) if bench.model == _TIMED else None
+            paper = "" if row is None else f"{row.readout} {_point(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
             rows.append([bench.model, title, timing.readout, *point, *times, paper])
     note = (
         "Questions run live, one way after the other within a round; median and quartiles over rounds. Accuracy and "
@@ -237,16 +226,8 @@ def _bounds(interval: Interval | None, scale: float, digits: int) -> str:
     return "" if interval is None else f" [{scale * interval.low:.{digits}f}, {scale * interval.high:.{digits}f}]"
 
 
-def _paper_latency(bench: QuestionBench, title: str, timing: QuestionTiming) -> str:
-    """The paper timed one model; of its rows the one of the same kind: final loop, gate, or its best other readout."""
-    if bench.model != _TIMED:
-        return ""
-    sought = (title, _role(timing.readout))
-    row = next((row for row in published().ouro_latency if (row.benchmark, _role(row.readout)) == sought), None)
-    return "" if row is None else f"{row.readout} {_point(row)}, {row.milliseconds:g} ms, {row.speedup:.2f}"
-
-
 def _role(readout: str) -> str:
+    """Of the rows of a benchmark's times: final loop, gate, or the best other readout."""
     return readout if readout in ("fixed", "gate") else "other"
 
 

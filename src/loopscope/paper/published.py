@@ -13,23 +13,12 @@ import msgspec
 
 from loopscope.config import Settings, build, read_toml
 
-PaperReadout = Literal[
-    "fixed", "gate", "entropy", "top1", "margin", "kl", "logit_change", "hidden_change", "hidden_cosine"
-]
-BenchmarkTitle = Literal["MMLU", "ARC-Easy", "ARC-Challenge", "OpenBookQA", "HellaSwag", "CommonsenseQA"]
-
 
 class PublishedValue(Settings, frozen=True, kw_only=True):
     """Over seeds."""
 
     mean: float
     deviation: float
-
-
-class Citation(Settings, frozen=True, kw_only=True):
-    title: str
-    authors: tuple[str, ...]
-    year: int | None = None
 
 
 class TrainedWith(Settings, frozen=True, kw_only=True):
@@ -41,13 +30,13 @@ class TrainedWith(Settings, frozen=True, kw_only=True):
 
 class PublishedFrontier(Settings, frozen=True, kw_only=True):
     training: TrainedWith
-    readout: PaperReadout
+    readout: str
     depth_at: dict[str, PublishedValue]  # the paper's D@X for X of 0.95, 0.98, 0.99; what it marks N/A is not there
 
 
 class OverSeedsPoint(Settings, frozen=True, kw_only=True):
     training: TrainedWith
-    readout: PaperReadout
+    readout: str
     accuracy: PublishedValue
     loops: PublishedValue
 
@@ -59,22 +48,22 @@ class PublishedPoint(Settings, frozen=True, kw_only=True):
 
 class OuroPair(Settings, frozen=True, kw_only=True):
     model: str
-    benchmark: BenchmarkTitle
+    benchmark: str
     gate: PublishedPoint
-    readout: PaperReadout  # the post-hoc one
+    readout: str  # the post-hoc one
     post_hoc: PublishedPoint
 
 
 class OuroBest(PublishedPoint, frozen=True, kw_only=True):
     model: str
-    benchmark: BenchmarkTitle
-    readout: PaperReadout
+    benchmark: str
+    readout: str
 
 
 class PublishedLatency(PublishedPoint, frozen=True, kw_only=True):
-    benchmark: BenchmarkTitle | None = None  # Ouro's
+    benchmark: str | None = None  # Ouro's
     training: TrainedWith | None = None  # MANO's
-    readout: PaperReadout
+    readout: str
     milliseconds: float  # an example
     speedup: float
 
@@ -110,7 +99,6 @@ class Inconsistency(Settings, frozen=True, kw_only=True):
 
 
 class Paper(Settings, frozen=True, kw_only=True):
-    citation: Citation
     fixed_prior: tuple[PublishedFrontier, ...]
     fixed_vs_gate: tuple[PublishedFrontier, ...]
     ouro: tuple[OuroPair, ...]

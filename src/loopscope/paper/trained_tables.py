@@ -1,31 +1,134 @@
-"""The counterparts of the paper's tables on models that LoopScope trained: our numbers, and the paper's beside them."""
+"""The counterparts of the paper's tables on models that LoopScope trained: our numbers, and the paper's beside them.
+
+A table finds its models by what they were trained with: `TaskVariants`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
+from typing import Literal
 
 from loopscope.analysis.bootstrap import ENOUGH, Interval
-from loopscope.analysis.results import over_seeds
-from loopscope.analysis.schema import FrontierResult, ModelResult, OverSeeds, Results
+from loopscope.analysis.results import model_label, over_seeds, recorded_run
+from loopscope.analysis.schema import FrontierResult, GroupResult, ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import percent_text
 from loopscope.analysis.verdict_text import rounded_percent, with_bounds
-from loopscope.paper.published import PublishedValue, published
-from loopscope.paper.variants import (
-    DECOUPLED,
-    GEOMETRIC,
-    UNIFORM,
-    TaskVariants,
-    TrainedVariant,
-    VariantPrior,
-    prior_words,
-    trained_variants,
-)
+from loopscope.paper.published import PublishedValue, TrainedWith, published
 from loopscope.readouts.signals import FITTED, FITTED_GATE
 from loopscope.report.curves import continued
 from loopscope.report.tables import Table, share_text
 
+VariantPrior = Literal["uniform"] | float
+UNIFORM: VariantPrior = "uniform"
+GEOMETRIC: VariantPrior = 0.3
+"""The geometric prior of the paper's main text."""
 _OURS = (
     "Mean ± sample standard deviation over the seeds that reach it (how many of how many); then the first seed's own "
     "value with its 95 % bootstrap interval over test examples (or the share of resamples that reach it, if they are "
     "fewer than 95 %). N/A: no seed reaches it."
 )
 _THEIRS = " Paper: as it printed them, on its own, larger scale: compare orderings, not values."
+
+
+@dataclass(frozen=True)
+class TrainedVariant:
+    """Runs that differ in their seed only, and what they were trained with."""
+
+    task: str
+    gate: str
+    prior: VariantPrior
+    beta: float | None
+    group: GroupResult
+    models: list[ModelResult]
+
+    @property
+    def first(self) -> ModelResult:
+        """The run that figures show."""
+        return self.models[0]
+
+    @property
+    def words(self) -> str:
+        """What it was trained with; the task goes without saying."""
+        return model_label(self.first.provenance, self.first.name)
+
+    @property
+    def counted(self) -> str:
+        """The same with the number of its runs."""
+        return f"{self.words} ({len(self.models)} {'seed' if len(self.models) == 1 else 'seeds'})"
+
+    @property
+    def seeded(self) -> list[tuple[int, ModelResult]]:
+        """Every run with its seed."""
+        return [(model.provenance["run"]["training"]["seed"], model) for model in self.models]
+
+    def matches(self, training: TrainedWith) -> bool:
+        """Whether the paper trained a model like this one; it does not always say beta."""
+        prior = training.prior if training.prior == "uniform" else training.geometric_lambda
+        return (training.gate, prior) == (self.gate, self.prior)
+
+
+def trained_variants(
+    results: Results, objectives: Sequence[str] = ("fixed_prior", "learned_gate")
+) -> list[TrainedVariant]:
+    """All groups of runs that LoopScope trained with one of these objectives; without any, the paper's."""
+    variants = []
+    for group, models in results.grouped:
+        run = recorded_run(models[0].provenance)
+        if run is None or run["objective"]["name"] not in objectives:
+            continue
+        objective, gate = run["objective"], run["model"]["gate"]
+        prior: VariantPrior = "uniform" if objective["prior"] == "uniform" else float(objective["geometric_lambda"])
+        beta = None if gate == "none" else float(objective["beta"])
+        variants.append(TrainedVariant(run["task"]["name"], gate, prior, beta, group, models))
+    return variants
+
+
+class TaskVariants:
+    """The models of one task that were trained with one of the paper's objectives."""
+
+    def __init__(self, results: Results, task: str) -> None:
+        self.first_target = results.targets[0].key
+        self.groups = [group for group in trained_variants(results) if group.task == task]
+
+    @property
+    def priors(self) -> list[VariantPrior]:
+        """Uniform first, then by lambda."""
+        return sorted({group.prior for group in self.groups}, key=lambda prior: 0.0 if prior == "uniform" else prior)
+
+    def fixed(self, prior: VariantPrior) -> TrainedVariant | None:
+        return self.at("none", prior)
+
+    def gated(self, gate: str, prior: VariantPrior) -> list[TrainedVariant]:
+        """By beta."""
+        found = [group for group in self.groups if (group.gate, group.prior) == (gate, prior)]
+        return sorted(found, key=lambda group: group.beta or 0.0)
+
+    def at(self, gate: str, prior: VariantPrior, beta: float | None = 0.1) -> TrainedVariant | None:
+        """With this beta, which fixed priors do not have."""
+        return next((group for group in self.gated(gate, prior) if group.beta in (None, beta)), None)
+
+    def best(self, gate: str, prior: VariantPrior) -> TrainedVariant | None:
+        """The beta that validation data choose: the least D@X of the gate at the first target, then the most accurate.
+
+        Betas are compared on the seeds that all of them have. One that misses the target counts as infinitely deep.
+        """
+        groups = self.gated(gate, prior)
+        seeds = [{seed for seed, _ in group.seeded} for group in groups]
+
+        def score(group: TrainedVariant) -> tuple[float, float]:
+            """Smaller is better; without seeds that all have, over the group's own."""
+            models = [model for seed, model in group.seeded if all(seed in each for each in seeds)]
+            gates = [gate for model in models or group.models if (gate := model.frontier("gate"))]
+            depths = [gate.calibration_depth_at[self.first_target] for gate in gates]
+            accuracies = [gate.selected.calibration_accuracy for gate in gates]
+            return fmean([inf if depth is None else depth for depth in depths] or [inf]), -fmean(accuracies or [inf])
+
+        return min(groups, key=score, default=None)
+
+
+def prior_words(prior: VariantPrior) -> str:
+    return "uniform" if prior == "uniform" else f"geometric {prior:g}"
 
 
 def fixed_prior_summary(results: Results) -> Table:
@@ -59,7 +162,10 @@ def parity_summary(results: Results) -> Table:
         if group is not None:
             readout = "gate" if group.gate != "none" else _best_confidence(group)
             row = next((row for row in published().parity if group.matches(row.training)), None)
-            paper = ["", "", ""] if row is None else [row.readout, _paper_share(row.accuracy), _paper(row.loops)]
+            paper = ["", "", ""]
+            if row is not None:
+                accuracy = share_text(OverSeeds(row.accuracy.mean, row.accuracy.deviation, 3, 3))
+                paper = [row.readout, accuracy, _paper(row.loops)]
             rows.append([group.counted, readout, *_selected(group, readout), *paper])
     columns = ["training", "readout", "accuracy", "loops", "paper: readout", "paper: accuracy", "paper: loops"]
     note = (
@@ -106,12 +212,12 @@ def posthoc_gaps(results: Results) -> Table:
 def decoupled_gate(results: Results) -> Table:
     """What one stop-gradient changes: the decoupled gate beside the joint one, the fitted one and the fixed prior."""
     rows = []
-    for decoupled in trained_variants(results, DECOUPLED):
+    for decoupled in trained_variants(results, ["decoupled_gate"]):
         task = TaskVariants(results, decoupled.task)
         joint = task.best(decoupled.gate, decoupled.prior)
         if joint is None:
             continue
-        same = task.at(decoupled.gate, decoupled.prior, decoupled.beta or 0.0)
+        same = task.at(decoupled.gate, decoupled.prior, decoupled.beta)
         fixed = task.fixed(decoupled.prior)
         gated = [decoupled, joint] if same is joint else [decoupled, same, joint]
         rules = [(group, "its own gate") for group in gated]
@@ -259,12 +365,8 @@ def _first(group: TrainedVariant, value: float | None, bounds: Interval | None, 
         text = f"[{100 * bounds.reached:.0f} % of resamples]"
     if len(group.models) == 1:
         return f" {text}"
-    return "; " + (f"{scale * value:.{digits}f} " if value is not None else "") + text
+    return f"; {text}" if value is None else f"; {scale * value:.{digits}f} {text}"
 
 
 def _paper(value: PublishedValue) -> str:
     return f"{value.mean:.2f} ± {value.deviation:.2f}"
-
-
-def _paper_share(value: PublishedValue) -> str:
-    return share_text(OverSeeds(value.mean, value.deviation, 3, 3))

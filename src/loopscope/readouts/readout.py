@@ -112,32 +112,28 @@ class Readout:
         return digest([self.name, self.exits, self.reads, source])
 
     def advance(self, now: Array, state: State | None) -> tuple[NDArray[np.float64], State | None]:
-        """One loop of rows: the signal [N], and what the next loop needs."""
-        values, state = self._own_step(now, state) if self.is_own else self._step(now, state)
-        result = values.astype(np.float64)
-        if result.shape != now.shape[:1] or np.isinf(result).any():
-            raise UserError(
-                f"The readout '{self.name}' gave values {list(values.shape)} for {len(now)} rows; it gives one each, "
-                "and NaN, not infinity, where there is none yet."
-            )
-        return result, state
+        """One loop of rows: the signal [N], and what the next loop needs.
 
-    def _step(self, now: Array, state: State | None) -> tuple[Array, State | None]:
-        assert self.step is not None
-        values, state = self.step(now, state) if self.looks_back else (self.step(now), None)
-        return np.asarray(values), state
-
-    def _own_step(self, now: Array, state: State | None) -> tuple[Array, State | None]:
-        """Whatever goes wrong in a user's step is said in a sentence; to what was recorded it cannot write."""
+        A custom step cannot write to the rows, and when it fails, LoopScope says so in a sentence.
+        """
         assert self.step is not None
         now = now.view()
         now.flags.writeable = False
         try:
             found = self.step(now, state) if self.looks_back else (self.step(now), None)
-            reject(_step_problems(found, len(now)))
-            return np.asarray(found[0]), None if found[1] is None else tuple(map(np.asarray, found[1]))
+            if self.is_own:
+                reject(_step_problems(found, len(now)))
         except Exception as error:
+            if not self.is_own:
+                raise
             raise UserError(f"The step of the readout '{self.name}' failed: {reason(error)}.") from error
+        result = np.asarray(found[0]).astype(np.float64)
+        if result.shape != now.shape[:1] or np.isinf(result).any():
+            raise UserError(
+                f"The readout '{self.name}' gave values {list(result.shape)} for {len(now)} rows; it gives one each, "
+                "and NaN, not infinity, where there is none yet."
+            )
+        return result, None if found[1] is None else tuple(map(np.asarray, found[1]))
 
 
 def _step_problems(found: Any, rows: int) -> Iterator[str]:

@@ -41,7 +41,7 @@ def signal(name: str, trajectory: Trajectory) -> Signal:
 
 
 def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Signal:
-    if name in trajectory.signals and (definition is None or definition.takes == "threshold"):
+    if _is_recorded(name, definition, trajectory):
         check_definition(name, trajectory)
         recorded = as_defined(name, np.array(trajectory.signals[name], dtype=np.float64))
         _check_source(name, definition, recorded, trajectory)
@@ -53,6 +53,11 @@ def _signal(name: str, definition: Readout | None, trajectory: Trajectory) -> Si
     if values is None:
         raise UserError(_MISSING[source].format(name=name))
     return replayed(definition, values)
+
+
+def _is_recorded(name: str, definition: Readout | None, trajectory: Trajectory) -> bool:
+    """Whether a recording holds the signal itself; depths and the oracle are never recorded."""
+    return name in trajectory.signals and (definition is None or definition.takes == "threshold")
 
 
 def _source(definition: Readout, trajectory: Trajectory) -> Array | None:
@@ -93,16 +98,15 @@ def _check_source(name: str, definition: Readout | None, recorded: Signal, traje
 
 def has_signal(name: str, trajectory: Trajectory) -> bool:
     """Whether a recording holds what this signal needs, and enough loops for it to say anything."""
-    if name in CONVERGENCE and trajectory.num_loops == 1:
-        return False
     definition = find_readout(name)
-    if name not in trajectory.signals or (definition is not None and definition.takes != "threshold"):
+    recorded = _is_recorded(name, definition, trajectory)
+    if not recorded:
         if definition is None or definition.reads is None or name.startswith(FITTED):
             return False
         if _source(definition, trajectory) is None:
             return False
-    elif name in CONVERGENCE and np.isnan(trajectory.signals[name]).all():
-        return False
+    if name in CONVERGENCE:
+        return trajectory.num_loops > 1 and not (recorded and np.isnan(trajectory.signals[name]).all())
     if name in SIGNALS or (definition is not None and definition.takes != "threshold"):
         return True
     try:

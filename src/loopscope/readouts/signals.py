@@ -44,15 +44,13 @@ def own_name(readout: str) -> str:
     return readout.partition(":")[2]
 
 
-def entropy(logits: Array, log_p: Signal | None = None) -> Signal:
-    log_p = log_probs(logits) if log_p is None else log_p
-    p = np.exp(log_p)
-    return _nonnegative(-np.einsum("...v,...v->...", p, present(log_p)))
+def entropy(logits: Array) -> Signal:
+    log_p = log_probs(logits)
+    return np.maximum(-np.einsum("...v,...v->...", np.exp(log_p), present(log_p)), 0.0)
 
 
-def top1(logits: Array, log_p: Signal | None = None) -> Signal:
-    log_p = log_probs(logits) if log_p is None else log_p
-    return np.exp(log_p.max(axis=-1))
+def top1(logits: Array) -> Signal:
+    return np.exp(log_probs(logits).max(axis=-1))
 
 
 def margin(logits: Array) -> Signal:
@@ -61,12 +59,13 @@ def margin(logits: Array) -> Signal:
     return two[..., 1].astype(np.float64) - two[..., 0]
 
 
-def kl(logits: Array, log_p: Signal | None = None) -> Signal:
+def kl(logits: Array) -> Signal:
     """KL(p_t || p_{t-1})."""
-    log_p = log_probs(logits) if log_p is None else log_p
+    log_p = log_probs(logits)
     p = np.exp(log_p[:, 1:])
     log_p = present(log_p)
-    return _from_loop_2(_nonnegative(np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])))
+    divergence = np.einsum("ntv,ntv->nt", p, log_p[:, 1:] - log_p[:, :-1])
+    return _from_loop_2(np.maximum(divergence, 0.0))
 
 
 def logit_change(logits: Array) -> Signal:
@@ -84,7 +83,7 @@ def hidden_cosine(hidden: Array) -> Signal:
     norms = _norm(states)
     products = np.einsum("ntd,ntd->nt", states[:, 1:], states[:, :-1])
     scale = np.maximum(norms[:, 1:] * norms[:, :-1], np.finfo(np.float64).tiny)
-    return _from_loop_2(_nonnegative(1.0 - products / scale))
+    return _from_loop_2(np.maximum(1.0 - products / scale, 0.0))
 
 
 def exit_cdf(gate_logits: Array) -> Signal:
@@ -111,9 +110,6 @@ SIGNALS: dict[str, tuple[Source, Callable[..., Signal]]] = {
 }
 """What each of the paper's signals is computed from, and how."""
 
-OF_LOG_PROBS = ("entropy", "top1", "kl")
-"""These take the log-probabilities as a second argument, if they are there already."""
-
 
 def as_defined(name: str, values: Signal) -> Signal:
     """A signal that came with a recording, held to the same conventions as one computed here."""
@@ -135,7 +131,7 @@ def by_chunks(compute: Callable[[Array], Signal], values: Array) -> Signal:
 
 
 def log_probs(logits: Array) -> Signal:
-    """In float64; whoever computes several signals of the same logits computes it once."""
+    """Logarithms of the probabilities, in float64."""
     return np.asarray(log_softmax(logits.astype(np.float64), axis=-1))
 
 
@@ -147,10 +143,6 @@ def present(values: Array) -> Array:
 
 def _norm(vectors: Signal) -> Signal:
     return np.sqrt(np.einsum("ntd,ntd->nt", vectors, vectors))
-
-
-def _nonnegative(values: Signal) -> Signal:
-    return np.maximum(values, 0.0)
 
 
 def _from_loop_2(changes: Signal) -> Signal:

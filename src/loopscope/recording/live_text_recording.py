@@ -124,17 +124,13 @@ def record_live(
                 contents=contents,
                 provenance=provenance,
             )
-            if isinstance(what, RiskTarget) and not _proven(runs, what, seed):
-                break  # none behind it can be
+            if isinstance(what, RiskTarget):
+                assert what.delta is not None
+                if candidate_p_values(runs, what, Proof("betting", seed))[-1] > what.delta:
+                    break  # no candidate behind it can be proven
         runs.save(out)
 
     return resume_or_make(out, lambda: existing_artifact(out, LIVE, LIVE_FILES, expected, LiveRuns.load), make)
-
-
-def _proven(runs: LiveRuns, target: RiskTarget, seed: int) -> bool:
-    """Whether the last candidate is."""
-    assert target.delta is not None
-    return bool(candidate_p_values(runs, target, Proof("betting", seed))[-1] <= target.delta)
 
 
 def _windows(texts: Sequence[Path], recording: Trajectory, folder: Path) -> TextWindows:

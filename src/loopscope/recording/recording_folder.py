@@ -25,6 +25,7 @@ from loopscope.artifacts import (
     map_tensors,
     save_tensors,
     sha256,
+    write_manifest,
 )
 from loopscope.config import digest, read_json, write_json
 from loopscope.engine.exit_decision import check_finite
@@ -39,10 +40,10 @@ from loopscope.trajectory import (
     HIDDEN,
     RECORDING,
     RECORDING_FILES,
+    RECORDING_SCHEMA,
     SIGNAL_PREFIX,
     TRAJECTORY,
     Trajectory,
-    seal,
 )
 
 Arrays = dict[str, NDArray[Any]]
@@ -112,7 +113,8 @@ def write_recording(
             write_json(scratch / EXAMPLES, examples)
             needed.append(EXAMPLES)
         count, loops = arrays["logits" if "logits" in arrays else "predictions"].shape[:2]
-        seal(scratch, split, count, loops, provenance, needed)
+        contents = {"split": split, "examples": count, "loops": loops}
+        write_manifest(scratch, RECORDING, RECORDING_SCHEMA, contents, provenance, needed)
         return Trajectory.load(scratch)  # only what can be read takes its place
 
 

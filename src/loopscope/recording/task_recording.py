@@ -24,7 +24,7 @@ from loopscope.models.looped_model import LoopedModel, Loops
 from loopscope.progress import ProgressCallback, silent
 from loopscope.readouts.readout import readouts_reading
 from loopscope.readouts.replay import replayed
-from loopscope.readouts.signals import OF_LOG_PROBS, SIGNALS, log_probs
+from loopscope.readouts.signals import log_probs
 from loopscope.recording.recording_folder import (
     ArrayLayout,
     Arrays,
@@ -204,9 +204,7 @@ def _write_logits(
     if keep.logits:
         arrays["logits"][rows] = logits
         return
-    log_p = log_probs(logits)
     arrays["predictions"][rows] = logits.argmax(axis=-1)
-    arrays["label_log_probs"][rows] = np.take_along_axis(log_p, labels[:, None, None], axis=2)[..., 0]
+    arrays["label_log_probs"][rows] = np.take_along_axis(log_probs(logits), labels[:, None, None], axis=2)[..., 0]
     for readout in readouts_reading("logits"):
-        signal = SIGNALS[readout.name][1](logits, log_p) if readout.name in OF_LOG_PROBS else replayed(readout, logits)
-        arrays[SIGNAL_PREFIX + readout.name][rows] = signal
+        arrays[SIGNAL_PREFIX + readout.name][rows] = replayed(readout, logits)

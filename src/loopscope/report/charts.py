@@ -4,7 +4,7 @@ A drawing is what a figure shows, to be laid out in a style: `page`, or `paper`,
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import vl_convert
 
 from loopscope.files import write_bytes
-from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, chosen_lines
+from loopscope.report.curves import MAX_KEY_ENTRIES, POINTS, Binning, Line, Panel, Seeds, chosen_lines
 from loopscope.report.figure_style import GREY, INK, STYLES, FigureStyle, looks_of, shades_of
 
 Specification = dict[str, Any]
@@ -32,11 +32,21 @@ def frontiers(panels: Sequence[Panel], scaled_alone: bool = False) -> Drawing | 
     return cache(partial(_frontiers, panels, scaled_alone)) if panels else None
 
 
-def difficulty_chart(
-    panels: Sequence[Binning], percent: bool = False, shared: bool = True, per_row: int | None = None
-) -> Drawing | None:
-    """A line a difficulty; with shared heights the panels show the same quantity on the same scale."""
-    return cache(partial(_difficulties, panels, percent, shared, per_row)) if panels else None
+def difficulty_chart(panels: Sequence[Binning], shares: bool = False, per_row: int | None = None) -> Drawing | None:
+    """A line a difficulty. Shares: all panels have the same quantity, in percent on one scale."""
+    return cache(partial(_difficulties, panels, shares, per_row)) if panels else None
+
+
+def forced_exits(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
+    """A panel a title, over the runs beside it."""
+    tables = [(title, [model.forced_accuracy_by_difficulty for model in seeds]) for title, seeds in groups]
+    return difficulty_chart([Binning(title, "accuracy", each) for title, each in tables], shares=True)
+
+
+def exit_distributions(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
+    """The same of runs that have a gate."""
+    tables = [(title, [each.exit_distribution for each in seeds if each.exit_distribution]) for title, seeds in groups]
+    return difficulty_chart([Binning(title, "exit probability", each) for title, each in tables if each], shares=True)
 
 
 def write_figure(drawing: Drawing, folder: Path, name: str, style: str = "page") -> None:
@@ -259,19 +269,17 @@ def _marked(line: Line, number: int) -> set[int]:
     return {int(abs(line.loops - x).argmin()) for x in spaced}
 
 
-def _difficulties(
-    panels: Sequence[Binning], percent: bool, shared: bool, per_row: int | None, style: FigureStyle
-) -> Specification:
+def _difficulties(panels: Sequence[Binning], shares: bool, per_row: int | None, style: FigureStyle) -> Specification:
     grid = FigureGrid(style, len(panels), per_row)
     shades = shades_of([level for panel in panels for level in panel.levels])
     tables = [list(panel.rows(shades)) for panel in panels]
-    limits = [_limits(rows, percent) for rows in tables]
-    if shared:
+    limits = [_limits(rows, shares) for rows in tables]
+    if shares:
         limits = [(min(low for low, _ in limits), max(high for _, high in limits))] * len(panels)
     charts = []
     for place, (panel, rows, limit) in enumerate(zip(panels, tables, limits, strict=True)):
-        axis = {"format": "%", "tickCount": 5} if percent else {"tickCount": 5}
-        title = grid.y_title(place, panel.quantity) if shared else None
+        axis = {"format": "%", "tickCount": 5} if shares else {"tickCount": 5}
+        title = grid.y_title(place, panel.quantity) if shares else None
         y = _quantity("value", title=title, axis=axis, scale={"domain": list(limit), "nice": False})
         charts.append(_difficulty_panel(grid, place, panel.title, rows, y))
     levels = sorted(shades)
@@ -284,11 +292,11 @@ def _difficulties(
     return grid.specification(charts, key if len(levels) > 1 else [], notes, "difficulty")
 
 
-def _limits(rows: Sequence[Specification], percent: bool) -> Limits:
+def _limits(rows: Sequence[Specification], shares: bool) -> Limits:
     low, high = min((row["low"] for row in rows), default=0.0), max((row["high"] for row in rows), default=1.0)
     room = 0.04 * (high - low) or 0.05
     low, high = low - room if low < 0 or low > room else 0.0, high + room
-    return (max(0.0, low), min(1.0, high)) if percent else (low, high)
+    return (max(0.0, low), min(1.0, high)) if shares else (low, high)
 
 
 def _difficulty_panel(

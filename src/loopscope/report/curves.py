@@ -216,7 +216,7 @@ def signal_panels(runs: Sequence[Mapping[str, Binned]], names: Iterable[str], pr
     return [
         Binning(prefix + title, title, [signals[name] for signals in runs], 2 if name in CONVERGENCE else 1)
         for name, title in SIGNAL_TITLES.items()
-        if name in names and all(name in signals for signals in runs)
+        if runs and name in names and all(name in signals for signals in runs)
     ]
 
 

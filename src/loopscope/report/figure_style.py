@@ -84,15 +84,14 @@ DARK = {
 
 def looks_of(names: Collection[str]) -> dict[str, Look]:
     """The colour and the mark of each, readouts by themselves first."""
-    more = sorted((name for name in names if name not in _LOOKS), key=_natural)
-    taken = {_PLACES[name] for name in more if name in _PLACES}
-    free = (place for place in count() if place not in taken)
-    places = [_PLACES[name] if name in _PLACES else next(free) for name in more]
     looks = {name: look for name, look in _LOOKS.items() if name in names}
-    return looks | {
-        name: (COLOURS[place % len(COLOURS)], SHAPES[place % len(SHAPES)])
-        for name, place in zip(more, places, strict=True)
-    }
+    more = sorted(set(names) - set(looks), key=_natural)
+    taken = {_PLACES.get(name) for name in more}
+    free = (place for place in count() if place not in taken)
+    for name in more:
+        place = _PLACES[name] if name in _PLACES else next(free)
+        looks[name] = COLOURS[place % len(COLOURS)], SHAPES[place % len(SHAPES)]
+    return looks
 
 
 def shades_of(levels: Sequence[float]) -> dict[float, str]:

@@ -8,6 +8,8 @@ get through, the page's policy would not let it run.
 import base64
 import gzip
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
@@ -18,27 +20,25 @@ import numpy as np
 import vl_convert
 from jinja2 import Environment
 
-from loopscope.analysis.diagnosis import NO_VERDICT
-from loopscope.analysis.schema import Binned, ModelResult, Results
-from loopscope.analysis.threshold_details import (
-    OUTCOMES,
-    ExitsByThreshold,
-    ModelDetails,
-    SampledExamples,
-    ThresholdDetails,
-    rounded,
-)
+from loopscope.analysis.diagnosis import NO_VERDICT, Diagnosis
+from loopscope.analysis.results import recorded_run
+from loopscope.analysis.schema import Binned, ModelResult, Results, rounded
+from loopscope.analysis.targets import Target, percent_text
+from loopscope.analysis.threshold_details import OUTCOMES, ModelDetails, SampledExamples, ThresholdDetails
 from loopscope.errors import visible
+from loopscope.report import tables
 from loopscope.report.figure_style import DARK, MODELS, STYLES, looks_of
-from loopscope.report.page_text import cards, provenances, scope, seed_of, summary
 from loopscope.report.products import Product
-from loopscope.report.tables import gap_cells, has_reference
 
 MAX_PAGE_BYTES = 8_000_000
 """What is too much is left out of the parts of single models."""
 _STEPS = ((200, 2000, 50), (100, 1000, 50), (50, 500, 50), (50, 500, 10), (20, 200, 10), (10, 200, 5))
 """Examples a model, characters of each, and difficulties, in the order in which they are tried."""
 _SCRIPTS = ("data", "specifications", "charts", "tables", "models", "frontiers", "model", "examples", "main")
+
+
+_CELLS = ("label", "best_loop", "fixed", "gate", "best", "blamed")
+"""What a card has of the headline's table."""
 
 
 class Marker(msgspec.Struct, frozen=True):
@@ -66,16 +66,16 @@ def render(
     everything = list(details)
     style, script = _asset("page.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["verbatim"] = _Verbatim
+    environment.filters.update(as_json=_as_json, seed=seed_of, read_at=_read_at, promise=tables.guarantee_cell)
     template = environment.from_string(_asset("page.html"))
     content = {
-        "version": results.loopscope,
+        "results": results,
+        "places": {model.name: place for place, model in enumerate(results.models)},
         "target": results.targets[0],
         "scope": scope(results),
         "summary": summary(results),
         "cards": cards(results),
         "products": products,
-        "made": provenances(results),
         "command": _Verbatim(command),
         "again": _Verbatim(again),
         "head": _packed(page_head(results, everything, markers)),
@@ -105,6 +105,10 @@ class _Verbatim(str):
     """A text that a reader may copy: no blank of it is changed."""
 
 
+def _as_json(value: Any) -> _Verbatim:
+    return _Verbatim(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
 def _shown(value: Any) -> Any:
     """Of texts, what a reader can see: a mark that reorders a line would turn the numbers around that follow it.
 
@@ -129,6 +133,106 @@ def _content_security_policy(scripts: Iterable[str], style: str) -> str:
     return f"{rules}; base-uri 'none'; form-action 'none'"
 
 
+def cards(results: Results) -> list[dict[str, Any]]:
+    """What the page says of every group of runs that differ in their seed only."""
+    made = []
+    for (_, members), row in zip(results.grouped, tables.headline(results).rows, strict=True):
+        single = gaps = _run_gaps(members[0], tables.has_reference(results))
+        if len(members) > 1:
+            over = {name: tables.gap_over_seeds([model.diagnosis.gaps[name] for model in members]) for name in gaps}
+            gaps = {name: _uncounted(over[name], len(members)) or absent for name, absent in gaps.items()}
+        card = dict(zip(_CELLS, [_uncounted(cell, len(members)) for cell in row], strict=True))
+        verdicts, target = Counter(model.verdict for model in members), _own_target(members, results.targets[0])
+        made.append({**card, "target": target, "verdicts": verdicts, "gaps": gaps, "single": single, "runs": members})
+    return made
+
+
+def _own_target(models: list[ModelResult], target: Target) -> str:
+    """Of a relative target the accuracy, over seeds from the lowest to the highest."""
+    if target.accuracy is not None or tables.without_depths(models):
+        return ""
+    accuracies = sorted(model.targets[target.key].accuracy for model in models)
+    return " to ".join(dict.fromkeys(map(percent_text, (accuracies[0], accuracies[-1]))))
+
+
+def _run_gaps(model: ModelResult, referenced: bool) -> dict[str, str]:
+    cells = tables.gap_cells(model, referenced, shares=False)
+    same = {name for name, gap in model.diagnosis.gaps.items() if gap is not None and gap.first == gap.second}
+    return {name: "its gate is the best readout" if name in same else cell for name, cell in cells.items()}
+
+
+def _read_at(diagnosis: Diagnosis) -> str:
+    """Of which accuracy the card's depths are, where its gaps are at another, or where it is not the target."""
+    level = diagnosis.target
+    lower = any(gap is not None and gap.accuracy != level.reached for gap in diagnosis.gaps.values())
+    if diagnosis.verdict == NO_VERDICT or (level.reached == level.accuracy and not lower):
+        return ""
+    text = f"Best readout, own gate and fixed depth are read at {percent_text(level.reached)}"
+    if level.reached < level.accuracy:
+        text += ", the highest whole percent that test data reach at that loop"
+    return text + ("; a gap, and the depths that it subtracts, at the accuracy beside it (@)." if lower else ".")
+
+
+def _uncounted(text: str, seeds: int) -> str:
+    """Without "(3 of 3)": that all of them are there goes without saying."""
+    return text.replace(f" ({seeds} of {seeds})", "")
+
+
+_PARTS = {
+    "readout": "the readout is to blame in {}",
+    "trajectory": "the trajectory is to blame in {}",
+    "readout and trajectory": "both parts are to blame in {}",
+    "neither": "neither part is to blame in {}",
+    "cannot tell": "whether a part is to blame cannot be told in {}",
+    NO_VERDICT: "{} get no verdict",
+    "the reference": "{} is the reference",
+    "readout (the reference)": "the readout is to blame in {} that is the reference",
+    "the reference, no verdict": "{} is the reference, which gets no verdict either",
+}
+
+
+def summary(results: Results) -> str:
+    """What is found of several models, in a sentence; seeds of a model that disagree are counted apart.
+
+    That of which one seed is the reference is the reference: its seeds are measured by each other.
+    """
+    if len(results.groups) < 2:
+        return ""
+    counts: Counter[str] = Counter()
+    for _, members in results.grouped:
+        references = [model for model in members if model.is_reference]
+        verdicts = {model.verdict for model in references or members}
+        counts["mixed" if len(verdicts) > 1 else verdicts.pop()] += 1
+    parts = [text.format(counts[verdict]) for verdict, text in _PARTS.items() if counts[verdict]]
+    parts = [text.replace("1 get ", "1 gets ") for text in parts]
+    if counts["mixed"]:
+        parts.append(f"the seeds of {counts['mixed']} disagree")
+    return f"Of {len(results.groups)} models, {', '.join(parts[:-1])}{', and ' * (len(parts) > 1)}{parts[-1]}."
+
+
+def scope(results: Results) -> str:
+    """Of what the report is, in a sentence; and of sequences, what means and intervals are over."""
+    runs, counts = len(results.models), sorted({model.test_examples for model in results.models})
+    seeds = sorted({seed for model in results.models if (seed := seed_of(model))}, key=int)
+    tested = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
+    unseen = ", none of which training had" if all(model.unseen_only for model in results.models) else ""
+    trained = f", training seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}" if seeds else ""
+    each = f"{tested} test examples{' each' * (runs > 1)}"
+    units = "/".join(dict.fromkeys(model.unit for model in results.models if model.sequences is not None))
+    over = ""
+    if units:
+        tests, most = list(dict.fromkeys(model.tested for model in results.models)), tables.MAX_LISTED_MODELS
+        each = f"{', '.join(tests[:most])}{' and so on' * (len(tests) > most)}"
+        over = f" Of sequences, means are over {units}, and intervals draw whole sequences."
+    return f"{runs} {'run' if runs == 1 else 'runs'}{trained}; {each}{unseen}.{over}"
+
+
+def seed_of(model: ModelResult) -> str:
+    """The training seed; nothing where it is not known."""
+    run = recorded_run(model.provenance)
+    return "" if run is None else str(run["training"]["seed"])
+
+
 def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Sequence[Marker]) -> dict[str, Any]:
     """What charts of many models need."""
     groups = {name: number for number, group in enumerate(results.groups) for name in group.names}
@@ -145,7 +249,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
             "target": None if model.diagnosis.verdict == NO_VERDICT else model.diagnosis.target.accuracy,
             "chance": model.diagnosis.chance,
             "best": model.diagnosis.compared_readouts,  # where the model is compared, first that of the gate
-            "gaps": _gaps(model, has_reference(results)),
+            "gaps": _gaps(model, tables.has_reference(results)),
             "curves": own.curves,
         }
         for model, own in zip(results.models, details, strict=True)
@@ -165,7 +269,7 @@ def page_head(results: Results, details: Sequence[ThresholdDetails], markers: Se
 
 
 def _gaps(model: ModelResult, referenced: bool) -> dict[str, dict[str, Any]]:
-    cells = gap_cells(model, referenced, shares=False)
+    cells = tables.gap_cells(model, referenced, shares=False)
     return {
         name: {"text": cells[name], "blamed": name.removesuffix(" gap") in model.diagnosis.blamed}
         | {bound: getattr(gap, bound, None) for bound in ("value", "low", "high")}
@@ -214,7 +318,7 @@ def _coarser(deep: ModelDetails, most: int) -> ModelDetails:
 
     middles = [deep.levels[(a + b) // 2] for a, b in zip(starts, [*starts[1:], size], strict=True)]
     lines = {
-        name: ExitsByThreshold(joined(line.exits), joined(line.right), line.outcomes)
+        name: msgspec.structs.replace(line, exits=joined(line.exits), right=joined(line.right))
         for name, line in deep.lines.items()
     }
     return msgspec.structs.replace(deep, binned=True, levels=middles, counts=joined([deep.counts])[0], lines=lines)

@@ -5,19 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loopscope.analysis.schema import Results
-from loopscope.errors import UserError, visible
+from loopscope.errors import visible
 from loopscope.readouts.signals import STOPPER
 from loopscope.report import tables
-from loopscope.report.charts import Drawing, difficulty_chart, frontiers
-from loopscope.report.curves import (
-    SIGNAL_TITLES,
-    Binning,
-    Seeds,
-    every_group,
-    frontier_panel,
-    readout_lines,
-    signal_panels,
-)
+from loopscope.report.charts import Drawing, difficulty_chart, exit_distributions, forced_exits, frontiers
+from loopscope.report.curves import SIGNAL_TITLES, every_group, frontier_panel, readout_lines, signal_panels
 from loopscope.report.tables import Table
 
 _BREAKS = re.compile("[\t-\r\x1c-\x1f\x85\u2028\u2029]+")
@@ -59,12 +51,7 @@ class Catalogue:
 
     def names(self, names: Sequence[str]) -> list[str]:
         """The products of these names or groups, each once."""
-        found = list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
-        for name in found:
-            if name not in self.recipes:
-                known = ", ".join((*self.groups, *self.recipes))
-                raise UserError(f"There is no product '{name}'; choose one of {known}.")
-        return found
+        return list(dict.fromkeys(each for name in names for each in self.groups.get(name, (name,))))
 
     def make(self, results: Results, names: Sequence[str]) -> list[Product]:
         """The products of these names (or groups of products), as far as the results have what they need."""
@@ -116,19 +103,7 @@ def _every_signal(results: Results) -> Drawing | None:
     groups = every_group(results)
     rows = [signal_panels([run.signals for run in seeds], SIGNAL_TITLES, f"{label}: ") for label, seeds in groups]
     per_row = len(rows[0]) if len({len(row) for row in rows}) == 1 and len(rows[0]) > 1 else None
-    return difficulty_chart([panel for row in rows for panel in row], shared=False, per_row=per_row)
-
-
-def forced_exits(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
-    """A panel a title, over the runs beside it."""
-    tables = [(title, [model.forced_accuracy_by_difficulty for model in seeds]) for title, seeds in groups]
-    return difficulty_chart([Binning(title, "accuracy", each) for title, each in tables], percent=True)
-
-
-def exit_distributions(groups: Iterable[tuple[str, Seeds]]) -> Drawing | None:
-    """The same of runs that have a gate."""
-    tables = [(title, [each.exit_distribution for each in seeds if each.exit_distribution]) for title, seeds in groups]
-    return difficulty_chart([Binning(title, "exit probability", each) for title, each in tables if each], percent=True)
+    return difficulty_chart([panel for row in rows for panel in row], per_row=per_row)
 
 
 CURVES = (

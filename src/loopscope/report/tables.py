@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopscope.analysis.diagnosis import NO_VERDICT
-from loopscope.analysis.gaps import Gap
-from loopscope.analysis.held_out import HeldOut
+from loopscope.analysis.diagnosis import GIVEN, NO_VERDICT
+from loopscope.analysis.gaps import EQUIVALENCE_MARGIN, Gap
 from loopscope.analysis.results import over_seeds
 from loopscope.analysis.schema import ModelResult, OverSeeds, Results
 from loopscope.analysis.targets import Target, percent_text
@@ -92,9 +91,9 @@ def _best_cell(members: Sequence[ModelResult], target: Target, at: str) -> str:
 def _best_at(model: ModelResult, target: Target) -> str:
     """The readout that validation data choose there, by what the room left is measured from, where it is known."""
     rooms = model.rooms.get(target.key)
-    room = None if rooms is None else rooms.room_left
-    at_target = room is not None and room.accuracy == model.targets[target.key].reached
-    return room.first if room is not None and at_target else model.diagnosis.best_readout
+    room = rooms.room_left if rooms else None
+    at_target = room and room.accuracy == model.targets[target.key].reached
+    return room.first if room and at_target else model.diagnosis.best_readout
 
 
 def _depth_of(model: ModelResult, readout: str, target: str) -> float | None:
@@ -126,11 +125,13 @@ def gaps(results: Results) -> Table:
     note = (
         f"Average loops {sought}, with 95 % bootstrap intervals over test examples; at a lower accuracy (@) where that "
         "is out of reach, with the shares of resamples in which the first and the second of the two reach it. Readout "
-        "gap: the model's own gate minus its best readout. Trajectory gap: its best readout minus the reference's. "
+        "gap: the model's own gate minus its best readout. Trajectory gap: its best readout minus the reference's, "
+        "both among the readouts that the two have, without gates. "
         "Room left: its best readout minus the cheapest rule that knows the labels. Reachable room, a part of it: its "
         "best readout minus the better of two rules that were learned from validation data on all signals together "
-        "(from more data one might learn more). A part is blamed where the interval lies above zero, or where it alone "
-        "misses the target. No verdict: the model is not above chance, or has one loop."
+        "(from more data one might learn more). A part is blamed where the interval lies above zero and not within "
+        f"{EQUIVALENCE_MARGIN:g} loops, or where it alone misses the target. {GIVEN} No verdict: the model is not "
+        "above chance, or has one loop."
     )
     columns = ["model", "blamed", "readout gap", "trajectory gap", "room left", "reachable room"]
     return Table("Diagnosis", note + of_sequences(results), columns, rows)
@@ -145,7 +146,7 @@ def learned_stoppers(results: Results) -> Table:
             continue
         name = group.label if len(members) > 1 else members[0].label
         for target in results.targets:
-            rows.append([name, *([target.label] if several else []), *_stopper_cells(members, target, learned)])
+            rows.append([name, *[target.label] * several, *_stopper_cells(members, target, learned)])
     note = (
         f"{'D@X' if several else results.targets[0].label} of the single readout that validation data choose, and of "
         "two rules learned from validation data on all signals together: optimal stopping by backward induction, and a "
@@ -157,14 +158,7 @@ def learned_stoppers(results: Results) -> Table:
         "accuracy. Gaps are at a lower accuracy (@) where the target is out of reach. "
         "Over several seeds: mean ± sample standard deviation (how many)."
     )
-    columns = [
-        "model",
-        *(["target"] if several else []),
-        "best single readout",
-        *STOPPER_KINDS,
-        "room left",
-        "reachable room",
-    ]
+    columns = ["model", *["target"] * several, "best single readout", *STOPPER_KINDS, "room left", "reachable room"]
     columns += ["seeds better, worse", "remaining"]
     return Table("Learned stoppers", note + of_sequences(results), columns, rows)
 
@@ -172,11 +166,15 @@ def learned_stoppers(results: Results) -> Table:
 def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequence[str]) -> list[str]:
     """The row of runs that differ in their seed only, at one target."""
     rooms = [model.rooms.get(target.key) for model in members]
-    room = [None if each is None else each.room_left for each in rooms]
-    reachable = [None if each is None else each.reachable_room for each in rooms]
+    room = [each.room_left if each else None for each in rooms]
+    reachable = [each.reachable_room if each else None for each in rooms]
     best = [gap.first if gap else model.diagnosis.best_readout for gap, model in zip(room, members, strict=True)]
     single = [_depth_of(model, readout, target.key) for model, readout in zip(members, best, strict=True)]
     depths = [over_seeds([_depth_of(model, name, target.key) for model in members]) for name in learned]
+    remaining = [
+        whole.value - part.value if whole and part and whole.accuracy == part.accuracy else None
+        for whole, part in zip(room, reachable, strict=True)
+    ]
     lower, signs = read_lower(members, target), [gap.sign for gap in reachable if gap is not None]
     each = "; ".join(_gap(gap, "N/A", False, gap.target if gap else 0.0) for gap in reachable)
     return [
@@ -185,15 +183,8 @@ def _stopper_cells(members: Sequence[ModelResult], target: Target, learned: Sequ
         gap_over_seeds(room) or "N/A",
         f"{gap_over_seeds(reachable) or 'N/A'}: {each}" if len(members) > 1 else each,
         f"{signs.count(1)}, {signs.count(-1)}",
-        str(over_seeds([_remaining(*both) for both in zip(room, reachable, strict=True)])),
+        str(over_seeds(remaining)),
     ]
-
-
-def _remaining(room: Gap | None, reachable: Gap | None) -> float | None:
-    """What is left of the room, where both are at the same accuracy."""
-    if room is None or reachable is None or room.accuracy != reachable.accuracy:
-        return None
-    return room.value - reachable.value
 
 
 def gap_over_seeds(gaps: Sequence[Gap | None]) -> str:
@@ -293,7 +284,18 @@ def certified(results: Results) -> Table:
     for model in results.models:
         for each in model.certified:
             rule = each.readout + ("" if each.threshold is None else f" at {each.threshold:.4g}")
-            rows.append([model.label, rule, *_guarantee_cells(each.guarantee, each.held_out)])
+            held = each.held_out
+            promise, loops, accuracy, loss, kept = "none", f"{held.average_loops.value:.2f}", NOTHING, NOTHING, NOTHING
+            if each.guarantee is not None:
+                promise = guarantee_cell(each.guarantee)
+                loops += f" ({each.guarantee.average_loops:.2f} expected)"
+            if held.accuracy is not None and held.full_depth_accuracy is not None:
+                accuracy = f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
+            if held.guarantee is not None:
+                kept = held.guarantee.verdict + (" (other difficulties)" if held.guarantee.warnings else "")
+                if (risk := held.guarantee.worst) is not None:
+                    loss = f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
+            rows.append([model.label, rule, promise, loops, accuracy, loss, kept])
         rows += [[model.label, "none", f"refused: {sentence}", *[NOTHING] * 4] for sentence in model.refused]
     note = (
         "Thresholds that come with a promise: with this probability over the draw of the calibration data, exiting "
@@ -318,21 +320,6 @@ def guarantee_cell(guarantee: Guarantee) -> str:
     return f"{loss} ≤ {percent_text(guarantee.max_drop)}, {sure}{where}"
 
 
-def _guarantee_cells(guarantee: Guarantee | None, held: HeldOut) -> list[str]:
-    """The promise, and on test data loops, accuracy, loss and whether it was kept."""
-    promise, loops, accuracy, loss, kept = "none", f"{held.average_loops.value:.2f}", NOTHING, NOTHING, NOTHING
-    if guarantee is not None:
-        promise = guarantee_cell(guarantee)
-        loops += f" ({guarantee.average_loops:.2f} expected)"
-    if held.accuracy is not None and held.full_depth_accuracy is not None:
-        accuracy = f"{100 * held.accuracy.value:.2f} % ({100 * held.full_depth_accuracy:.2f} %)"
-    if held.guarantee is not None:
-        kept = held.guarantee.verdict + (" (other difficulties)" if held.guarantee.warnings else "")
-        if (risk := held.guarantee.worst) is not None:
-            loss = f"{100 * risk.loss:.2f} % [{100 * risk.low:.2f}, {100 * risk.high:.2f}]"
-    return [promise, loops, accuracy, loss, kept]
-
-
 def has_reference(results: Results) -> bool:
     return any(model.is_reference for model in results.models)
 
@@ -344,9 +331,10 @@ def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> dict
     """
     nothing = NO_VERDICT if model.diagnosis.verdict == NO_VERDICT else "nothing above chance"
     learned = nothing == NO_VERDICT or any(each.readout.startswith(STOPPER) for each in model.frontiers)
+    judged = "weak reference" if model.diagnosis.weak_reference else nothing
     absent = {
         "readout gap": nothing if model.frontier("gate") else "no gate",
-        "trajectory gap": "is the reference" if model.is_reference else nothing if referenced else "no reference",
+        "trajectory gap": "is the reference" if model.is_reference else judged if referenced else "no reference",
         "room left": nothing,
         "reachable room": nothing if learned else UNLEARNED,
     }
@@ -357,12 +345,11 @@ def gap_cells(model: ModelResult, referenced: bool, shares: bool = True) -> dict
 def _gap(gap: Gap | None, absent: str, with_shares: bool, target: float) -> str:
     if gap is None:
         return absent
-    text = with_bounds(gap)
-    if min(gap.first_reaches_target, gap.second_reaches_target) < 1:
-        shares = f" ({rounded_percent(gap.first_reaches_target)}, {rounded_percent(gap.second_reaches_target)})"
-        return f"{text} @{percent_text(gap.accuracy)}{shares if with_shares else ''}"
-    if gap.accuracy != target:  # the reference's own is lower
+    text, reaching = with_bounds(gap), (gap.first_reaches_target, gap.second_reaches_target)
+    if min(reaching) < 1 or gap.accuracy != target:  # or the reference's own is lower
         text += f" @{percent_text(gap.accuracy)}"
+    if min(reaching) < 1 and with_shares:
+        text += f" ({', '.join(map(rounded_percent, reaching))})"
     return text
 
 

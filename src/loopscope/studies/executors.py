@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 
-from loopscope.errors import UserError
+from loopscope.errors import UserError, out_of_memory
 from loopscope.files import remove_scratch
-from loopscope.machine import cores, keep_memory, out_of_memory
+from loopscope.models.device import cores, keep_memory
 from loopscope.progress import ProgressCallback
 from loopscope.studies.plan import Model, Plan
 from loopscope.studies.steps import Step, Time, Train, all_steps, to_be_done
@@ -103,8 +103,7 @@ class StudyWork:
         self.store, self.device, self.threads, self._advance = store, device, threads, advance
         self._units = sum(step.units for step in everything)
         self._done = {step.key: step.units_done(store) for step in everything}
-        self._errors: dict[str, UserError] = {}
-        self._skipped: set[str] = set()
+        self._failed: dict[str, UserError | str] = {}
         self.look_at([])
 
     def look_at(self, running: Iterable[Step]) -> None:
@@ -115,30 +114,28 @@ class StudyWork:
 
     def end(self, step: Step, result: StepResult) -> None:
         """Notes an error that says what to do; any other is raised."""
-        if isinstance(result, UserError):
-            self._errors[step.key] = result
-        elif isinstance(result, BaseException):
-            raise result
+        if isinstance(result, UserError | str):
+            self._failed[step.key] = result
         elif result is not None:
-            self._skipped.add(step.key)
+            raise result
 
     def hold_up(self, step: Step) -> bool:
         """Whether something that the step needs has failed, so that it cannot be done either."""
-        if any(needed.key in self._errors or needed.key in self._skipped for needed in step.needs):
-            self._skipped.add(step.key)
-            return True
-        return False
+        if any(needed.key in self._failed for needed in step.needs):
+            self._failed[step.key] = _HELD_UP
+        return step.key in self._failed
 
     def check_failures(self) -> None:
         """Says what failed, if anything did."""
-        if not self._errors:
+        errors = [f"{key}: {error}" for key, error in self._failed.items() if isinstance(error, UserError)]
+        if not errors:
             return
-        key, error = next(iter(self._errors.items()))
-        counted = "One step" if len(self._errors) == 1 else f"{len(self._errors)} steps"
-        rest = f", and {len(self._skipped)} that need them were left out" if self._skipped else ""
+        counted = "One step" if len(errors) == 1 else f"{len(errors)} steps"
+        skipped = len(self._failed) - len(errors)
+        rest = f", and {skipped} that need them were left out" if skipped else ""
         raise UserError(
-            f"{counted} of the study failed{rest}; all others are done. The first, {key}: {error} Whatever is damaged "
-            "in the store can be removed: it is made again."
+            f"{counted} of the study failed{rest}; all others are done. The first, {errors[0]} Whatever is damaged in "
+            "the store can be removed: it is made again."
         )
 
 
@@ -287,7 +284,14 @@ def _run_on_ray(steps: list[Step], work: StudyWork, address: str | None) -> None
         while waiting:
             ended, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_RAY_SECONDS)
             for ref in ended:
-                work.end(step_of[ref], _ray_result(ray, ref))
+                try:
+                    result = ray.get(ref)
+                except ray.exceptions.RayTaskError:
+                    raise  # a bug: its traceback is the worker's
+                except ray.exceptions.RayError as error:
+                    lost = f"it was lost {_RAY_RETRIES} times with its worker or node ({type(error).__name__})."
+                    result = UserError(lost)
+                work.end(step_of[ref], result)
             work.look_at(step_of[ref] for ref in (*ended, *waiting))
     finally:
         ray.shutdown()
@@ -328,13 +332,3 @@ def _ray_task(step: Step, store: Path, device: str, threads: int, *needed: StepR
     except UserError as error:
         return error
     return None
-
-
-def _ray_result(ray: Any, ref: Any) -> StepResult:
-    try:
-        result: StepResult = ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        return error  # a bug: its traceback is the worker's
-    except ray.exceptions.RayError as error:
-        return UserError(f"it was lost {_RAY_RETRIES} times with its worker or node ({type(error).__name__}).")
-    return result

@@ -1,6 +1,5 @@
 """From an expanded study to its steps, from its finished steps to results, and to names in the study's folder."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +15,7 @@ from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.config import build, differences, plain
-from loopscope.errors import UserError
+from loopscope.errors import UserError, reject
 from loopscope.files import is_folder
 from loopscope.models.checkpoint_folder import CONFIG
 from loopscope.questions import BENCHMARKS, Split
@@ -151,27 +150,23 @@ class Plan:
         A study that grows keeps its folder. One whose runs of the same names are others takes another, and so does one
         that has none of the runs there.
         """
-        if why := self._taken(folder):
-            raise UserError(f"{folder} {why}; choose another --out.")
+        reject(f"{folder} {why}; choose another --out." for why in self._obstacles(folder))
 
-    def _taken(self, folder: Path) -> str:
-        """Why the study cannot go to this folder; nothing where it can."""
+    def _obstacles(self, folder: Path) -> Iterator[str]:
+        """Why the study cannot go to this folder."""
         if any((folder / name).is_file() for name in (MANIFEST, CONFIG)):
-            return "holds a run, a recording or a gate, and a study's folder is its own"
+            yield "holds a run, a recording or a gate, and a study's folder is its own"
         models = {model.name: model for model in self.models}
         places = [place for place in sorted(folder.iterdir()) if place.is_dir()] if is_folder(folder) else []
         linked = {place.name: key for place in places if (key := _linked_key(place)) is not None}
         for place in places:
-            name, model = place.name, models.get(place.name)
-            if model is None:
-                continue
-            if (place / CONFIG).is_file() and not (place / CONFIG).is_symlink():
-                return f"holds '{name}', which is a run of its own, not of a study"
-            if name in linked and linked[name] not in model.link_keys:
-                return f"holds a study whose {_changed(place, model)}"
+            model = models.get(place.name)
+            if model and (place / CONFIG).is_file() and not (place / CONFIG).is_symlink():
+                yield f"holds '{place.name}', which is a run of its own, not of a study"
+            if model and place.name in linked and linked[place.name] not in model.link_keys:
+                yield f"holds a study whose {_changed(place, model)}"
         if linked and not linked.keys() & models.keys():
-            return f"holds another study, with '{min(linked)}'"
-        return ""
+            yield f"holds another study, with '{min(linked)}'"
 
 
 def _linked_key(place: Path) -> str | None:
@@ -200,20 +195,22 @@ def make_plan(expanded: ExpandedStudy, arithmetic: str = "") -> Plan:
     for part, runs in zip(study.parts, expanded.runs, strict=True):
         models += _trained_models(part, runs, study, arithmetic)
     models += [_scored_model(found, study, arithmetic) for found in expanded.checkpoints]
-    for name, count in Counter(model.name for model in models).items():
-        if count > 1:
-            raise UserError(f"{expanded.source} lists the run '{name}' twice; list every run once.")
-    by_key = {(model.training or model.analysis).key: model.name for model in reversed(models)}
+    names, by_key = set(), dict[str, str]()
     for model in models:
-        if (same := by_key[(model.training or model.analysis).key]) != model.name:
-            both = f"the runs '{same}' and '{model.name}'"
-            raise UserError(f"In {expanded.source} {both} are the same; list every run once.")
+        same = by_key.setdefault((model.training or model.analysis).key, model.name)
+        if model.name in names:
+            raise UserError(f"{expanded.source} lists the run '{model.name}' twice; list every run once.")
+        if same != model.name:
+            raise UserError(f"In {expanded.source} '{same}' and '{model.name}' are the same; list every run once.")
+        names.add(model.name)
     return Plan(study, tuple(models))
 
 
 def _trained_models(part: StudyPart, runs: list[StudyRun], study: Study, arithmetic: str) -> list[Model]:
     for run in runs:
-        _check(run, part)
+        reject(_problems(run, part))
+        if run.of.extrapolate:
+            extrapolation_levels(run.settings)
     trained = {run.name: Train(settings=run.settings, arithmetic=arithmetic) for run in runs}
     measures = _references(runs, part, trained)
     hidden = {trained[run.name].key for run in runs if run.of.fit}  # fitted gates read hidden states
@@ -293,24 +290,20 @@ def _policies(
     return tuple(Certify(validation=validation, gates=gates, target=target) for target in sought)
 
 
-def _check(run: StudyRun, part: StudyPart) -> None:
-    """Says before anything is trained what could only fail afterwards."""
-    task, wrong = run.settings.task, ""
+def _problems(run: StudyRun, part: StudyPart) -> Iterator[str]:
+    """What could only fail after training."""
+    task, needed = run.settings.task, "so its task needs stored training examples (train_examples above 0)"
     fitted = part.gates.examples if run.of.fit else None
-    if task.train_examples == 0 and (part.unseen or (run.of.fit and fitted is None)):
-        reason = "unseen = true counts examples that training did not have" if part.unseen else "fit = true fits gates"
-        instead = "" if part.unseen else ", or gates.examples, how many to draw"
-        wrong = f"{reason}, so its task needs stored training examples (train_examples above 0){instead}."
+    if task.train_examples == 0 and part.unseen:
+        yield f"unseen = true counts examples that training did not have, {needed}."
+    if task.train_examples == 0 and run.of.fit and fitted is None:
+        yield f"fit = true fits gates, {needed}, or gates.examples, how many to draw."
     for size, whole, what in (
         (fitted, task.train_examples, "gates.examples"),
         (part.extrapolation_examples, task.test_examples, "extrapolation_examples"),
     ):
         if size is not None and 0 < whole < size:
-            wrong = f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}."
-    if wrong:
-        raise UserError(wrong)
-    if run.of.extrapolate:
-        extrapolation_levels(run.settings)
+            yield f"{what} asks for {size:,} examples, but '{run.name}' has {whole:,}."
 
 
 def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]) -> dict[int, Train]:
@@ -320,11 +313,11 @@ def _references(runs: list[StudyRun], part: StudyPart, trained: dict[str, Train]
         return {}
     beta = None if reference.gate == "none" else reference.beta
     sought = (usual_objective(reference.gate, reference.prior), reference.gate, reference.prior, beta)
-    found = {run.seed: trained[run.name] for run in runs if (run.objective, run.gate, run.prior, run.beta) == sought}
+    found = {}
+    for run in runs:
+        if (run.settings.objective.name, run.settings.model.gate, run.prior, run.beta) == sought:
+            found[run.seed] = trained[run.name]
     for run in runs:
         if run.seed not in found:
-            raise UserError(
-                f"The reference of the part '{part.settings}' is not among its runs with seed {run.seed}, as that of "
-                f"'{run.name}'."
-            )
+            raise UserError(f"The reference of '{part.settings}' is not among its runs with seed {run.seed}; list it.")
     return found

@@ -21,7 +21,7 @@ from loopscope.analysis.model_analysis import ModelRecordings, analyse_model, lo
 from loopscope.analysis.schema import ModelResult, QuestionBench
 from loopscope.analysis.threshold_details import ThresholdDetails
 from loopscope.artifacts import MANIFEST, artifact_folder, read_manifest, write_manifest
-from loopscope.bench.question_timing import time_benchmark
+from loopscope.bench.exit_timing import time_benchmark
 from loopscope.certify.calibration import certify
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.config import Settings, digest, plain, read_json, write_json

@@ -21,7 +21,7 @@ from loopscope.certify.risk_target import AUTO, RiskTarget
 from loopscope.config import Count, NonNegative, Seed, Settings, Tally, build, digest, plain, read_toml
 from loopscope.errors import UserError, did_you_mean
 from loopscope.files import is_file, is_folder, no_folder, no_such_toml
-from loopscope.models.checkpoint_folder import CONFIG, GateKind, require_config, weight_files
+from loopscope.models.checkpoint_folder import CONFIG, GateKind, require_config, require_values, weight_files
 from loopscope.questions import BENCHMARKS
 from loopscope.readouts.readout import needs_labels
 from loopscope.training.settings import BUILT_IN, Objective, RunSettings, read_settings, with_source
@@ -63,18 +63,14 @@ class RunGrid(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         custom = {name for name in self.objective if name not in BUILT_IN}
-        decided = [name for name in self.objective if name in _USUAL]
-        wrong = ""
-        if decided:
-            wrong = f"objective does not list '{decided[0]}': gate and prior decide it"
-        elif custom and custom != {*self.objective}:
-            wrong = "objective lists built-in ones and functions of one's own; give each a [[parts.runs]] of its own"
-        elif custom and (self.prior, self.beta) != (_PRIORS, _BETAS):
-            wrong = "prior and beta are of the built-in objectives; a function of one's own takes objective.options"
-        elif "final" in self.prior and (self.objective or {*self.gate} != {"none"}):
-            wrong = "an objective other than 'final' needs a prior over all loops: 'uniform', or a lambda"
-        if wrong:
-            raise ValueError(wrong)
+        decided = ", ".join(name for name in self.objective if name in _USUAL)
+        with_prior, usual = self.objective or {*self.gate} != {"none"}, (self.prior, self.beta) == (_PRIORS, _BETAS)
+        require_values(
+            (not decided, f"objective does not list '{decided}': gate and prior decide it"),
+            (custom in (set(), {*self.objective}), "give a custom objective a [[parts.runs]] of its own"),
+            (usual or not custom, "prior and beta are of the built-in objectives; a custom one has objective.options"),
+            (not with_prior or "final" not in self.prior, "this objective needs a prior over all loops"),
+        )
 
 
 class Gates(Settings, frozen=True, kw_only=True):
@@ -128,17 +124,16 @@ class Checkpoints(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_guarantees(self.guarantees)
         for name in (*self.benchmarks, *self.latency):
-            wrong = "" if name in self.benchmarks else f"latency has '{name}', which is not among the benchmarks"
-            if name not in BENCHMARKS:
-                hint = did_you_mean(name, BENCHMARKS)
-                wrong = f"there is no benchmark '{name}'{hint}; choose one of {', '.join(BENCHMARKS)}"
-            if wrong:
-                raise ValueError(wrong)
+            unknown = f"there is no benchmark '{name}'{did_you_mean(name, BENCHMARKS)}; choose one of "
+            require_values(
+                (name in BENCHMARKS, unknown + ", ".join(BENCHMARKS)),
+                (name in self.benchmarks, f"latency has '{name}', which is not among the benchmarks"),
+            )
 
 
 def _check_guarantees(guarantees: Sequence[RiskTarget]) -> None:
-    if any(each.readout != AUTO and needs_labels(each.readout) for each in guarantees):
-        raise ValueError("the oracle needs the labels, so it cannot be promised; choose another readout")
+    known = all(target.readout == AUTO or not needs_labels(target.readout) for target in guarantees)
+    require_values((known, "the oracle needs the labels, so it cannot be promised; choose another readout"))
 
 
 class Study(Settings, frozen=True, kw_only=True):
@@ -149,8 +144,7 @@ class Study(Settings, frozen=True, kw_only=True):
     checkpoints: tuple[Checkpoints, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.parts and not self.checkpoints:
-            raise ValueError("a study needs [[parts]] with training runs, or [[checkpoints]]")
+        require_values((self.parts or self.checkpoints, "a study needs [[parts]] with runs, or [[checkpoints]]"))
 
 
 class ExternalSource(Settings, frozen=True, kw_only=True):
@@ -175,12 +169,13 @@ class StudyRun:
 
     name: str
     settings: RunSettings
-    objective: str
-    gate: GateKind
     prior: Prior | None  # None where the objective is a function of the user's
     beta: float | None
-    seed: int
     of: RunGrid
+
+    @property
+    def seed(self) -> int:
+        return self.settings.training.seed
 
 
 @dataclass(frozen=True)
@@ -215,15 +210,12 @@ def expand_study(source: str, overrides: Sequence[str] = (), changes: Mapping[st
         raise no_such_toml(source, shipped, "study")
     study = build(Study, read_toml(path), source)
     listed = [text for text in overrides if text.strip().startswith(_LISTED)]
-    wrong = ""
     if overrides and not study.parts:
-        wrong = f"'--set {overrides[0]}' changes training runs, and {source} has none."
-    elif listed:
-        wrong = f"'--set {listed[0]}': in a study the lists of its runs decide this; change its file."
-    elif changes and not study.checkpoints:
-        wrong = f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none."
-    if wrong:
-        raise UserError(wrong)
+        raise UserError(f"'--set {overrides[0]}' changes training runs, and {source} has none.")
+    if listed:
+        raise UserError(f"'--set {listed[0]}': in a study the lists of its runs decide this; change its file.")
+    if changes and not study.checkpoints:
+        raise UserError(f"--{next(iter(changes)).rstrip('s')} is of checkpoints, and this study has none.")
     checkpoints = [found for entry in study.checkpoints for found in _checkpoints_of(entry, changes or {})]
     runs = [_runs_of(part, path.parent, overrides) for part in study.parts]
     return ExpandedStudy(source, study, runs, checkpoints)
@@ -282,7 +274,7 @@ def _runs_of(part: StudyPart, beside: Path, overrides: Sequence[str]) -> list[St
             settings = msgspec.structs.replace(settings, objective=with_source(settings.objective))
             task = part.name or type(settings.task).__name__.lower()
             made = entry.name or f"{task}-{_run_name(settings.objective, gate, prior, beta, seed)}"
-            runs.append(StudyRun(made, settings, name, gate, prior, beta, seed, entry))
+            runs.append(StudyRun(made, settings, prior, beta, entry))
     return runs
 
 
@@ -292,29 +284,28 @@ def usual_objective(gate: GateKind, prior: Prior) -> str:
 
 
 def _combinations(grid: RunGrid) -> list[tuple[str, GateKind, Prior | None, float | None, int]]:
-    count = prod(max(1, len(axis)) for axis in (grid.objective, grid.gate, grid.prior, grid.beta, grid.seed))
+    axes = (grid.gate, grid.prior, grid.beta, grid.seed)
+    count = prod(map(len, axes)) * max(1, len(grid.objective))
     if count > _MAX_RUNS:
         raise UserError(f"The lists of these runs make {count:,} of them; shorten them to {_MAX_RUNS:,} at most.")
     if grid.objective and grid.objective[0] not in BUILT_IN:
         return [(name, gate, None, None, seed) for name, gate, seed in product(grid.objective, grid.gate, grid.seed)]
-    runs: dict[tuple[str, GateKind, Prior | None, float | None, int], None] = {}
-    for objective, gate, prior, beta, seed in product(
-        grid.objective or ("",), grid.gate, grid.prior, grid.beta, grid.seed
-    ):
-        name = objective or usual_objective(gate, prior)
-        runs[name, gate, prior, None if gate == "none" else beta, seed] = None
-    return list(runs)
+    runs = [
+        (objective or usual_objective(gate, prior), gate, prior, None if gate == "none" else beta, seed)
+        for objective, gate, prior, beta, seed in product(grid.objective or ("",), *axes)
+    ]
+    return list(dict.fromkeys(runs))  # without a gate every beta is the same run
 
 
 def _objective_changes(objective: str, prior: Prior, beta: float | None) -> list[str]:
     changes = [f"objective.name={objective}"]
     if beta is not None:
         changes.append(f"objective.beta={beta}")
-    if prior == "final":
-        return changes
     if prior == "uniform":
-        return [*changes, "objective.prior=uniform"]
-    return [*changes, "objective.prior=geometric", f"objective.geometric_lambda={prior}"]
+        changes.append("objective.prior=uniform")
+    elif prior != "final":
+        changes += ["objective.prior=geometric", f"objective.geometric_lambda={prior}"]
+    return changes
 
 
 def _run_name(objective: Objective, gate: GateKind, prior: Prior | None, beta: float | None, seed: int) -> str:

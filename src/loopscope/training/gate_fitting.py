@@ -23,7 +23,7 @@ from loopscope.errors import UserError
 from loopscope.files import BESIDE
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tensors
-from loopscope.models.checkpoint_folder import HASHES, weight_files
+from loopscope.models.checkpoint_folder import HASHES, require_values, weight_files
 from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
 from loopscope.splits import check_gate_data, fitting_data
@@ -49,8 +49,8 @@ class GateSettings(Settings, frozen=True, kw_only=True):
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.pairing != "next" and self.objective != "utility":
-            raise ValueError("pairing is of the objective 'utility'")
+        is_used = self.pairing == "next" or self.objective == "utility"
+        require_values((is_used, "pairing is of the objective 'utility'"))
 
     @property
     def name(self) -> str:
@@ -112,10 +112,8 @@ def fit_gate(
 def gate_loss(settings: GateSettings, losses: Tensor, logits: Tensor) -> Tensor:
     """What is minimised, from cross-entropies [T, B] and halt logits [T, B]."""
     if settings.objective == "ponder":
-        objective = Objective(
-            name="learned_gate", prior=settings.prior, geometric_lambda=settings.geometric_lambda, beta=settings.beta
-        )
-        return objective_loss(objective, losses, logits)
+        shared = {name: getattr(settings, name) for name in ("prior", "geometric_lambda", "beta")}
+        return objective_loss(Objective(name="learned_gate", **shared), losses, logits)
     continue_target = torch.sigmoid(_SHARPNESS * ((losses[:-1] - losses[1:]).clamp(min=0) - _MIN_IMPROVEMENT))
     paired_logits = logits[:-1] if settings.pairing == "next" else logits[1:]
     # The sigmoid of a halt logit is the probability to stop.

@@ -14,7 +14,7 @@ Shapes: B windows, C tokens of context, T loops, V vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,6 @@ from loopscope.models.looped_model import LoopedModel, LoopState
 from loopscope.models.ouro import Ouro, OuroConfig
 from loopscope.models.tokenizer import FILE as TOKENIZER, read_documents, tokenize_documents
 from loopscope.training.objectives import Unrolling, expected_loops
-from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import GATED, SPECIAL_TOKENS, ContinueSettings, PretrainSettings
 from loopscope.training.training_loop import BatchLosses, TrainingRun, epoch_rows
 
@@ -86,16 +85,21 @@ class TextRun(TrainingRun):
         """The model without its weights."""
 
     def __post_init__(self) -> None:
-        reject(sentence for sentence, is_so in self.problems().items() if is_so)
+        reject(self.problems())
 
-    def problems(self) -> dict[str, bool]:
-        """What would be wrong with the run, and whether it is."""
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the run."""
         context, longest = self.settings.context, self.empty_model.block_size
-        return {f"context is {context}, and the model takes {longest} tokens.": context > longest}
+        if context > longest:
+            yield f"context is {context}, and the model takes {longest} tokens."
+
+    @property
+    def texts(self) -> dict[str, tuple[Path, ...]]:
+        return {"train": self.train, "validation": self.validation}
 
     @property
     def texts_sha256(self) -> dict[str, list[str]]:
-        return {name: [sha256(path) for path in getattr(self, name)] for name in ("train", "validation")}
+        return {name: [sha256(path) for path in paths] for name, paths in self.texts.items()}
 
     @property
     def width(self) -> int:
@@ -113,20 +117,16 @@ class TextRun(TrainingRun):
         token = block * (empty.embed_cost + loops + heads * empty.head_cost) + heads * head
         return 6.0 * again * token * self.settings.context * training.batch_size
 
-    def note_data(self) -> None:
-        """Writes `data.json`, if the texts are long enough and the model knows their tokens."""
+    def describe_texts(self) -> dict[str, Any]:
+        """How long the texts are, if they are long enough and the model knows their tokens."""
         known, context = self.empty_model.vocab_size, self.settings.context
-        for name, found in self._tokens.items():
-            is_short = len(found) <= context
-            if is_short or int(found.max()) >= known:
-                raise UserError(
-                    f"The {name} text has {len(found)} tokens, less than one window of {context} and the token after "
-                    "it; give more text, or a shorter context."
-                    if is_short
-                    else f"The tokenizer has tokens that its model has not ({known:,}); put the model's own there."
-                )
-        if not (self.folder / DATA_FILE).is_file():
-            write_json(self.folder / DATA_FILE, {"tokens": {name: len(found) for name, found in self._tokens.items()}})
+        for name, tokens in self._tokens.items():
+            if len(tokens) <= context:
+                least = f"one window of {context} and its next token"
+                raise UserError(f"The {name} text has {len(tokens)} tokens, less than {least}; give more text.")
+            if int(tokens.max()) >= known:
+                raise UserError(f"The tokenizer has tokens that its model has not ({known:,}); use the model's own.")
+        return {"tokens": {name: len(tokens) for name, tokens in self._tokens.items()}}
 
     def losses(self, model: LoopedModel) -> nn.Module:
         return TokenLosses(model)
@@ -151,8 +151,7 @@ class TextRun(TrainingRun):
 
     @cached_property
     def _tokens(self) -> dict[str, NDArray[np.int64]]:
-        texts = {"train": self.train, "validation": self.validation}
-        return {name: token_stream(paths, self.folder, self.end_token) for name, paths in texts.items()}
+        return {name: token_stream(paths, self.folder, self.end_token) for name, paths in self.texts.items()}
 
 
 @dataclass(frozen=True)
@@ -195,11 +194,11 @@ class LanguageRun(TextRun):
             "run": {**plain(self.settings), "text_sha256": self.texts_sha256},
         }
 
-    def prepare(self) -> None:
+    def prepare(self) -> dict[str, Any]:
         if not (self.folder / TOKENIZER).is_file():
             documents, longest = read_documents(self.train), self.settings.model.max_position_embeddings
             train_tokenizer(documents, self.settings.vocab_size, longest, self.folder)
-        self.note_data()
+        return self.describe_texts()
 
     def initial_model(self) -> Ouro:
         with torch.random.fork_rng(devices=[]):
@@ -223,26 +222,22 @@ class ContinuedRun(TextRun):
         settings = msgspec.structs.replace(self.settings, loops=self.empty_model.num_loops)
         object.__setattr__(self, "settings", settings)
 
-    def problems(self) -> dict[str, bool]:
-        given, start, loops = self.settings, self.start, self.empty_model.num_loops
-        has_teacher, without_gate = self.teacher is not None, given.objective.name in GATED and not self.has_gate
-        return {
-            **super().problems(),
-            f"loops is {given.loops}, and {start} has {loops}; leave it out.": given.loops not in (None, loops),
-            f"The objective '{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear, "
-            "or choose another objective.": without_gate,
-            f"{start} does not say with which token a text ends (eos_token_id in {CONFIG}).": not end_tokens(start),
-            "targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing.": has_teacher
-            != (given.targets == "teacher"),
-            f"The teacher {self.teacher} has other tokens than {start}; take one with its tokenizer.": has_teacher
-            and not self._teacher_has_same_tokens(),
-        }
-
-    def _teacher_has_same_tokens(self) -> bool:
-        assert self.teacher is not None
-        tokenizers = [each / TOKENIZER for each in (self.start, self.teacher) if (each / TOKENIZER).is_file()]
-        is_same_size = self.empty_model.vocab_size == model_without_weights(self.teacher).vocab_size
-        return is_same_size and len({sha256(each) for each in tokenizers}) <= 1
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        given, start, teacher, empty = self.settings, self.start, self.teacher, self.empty_model
+        if given.loops not in (None, empty.num_loops):
+            yield f"loops is {given.loops}, and {start} has {empty.num_loops}; leave it out."
+        if given.objective.name in GATED and not self.has_gate:
+            yield f"'{given.objective.name}' trains a gate, and {start} has none; loop it with --gate linear."
+        if not end_tokens(start):
+            yield f"{start} does not say with which token a text ends (eos_token_id in {CONFIG})."
+        if (teacher is None) == (given.targets == "teacher"):
+            yield "targets = 'teacher' and a teacher (--teacher CHECKPOINT) go together; one is missing."
+        if teacher is not None:
+            tokenizers = [folder / TOKENIZER for folder in (start, teacher) if (folder / TOKENIZER).is_file()]
+            is_same_size = empty.vocab_size == model_without_weights(teacher).vocab_size
+            if not is_same_size or len({sha256(file) for file in tokenizers}) > 1:
+                yield f"The teacher {teacher} has other tokens than {start}; take one with its tokenizer."
 
     @property
     def files(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -272,11 +267,11 @@ class ContinuedRun(TextRun):
     def empty_model(self) -> Any:
         return model_without_weights(self.start)
 
-    def prepare(self) -> None:
+    def prepare(self) -> dict[str, Any]:
         for name in self.files[len(TrainingRun.files) :]:
             if not (self.folder / name).is_file():
                 write_bytes(self.folder / name, (self.start / name).read_bytes())
-        self.note_data()
+        return self.describe_texts()
 
     def initial_model(self) -> LoopedModel:
         model = load_model(self.start, dtype="float32").train().requires_grad_(True)
@@ -303,10 +298,8 @@ class ContinuedRun(TextRun):
 
 def token_stream(paths: Sequence[Path], checkpoint: Path, end_token: int = _END) -> NDArray[np.int64]:
     """All documents of a text, one after the other, each with the end token before it."""
-    end = np.array([end_token])
-    return np.concatenate(
-        [part for tokens in tokenize_documents(read_documents(paths), checkpoint) for part in (end, tokens)]
-    )
+    documents = tokenize_documents(read_documents(paths), checkpoint)
+    return np.concatenate([part for tokens in documents for part in ([end_token], tokens)])
 
 
 def cut_windows(tokens: NDArray[np.int64], context: int) -> TokenWindows:
@@ -349,15 +342,16 @@ class TokenLosses(nn.Module):
             _, read = self.model.deepest(embedded, unrolling.loops, truncated=unrolling.truncated)
             loss, right = self._answers(of_chosen(read), targets, taught)
             return BatchLosses(loss[None], right[None], None, None)
-        losses, correct, halts, detached = [], [], [], []
+        answers, halts, detached = list[Any](), list[Any](), list[Any]()
         for state in self.model.unroll(embedded):
             pooled, read = (of_chosen(each) for each in self.model.read(state))
-            loss, right = self._answers(read, targets, taught)
-            losses.append(loss)
-            correct.append(right)
+            answers.append(self._answers(read, targets, taught))
             halts.append(self.model.halt(pooled))
             detached.append(self.model.halt(pooled.detach()))
-        return BatchLosses(torch.stack(losses), torch.stack(correct), _stacked(halts), _stacked(detached))
+        losses, correct = map(torch.stack, zip(*answers, strict=True))
+        if halts[0] is None:
+            return BatchLosses(losses, correct, None, None)
+        return BatchLosses(losses, correct, torch.stack(halts), torch.stack(detached))
 
     def _answers(self, read: Tensor, targets: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor]:
         if not (self.model.gradient_checkpointing and torch.is_grad_enabled()):
@@ -371,11 +365,6 @@ class TokenLosses(nn.Module):
         else:
             loss = F.kl_div(logits.log_softmax(-1), taught, reduction="none", log_target=True).sum(-1)
         return loss, logits.argmax(-1) == targets
-
-
-def _stacked(values: list[Tensor | None]) -> Tensor | None:
-    there = [each for each in values if each is not None]
-    return torch.stack(there) if there else None
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, longest: int, folder: Path) -> None:

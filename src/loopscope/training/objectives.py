@@ -15,7 +15,7 @@ Shapes: T loops, B rows. Everything about q is computed in log space and in floa
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from types import CodeType
@@ -185,10 +185,7 @@ def try_objective(
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [each.grad for each in (losses, halts, detached) if each is not None and each.grad is not None]
         if not all(torch.isfinite(value).all() for value in (loss, *gradients)):
-            raise UserError(
-                "The objective or its gradient is not finite on cross-entropies from 0.5 to 2 (and halt logits from -1 "
-                "to 0.5); mend it."
-            )
+            raise UserError("The objective or its gradient is not finite on cross-entropies from 0.5 to 2; mend it.")
         joint |= halts is not None and halts.grad is not None
         decoupled |= detached is not None and detached.grad is not None
     return "joint" if joint else "decoupled" if decoupled else "none"
@@ -199,23 +196,18 @@ def _current_function(name: str, function: UserFunction | None) -> UserFunction:
     text, file = objective_source(name, function)
     function = function or _imported(name)
     if file is not None and not _is_compiled_from(text, function):
-        raise UserError(
-            f"{file} was changed after Python had imported it, so the objective '{name}' is not what its source says; "
-            "start Python again."
-        )
+        raise UserError(f"{file}, with '{name}', was changed after Python had imported it; start Python again.")
     return function
 
 
 def _imported(name: str) -> UserFunction:
-    module_name, _, attribute = name.partition(":")
+    module, _, attribute = name.partition(":")
     try:
-        function: UserFunction = getattr(importlib.import_module(module_name), attribute)
-        home = function.__module__
-        problem = None if home == module_name else f"it is defined in '{home}'; name it where it is defined"
+        function: UserFunction = getattr(importlib.import_module(module), attribute)
+        if function.__module__ != module:  # the source text of the module that defines it belongs to the run
+            raise UserError(f"it is defined in '{function.__module__}'; name it where it is defined")
     except (Exception, SystemExit) as error:
-        problem = reason(error)
-    if problem is not None:  # the source text of the module that defines it belongs to the run
-        raise UserError(f"The objective '{name}' cannot be imported: {problem}.")
+        raise UserError(f"The objective '{name}' cannot be imported: {reason(error)}.") from None
     return function
 
 
@@ -226,13 +218,11 @@ def _is_compiled_from(text: bytes, function: UserFunction) -> bool:
     if code is None or type(loader) is not SourceFileLoader:
         return True
     try:
-        return code in set(_compiled(compile(text, code.co_filename, "exec", dont_inherit=True)))
+        return code in _nested(compile(text, code.co_filename, "exec", dont_inherit=True))
     except SyntaxError:
         return False
 
 
-def _compiled(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _compiled(constant)
+def _nested(code: CodeType) -> set[CodeType]:
+    """The code and all code that is defined in it."""
+    return {code}.union(*(_nested(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

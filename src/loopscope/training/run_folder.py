@@ -1,8 +1,8 @@
 """What does a run's folder hold, and whose is it? Its configuration and its metrics, read and written without PyTorch.
 
-`config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`, and `state.safetensors`
-(`run_state.py`) while it runs, `model.safetensors` and `hashes.json` once it is finished. Nothing in the folder depends
-on the time or on the machine's name.
+`config.json` (all settings), `data.json` (split sizes and their overlap), `metrics.jsonl`; `state.safetensors` while it
+runs (`training_loop.py`), `model.safetensors` and `hashes.json` once it is finished. Nothing in the folder depends on
+the time or on the machine's name.
 """
 
 import hashlib
@@ -65,8 +65,7 @@ def read_run_settings(run: Path) -> RunSettings:
     sizes = settings.model, settings.task.vocab_size, settings.block_size
     if (config.model, config.vocab_size, config.block_size) != sizes:
         raise UserError(
-            f"{run / CONFIG} contradicts itself: its model, vocab_size or block_size is not that of the run's task and "
-            "model; put the file back as training wrote it."
+            f"{run / CONFIG} contradicts itself (model, vocab_size or block_size); put training's file back."
         )
     return settings
 
@@ -145,11 +144,10 @@ def read_metrics(folder: Path, steps: int, finished: bool = False) -> list[dict[
     try:
         lines = (folder / METRICS_FILE).read_bytes().split(b"\n")[:-1]
         entries = [entry for entry in map(json.loads, lines) if entry["step"] <= steps]
-        is_whole = not finished or "validation_accuracy" in entries[-1]
+        if finished:
+            entries[-1]["validation_accuracy"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
-        is_whole = False
-    if not is_whole:
-        raise UserError(f"{folder / METRICS_FILE} was altered; train the run again in another folder.")
+        raise UserError(f"{folder / METRICS_FILE} was altered; train the run again in another folder.") from None
     return entries
 
 

@@ -38,7 +38,7 @@ from loopscope.config import (
 )
 from loopscope.errors import UserError, brief, did_you_mean, reason
 from loopscope.files import is_file, no_such_toml
-from loopscope.models.checkpoint_folder import TransformerSettings
+from loopscope.models.checkpoint_folder import TransformerSettings, require_values
 from loopscope.models.tokenizer import END
 from loopscope.tasks import Mano, Parity
 
@@ -88,10 +88,7 @@ class Objective(Settings, frozen=True, kw_only=True):
             if kind in owners:
                 continue
             if getattr(self, setting) not in (default, UNSET):
-                raise ValueError(
-                    f"{setting} needs the objective {' or '.join(owners)}, and this is '{self.name}'; leave it out (a "
-                    "function takes what it needs as objective.options)"
-                )
+                raise ValueError(f"{setting} needs the objective {' or '.join(owners)}, and this is '{self.name}'")
             msgspec.structs.force_setattr(self, setting, UNSET)  # no file mentions it
 
     @property
@@ -123,8 +120,7 @@ class Training(Settings, frozen=True, kw_only=True):
     checkpointing: bool | UnsetType = UNSET  # loops are run again for their gradients, in place of kept (default: no)
 
     def __post_init__(self) -> None:
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError("min_learning_rate is above learning_rate")
+        require_values((self.min_learning_rate <= self.learning_rate, "min_learning_rate is above learning_rate"))
 
 
 class RunSettings(Settings, frozen=True, kw_only=True):
@@ -136,17 +132,11 @@ class RunSettings(Settings, frozen=True, kw_only=True):
     training: Training = Training()
 
     def __post_init__(self) -> None:
-        gated = self.objective.name in GATED
-        if not self.objective.is_custom and gated != (self.model.gate != "none"):
-            raise ValueError(
-                f"{' and '.join(GATED)} need model.gate = 'linear' or 'mlp', and the other objectives model.gate "
-                f"= 'none'; got objective.name = '{self.objective.name}' with model.gate = '{self.model.gate}'"
-            )
-        if self.block_size < self.task.positions:
-            raise ValueError(
-                f"model.block_size {self.block_size} is too small: the task's longest examples have "
-                f"{self.task.positions} tokens"
-            )
+        objective, gate, positions = self.objective.name, self.model.gate, self.task.positions
+        is_matched = self.objective.is_custom or (objective in GATED) == (gate != "none")
+        rule = f"{' and '.join(GATED)} need model.gate = 'linear' or 'mlp', and all others model.gate = 'none'"
+        short = f"model.block_size is {self.block_size}, and the task's longest examples have {positions} tokens"
+        require_values((is_matched, f"{rule}; got '{objective}' with '{gate}'"), (self.block_size >= positions, short))
 
     @property
     def num_loops(self) -> int:
@@ -277,10 +267,7 @@ def with_source(objective: Objective, function: UserFunction | None = None) -> O
         return objective
     found = hashlib.sha256(objective_source(objective.name, function)[0]).hexdigest()
     if objective.source_sha256 not in (UNSET, found):
-        raise UserError(
-            f"The source text of the objective '{objective.name}' is not the one that these settings name "
-            f"(source_sha256); put it back, or begin another run."
-        )
+        raise UserError(f"The source text of '{objective.name}' is not the one that these settings name; put it back.")
     return msgspec.structs.replace(objective, source_sha256=found)
 
 

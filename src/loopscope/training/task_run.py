@@ -5,7 +5,6 @@ Shapes: B rows, T loops.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from loopscope.config import plain, write_json
+from loopscope.config import plain
 from loopscope.models.checkpoint_folder import CheckpointConfig
 from loopscope.models.device import accumulator, check_device, upload
 from loopscope.models.transformer import LoopedTransformer
@@ -23,7 +22,6 @@ from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Examples, drawn, overlap, training_fingerprints
 from loopscope.training.objectives import Unrolling
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.run_folder import DATA_FILE
 from loopscope.training.settings import Option, RunSettings, UserFunction, custom_objective, read_settings
 from loopscope.training.training_loop import BatchLosses, RunResult, TrainingRun, epoch_rows, train_run
 
@@ -46,9 +44,8 @@ def train(
     """
     is_custom = objective is not None or options is not None
     chosen = custom_objective(objective or "", options) if is_custom else None
-    if chosen is not None or overrides or isinstance(settings, str):
-        settings = read_settings(settings, [overrides] if isinstance(overrides, str) else overrides, chosen)
-    run = TaskRun(settings, Path(folder), objective if callable(objective) else None)
+    read = read_settings(settings, [overrides] if isinstance(overrides, str) else overrides, chosen)
+    run = TaskRun(read, Path(folder), objective if callable(objective) else None)
     return train_run(run, check_device(device) if isinstance(device, str) else device, progress, workers)
 
 
@@ -71,9 +68,15 @@ class TaskRun(TrainingRun):
     def has_gate(self) -> bool:
         return self.settings.model.gate != "none"
 
-    def prepare(self) -> None:
-        if not (self.folder / DATA_FILE).is_file():
-            write_json(self.folder / DATA_FILE, describe_data(self.settings))
+    def prepare(self) -> dict[str, Any]:
+        """Split sizes, and how much of validation and test occurs in the training data."""
+        task = self.settings.task
+        sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
+        if task.train_examples == 0:
+            return {"examples": sizes | {"train": "online"}}
+        known = training_fingerprints(task)
+        shares = {name: overlap(drawn(task, name), known) for name in ("validation", "test")}
+        return {"examples": sizes, "share_seen_in_training": shares}
 
     def initial_model(self) -> LoopedTransformer:
         return initial_model(self.settings)
@@ -87,18 +90,15 @@ class TaskRun(TrainingRun):
     @torch.no_grad()
     def validate(self, model: LoopedTransformer, device: torch.device) -> dict[str, Any]:
         """Mean cross-entropy and accuracy of every loop."""
-        examples, losses = self._sample, AnswerLosses(model)
+        task, losses = self.settings.task, AnswerLosses(model)
+        size = min(self.settings.training.validation_sample, task.validation_examples)
+        examples = drawn(task, "validation").take(np.arange(size))
         sums = torch.zeros((2, model.num_loops), dtype=accumulator(device), device=device)
         for rows in examples.same_length_batches(1024):
             loss, correct, *_ = losses(examples.take(rows), device)
             sums = sums + torch.stack([each.to(sums.dtype).sum(1) for each in (loss, correct)])
         loss, accuracy = (sums / len(examples)).tolist()
         return {"validation_loss": loss, "validation_accuracy": accuracy}
-
-    @cached_property
-    def _sample(self) -> Examples:
-        size = min(self.settings.training.validation_sample, self.settings.task.validation_examples)
-        return drawn(self.settings.task, "validation").take(np.arange(size))
 
 
 def initial_model(settings: RunSettings) -> LoopedTransformer:
@@ -147,16 +147,3 @@ def training_batches(settings: RunSettings) -> Callable[[int], Examples]:
         return lambda step: task.batch(seed, step, size).by_length()
     examples, rows = drawn(task, "train"), epoch_rows(task.train_examples, settings.training)
     return lambda step: examples.take(rows(step)).by_length()
-
-
-def describe_data(settings: RunSettings) -> dict[str, Any]:
-    """Split sizes, and how much of validation and test occurs in the training data."""
-    task = settings.task
-    sizes = {name: getattr(task, f"{name}_examples") for name in ("train", "validation", "test")}
-    if task.train_examples == 0:
-        return {"examples": sizes | {"train": "online"}}
-    known = training_fingerprints(task)
-    return {
-        "examples": sizes,
-        "share_seen_in_training": {name: overlap(drawn(task, name), known) for name in ("validation", "test")},
-    }

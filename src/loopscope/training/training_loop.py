@@ -1,62 +1,81 @@
 """How is a model trained? The loop of steps: a run -> its folder, which is a checkpoint.
 
-Every batch is a function of (settings, step), so the state file in the folder (`run_state`) is all that a killed run
-needs to end bit-identical to one that ran through. Several workers may train one run: each takes its share of every
+Every batch is a function of (settings, step), so the state file in the folder is all that a killed run needs to end
+bit-identical to one that ran through. It holds weights, optimizers and step, with its own hash and those of the files
+beside it: a run does not resume from anything altered. Several workers may train one run: each takes its share of every
 batch, and the first alone writes. The run says what is trained on what: on the answers of a task (`task_run`) or on the
 tokens of a text (`language_run`).
+
+Weights are updated by AdamW on a warmup-cosine schedule, on request with Muon for the block's matrices. Muon computes
+in the precision of its device: PyTorch's own uses bf16, 10 to 60 times slower on a CPU without such units. The update
+of a matrix is its Nesterov momentum, orthogonalised by five Newton-Schulz steps. Defaults and learning-rate scaling are
+those of `torch.optim.Muon`.
 
 Shapes: B rows (or tokens), T loops.
 """
 
+import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from loopscope.artifacts import sha256
+from loopscope.config import digest, write_json
 from loopscope.errors import UserError
-from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS, check_hashes
+from loopscope.files import atomic_file
+from loopscope.models.checkpoint import first_not_finite, write_tensors
+from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS, check_hashes, write_hashes
+from loopscope.models.looped_model import LoopedModel, tensors_sha256
 from loopscope.progress import ProgressCallback, silent
 from loopscope.tasks import Draws
 from loopscope.training.objectives import (
     GateTraining,
     LoopLosses,
     LossFunction,
-    Unrolling,
     draw_unrolling,
     load_objective,
     try_objective,
 )
-from loopscope.training.optimizers import Optimizers
 from loopscope.training.parallel import SINGLE_WORKER, Workers
-from loopscope.training.run_folder import DATA_FILE, STATE_FILE, append_metrics, claimed, cut_metrics, read_metrics
-from loopscope.training.run_state import finish, restore, save_state
+from loopscope.training.run_folder import (
+    DATA_FILE,
+    METRICS_FILE,
+    STATE_FILE,
+    append_metrics,
+    claimed,
+    cut_metrics,
+    metrics_sha256,
+    read_metrics,
+    trained_with,
+)
 from loopscope.training.settings import Training, UserFunction, with_source
 
 _EPOCH_STREAMS = 1 << 63
 """Streams from here on shuffle the epochs; the ones below draw data."""
+_NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
+_NEWTON_SCHULZ_STEPS = 5
 
 
 class BatchLosses(NamedTuple):
-    """What a model says of a batch at every loop."""
+    """What a model says of a batch at every loop; of an `Unrolling` at the last of its loops, without halt logits."""
 
     cross_entropy: Tensor  # [T, B]
     correct: Tensor  # [T, B] whether the likeliest answer is right
     gate_logits: Tensor | None  # [T, B]
     detached_gate_logits: Tensor | None  # [T, B], from states through which no gradient flows
-
-
-Losses = Callable[[Any, torch.device, Unrolling | None], BatchLosses]
-"""At all loops of the model; with an `Unrolling` at the last of its loops, T = 1, and without halt logits."""
 
 
 class TrainingRun(ABC):
@@ -82,8 +101,8 @@ class TrainingRun(ABC):
     def has_gate(self) -> bool: ...
 
     @abstractmethod
-    def prepare(self) -> None:
-        """Writes what the folder holds before the first step: `data.json` at least. The first worker alone does it."""
+    def prepare(self) -> dict[str, Any]:
+        """Writes what else the folder holds before the first step; returns what `data.json` says of the data."""
 
     @abstractmethod
     def initial_model(self) -> Any:
@@ -91,7 +110,7 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def losses(self, model: Any) -> nn.Module:
-        """The `Losses` of a model, as a module: only a module's gradients can be averaged over workers."""
+        """(batch, device, unrolling) -> `BatchLosses`, as a module: only its gradients can be averaged over workers."""
 
     @abstractmethod
     def batches(self) -> Callable[[int], Any]:
@@ -104,9 +123,6 @@ class TrainingRun(ABC):
     @abstractmethod
     def validate(self, model: Any, device: torch.device) -> dict[str, Any]:
         """Mean cross-entropy and accuracy of every loop on a sample of the validation data."""
-
-
-_Run = TypeVar("_Run", bound=TrainingRun)
 
 
 @dataclass(frozen=True)
@@ -144,19 +160,15 @@ def train_run(
         return RunResult(folder, start, read_metrics(folder, steps, finished=True))
 
 
-def with_objective(run: _Run, device: torch.device) -> tuple[_Run, LossFunction, GateTraining]:
+def with_objective(run: Any, device: torch.device) -> tuple[Any, LossFunction, GateTraining]:
     """The run with the hash of its objective's source in its settings, the objective, and how it trains a gate."""
     settings = run.settings
     pinned = with_source(settings.objective, run.function)
     objective = load_objective(pinned, settings.training.seed, run.function)
     gate_training = try_objective(objective, settings.num_loops, run.has_gate, settings.training.steps, device)
     if run.has_gate and run.gate_by_choice and gate_training == "none":
-        raise UserError(
-            f"The objective '{pinned.name}' does not use loops.gate_logits, so the gate would stay as it began; set "
-            "model.gate = 'none'."
-        )
-    pinned_run = replace(cast(Any, run), settings=msgspec.structs.replace(settings, objective=pinned))
-    return pinned_run, objective, gate_training
+        raise UserError(f"The objective '{pinned.name}' does not use loops.gate_logits; set model.gate = 'none'.")
+    return replace(run, settings=msgspec.structs.replace(settings, objective=pinned)), objective, gate_training
 
 
 def _train(
@@ -171,10 +183,8 @@ def _train(
     folder, settings = run.folder, run.settings
     every = settings.training
     with workers.together():
-        if workers.is_main:
-            if not (folder / STATE_FILE).is_file():  # nothing would tell that what an earlier try noted was altered
-                (folder / DATA_FILE).unlink(missing_ok=True)
-            run.prepare()
+        if workers.is_main and not all((folder / name).is_file() for name in (STATE_FILE, *run.files)):
+            write_json(folder / DATA_FILE, run.prepare())  # again without a state: nothing tells if it was altered
     with workers.together():
         model = run.initial_model().to(device)
         model.gradient_checkpointing = bool(every.checkpointing)
@@ -189,15 +199,14 @@ def _train(
     losses = workers.replicated(run.losses(model), some_unused=bool(settings.objective.truncated))
     mine = np.arange(workers.rank, every.batch_size, workers.count)  # a batch is sorted by length: even work for all
     if workers.count > 1:  # after its first pass DDP adds in another order: without one, a resumed run would differ
-        _backward(losses, objective, batch_of(start).take(mine), start, settings, device)
+        _backward(losses, objective, batch_of(start).take(mine), start, settings)
         losses.zero_grad(set_to_none=True)
     note = ""
     for step in range(start, every.steps):
         done, last = step + 1, step + 1 == every.steps
-        outcome = train_step(losses, objective, optimizers, batch_of(step).take(mine), step, settings, device)
-        logging, validating, saving = (
-            done % often == 0 or last for often in (every.log_every, every.validate_every, every.checkpoint_every)
-        )
+        outcome = train_step(losses, objective, optimizers, batch_of(step).take(mine), step, settings)
+        often = (every.log_every, every.validate_every, every.checkpoint_every)
+        logging, validating, saving = (done % steps == 0 or last for steps in often)
         if logging or saving:
             for name in ("loss", "loop_loss", "loop_accuracy"):  # gradients are averaged already
                 outcome[name] = workers.mean(outcome[name])
@@ -222,46 +231,35 @@ def _train(
 
 
 def train_step(
-    answers: Losses,
-    objective: LossFunction,
-    optimizers: Optimizers,
-    batch: Any,
-    step: int,
-    settings: Any,
-    device: torch.device,
+    losses: nn.Module, objective: LossFunction, optimizers: "Optimizers", batch: Any, step: int, settings: Any
 ) -> dict[str, Any]:
     """One step of training on this batch; what it measured is still on its device, to be fetched only when wanted."""
-    loss, losses, correct, loops = _backward(answers, objective, batch, step, settings, device)
+    measured = _backward(losses, objective, batch, step, settings)
     rate, norm = optimizers.step(step)
-    return {
-        **({} if loops is None else {"loops": loops}),  # that were run, where the objective draws them
-        "loss": loss,
-        "loop_loss": losses.mean(1),
-        "loop_accuracy": correct.float().mean(1),
-        "learning_rate": rate,
-        "gradient_norm": norm,
-    }
+    return {**measured, "learning_rate": rate, "gradient_norm": norm}
 
 
-def _backward(
-    answers: Losses, objective: LossFunction, batch: Any, step: int, settings: Any, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, int | None]:
-    """The gradients of this batch; its loss, loss and correctness [T, B] of every answer, and the loops if drawn."""
-    training = settings.training
+def _backward(losses: nn.Module, objective: LossFunction, batch: Any, step: int, settings: Any) -> dict[str, Any]:
+    """Adds the gradients of this batch; returns its loss, and loss and accuracy [T] of every loop."""
+    training, device = settings.training, next(losses.parameters()).device
     unrolling = draw_unrolling(settings.objective, settings.num_loops, training.seed, step)
     bf16 = device.type == "cuda" and training.bf16
     parts = []
     for rows in np.array_split(np.arange(len(batch)), min(training.accumulate or 1, len(batch))):
         with torch.autocast("cuda", torch.bfloat16) if bf16 else nullcontext():
             part = batch if len(rows) == len(batch) else batch.take(rows)
-            losses, correct, gate_logits, detached = answers(part, device, unrolling)
-            loss = objective(LoopLosses(losses, gate_logits, step, detached))
+            cross_entropy, correct, gate_logits, detached = losses(part, device, unrolling)
+            loss = objective(LoopLosses(cross_entropy, gate_logits, step, detached))
         share = len(rows) / len(batch)
         (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
-        parts.append((loss.detach() * share, losses.detach(), correct))
+        parts.append((loss.detach() * share, cross_entropy.detach(), correct))
     all_loss, all_losses, all_correct = zip(*parts, strict=True)
-    loops = None if unrolling is None else unrolling.loops
-    return torch.stack(all_loss).sum(), torch.cat(all_losses, dim=1), torch.cat(all_correct, dim=1), loops
+    return {
+        **({} if unrolling is None else {"loops": unrolling.loops}),  # that were run, where the objective draws them
+        "loss": torch.stack(all_loss).sum(),
+        "loop_loss": torch.cat(all_losses, dim=1).mean(1),
+        "loop_accuracy": torch.cat(all_correct, dim=1).float().mean(1),
+    }
 
 
 def epoch_rows(count: int, settings: Training) -> Callable[[int], NDArray[np.int64]]:
@@ -292,3 +290,174 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         memory.fill_uninitialized_memory = before[1]
+
+
+class Optimizers:
+    """The optimizers of a run as one: they share the shape of the learning-rate schedule."""
+
+    def __init__(self, model: Any, settings: Training, gate_apart: bool = False) -> None:
+        """With `gate_apart` the gradients of the model's gate are clipped alone, and change no other step."""
+        self._settings = settings
+        parameters = list(model.parameters())
+        gate = set(model.gate.parameters()) if gate_apart and model.gate is not None else set()
+        self._clipped = [[p for p in parameters if p not in gate], [p for p in parameters if p in gate]]
+        matrices = [p for p in model.block.parameters() if p.ndim == 2] if settings.muon_learning_rate else []
+        rest = [p for p in parameters if p not in set(matrices)]
+        adamw = AdamW(
+            [
+                {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
+                {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},  # biases and norms
+            ],
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            fused=True,
+        )
+        self._all: list[tuple[Optimizer, float]] = [(adamw, settings.learning_rate)]
+        if matrices:
+            rate = settings.muon_learning_rate
+            self._all.append((Muon(matrices, lr=rate, weight_decay=settings.weight_decay), rate))
+
+    def step(self, step: int) -> tuple[float, Tensor]:
+        """Clips the gradients and applies them; returns AdamW's learning rate and the norm before clipping.
+
+        The norm is that of all parameters but a gate's that is clipped by itself.
+        """
+        norm, _ = (nn.utils.clip_grad_norm_(parameters, self._settings.clip_norm) for parameters in self._clipped)
+        factor = schedule(step, self._settings)
+        for optimizer, rate in self._all:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return self._settings.learning_rate * factor, norm
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of all optimizers, as a file holds it."""
+        return {
+            f"optimizer.{index}.{parameter}.{key}": value.detach().cpu().contiguous()
+            for index, (optimizer, _) in enumerate(self._all)
+            for parameter, entries in optimizer.state_dict()["state"].items()
+            for key, value in entries.items()
+        }
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self._all]
+        for name, value in tensors.items():
+            _, index, parameter, key = name.split(".")
+            states[int(index)].setdefault(int(parameter), {})[key] = value
+        for state, (optimizer, _) in zip(states, self._all, strict=True):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def schedule(step: int, settings: Training) -> float:
+    """The learning rate of a step (from 0) as a fraction of the peak: linear warmup, then a cosine to the minimum."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    floor = settings.min_learning_rate / settings.learning_rate
+    done = (step - settings.warmup_steps) / max(settings.steps - settings.warmup_steps, 1)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+class Muon(Optimizer):
+    def __init__(self, matrices: Iterable[Tensor], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for matrix in group["params"]:
+                state = self.state[matrix]
+                if not state:
+                    state["momentum"] = torch.zeros_like(matrix)
+                average = state["momentum"].lerp_(matrix.grad, 1 - momentum)
+                update = orthogonalised(matrix.grad.lerp(average, momentum))
+                matrix.mul_(1 - rate * group["weight_decay"])
+                matrix.add_(update, alpha=-rate * math.sqrt(max(1, matrix.shape[0] / matrix.shape[1])))
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """Nearly U V' of the matrix U S V': all singular values are brought close to 1."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if tall else matrix
+    if wide.is_cuda:
+        wide = wide.bfloat16()
+    wide = wide / wide.norm().clamp(min=1e-7)
+    a, b, c = _NEWTON_SCHULZ
+    for _ in range(_NEWTON_SCHULZ_STEPS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.T if tall else wide).to(matrix.dtype)
+
+
+def steps_done(folder: Path) -> int:
+    """How many steps of the run in `folder` need not be done again; all of a finished run."""
+    if (folder / WEIGHTS).is_file():
+        run = trained_with(folder)
+        return 0 if run is None else int(run["training"]["steps"])
+    return int(_read_state(folder, with_tensors=False)[0]["step"]) if (folder / STATE_FILE).is_file() else 0
+
+
+def save_state(folder: Path, model: LoopedModel, optimizers: Optimizers, step: int, written: dict[str, str]) -> None:
+    """Saves the run after `step` steps; `written` has the hashes of the files that it wrote before the first."""
+    tensors = {f"model.{name}": value for name, value in _finite_weights(model).items()}
+    tensors |= optimizers.tensors()
+    files = json.dumps(written | {METRICS_FILE: metrics_sha256(folder, step)})
+    metadata = {"step": str(step), "files": files}
+    with atomic_file(folder / STATE_FILE) as scratch:
+        write_tensors(tensors, scratch, metadata | {"sha256": _state_sha256(tensors, metadata)})
+
+
+def restore(folder: Path, model: LoopedModel, optimizers: Optimizers, written: dict[str, str]) -> int:
+    """Puts the run back to its last saved state; returns the number of steps done."""
+    if not (folder / STATE_FILE).is_file():
+        return 0
+    metadata, tensors = _read_state(folder, with_tensors=True)
+    step = int(metadata["step"])
+    is_altered = metadata.pop("sha256", None) != _state_sha256(tensors, metadata)
+    now = written | {METRICS_FILE: metrics_sha256(folder, step)}
+    before = {} if is_altered else json.loads(metadata["files"])
+    altered = [name for name in before if now.get(name, before[name]) != before[name]]
+    if is_altered or altered:
+        name = STATE_FILE if is_altered else altered[0]
+        raise UserError(f"{folder / name} was altered since the run saved its state; train in another folder.")
+    tied = {f"model.{name}": tensors[f"model.{other}"] for name, other in model.tied.items()}
+    weights = {name: value for name, value in (tensors | tied).items() if name.startswith("model.")}
+    model.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
+    optimizers.restore({name: value for name, value in tensors.items() if name not in weights})
+    return step
+
+
+def finish(folder: Path, model: LoopedModel, written: dict[str, str]) -> None:
+    """Writes the weights; the hashes of all files come first, so that a folder with weights has those of its files."""
+    weights = _finite_weights(model)
+    with atomic_file(folder / WEIGHTS) as scratch:
+        write_tensors(weights, scratch)
+        write_hashes(folder, written | {METRICS_FILE: sha256(folder / METRICS_FILE), WEIGHTS: sha256(scratch)})
+    (folder / STATE_FILE).unlink(missing_ok=True)
+
+
+def _read_state(folder: Path, with_tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata of a state, which name its step, and its tensors."""
+    try:
+        with safe_open(folder / STATE_FILE, framework="pt") as file:
+            metadata, names = dict(file.metadata()), file.keys() if with_tensors else ()
+            int(metadata["step"])
+            return metadata, {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, RuntimeError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{folder / STATE_FILE} cannot be read ({error}); remove it to begin again.") from None
+
+
+def _state_sha256(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Of everything that a state says, whatever the order in its file."""
+    return digest([metadata, tensors_sha256(dict(sorted(tensors.items())))])
+
+
+def _finite_weights(model: LoopedModel) -> dict[str, Tensor]:
+    """Every tensor once, as a file holds it."""
+    state = model.state_dict()
+    weights = {name: value.detach().cpu().contiguous() for name, value in state.items() if name not in model.tied}
+    if first_not_finite(weights):
+        raise UserError("The weights are no longer finite; lower training.learning_rate, and train in another folder.")
+    return weights

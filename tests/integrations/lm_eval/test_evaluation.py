@@ -156,6 +156,7 @@ def test_a_policy_on_scores_per_character_decides_as_its_replay(checkpoint: Path
         lm = LoopScopeLM(checkpoint, tokenizer=byte_pairs(), policy=rule)
         found = evaluate(lm, [benchmark], data=DATA, limit=20, shots=shots)
         assert found.loops[benchmark].average_loops == pytest.approx(loops.mean())
+        assert found.model["average_loops"] == {benchmark: found.loops[benchmark].average_loops}
         right = recorded.correct[np.arange(20), loops - 1]
         assert found.results[benchmark]["acc_norm,none"] == pytest.approx(right.mean())
 

@@ -173,14 +173,6 @@ def test_more_than_the_model_has_positions_for(model: Any, policy: ls.ExitPolicy
     assert model.generate(PROMPTS, max_new_tokens=58, policy=policy, eos_token_id=None).shape[1] == 64
 
 
-def test_padding_after_a_prompt_is_refused(model: Any) -> None:
-    """Where transformers makes the mask itself."""
-    after = PROMPTS.clone()
-    after[1, 4:] = 13
-    with pytest.raises(ls.UserError, match="pad prompts on the left"):
-        model.generate(after, max_new_tokens=1, pad_token_id=13, eos_token_id=14)
-
-
 def test_a_text_stops_at_a_string(model: Any) -> None:
     """The tokenizer is of the criterion, not of the network."""
     tokenizer, options = byte_pairs(), {"max_new_tokens": 12, "eos_token_id": None}

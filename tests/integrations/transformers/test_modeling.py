@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 import loopscope as ls
-import loopscope.integrations.transformers
+from loopscope.integrations.transformers import lora_config
 from loopscope.models.checkpoint import save_model
 
 OURO, HUGINN = GOLDEN / "ouro-tiny", GOLDEN / "huginn-tiny"
@@ -104,13 +104,6 @@ def test_saved_and_loaded_again_byte_by_byte(folder: Path, tmp_path: Path) -> No
     saved, given = (json.loads((each / "config.json").read_text()) for each in (tmp_path / "one", folder))
     assert saved.items() >= given.items()
     assert ls.load_model(tmp_path / "one").weights_sha256 == ls.load_model(folder).weights_sha256
-
-
-def test_shards(tmp_path: Path) -> None:
-    loaded(OURO).save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    for again in (load(tmp_path).state_dict(), ls.load_model(tmp_path).state_dict()):
-        assert all(torch.equal(each, again[name]) for name, each in loaded(OURO).state_dict().items())
 
 
 @torch.no_grad()
@@ -238,17 +231,21 @@ def test_the_loss_is_that_of_the_single_rows(folder: Path, side: str) -> None:
 
 
 def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
-    model, (tokens, mask) = load(folder).train(), padded(rows(), "left")
+    """Adapters drop units at random; the loop that is run again drops the same ones."""
+    base, (tokens, mask) = load(folder), padded(rows(), "left")
+    model = get_peft_model(base, lora_config(base, lora_dropout=0.5, init_lora_weights=False)).train()
     gradients = []
     for enable in (False, True):
         if enable:
             model.gradient_checkpointing_enable()
-        assert model.is_gradient_checkpointing == model.looped.gradient_checkpointing == enable
+        assert base.is_gradient_checkpointing == base.looped.gradient_checkpointing == enable
         model.zero_grad()
-        model(tokens, attention_mask=mask, labels=tokens).loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.manual_seed(1)
+        losses = model(tokens, attention_mask=mask, labels=tokens, loop_losses=True).cross_entropy
+        losses.mean().backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    assert gradients[0]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own compiler

@@ -15,16 +15,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN
+from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_language import write_ouro
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
@@ -52,19 +55,17 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    settings = {
-        "max_steps": 30,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 5e-3,
-        "logging_steps": 10,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(str(folder), **settings | changes)
+SETTINGS = {
+    "max_steps": 30,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 5e-3,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+    "disable_tqdm": True,
+}
 
 
 def trainer(model: Any, folder: Path, objective: Any = "fixed_prior", **changes: Any) -> LoopTrainer:
@@ -72,7 +73,14 @@ def trainer(model: Any, folder: Path, objective: Any = "fixed_prior", **changes:
     known = {field.name for field in fields(TrainingArguments)}
     options = {name: changes.pop(name) for name in [*changes] if name not in known}
     data = {"train_dataset": text(0), "eval_dataset": text(1, 16)}
-    return LoopTrainer(model, arguments(folder, **changes), objective=objective, **{**data, **options})
+    arguments = TrainingArguments(str(folder), **SETTINGS | changes)
+    return LoopTrainer(model, arguments, objective=objective, **{**data, **options})
+
+
+def trained(model: Any, folder: Path, objective: Any = "fixed_prior", **changes: Any) -> LoopTrainer:
+    run = trainer(model, folder, objective, **changes)
+    run.train()
+    return run
 
 
 def logged(run: Any, name: str) -> list[float]:
@@ -119,15 +127,14 @@ def test_an_adapter_lowers_the_loss_of_every_loop_and_becomes_a_checkpoint(ouro:
 @pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "an adapter"])
 def test_a_decoupled_gate_changes_nothing_else(ouro: Path, tmp_path: Path, adapter: bool) -> None:
     """Bit for bit what the fixed prior trains, also where gradients are clipped."""
-    trained = {}
+    found = []
     for name in ("fixed_prior", "decoupled_gate"):
         torch.manual_seed(0)
         base = load(ouro)
         model = get_peft_model(base, lora_config(base, rank=4)) if adapter else base
-        run = trainer(model, tmp_path, name, max_steps=3, logging_steps=1, max_grad_norm=0.05)
-        run.train()
-        trained[name] = ({key: each.clone() for key, each in model.state_dict().items()}, logged(run, "grad_norm"))
-    (plain, norms), (decoupled, same) = trained.values()
+        run = trained(model, tmp_path, name, max_steps=3, logging_steps=1, max_grad_norm=0.05)
+        found.append(({key: each.clone() for key, each in model.state_dict().items()}, logged(run, "grad_norm")))
+    (plain, norms), (decoupled, same) = found
     different = {key for key, value in plain.items() if not torch.equal(value, decoupled[key])}
     assert different
     assert all("early_exit_gate" in key for key in different)
@@ -186,8 +193,7 @@ def test_a_batch_in_parts_is_the_same_batch(ouro: Path, tmp_path: Path) -> None:
     for parts in (1, 2):
         options = {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts}
         options |= {"max_steps": 3, "logging_steps": 1, "train_dataset": rows}
-        run = trainer(load(ouro), tmp_path, "decoupled_gate", **options)
-        run.train()
+        run = trained(load(ouro), tmp_path, "decoupled_gate", **options)
         losses = {name: torch.tensor(logged(run, name)) for name in ("loss", "loss_loop_2")}
         weights.append({**run.model.state_dict(), **losses})
     for name, value in weights[0].items():
@@ -201,27 +207,19 @@ def test_a_part_in_which_no_label_counts_adds_nothing(ouro: Path, tmp_path: Path
     for parts, rows in ((1, full), (2, [*full, *empty])):
         options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": parts, "max_steps": 2}
         options |= {"train_sampling_strategy": "sequential", "train_dataset": rows}
-        run = trainer(load(ouro), tmp_path, "decoupled_gate", **options)
-        run.train()
-        found.append(run.model.state_dict())
+        found.append(trained(load(ouro), tmp_path, "decoupled_gate", **options).model.state_dict())
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name])
     with pytest.raises(ls.UserError, match="No label of a whole step"):
-        trainer(load(ouro), tmp_path, "decoupled_gate", train_dataset=empty).train()
+        trained(load(ouro), tmp_path, "decoupled_gate", train_dataset=empty)
 
 
-def test_metrics_go_by_loop_to_whoever_listens(ouro: Path, tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-
-    class Tracker(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            seen.append(dict(logs))
-
+def test_metrics_go_by_loop(ouro: Path, tmp_path: Path) -> None:
     changes = {"max_steps": 12, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 6}
-    trainer(load(ouro), tmp_path, "random_depth", callbacks=[Tracker()], **changes).train()
-    trained, evaluated = ([logs for logs in seen if name in logs] for name in ("loss", "eval_loss"))
-    assert (len(trained), len(evaluated)) == (4, 2)
-    drawn = [sum(f"loss_loop_{loop}" in logs for loop in (1, 2, 3)) for logs in trained]
+    history = trained(load(ouro), tmp_path, "random_depth", **changes).state.log_history
+    training, evaluated = ([logs for logs in history if name in logs] for name in ("loss", "eval_loss"))
+    assert (len(training), len(evaluated)) == (4, 2)
+    drawn = [sum(f"loss_loop_{loop}" in logs for loop in (1, 2, 3)) for logs in training]
     assert all(1 <= count <= 3 for count in drawn)
     for logs in evaluated:
         assert all(f"eval_loss_loop_{loop}" in logs for loop in (1, 2, 3))
@@ -255,7 +253,7 @@ def test_padding_changes_no_loss(ouro: Path, tmp_path: Path, own: bool) -> None:
         options = {"max_steps": 1, "logging_steps": 1}
         given = {"train_dataset": uneven(7), "data_collator": lambda rows, side=side: padded(rows, *side)}
         made = trainer(load(ouro), tmp_path, "final", **options, **given) if own else None
-        run = made or Trainer(load(ouro), arguments(tmp_path, **options), **given)
+        run = made or Trainer(load(ouro), TrainingArguments(str(tmp_path), **SETTINGS | options), **given)
         run.train()
         found.append([run.state.log_history[0][name] for name in ("loss", "grad_norm")])
     np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-4)
@@ -273,24 +271,13 @@ def test_an_evaluation_is_a_mean_over_tokens(ouro: Path, tmp_path: Path) -> None
         run.evaluate(uneven(7)[-1:])
 
 
-def test_transformers_own_trainer_trains_the_last_loop(ouro: Path, tmp_path: Path) -> None:
-    model = load(ouro)
-    run = Trainer(model, arguments(tmp_path, max_steps=8), train_dataset=text(0), eval_dataset=text(1, 16))
-    first = run.evaluate()["eval_loss"]
-    run.train()
-    assert run.evaluate()["eval_loss"] < first
-    assert run.predict(text(1, 16)).predictions.shape == (16, 17, 50)
-
-
 def test_what_is_saved_says_how_it_was_trained(tiny_ouro: LanguageRun, tmp_path: Path) -> None:
     """It is not the model of the run that it began with any more, whole or with a merged adapter."""
-    run = trainer(load(tiny_ouro.folder), tmp_path, "random_depth", max_steps=1)
-    run.train()
-    run.save_model(str(tmp_path / "tuned"))
+    trained(load(tiny_ouro.folder), tmp_path, "random_depth", max_steps=1).save_model(str(tmp_path / "tuned"))
     base = load(tiny_ouro.folder)
     base.save_pretrained(tmp_path / "same")
     model = get_peft_model(base, lora_config(base, rank=2))
-    trainer(model, tmp_path, max_steps=1).train()
+    trained(model, tmp_path, max_steps=1)
     model.save_pretrained(tmp_path / "adapter")
     adapted = PeftModel.from_pretrained(load(tiny_ouro.folder), tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
@@ -326,7 +313,7 @@ def file_of(folder: Path) -> Path:
 def test_a_resumed_run_ends_where_the_other_ends(ouro: Path, tmp_path: Path) -> None:
     changes = {"max_steps": 7, "save_strategy": "steps", "save_steps": 4, "logging_steps": 2}
     for name in ("through", "resumed"):
-        trainer(load(ouro), tmp_path / name, "random_depth", **changes).train()
+        trained(load(ouro), tmp_path / name, "random_depth", **changes)
     run = trainer(load(ouro), tmp_path / "resumed", "random_depth", **changes)
     run.train(resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-4"))
     expected, found = (load_file(file_of(tmp_path / name / "checkpoint-7")) for name in ("through", "resumed"))
@@ -409,29 +396,6 @@ def test_two_processes_train_what_one_trains(ouro: Path, tmp_path: Path) -> None
         torch.testing.assert_close(value, found[2][name], atol=5e-5, rtol=1e-3)
 
 
-def test_a_loop_that_is_run_again_drops_the_same(ouro: Path) -> None:
-    """Adapters may drop units at random, and gradient checkpointing runs them twice."""
-    base = load(ouro)
-    model = get_peft_model(base, lora_config(base, lora_dropout=0.5)).train()
-    tokens = torch.tensor([row["input_ids"] for row in text(3, 4)])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    gradients = []
-    for enable in (False, True):
-        if enable:
-            model.gradient_checkpointing_enable()
-        model.zero_grad()
-        torch.manual_seed(1)
-        out = model(tokens, labels=tokens, loop_losses=True)
-        out.cross_entropy.mean().backward()
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name])
-
-
 def test_what_cannot_be_trained(ouro: Path, tmp_path: Path) -> None:
     base = load(ouro)
     sizes = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
@@ -455,6 +419,30 @@ def test_what_cannot_be_trained(ouro: Path, tmp_path: Path) -> None:
 def test_every_kind_is_trained(tmp_path: Path) -> None:
     """Huginn has no gate, and its head is its embedding."""
     for objective in ("fixed_prior", Objective(name="random_depth", truncated=1)):
-        run = trainer(load(GOLDEN / "huginn-tiny"), tmp_path, objective, max_steps=4, gradient_checkpointing=True)
-        run.train()
+        run = trained(load(GOLDEN / "huginn-tiny"), tmp_path, objective, max_steps=4, gradient_checkpointing=True)
         assert run.state.global_step == 4
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_trl_trains_the_last_loop(ouro: Path, tmp_path: Path) -> None:
+    """As it trains any other model: it brings its own head, and its loss is that of the last loop."""
+    import trl  # its import warns, which is an error outside a test
+
+    model, rows = load(ouro), [row["input_ids"] for row in uneven(6)]
+    with torch.no_grad():
+        losses = [model(torch.tensor([row]), labels=torch.tensor([row])).loss.item() * (len(row) - 1) for row in rows]
+    words = {str(token): token for token in range(model.config.vocab_size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    data = Dataset.from_list([{"input_ids": row} for row in rows])
+    options = {"model_init_kwargs": {"dtype": "float32"}, "bf16": False, "max_steps": 8, "max_length": 32}
+    run = trl.SFTTrainer(
+        str(ouro),
+        args=trl.SFTConfig(str(tmp_path), **SETTINGS | options),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", pad_token="0"),
+    )
+    before = run.evaluate()["eval_loss"]
+    assert before == pytest.approx(sum(losses) / sum(len(row) - 1 for row in rows), abs=1e-4)
+    run.train()
+    assert run.evaluate()["eval_loss"] < before

@@ -130,7 +130,6 @@ def test_the_plugin_imports_little_and_never_ends_a_server() -> None:
         ({"readout": "fixed", "threshold": 5}, "beyond the 4 loops"),
         ({"exits_log": "exits.jsonl"}, "nothing to log"),
         ({"readout": "fixed", "threshold": 2, "exits_log": "exits.jsonl"}, "nothing to log"),
-        ({"without_promise": True}, "only the policy of a file"),
         ({"policy": "nowhere.json"}, "nowhere.json"),
         ("gate", "loopscope"),
     ],

@@ -15,13 +15,7 @@ from loopscope.errors import UserError
 from loopscope.files import is_file
 from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
 from loopscope.integrations.lm_eval.task_names import benchmark_tasks
-from loopscope.questions import (
-    Benchmark,
-    reading_benchmark,
-    subjects_of,
-    templates_compiled_once,
-    write_task_definition,
-)
+from loopscope.questions import reading_benchmark, subjects_of, templates_compiled_once, write_task_definition
 
 
 class LoopUsage(Settings, frozen=True):
@@ -53,11 +47,16 @@ def evaluate(
 ) -> Evaluation:
     """Runs tasks by lm_eval's names, or by the paths of their definitions; `data` is for the six benchmarks.
 
-    Shots are the task's own unless they are given; `limit` is by task, as lm_eval has it.
+    Shots are the task's own unless they are given; `limit` is by task, as lm_eval has it. The counts of `model.used`
+    start again at 0.
     """
-    before = dict(model.used)
+    model.used.clear()
     with templates_compiled_once(), _environment_left_alone(), TemporaryDirectory() as folder:
-        manager, loaded = _hub_tasks(tasks) if data is None else _local_tasks(tasks, data, Path(folder))
+        if data is None:
+            manager, loaded = _hub_tasks(tasks)
+        else:
+            manager = TaskManager(include_defaults=False)
+            loaded = [_local_task(name, data, Path(folder), manager) for name in tasks]
         _check_shots(loaded, shots)
         evaluated = evaluator.simple_evaluate(
             model,
@@ -76,12 +75,7 @@ def evaluate(
         shots=evaluated["n-shot"],
         samples=evaluated["n-samples"],
         versions=evaluated["versions"],
-        loops={
-            name: LoopUsage(new, (total - loops_before) / new)
-            for name, (count, total) in model.used.items()
-            for count_before, loops_before in [before.get(name, (0, 0))]
-            if (new := count - count_before)
-        },
+        loops={name: LoopUsage(count, total / count) for name, (count, total) in model.used.items()},
     )
 
 
@@ -104,11 +98,8 @@ def _hub_tasks(names: Sequence[str]) -> tuple[TaskManager, list[Any]]:
     manager = TaskManager(include_defaults=not ours, include_path=list(where))  # all of them take half a minute
     found: list[Any] = []
     for name in names:
-        if is_file(path := Path(name)):
-            reading = reading_benchmark("The task definition", path)
-        else:
-            reading = reading_benchmark(f"The task '{name}'", None)
-        with reading:
+        path = Path(name) if is_file(Path(name)) else None
+        with reading_benchmark("The task definition" if path else f"The task '{name}'", path):
             loaded = manager.load([name])
         inside = {child for children in loaded["group_map"].values() for child in children}
         for kind in ("groups", "tasks"):
@@ -130,13 +121,9 @@ def _check_shots(loaded: Sequence[Any], shots: int | None) -> None:
             )
 
 
-def _local_tasks(names: Sequence[str], data: Path, folder: Path) -> tuple[TaskManager, list[Any]]:
-    """Benchmarks whose data are in a folder: each its task, or the group of its subjects' tasks."""
-    known, manager = benchmark_tasks(), TaskManager(include_defaults=False)
-    return manager, [_local_task(name, known[name], data, folder, manager) for name in names]
-
-
-def _local_task(name: str, benchmark: Benchmark, data: Path, folder: Path, manager: TaskManager) -> Any:
+def _local_task(name: str, data: Path, folder: Path, manager: TaskManager) -> Any:
+    """A benchmark whose data are in a folder: its task, or the group of its subjects' tasks."""
+    benchmark = benchmark_tasks()[name]
     found: dict[str, Any] = {}
     with reading_benchmark(benchmark.title, data):
         for subject in subjects_of(benchmark, data):

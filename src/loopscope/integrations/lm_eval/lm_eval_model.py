@@ -84,6 +84,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         if isinstance(policy, (str, Path)):
             policy = ExitPolicy.load(policy)
         self.policy = policy or ExitPolicy("fixed", self.model.num_loops if loops is None else loops)
+        self._adaptive = self.policy.fixed_depth is None
         self.used: dict[str, tuple[int, int]] = {}
         """For every task: decisions, and loops of all of them."""
         self._cache, self._seed, self._progress, self._think_end = cache, seed, progress, think_end_token
@@ -155,7 +156,6 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         for key, numbers in enumerate(numbers_by_context.values()):
             for number, answer in zip(numbers, scored[key], strict=True):
                 answers[number] = answer
-                self.cache_hook.add_partial("loglikelihood", requests[number].args, answer)
         return answers
 
     def _question(self, key: int, question: Question, tokens: EncodedQuestion, shared: int) -> Request:
@@ -180,30 +180,19 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         totals = [0.0] * len(requests)
         for owner, (likely, _) in zip(owners, self._loglikelihood_tokens(windows, names), strict=True):
             totals[owner] += likely
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], names: Sequence[str] | None = None, **_: Any
     ) -> list[Likelihood]:
-        """Every context with its one continuation; contexts are cut from the left."""
+        """Every context with its one continuation; the windows of a rolling text fit the model."""
         names = names or [""] * len(requests)
-        pairs = []
-        for _, context, continuation in requests:
-            room = self.max_length - self._adaptive + 1 - len(continuation)
-            if room < 1 or not continuation or not context:
-                raise UserError(f"A continuation has 1 to {self.max_length - self._adaptive} tokens, after a context.")
-            pairs.append((np.array(context[-room:]), np.array(continuation)))
+        pairs = [(np.array(context), np.array(continuation)) for _, context, continuation in requests]
         if self._adaptive:
             alone = self._alone([Prompt(key, *pair) for key, pair in enumerate(pairs)], names)
             return [alone[key] for key in range(len(pairs))]
         scored = self._together([choices(key, context, [rest]) for key, (context, rest) in enumerate(pairs)], names)
         return [scored[key][0] for key in range(len(pairs))]
-
-    @property
-    def _adaptive(self) -> bool:
-        return self.policy.fixed_depth is None
 
     def _together(self, requests: Sequence[Request], names: Sequence[str]) -> dict[int, list[Likelihood]]:
         """Questions, numbered; those with the same beginning, and then those of one length, run together."""
@@ -252,7 +241,6 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         for numbers in alike.values():
             for number, text in zip(numbers, self._generated([requests[number] for number in numbers]), strict=True):
                 texts[number] = text
-                self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return texts
 
     def _generated(self, requests: Sequence[Any]) -> list[str]:
@@ -272,8 +260,7 @@ class LoopScopeLM(TemplateLM):  # type: ignore[misc]
         ]
         names, sampling = [request.task_name or "" for request in requests], sampling_of(options, self._seed)
         how: dict[str, Any] = {"max_new_tokens": most, "stop": self._ends, "sampling": sampling}
-        for _ in self._tokens_of(prompts, names, stopping_criterion=stop_strings, **how):
-            pass
+        list(self._tokens_of(prompts, names, stopping_criterion=stop_strings, **how))
         return [stop_strings.text(key, self._ends) for key in range(len(requests))]
 
     def _count(self, task: str, loops: int) -> None:

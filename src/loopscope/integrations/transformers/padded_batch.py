@@ -159,11 +159,9 @@ class PaddedBatch:
             raise UserError(
                 f"labels must have the shape of input_ids, {[self.size, self.columns]}, got {list(labels.shape)}."
             )
-        following = self.pack(labels).roll(-1)
-        ends = np.zeros(len(self.cells), dtype=bool)
-        ends[self.counts.cumsum() - 1] = True
-        apart = upload(ends, labels.device)
-        chosen = ((following != -100) & ~apart).nonzero()[:, 0]
+        starts = upload(self.counts.cumsum() - self.counts, labels.device)
+        following = self.pack(labels).index_fill(0, starts, -100).roll(-1)
+        chosen = (following != -100).nonzero()[:, 0]
         return chosen, following.index_select(0, chosen)
 
 

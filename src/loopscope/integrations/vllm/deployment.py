@@ -39,8 +39,6 @@ class DeploymentSettings(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.readout is None) != (self.threshold is None) or (self.policy is not None and self.readout is not None):
             raise ValueError("a policy is given by its file, or by a readout and its threshold together, not both")
-        if self.without_promise and self.policy is None:
-            raise ValueError("only the policy of a file has a promise that it could be used without")
 
 
 class Deployment(msgspec.Struct, frozen=True):
