@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from loopscope.cli import answer
+from loopscope.cli.options import Execute, Parser, described
 from loopscope.cli.output import machine_line, print_json, print_table
-from loopscope.cli.parser import Execute, Parser, described
 
 
 def run_benchmark(

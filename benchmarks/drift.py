@@ -41,9 +41,8 @@ from loopscope.certify.calibration import certify
 from loopscope.certify.monitor import Monitor
 from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
-from loopscope.cli.options import add_shared, option, share
+from loopscope.cli.options import Parser, add_shared, option, share
 from loopscope.cli.output import percent, print_json, print_table
-from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, track

@@ -29,9 +29,8 @@ from benchmarks.command import run_benchmark
 from loopscope.certify.calibration import calibrate, conformal_risk_control
 from loopscope.certify.losses import losses, lost_at, risk_groups
 from loopscope.certify.not_proven import NotProven
-from loopscope.cli.options import add_shared, option
+from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import percent, print_json, print_table
-from loopscope.cli.parser import Parser
 from loopscope.errors import UserError
 from loopscope.frontier import crossings, totals
 from loopscope.learned.attach import attach

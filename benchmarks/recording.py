@@ -15,10 +15,8 @@ import msgspec
 from benchmarks.command import print_measured, run_benchmark
 from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
-from loopscope.cli.compute import device_of
-from loopscope.cli.inputs import finished_run
-from loopscope.cli.options import add_shared, option
-from loopscope.cli.parser import Parser
+from loopscope.cli.inputs import device_of, finished_run
+from loopscope.cli.options import Parser, add_shared, option
 from loopscope.models.checkpoint import load_model
 from loopscope.progress import ProgressCallback, track
 from loopscope.recording.recording_folder import Keep

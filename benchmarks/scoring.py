@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 from benchmarks.command import print_measured, run_benchmark
 from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.inputs import find_model
-from loopscope.cli.options import add_shared, option
-from loopscope.cli.parser import Parser
+from loopscope.cli.inputs import device_of, find_model
+from loopscope.cli.options import Parser, add_shared, option
+from loopscope.cli.output import working
 from loopscope.engine.requests import PrefixCache, Request, log_likelihoods
 from loopscope.models.checkpoint import load_model
 from loopscope.models.checkpoint_folder import find_checkpoint

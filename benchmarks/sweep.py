@@ -16,9 +16,8 @@ import numpy as np
 from benchmarks.command import print_measured, run_benchmark
 from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
-from loopscope.cli.compute import device_of
-from loopscope.cli.options import add_shared, option
-from loopscope.cli.parser import Parser
+from loopscope.cli.inputs import device_of
+from loopscope.cli.options import Parser, add_shared, option
 from loopscope.errors import UserError
 from loopscope.frontier import sweep
 from loopscope.policy import ExitPolicy, accuracy_and_loops

@@ -18,9 +18,8 @@ from benchmarks.command import print_measured, run_benchmark
 from benchmarks.padded_baseline import plain_losses
 from loopscope.analysis.schema import Machine, Spread
 from loopscope.bench.measure import interleaved, spread
-from loopscope.cli.compute import device_of
-from loopscope.cli.options import add_shared, option
-from loopscope.cli.parser import Parser
+from loopscope.cli.inputs import device_of
+from loopscope.cli.options import Parser, add_shared, option
 from loopscope.errors import UserError
 from loopscope.models.packing import share_prefixes
 from loopscope.progress import ProgressCallback, track

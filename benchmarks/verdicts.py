@@ -21,9 +21,8 @@ import numpy as np
 from benchmarks.command import run_benchmark
 from loopscope.analysis.diagnosis import diagnose_subject
 from loopscope.analysis.gaps import Subject
-from loopscope.cli.options import add_shared, option
+from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import percent, print_json, print_table
-from loopscope.cli.parser import Parser
 from loopscope.progress import ProgressCallback, track
 from loopscope.trajectory import Trajectory
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from _pytest.capture import CaptureResult
 from benchmark_slices import byte_pairs
 from conftest import TINY
 from tiny_language import write_ouro
@@ -35,17 +36,35 @@ def read_json(file: Path) -> Any:
     return json.loads(file.read_bytes())
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The one sentence with which a command ends."""
-    capsys.readouterr()
-    assert run(*words) == 2, words
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Device: " not in err  # nothing is announced that is then refused
-    sentence = err.splitlines()[-1]
-    assert sentence.startswith("loopscope: ")
-    assert sentence.endswith(".")
-    return sentence
+class Command:
+    """Runs a command as a user types it, and gives what it prints: alone, without what was printed before."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *words: object, code: int | None = 0) -> CaptureResult[str]:
+        """What is printed if the exit code is this one; None: if a promise is kept (0) or broken (1)."""
+        self._capsys.readouterr()
+        assert run(*words) in ((0, 1) if code is None else (code,)), (words, self._capsys.readouterr())
+        return self._capsys.readouterr()
+
+    def json(self, *words: object, code: int = 0) -> Any:
+        return json.loads(self(*words, "--json", code=code).out)
+
+    def refused(self, *words: object) -> str:
+        """The one sentence with which a command ends."""
+        out, err = self(*words, code=2)
+        assert out == ""
+        assert "Device: " not in err  # nothing is announced that is then refused
+        sentence = err.splitlines()[-1]
+        assert sentence.startswith("loopscope: ")
+        assert sentence.endswith(".")
+        return sentence
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
 
 
 def crafted(early_is_right: bool, split: str, **changes: object) -> ls.Trajectory:

@@ -1,12 +1,11 @@
 """`loopscope bench` from the command line: what is measured, and what is rejected."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 import loopscope as ls
-from cli.conftest import recording_of, refusal, run
+from cli.conftest import Command, recording_of
 
 
 def continued(folder: Path) -> list[str]:
@@ -15,9 +14,8 @@ def continued(folder: Path) -> list[str]:
     return ["--text", str(folder / "text.txt"), "--prompts", "3", "--prompt-tokens", "8", "--rounds", "1"]
 
 
-def test_bench_exits_of_a_run(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("bench", "exits", recorded, "--rounds", 1, "--waiting", "--json") == 0
-    (result,) = json.loads(capsys.readouterr().out)
+def test_bench_exits_of_a_run(recorded: Path, command: Command) -> None:
+    (result,) = command.json("bench", "exits", recorded, "--rounds", 1, "--waiting")
     assert result["examples"] == 150
     assert [policy["readout"] for policy in result["policies"]] == ["top1", "margin", "kl", "hidden_change"]
     for policy in result["policies"]:
@@ -27,17 +25,15 @@ def test_bench_exits_of_a_run(recorded: Path, capsys: pytest.CaptureFixture[str]
         assert policy["realised"]["median"] == pytest.approx(policy["speedup"]["median"] / ideal)
         assert policy["waiting_realised"]["median"] > 0
     assert result["machine"]["gigaflops"]["median"] > 0
-    assert run("bench", "exits", recorded, "--rounds", 1, "--readout", "margin") == 0
-    table = capsys.readouterr().out
+    table = command("bench", "exits", recorded, "--rounds", 1, "--readout", "margin").out
     assert all(word in table for word in ("final loop", "margin", "realised", "0.29")), table
 
 
-def test_bench_exits_at_random(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_exits_at_random(command: Command) -> None:
     words = ["--settings", "demo", "--examples", 200, "--rounds", 1, "--batch-size", 16, "--loops", 2.5, "--waiting"]
     for change in ("model.width=16", "model.gate=linear", "objective.name=learned_gate"):
         words += ["--set", change]
-    assert run("bench", "exits", *words, "--readout", "margin", "--readout", "gate", "--readout", "gate", "--json") == 0
-    (result,) = json.loads(capsys.readouterr().out)
+    (result,) = command.json("bench", "exits", *words, "--readout", "margin", "--readout", "gate", "--readout", "gate")
     assert [policy["readout"] for policy in result["policies"]] == ["margin", "gate"]
     assert result["policies"][0]["average_loops"] == pytest.approx(2.5, abs=0.1)
     for policy in result["policies"]:
@@ -46,26 +42,26 @@ def test_bench_exits_at_random(capsys: pytest.CaptureFixture[str]) -> None:
         assert policy["agreement"]["differing"] == 0
 
 
-def test_bench_exits_of_a_policy(mine: Path, policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_exits_of_a_policy(mine: Path, policy: Path, command: Command) -> None:
     words = ("bench", "exits", mine, "--policy", policy, "--rounds", 1, "--batch-size", 64)
-    assert run(*words, "--json") == 0
-    ((timing,),) = (result["policies"] for result in json.loads(capsys.readouterr().out))
+    ((timing,),) = (result["policies"] for result in command.json(*words))
     assert (timing["readout"], timing["max_drop"]) == ("margin", 0.1)
     assert timing["agreement"]["differing"] == 0
     loops = ls.ExitPolicy.load(policy).exit_loops(ls.Trajectory.load(recording_of(mine, "test")))
     assert timing["average_loops"] == pytest.approx(loops.mean())
-    assert run(*words, "--readout", "kl") == 0
-    table = capsys.readouterr().out
+    table = command(*words, "--readout", "kl").out
     assert "margin, loss ≤ 10 %" in table
     assert "\nkl " in table
-    assert "--policy needs RUN" in refusal(capsys, "bench", "exits", "--policy", policy)
+    assert "--policy needs RUN" in command.refused("bench", "exits", "--policy", policy)
 
 
-def test_generation_is_measured(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_is_measured(checkpoint: str, tmp_path: Path, command: Command) -> None:
     options = [*continued(tmp_path), "--new-tokens", "6"]
     rules = ["--readout", "fixed", "--threshold", "4", "--readout", "fixed", "--threshold", "2", "--json"]
-    assert run("bench", "generation", checkpoint, *options, *rules) == 0
-    measured = {(way["threshold"], way["cache"]): way for way in json.loads(capsys.readouterr().out)["ways"]}
+    measured = {
+        (way["threshold"], way["cache"]): way
+        for way in command.json("bench", "generation", checkpoint, *options, *rules)["ways"]
+    }
     assert len(measured) == 6
     for cache in ("full", "propagate"):  # full depth is full depth
         assert measured[4, cache]["agreement"] == 1
@@ -75,18 +71,14 @@ def test_generation_is_measured(checkpoint: str, tmp_path: Path, capsys: pytest.
     for way in measured.values():
         assert way["writing_loops"] == pytest.approx(way["threshold"])
         assert way["drafts"] is None
-    assert run("bench", "generation", checkpoint, *options[:2], "--readout", "gate") == 2
-    assert "--threshold" in capsys.readouterr().err
+    assert "--threshold" in command.refused("bench", "generation", checkpoint, *options[:2], "--readout", "gate")
 
 
-def test_lossless_text_and_the_plain_way_are_measured(
-    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lossless_text_and_the_plain_way_are_measured(checkpoint: str, tmp_path: Path, command: Command) -> None:
     """Their tokens are full depth's; rows of different lengths are padded in the plain way."""
     words = [*continued(tmp_path), "--new-tokens", "9"]
     words += ["--readout", "fixed", "--threshold", "1", "--cache", "full", "--lossless", "--plain", "--batch-size", "2"]
-    assert run("bench", "generation", checkpoint, *words, "--json") == 0
-    measured = json.loads(capsys.readouterr().out)
+    measured = command.json("bench", "generation", checkpoint, *words)
     early, lossless = measured["ways"]
     assert (early["cache"], lossless["cache"]) == ("full", "lossless")
     assert lossless["drafts"]["drafted"] > 0
@@ -97,5 +89,4 @@ def test_lossless_text_and_the_plain_way_are_measured(
     assert lossless["writing_loops"] >= 4 > early["writing_loops"] == 1
     for spread in (*(measured["plain"][name] for name in ("speedup", "writing_speedup")), lossless["realised_of_run"]):
         assert spread["median"] > 0
-    assert run("bench", "generation", checkpoint, *words) == 0
-    assert "0 tokens differ" in capsys.readouterr().out.replace("\n", " ")
+    assert "0 tokens differ" in command("bench", "generation", checkpoint, *words).out.replace("\n", " ")

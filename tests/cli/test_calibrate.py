@@ -5,21 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import random_trajectory
 
 import loopscope as ls
-from cli.conftest import PROMISE, crafted, read_json, recording_of, refusal, run
+from cli.conftest import PROMISE, Command, crafted, read_json, recording_of, run
 from loopscope.models.checkpoint import weights_sha256
 
 MILD = ("--max-drop", 0.3, "--confidence", 0.8)
 
 
-def test_from_a_recording_to_a_promise_and_to_answers(
-    mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_a_recording_to_a_promise_and_to_answers(mine: Path, tmp_path: Path, command: Command) -> None:
     file, examples = tmp_path / "policy.json", tmp_path / "examples.txt"
-    assert run("calibrate", recording_of(mine, "validation"), *PROMISE, "--out", file) == 0
-    out, err = capsys.readouterr()
+    out, err = command("calibrate", recording_of(mine, "validation"), *PROMISE, "--out", file)
     assert f"{file}: With probability 80 % over the calibration draw, exiting early costs at most 10 % accuracy" in out
     assert all(words in out for words in ("margin at ", "of 96 examples", "(at most 0.2)", "loops to expect"))
     assert "add --unseen" in err
@@ -27,12 +23,10 @@ def test_from_a_recording_to_a_promise_and_to_answers(
     recorded = ls.Trajectory.load(recording_of(mine, "test"))
     loops = ls.ExitPolicy.load(file).exit_loops(recorded)
     assert len(set(loops)) > 1
-    assert run("evaluate", recording_of(mine, "test"), "--policy", file) == 0
-    out = capsys.readouterr().out
+    out = command("evaluate", recording_of(mine, "test"), "--policy", file).out
     assert f"{loops.mean():.3f} [" in out
     assert "150 held-out examples are wrong where full depth is right" in out
-    assert run("evaluate", recording_of(mine, "test"), "--policy", file, "--json") == 0
-    held = json.loads(capsys.readouterr().out)
+    held = command.json("evaluate", recording_of(mine, "test"), "--policy", file)
     early, last = recorded.correct[np.arange(150), loops - 1], recorded.correct[:, -1]
     (risk,) = held["guarantee"]["risks"]
     assert held["average_loops"]["value"] == pytest.approx(loops.mean())
@@ -42,16 +36,14 @@ def test_from_a_recording_to_a_promise_and_to_answers(
     assert held["guarantee"]["verdict"] == ("kept" if risk["loss"] <= 0.1 else "not refuted")
     assert recorded.examples is not None
     examples.write_text("\n".join(recorded.examples))
-    assert run("run", mine, examples, "--policy", file) == 0
-    out, err = capsys.readouterr()
+    out, err = command("run", mine, examples, "--policy", file)
     assert [json.loads(line)["loop"] for line in out.splitlines()] == loops.tolist()
     assert f"150 examples under margin at {read_json(file)['threshold']:.6g}" in err
 
 
-def test_without_a_grid_a_fifth_is_set_aside(mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_grid_a_fifth_is_set_aside(mine: Path, tmp_path: Path, command: Command) -> None:
     words = ("calibrate", recording_of(mine, "validation"), *MILD, "--json")
-    assert run(*words, "--out", tmp_path / "a.json") == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = command.json(*words, "--out", tmp_path / "a.json")
     assert printed == read_json(tmp_path / "a.json")
     assert printed["scope"]["model"] == weights_sha256(mine)
     guarantee = printed["certificate"]["guarantee"]
@@ -74,52 +66,44 @@ def test_without_a_grid_a_fifth_is_set_aside(mine: Path, tmp_path: Path, capsys:
     ],
 )
 def test_each_kind_of_promise_is_said_and_checked(
-    words: tuple[object, ...],
-    promised: str,
-    held_out: str,
-    mine: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[object, ...], promised: str, held_out: str, mine: Path, tmp_path: Path, command: Command
 ) -> None:
     file = tmp_path / "policy.json"
-    assert run("calibrate", recording_of(mine, "validation"), "--max-drop", 0.3, *words, "--out", file) == 0
-    out, err = capsys.readouterr()
+    out, err = command("calibrate", recording_of(mine, "validation"), "--max-drop", 0.3, *words, "--out", file)
     assert promised in out
     assert ("copies" in err) == ("--distinct" not in words)
-    assert run("evaluate", recording_of(mine, "test"), "--policy", file) in (0, 1)
-    assert held_out in capsys.readouterr().out
+    assert held_out in command("evaluate", recording_of(mine, "test"), "--policy", file, code=None).out
 
 
-def test_without_labels_answers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_labels_answers_are_compared(tmp_path: Path, command: Command) -> None:
     bare, held_out, file = tmp_path / "bare", tmp_path / "held-out", tmp_path / "policy.json"
     crafted(True, "validation", labels=None).save(bare)
     crafted(False, "test", labels=None).save(held_out)
     words = ("calibrate", bare, "--max-drop", 0.05, "--out", file)
-    assert "has no labels" in refusal(capsys, *words, "--loss", "gap")
+    assert "has no labels" in command.refused(*words, "--loss", "gap")
     assert not file.exists()
     assert run(*words, "--loss", "disagreement") == 0
-    assert run("evaluate", held_out, "--policy", file) == 1
-    assert "Broken: 100.00 % of 400 held-out examples differ from full depth" in capsys.readouterr().out
+    assert (
+        "Broken: 100.00 % of 400 held-out examples differ from full depth"
+        in command("evaluate", held_out, "--policy", file, code=1).out
+    )
 
 
-def test_sequences_are_counted_not_their_tokens(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_are_counted_not_their_tokens(texts: Path, command: Command) -> None:
     words = ("calibrate", texts / "validation", "--readout", "margin", "--out", texts / "policy.json")
-    sentence = refusal(capsys, *words, "--max-drop", 0.05)
+    sentence = command.refused(*words, "--max-drop", 0.05)
     assert "takes 59 tested sequences, and there are 16; record 74 in all" in sentence
     other = (*words[:-1], texts / "other.json", "--max-drop", 0.2, "--bound", "hoeffding_bentkus")
-    assert run(*other) == 0
-    out = capsys.readouterr().out
+    out = command(*other).out
     assert "on average over sequences" in out
     assert "0.00 % of the answers, on average over 16 sequences, p = 0.028 (at most 0.05)" in out
     assert "Hoeffding-Bentkus" in out
     assert "with the cache 'full'. All means are over sequences." in " ".join(out.split())
-    assert run(*words, "--max-drop", 0.2) == 0
-    out = capsys.readouterr().out
+    out = command(*words, "--max-drop", 0.2).out
     assert "0.00 % of the answers, on average over 16 sequences, p ≤ 0.05" in out
     assert "betting, which ends where p is small enough: 0.05" in out
     assert "next tokens of a text, with the cache 'full'" in out
-    assert run("evaluate", texts / "test", "--policy", texts / "policy.json", "--json") == 1
-    held = json.loads(capsys.readouterr().out)
+    held = command.json("evaluate", texts / "test", "--policy", texts / "policy.json", code=1)
     (risk,) = held["guarantee"]["risks"]
     assert (held["examples"], held["sequences"], risk["units"], risk["loss"]) == (400, 20, 20, pytest.approx(1))
 
@@ -138,23 +122,8 @@ def test_sequences_are_counted_not_their_tokens(texts: Path, capsys: pytest.Capt
     ],
 )
 def test_what_cannot_be_promised_is_one_sentence_and_no_file(
-    words: tuple[object, ...], sentence: str, mine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[object, ...], sentence: str, mine: Path, tmp_path: Path, command: Command
 ) -> None:
-    found = refusal(capsys, "calibrate", recording_of(mine, "validation"), *words, "--out", tmp_path / "policy.json")
+    found = command.refused("calibrate", recording_of(mine, "validation"), *words, "--out", tmp_path / "policy.json")
     assert sentence in found, found
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_is_never_overwritten(mine: Path, policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = policy.read_bytes()
-    assert "is there already" in refusal(capsys, "calibrate", recording_of(mine, "validation"), *MILD, "--out", policy)
-    assert policy.read_bytes() == before
-
-
-def test_data_have_one_part_only(mine: Path, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another model's data do not propose, and those that did do not say whether the promise is kept."""
-    random_trajectory(loops=3, classes=8, provenance={"weights_sha256": "0" * 64}).save(tmp_path / "other")
-    words = ("calibrate", recording_of(mine, "validation"), *MILD, "--grid", tmp_path / "other")
-    assert "same model" in refusal(capsys, *words, "--out", tmp_path / "x.json")
-    assert not (tmp_path / "x.json").exists()
-    assert "rests on this data" in refusal(capsys, "evaluate", recording_of(mine, "train"), "--policy", policy)

@@ -1,53 +1,37 @@
 """`loopscope evaluate`: readouts are swept, and a policy's promise is checked on held-out examples."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import random_trajectory
 
-from cli.conftest import crafted, recording_of, refusal, run
+from cli.conftest import Command, crafted, recording_of, run
 
 
-def test_readouts_are_swept(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readouts_are_swept(recorded: Path, command: Command) -> None:
     recordings = recorded / "recordings"
-    assert run("record", "task", recorded, "--split", "test", "--json") == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert run("evaluate", recordings / "validation", recordings / "test") == 0
-    table = capsys.readouterr().out
+    summary = command.json("record", "task", recorded, "--split", "test")
+    table = command("evaluate", recordings / "validation", recordings / "test").out
     assert table.startswith("No verdict: ")  # trained for a moment
     assert all(name in table for name in ("fixed", "margin", "hidden_cosine", "oracle"))
     assert "gate" not in table
     assert "oracle: exits at the first right loop, which takes the labels (one point, no D@X)." in table
     cells = next(line.split() for line in table.splitlines() if line.lstrip().startswith("oracle"))
     assert (len(cells), cells[1]) == (5, "-")  # its name, no threshold, its accuracy in percent, and its loops
-    assert run("evaluate", recordings / "validation", recordings / "test", "--json", "--at", "0.4") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = command.json("evaluate", recordings / "validation", recordings / "test", "--at", "0.4")
     fixed = result["readouts"][0]
     assert fixed["readout"] == "fixed"
     assert fixed["accuracy"] == pytest.approx(summary["accuracy"])
     assert set(fixed["depth_at"]) == {"0.4"}
 
 
-def test_a_broken_promise_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    crafted(True, "validation").save(tmp_path / "validation")
-    crafted(False, "test").save(tmp_path / "test")
-    file = tmp_path / "policy.json"
-    assert run("calibrate", tmp_path / "validation", "--max-drop", 0.05, "--readout", "margin", "--out", file) == 0
-    capsys.readouterr()
-    assert run("evaluate", tmp_path / "test", "--policy", file, "--json") == 1
-    assert json.loads(capsys.readouterr().out)["guarantee"]["verdict"] == "broken"
-    assert run("evaluate", tmp_path / "test", "--policy", file, "--any-model") == 0
-
-
-def test_what_does_not_name_its_model_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_name_its_model_is_noted(tmp_path: Path, command: Command) -> None:
     for name, provenance in (("mine", {"weights_sha256": "a" * 64}), ("bare", {})):
         for seed, split in enumerate(("validation", "test")):
             random_trajectory(seed, split=split, provenance=provenance).save(tmp_path / name / split)
         words = ("--max-drop", 0.5, "--confidence", 0.5, "--out", tmp_path / f"{name}.json")
-        assert run("calibrate", tmp_path / name, *words) == 0
-        assert ("does not name its model" in capsys.readouterr().err) == (name == "bare")
+        assert ("does not name its model" in command("calibrate", tmp_path / name, *words).err) == (name == "bare")
     for words, noted in (
         (("mine", "--policy", tmp_path / "mine.json"), False),
         (("mine", "--policy", tmp_path / "bare.json"), True),
@@ -55,62 +39,52 @@ def test_what_does_not_name_its_model_is_noted(tmp_path: Path, capsys: pytest.Ca
         (("mine", "--readout", "margin"), False),
         (("bare/validation", tmp_path / "mine/test", "--readout", "margin"), True),
     ):
-        assert run("evaluate", tmp_path / words[0], *words[1:]) in (0, 1)
-        assert ("Not all of these say which model they are of" in capsys.readouterr().err) == noted, words
+        said = command("evaluate", tmp_path / words[0], *words[1:], code=None).err
+        assert ("Not all of these say which model they are of" in said) == noted, words
 
 
-def test_of_few_sequences_the_risk_is_uncertain(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_few_sequences_the_risk_is_uncertain(texts: Path, command: Command) -> None:
     file = texts / "policy.json"
-    assert run("calibrate", texts / "validation", "--readout", "margin", "--max-drop", 0.2, "--out", file) == 0
-    capsys.readouterr()
-    assert run("evaluate", texts / "test", "--policy", file, "--json") == 1
-    (risk,) = json.loads(capsys.readouterr().out)["guarantee"]["risks"]
+    command("calibrate", texts / "validation", "--readout", "margin", "--max-drop", 0.2, "--out", file)
+    (risk,) = command.json("evaluate", texts / "test", "--policy", file, code=1)["guarantee"]["risks"]
     assert risk["low"] == pytest.approx(0.83, abs=0.01)  # all of 20 are lost: as Clopper-Pearson's
-    assert run("evaluate", texts / "test", "--policy", file) == 1
-    out = capsys.readouterr().out
+    out = command("evaluate", texts / "test", "--policy", file, code=1).out
     assert "on 400 held-out tokens of 20 sequences; all means are over sequences; [ ]: 95 % intervals" in out
     assert "Broken: on average over 20 held-out sequences, 100.00 % of the answers are wrong where full depth" in out
-    assert run("evaluate", texts) == 0
-    out = capsys.readouterr().out
+    out = command("evaluate", texts).out
     assert out.startswith("400 test tokens of 20 sequences; means over tokens. D@X: least average loops")
     assert "In D@full-1, X is 99 %, 1 point below full depth on validation data." in out
-    assert run("compare", texts, "entropy", "margin") == 0
-    out = capsys.readouterr().out
+    out = command("compare", texts, "entropy", "margin").out
     assert out.startswith("Which of the two is better cannot be told from 400 test tokens of 20 sequences; it takes 30")
 
 
-def test_evaluate_takes_two_recordings_or_one_with_a_policy(
-    mine: Path, policy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_takes_two_recordings_or_one_with_a_policy(mine: Path, policy: Path, command: Command) -> None:
     both = (recording_of(mine, "validation"), recording_of(mine, "test"))
-    assert "or two recordings" in refusal(capsys, "evaluate", *[recording_of(mine, "test")] * 3)
-    assert "give one run or recording" in refusal(capsys, "evaluate", *both, "--policy", policy)
-    assert "--policy excludes --readout" in refusal(
-        capsys, "evaluate", recording_of(mine, "test"), "--policy", policy, "--readout", "margin"
+    assert "or two recordings" in command.refused("evaluate", *[recording_of(mine, "test")] * 3)
+    assert "give one run or recording" in command.refused("evaluate", *both, "--policy", policy)
+    assert "--policy excludes --readout" in command.refused(
+        "evaluate", recording_of(mine, "test"), "--policy", policy, "--readout", "margin"
     )
 
 
-def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, command: Command) -> None:
     crafted(True, "validation").save(tmp_path / "validation")
     crafted(True, "test", difficulty=np.arange(400)).save(tmp_path / "like")
     crafted(False, "test").save(tmp_path / "unlike")
     file = tmp_path / "policy.json"
-    assert run("calibrate", tmp_path / "validation", "--max-drop", 0.05, "--readout", "margin", "--out", file) == 0
-    capsys.readouterr()
-    assert run("evaluate", tmp_path / "like", "--policy", file, "--monitor") == 0
-    out = capsys.readouterr().out
+    command("calibrate", tmp_path / "validation", "--max-drop", 0.05, "--readout", "margin", "--out", file)
+    out = command("evaluate", tmp_path / "like", "--policy", file, "--monitor").out
     assert "at most 1 % of monitors would ever give an alarm, where the promise is true (which it is with 95 %" in out
     assert "on examples in random order" in out
     assert "No alarm in 400 examples (400 audited), which is no proof that nothing has changed." in out
-    assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--alpha", 0.001, "--audit", 0.5) == 1
-    out = capsys.readouterr().out
+    out = command(
+        "evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--alpha", 0.001, "--audit", 0.5, code=1
+    ).out
     assert "in random order: audited answers lose 100.00 % on average, and at most 5 % was promised." in out
-    assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--stream") == 1
-    out = capsys.readouterr().out
+    out = command("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--stream", code=1).out
     assert "on examples as they arrived" in out
     assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was promised." in out
-    assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--json") == 1
-    result = json.loads(capsys.readouterr().out)
+    result = command.json("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", code=1)
     assert (result["alarm"], result["examples"], result["audited"], result["alpha"]) == (True, 400, 400, 0.01)
     (alarm,) = result["alarms"]
     assert (alarm["test"], alarm["direction"], alarm["observed"]) == ("risk", "higher", 1)
@@ -118,21 +92,19 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, capsys: pytes
     assert run("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--audit", 0) == 0
     average = tmp_path / "average.json"
     wanted = ("--max-drop", 0.05, "--readout", "margin", "--in-expectation")
-    assert run("calibrate", tmp_path / "validation", *wanted, "--out", average) == 0
-    capsys.readouterr()
-    assert run("evaluate", tmp_path / "unlike", "--policy", average, "--monitor") == 0
-    out = capsys.readouterr().out
+    command("calibrate", tmp_path / "validation", *wanted, "--out", average)
+    out = command("evaluate", tmp_path / "unlike", "--policy", average, "--monitor").out
     assert "by their exits, which alone are watched: the promise is one on average over calibrations" in out
     assert "No alarm in 400 examples (exits alone are watched)" in out
     assert "risk" not in out.split("alarm at", 1)[1]
-    refused = refusal(capsys, "evaluate", tmp_path / "unlike", "--policy", average, "--monitor", "--audit", 1)
+    refused = command.refused("evaluate", tmp_path / "unlike", "--policy", average, "--monitor", "--audit", 1)
     assert "losses cannot say whether something changed; watch exits alone" in refused
 
 
-def test_what_cannot_be_monitored_is_refused(mine: Path, policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_monitored_is_refused(mine: Path, policy: Path, command: Command) -> None:
     test = recording_of(mine, "test")
-    assert "--monitor needs --policy" in refusal(capsys, "evaluate", test, "--monitor")
-    assert "--audit needs --monitor" in refusal(capsys, "evaluate", test, "--policy", policy, "--audit", 0.5)
+    assert "--monitor needs --policy" in command.refused("evaluate", test, "--monitor")
+    assert "--audit needs --monitor" in command.refused("evaluate", test, "--policy", policy, "--audit", 0.5)
     watch = ("evaluate", test, "--monitor", "--policy")
-    assert "audited lies between 0 and 1" in refusal(capsys, *watch, policy, "--audit", -1)
-    assert "promises nothing" in refusal(capsys, *watch, policy, "--any-model")
+    assert "audited lies between 0 and 1" in command.refused(*watch, policy, "--audit", -1)
+    assert "promises nothing" in command.refused(*watch, policy, "--any-model")

@@ -8,7 +8,7 @@ import pytest
 from conftest import GOLDEN
 
 import loopscope as ls
-from cli.conftest import refusal
+from cli.conftest import Command
 from loopscope.cli import main
 from loopscope.learned.fitted_gate import FittedGate
 
@@ -23,28 +23,26 @@ def run(gated_run: Path, tmp_path: Path) -> Path:
     return run
 
 
-def test_from_the_recording_to_answers(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_recording_to_answers(run: Path, tmp_path: Path, command: Command) -> None:
     gate, lines = tmp_path / "gates" / "mine", tmp_path / "examples.txt"
     lines.write_text("+ 1 2\n* 2 + 0 1\n")
     fit = ["gate", "fit", str(run / "recordings" / "train"), "--out", str(gate), "--kind", "mlp", "--steps", "30"]
-    assert main([*fit, "--json"]) == 0
-    fitted = json.loads(capsys.readouterr().out)["settings"]
+    fitted = command.json(*fit)["settings"]
     assert (fitted["kind"], fitted["prior"], fitted["beta"]) == ("mlp", "geometric", 0.1)
     validation, test = (str(run / "recordings" / split) for split in ("validation", "test"))
-    assert main(["evaluate", validation, test, "--gate", str(gate), "--readout", "gate:mine"]) == 0
-    assert "gate:mine" in capsys.readouterr().out
-    assert main(["compare", str(run), "gate:mine", "gate", "--gate", str(gate), "--at", "0.1"]) == 0
-    assert "gate:mine - gate " in capsys.readouterr().out
-    assert main(["run", str(run), str(lines), "--gate", str(gate)]) == 0
-    out, err = capsys.readouterr()
+    assert "gate:mine" in command("evaluate", validation, test, "--gate", gate, "--readout", "gate:mine").out
+    assert "gate:mine - gate " in command("compare", run, "gate:mine", "gate", "--gate", gate, "--at", "0.1").out
+    out, err = command("run", run, lines, "--gate", gate)
     assert len(out.splitlines()) == 2
     assert "under gate:mine at" in err
     ls.ExitPolicy("gate:mine", 0.0, FittedGate.load(gate)).save(tmp_path / "policy.json")
-    assert main(["run", str(run), str(lines), "--policy", str(tmp_path / "policy.json")]) == 0
-    assert all(json.loads(line)["loop"] == 1 for line in capsys.readouterr().out.splitlines())
+    assert all(
+        json.loads(line)["loop"] == 1
+        for line in command("run", run, lines, "--policy", tmp_path / "policy.json").out.splitlines()
+    )
 
 
-def test_it_is_written_into_its_own_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_written_into_its_own_model(run: Path, tmp_path: Path, command: Command) -> None:
     gate, new = tmp_path / "linear", tmp_path / "new"
     assert main(["gate", "fit", str(run / "recordings" / "train"), "--out", str(gate), "--steps", "30"]) == 0
     assert main(["gate", "write", str(gate), str(run), "--out", str(new)]) == 0
@@ -52,13 +50,11 @@ def test_it_is_written_into_its_own_model(run: Path, tmp_path: Path, capsys: pyt
     fitted = ls.attach(ls.Trajectory.load(run / "recordings" / "test"), {"x": FittedGate.load(gate)})
     own = ls.Trajectory.load(new / "recordings" / "test")
     assert ls.signal("gate", own) == pytest.approx(ls.signal("gate:x", fitted), abs=1e-5)
-    capsys.readouterr()
-    assert main(["gate", "write", str(gate), str(GOLDEN / "ouro-tiny"), "--out", str(tmp_path / "ouro")]) == 2
-    assert "another model" in capsys.readouterr().err
+    assert "another model" in command.refused("gate", "write", gate, GOLDEN / "ouro-tiny", "--out", tmp_path / "ouro")
     assert not (tmp_path / "ouro").exists()
 
 
-def test_what_goes_wrong_is_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_goes_wrong_is_explained(run: Path, tmp_path: Path, command: Command) -> None:
     train, validation, test = (str(run / "recordings" / split) for split in ("train", "validation", "test"))
     new, there = str(tmp_path / "x"), str(tmp_path / "on-validation")
     assert main(["gate", "fit", validation, "--out", there, "--steps", "2"]) == 0
@@ -70,4 +66,4 @@ def test_what_goes_wrong_is_explained(run: Path, tmp_path: Path, capsys: pytest.
         (("gate", "write", str(tmp_path / "none"), str(run), "--out", new), "There is no folder"),
         (("evaluate", validation, test, "--gate", there), "choose its threshold, and evaluate it, on other data"),
     ):
-        assert sentence in refusal(capsys, *words)
+        assert sentence in command.refused(*words)

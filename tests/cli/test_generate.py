@@ -13,23 +13,22 @@ from benchmark_slices import byte_pairs
 from tiny_language import write_ouro
 
 import loopscope as ls
-from cli.conftest import refusal, run
+from cli.conftest import Command, run
 from loopscope.cli.generate import _wasted
 from loopscope.engine import generation
 from loopscope.models.tokenizer import Detokenizer
 from loopscope.scope import Scope
 
 
-def test_a_prompt_is_continued_as_it_comes(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_is_continued_as_it_comes(checkpoint: str, command: Command) -> None:
     options = ("--max-new-tokens", "6", "--readout", "gate", "--threshold", "0.6", "--show-loops")
-    assert run("generate", checkpoint, "A student wants to", *options) == 0
-    out, err = capsys.readouterr()
+    out, err = command("generate", checkpoint, "A student wants to", *options)
     assert out.count("[") == 6
     assert "6 tokens in" in err
     assert "of 4 loops per token on average" in err
 
 
-def test_many_prompts(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_prompts(checkpoint: str, tmp_path: Path, command: Command) -> None:
     (tmp_path / "prompts.jsonl").write_text(
         '{"prompt": "The sun"}\n{"messages": [{"role": "user", "content": "The moon"}]}\n', encoding="utf-8"
     )
@@ -41,16 +40,17 @@ def test_many_prompts(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert [line["finish_reason"] for line in lines] == ["length", "length"]
     assert lines[0]["text"] == byte_pairs().decode(lines[0]["tokens"], skip_special_tokens=True)
     for place, (prompt, *more) in enumerate((("The sun",), ("The moon", "--chat"))):  # a turn is another prompt
-        assert run("generate", checkpoint, prompt, *more, "--max-new-tokens", "5", "--loops", "2", "--json") == 0
-        assert json.loads(capsys.readouterr().out)["tokens"] == lines[place]["tokens"]
+        assert (
+            command.json("generate", checkpoint, prompt, *more, "--max-new-tokens", "5", "--loops", "2")["tokens"]
+            == lines[place]["tokens"]
+        )
 
 
-def test_lossless_text_is_full_depths(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lossless_text_is_full_depths(checkpoint: str, command: Command) -> None:
     words = ("generate", checkpoint, "A student wants to", "--max-new-tokens", "20", "--json")
     lines, notes = [], []
     for more in ((), ("--loops", "1", "--lossless")):
-        assert run(*words, *more) == 0
-        out, err = capsys.readouterr()
+        out, err = command(*words, *more)
         lines.append(json.loads(out))
         notes.append(err)
     full, ours = lines
@@ -60,15 +60,9 @@ def test_lossless_text_is_full_depths(checkpoint: str, tmp_path: Path, capsys: p
     assert ours["drafted"] > 0
     assert f"{ours['accepted']} of {ours['drafted']} drafts stood" in notes[1]
     assert "up to rounding" not in notes[1]
-    many = tmp_path / "many.txt"
-    many.write_text("1 and 2\n" * 8)
-    for size, noted in ((8, True), (4, False)):
-        asked = ("--loops", "1", "--lossless", "--max-new-tokens", "2", "--batch-size", str(size))
-        assert run("generate", checkpoint, "--prompts", many, *asked) == 0
-        assert ("fill a batch without drafts" in capsys.readouterr().err) is noted
     for more, noted in ((("--loops", "1", "--lossless"), True), ((), False)):
-        assert run(*words, *more, "--dtype", "bfloat16") == 0
-        assert ("In bfloat16, lossless text is full depth's up to rounding" in capsys.readouterr().err) is noted
+        said = command(*words, *more, "--dtype", "bfloat16").err
+        assert ("In bfloat16, lossless text is full depth's up to rounding" in said) is noted
 
 
 def test_a_text_is_spelled_as_it_comes_without_decoding_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +86,7 @@ def lines_of(file: Path) -> list[Any]:
 
 @pytest.mark.parametrize("more", [(), ("--temperature", "0.9"), ("--temperature", "0.9", "--loops", "1", "--lossless")])
 def test_an_interrupted_run_goes_on_where_it_was(
-    more: tuple[str, ...],
-    checkpoint: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...], checkpoint: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n", encoding="utf-8")
     whole, asked = generation.stream, []
@@ -117,27 +107,23 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert run(*words, "--out", str(tmp_path / "undisturbed.jsonl")) == 0
     texts, kept = tmp_path / "texts.jsonl", tmp_path / "texts.jsonl.unfinished"
     monkeypatch.setattr(generation, "stream", cut)
-    assert run(*words, "--out", str(texts)) == 130
-    assert "the same command goes on with the others" in capsys.readouterr().err
+    assert "run the same command again to go on" in command(*words, "--out", str(texts), code=130).err
     assert not texts.exists()
     line = json.loads(kept.read_text(encoding="utf-8").split("\n")[1].partition(" ")[2])
     assert (line["number"], line["prompt"], len(line["tokens"])) == (2, "two", 3)
     damaged = kept.read_bytes().split(b"\n")[1].replace(b'"number": 2', b'"number": 1')
     kept.write_bytes(kept.read_bytes() + damaged + b'\n012 {"number": 3, "pro')  # as a kill leaves it, and altered
     monkeypatch.setattr(generation, "stream", noted)
-    assert run(*words, "--seed", "5", "--out", str(texts)) == 2
-    assert "has the texts of another command" in capsys.readouterr().err
-    assert run(*words, "--out", str(texts)) == 0
+    assert "has the texts of another command" in command.refused(*words, "--seed", "5", "--out", str(texts))
+    assert "1 of 3 texts were finished before" in command(*words, "--out", str(texts)).err
     assert asked == [0, 2]
-    assert "1 of 3 texts were finished before" in capsys.readouterr().err
     assert texts.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
     assert not kept.exists()
-    assert run(*words, "--out", str(texts)) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in command.refused(*words, "--out", str(texts))
 
 
 def test_texts_of_another_model_are_not_gone_on_with(
-    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the texts depend on may change between two halves: the model's depth, its tokens, the rule's code."""
     (tmp_path / "prompts.txt").write_text("one\ntwo\n", encoding="utf-8")
@@ -172,9 +158,7 @@ def test_texts_of_another_model_are_not_gone_on_with(
         assert old in before
         file.write_text(before.replace(old, new), encoding="utf-8")
         _forget_readout("own_height", monkeypatch)
-        capsys.readouterr()
-        assert run(*words) == 2, name
-        assert "has the texts of another command" in capsys.readouterr().err
+        assert "has the texts of another command" in command.refused(*words)
         file.write_text(before, encoding="utf-8")
     _forget_readout("own_height", monkeypatch)
     assert run(*words) == 0
@@ -187,22 +171,18 @@ def _forget_readout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, name)
 
 
-def test_a_text_ends_before_a_string(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_ends_before_a_string(checkpoint: str, tmp_path: Path, command: Command) -> None:
     words = ("generate", checkpoint, "The sun", "--max-new-tokens", "12")
-    assert run(*words, "--json") == 0
-    whole = json.loads(capsys.readouterr().out)["text"]
+    whole = command.json(*words)["text"]
     stop = whole[5:8]
-    assert run(*words, "--stop", "never said", "--stop", stop, "--json") == 0
-    line = json.loads(capsys.readouterr().out)
+    line = command.json(*words, "--stop", "never said", "--stop", stop)
     assert (line["text"], line["finish_reason"]) == (whole.split(stop)[0], "stop")
     for more in ((), ("--lossless", "--loops", "1")):
-        assert run(*words, "--stop", stop, *more) == 0
-        assert capsys.readouterr().out == f"{whole.split(stop)[0]}\n"
-    assert run(*words, "--stop", "never said") == 0
-    assert capsys.readouterr().out == f"{whole}\n"
+        assert command(*words, "--stop", stop, *more).out == f"{whole.split(stop)[0]}\n"
+    assert command(*words, "--stop", "never said").out == f"{whole}\n"
 
 
-def test_prompts_have_rules_of_their_own(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_have_rules_of_their_own(checkpoint: str, tmp_path: Path, command: Command) -> None:
     ls.ExitPolicy("fixed", 3).save(tmp_path / "three.json")
     rules = ({}, {"loops": 2}, {"readout": "fixed", "threshold": 1}, {"policy": "three.json"})
     lines = "\n".join(json.dumps({"prompt": "The sun", **rule}) for rule in rules)
@@ -212,17 +192,15 @@ def test_prompts_have_rules_of_their_own(checkpoint: str, tmp_path: Path, capsys
     assert [line["loops"][0] for line in lines_of(tmp_path / "texts.jsonl")] == [4, 2, 1, 3]
     for wrong in ({"loops": 0}, {"loops": True}, {"readout": "fixed"}, {"loops": 1, "policy": "x"}, {"policy": 3}):
         (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x", **wrong}), encoding="utf-8")
-        assert run(*words) == 2
-        assert "line 1 has a rule of its own that is none" in capsys.readouterr().err
+        assert "line 1 has a rule of its own that is none" in command.refused(*words)
 
 
-def test_a_policy_that_saves_no_time_is_named(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_that_saves_no_time_is_named(checkpoint: str, command: Command) -> None:
     """Every other token goes deep, and makes the one before it catch up."""
     words = ("generate", checkpoint, "The sun", "--max-new-tokens", "12")
     said = {}
     for policy in (("--loops", "2"), ("--loops", "4"), ("--readout", "margin", "--threshold", "0.1")):
-        assert run(*words, *policy) == 0
-        said[policy[-1]] = capsys.readouterr().err
+        said[policy[-1]] = command(*words, *policy).err
     assert [name for name, text in said.items() if "This saved no time" in text] == ["0.1"], said
 
 
@@ -251,25 +229,21 @@ def test_lossless_text_that_saves_no_time_is_named(drafted: int, accepted: int, 
         ("a.jsonl", b'{"prompt": ' + b"1" * 5000 + b"}", "line 1 is neither"),
     ],
 )
-def test_a_file_that_is_no_prompts(
-    tmp_path: Path, name: str, content: bytes, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_prompts(tmp_path: Path, name: str, content: bytes, words: str, command: Command) -> None:
     """Before the model is looked for: here there is none."""
     (tmp_path / name).write_bytes(content)
-    assert run("generate", str(tmp_path / "nowhere"), "--prompts", str(tmp_path / name)) == 2
-    assert words in capsys.readouterr().err
+    assert words in command.refused("generate", str(tmp_path / "nowhere"), "--prompts", str(tmp_path / name))
 
 
 def test_generated_text_does_not_steer_a_terminal(
-    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere, in a pipe or a file, the text is what the model wrote."""
     monkeypatch.setattr(Detokenizer, "add", lambda self, token: "a\x1b[31m\n")
     monkeypatch.setattr(Detokenizer, "rest", lambda self: "\x07")
     for terminal, said in ((True, "a\\u001b[31m\n\\u0007\n"), (False, "a\x1b[31m\n\x07\n")):
         monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal)
-        assert run("generate", checkpoint, "The sun", "--max-new-tokens", 1) == 0
-        assert capsys.readouterr().out == said
+        assert command("generate", checkpoint, "The sun", "--max-new-tokens", 1).out == said
 
 
 @pytest.mark.parametrize(
@@ -287,19 +261,18 @@ def test_what_cannot_be_generated(
     options: tuple[str, ...],
     words: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is announced that is rejected, also not what the weights reject."""
     monkeypatch.chdir(tmp_path)
     ls.ExitPolicy("margin", 0.5, scope=Scope(model="0" * 64)).save("other.json")
-    assert words in refusal(capsys, "generate", checkpoint, *options)
+    assert words in command.refused("generate", checkpoint, *options)
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-def test_a_text_says_that_it_ended_where_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_says_that_it_ended_where_the_model_does(tmp_path: Path, command: Command) -> None:
     model = write_ouro(tmp_path / "short", byte_pairs(), max_position_embeddings=8)
     for most, noted in ((100, True), (2, False)):
-        assert run("generate", model, "The sun", "--max-new-tokens", most) == 0
-        err = capsys.readouterr().err
+        err = command("generate", model, "The sun", "--max-new-tokens", most).err
         assert ("The text ends at 8 tokens, the most that the model takes, before --max-new-tokens." in err) == noted

@@ -14,7 +14,7 @@ from tiny_language import write_decoder
 
 import loopscope as ls
 
-from .conftest import refusal, run
+from .conftest import Command, run
 
 THREE = ("--prelude", 2, "--core", 2, "--loops", 3)
 
@@ -26,10 +26,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_from_a_checkpoint_to_text(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_checkpoint_to_text(llama: Path, tmp_path: Path, command: Command) -> None:
     looped, text = tmp_path / "looped", tmp_path / "text.txt"
-    assert run("loop", llama, *THREE, "--gate", "linear", "--out", looped) == 0
-    said = capsys.readouterr().out
+    said = command("loop", llama, *THREE, "--gate", "linear", "--out", looped).out
     assert "all 6 layers (llama): 2 once, 2 in each of 3 loops, 2 at every exit." in said
     assert "Untrained" in said
     assert "Loop 1 is the original model" in said
@@ -40,32 +39,27 @@ def test_from_a_checkpoint_to_text(llama: Path, tmp_path: Path, capsys: pytest.C
     assert run("selfcheck", looped, "--only", "contract", "--only", "replay") == 0
 
 
-def test_what_was_made_is_said_as_json(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_made_is_said_as_json(llama: Path, tmp_path: Path, command: Command) -> None:
     dropped = ("--drop", 1, "--drop", "3-4")
-    assert (
-        run("loop", llama, "--prelude", 1, "--core", 1, "--loops", 2, *dropped, "--out", tmp_path / "a", "--json") == 0
-    )
-    made = json.loads(capsys.readouterr().out)
+    made = command.json("loop", llama, "--prelude", 1, "--core", 1, "--loops", 2, *dropped, "--out", tmp_path / "a")
     assert made["looping"]["dropped"] == [1, 3, 4]
     assert (made["coda"], made["original_layers"]) == (1, 6)
     more = ("--damping", 0.5, "--injection")
-    assert run("loop", llama, *THREE, *more, "--out", tmp_path / "b") == 0
-    assert "Loop 1 is not the original model" in capsys.readouterr().out
-    assert run("loop", llama, *THREE, *dropped[:2], "--out", tmp_path / "c") == 0
-    assert "5 of 6 layers" in capsys.readouterr().out
+    assert "Loop 1 is not the original model" in command("loop", llama, *THREE, *more, "--out", tmp_path / "b").out
+    assert "5 of 6 layers" in command("loop", llama, *THREE, *dropped[:2], "--out", tmp_path / "c").out
 
 
-def test_what_goes_wrong_is_explained(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_goes_wrong_is_explained(llama: Path, tmp_path: Path, command: Command) -> None:
     out = ("--out", tmp_path / "out")
-    assert "more than the 6 layers" in refusal(capsys, "loop", llama, "--prelude", 5, "--core", 2, "--loops", 3, *out)
-    assert "damping" in refusal(capsys, "loop", llama, *THREE, "--damping", 0, *out)
-    assert "no layer 9" in refusal(capsys, "loop", llama, *THREE, "--drop", 9, *out)
-    assert "there already" in refusal(capsys, "loop", llama, *THREE, "--out", llama)
-    assert "no config.json" in refusal(capsys, "loop", tmp_path, *THREE, *out)
+    assert "more than the 6 layers" in command.refused("loop", llama, "--prelude", 5, "--core", 2, "--loops", 3, *out)
+    assert "damping" in command.refused("loop", llama, *THREE, "--damping", 0, *out)
+    assert "no layer 9" in command.refused("loop", llama, *THREE, "--drop", 9, *out)
+    assert "there already" in command.refused("loop", llama, *THREE, "--out", llama)
+    assert "no config.json" in command.refused("loop", tmp_path, *THREE, *out)
     write_decoder(tmp_path / "mixtral", "mixtral")
-    assert "of type 'mixtral'" in refusal(capsys, "loop", tmp_path / "mixtral", *THREE, *out)
+    assert "of type 'mixtral'" in command.refused("loop", tmp_path / "mixtral", *THREE, *out)
     for wrong in (("--core", 0), ("--drop", "4-2"), ("--gate", "mlp")):
-        assert wrong[0] in refusal(capsys, "loop", llama, *THREE, *wrong, *out)
+        assert wrong[0] in command.refused("loop", llama, *THREE, *wrong, *out)
     assert not (tmp_path / "out").exists()
 
 
@@ -133,7 +127,7 @@ def write_gguf(file: Path, llama: Path) -> None:
 
 
 @torch.inference_mode()
-def test_gguf(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf(llama: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its loop 1 is what transformers makes of the same file; a folder with one file is that file."""
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
@@ -148,8 +142,8 @@ def test_gguf(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert (model.loops(tokens).logits[0] - original(tokens).logits).abs().max() < 1e-4
     assert run("generate", tmp_path / "looped", "A river", "--max-new-tokens", 2) == 0
     (folder / "other.gguf").write_bytes((folder / "tiny.gguf").read_bytes()[:5000])
-    assert "2 GGUF files" in refusal(capsys, "loop", folder, *THREE, "--out", tmp_path / "b")
-    assert "cannot be read" in refusal(capsys, "loop", folder / "other.gguf", *THREE, "--out", tmp_path / "b")
+    assert "2 GGUF files" in command.refused("loop", folder, *THREE, "--out", tmp_path / "b")
+    assert "cannot be read" in command.refused("loop", folder / "other.gguf", *THREE, "--out", tmp_path / "b")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    wanted = refusal(capsys, "loop", folder / "tiny.gguf", *THREE, "--out", tmp_path / "b")
+    wanted = command.refused("loop", folder / "tiny.gguf", *THREE, "--out", tmp_path / "b")
     assert "pip install 'loopscope[gguf]'" in wanted

@@ -9,19 +9,23 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 import loopscope as ls
-from cli.conftest import refusal, run, settings
-from loopscope.cli import VERBS, main, make_parser, options
+from cli.conftest import Command, run, settings
+from loopscope.checks.model_contract import CHECK_KINDS
+from loopscope.cli import VERBS, inputs, main, make_parser, options, selfcheck
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, print_text
 from loopscope.engine import generation
+from loopscope.engine.decoder import CACHE_MODES
 from loopscope.errors import UserError
+from loopscope.models.checkpoint import DTYPES
 from loopscope.progress import track
+from loopscope.scope import CacheMode
 
 ESCAPES = "\x1b[31m\x1b]0;owned\x07"
 HEAVY = ("torch", "scipy.stats", "altair", "transformers")
@@ -43,9 +47,7 @@ def every_parser(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[s
 PARSERS = dict(every_parser("loopscope", make_parser()))
 
 
-def test_bad_input_is_one_sentence_and_exit_code_2(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_sentence_and_exit_code_2(recorded: Path, tmp_path: Path, command: Command) -> None:
     validation, test = (recorded / "recordings" / split for split in ("validation", "test"))
     corrupt = tmp_path / "corrupt"
     corrupt.mkdir()
@@ -70,22 +72,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (("evaluate", test, "--policy", "/dev/zero"), "a device or a pipe"),
         (("evaluate", test, "--policy", test / "manifest.json"), "manifest.json is not a policy"),
         (("run", recorded, "/dev/zero"), "a device or a pipe"),
-    ]:
-        assert run(*words) == 2, words
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        last = captured.err.splitlines()[-1]
-        assert sentence in last, (words, last)
-        assert last.startswith("loopscope: ")
-        assert last.endswith(".")
-        assert len(last) < 500
-        assert "\x1b" not in captured.err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
         (["train"], "Missing: settings, --out; see loopscope train --help."),
         (["fly"], "There is no 'loopscope fly'; choose one of train, "),
         (["record"], "After loopscope record comes one of task, text, live, benchmark;"),
@@ -96,15 +82,12 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (["train", "demo", "--threads", "1" * 5000], "is not a whole number from 1 to 4,096"),
         (["run", "x", "-", "--batch-size", "²"], "'²' is not a whole number"),
         (["train", "demo", "--out", "x", ESCAPES], "'\\u001b[31m"),
-    ],
-)
-def test_wrong_usage_is_one_sentence_and_exit_code_2(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sentence = refusal(capsys, *words)
-    assert message in sentence
-    assert len(sentence) < 600
-    assert "\x1b" not in sentence
+    ]:
+        said = command.refused(*words)
+        assert sentence in said, words
+        assert len(said) < 600
+        assert "\x1b" not in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_names_from_files_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,8 +130,14 @@ def test_every_help_has_examples_fits_80_columns_and_says_what_options_are(monke
             assert len(re.sub(r"\(.*?\)", "", told).split()) > 1, (name, action.dest, told)
 
 
+def test_names_that_are_known_without_torch_are_those_of_the_library() -> None:
+    assert tuple(DTYPES) == options.PRECISIONS
+    assert get_args(CacheMode) == CACHE_MODES
+    assert selfcheck.KINDS == CHECK_KINDS
+
+
 def test_whoever_takes_a_policy_or_a_readout_takes_custom_ones() -> None:
-    """The refusal of a policy by an unknown readout names this option."""
+    """The Command of a policy by an unknown readout names this option."""
     for name, parser in PARSERS.items():
         known = {option for action in parser._actions for option in action.option_strings}
         if "--policy" in known:
@@ -158,7 +147,8 @@ def test_whoever_takes_a_policy_or_a_readout_takes_custom_ones() -> None:
 def test_the_verbs_stand_in_the_order_of_the_stages() -> None:
     found = subparsers(make_parser())
     assert list(found) == list(VERBS)
-    assert {name: str(parser.description).rstrip(".") for name, parser in found.items()} == VERBS
+    said = {name: " ".join(str(parser.description).split()).rstrip(".") for name, parser in found.items()}
+    assert said == VERBS
 
 
 @pytest.mark.parametrize(
@@ -176,7 +166,7 @@ def test_an_answer_is_quick_where_nothing_heavy_is_needed(words: list[str], heav
     assert subprocess.run([sys.executable, "-c", check], **quiet).returncode == 0
 
 
-def test_a_missing_extra_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_one_sentence(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(package: str) -> Callable[..., None]:
         def missing(*_: Any) -> None:
             raise ModuleNotFoundError(f"No module named '{package}'", name=package)
@@ -184,9 +174,8 @@ def test_a_missing_extra_is_one_sentence(capsys: pytest.CaptureFixture[str], mon
         return missing
 
     monkeypatch.setattr("loopscope.cli.train.read_settings", without("torch.nn"))
-    assert run("train", "demo", "--out", "nowhere") == 2
-    said = capsys.readouterr().err
-    assert said == "loopscope: This needs torch; install it with: pip install 'loopscope[torch]'.\n"
+    said = command.refused("train", "demo", "--out", "nowhere")
+    assert said == "loopscope: This needs torch; install it with: pip install 'loopscope[torch]'."
     monkeypatch.setattr("loopscope.cli.train.read_settings", without("loopscope.nowhere"))
     with pytest.raises(ModuleNotFoundError):  # a bug of ours
         run("train", "demo", "--out", "nowhere")
@@ -195,7 +184,7 @@ def test_a_missing_extra_is_one_sentence(capsys: pytest.CaptureFixture[str], mon
 @pytest.fixture
 def parses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
     """Parses a command whose files need not be there."""
-    monkeypatch.setattr(options, "require_file", lambda *_: None)
+    monkeypatch.setattr(inputs, "require_file", lambda *_: None)
     parser = make_parser()
     return lambda command: parser.parse_args(shlex.split(command, comments=True))
 
@@ -227,14 +216,13 @@ def test_progress_in_a_log_has_the_time_left(
 
 
 def test_a_device_without_room_is_a_sentence(
-    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
     monkeypatch.setattr(generation, "stream", full)
-    assert run("generate", checkpoint, "x") == 2
-    err = capsys.readouterr().err
+    err = command.refused("generate", checkpoint, "x")
     assert err.splitlines()[-1].startswith("loopscope: there is not enough memory")
     assert all(option in err for option in ("--batch-tokens", "--batch-size", "--dtype"))
 
@@ -244,16 +232,15 @@ def test_a_device_without_room_is_a_sentence(
     [(("generate", "demo", "x"), False), (("train", "demo", "--out", "nowhere"), True), (("demo",), True)],
 )
 def test_only_what_resumes_says_so_when_interrupted(
-    words: tuple[str, ...], resumes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], resumes: bool, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("loopscope.cli.train.read_settings", interrupted)
-    monkeypatch.setattr("loopscope.cli.inputs.find_checkpoint", interrupted)
+    monkeypatch.setattr("loopscope.models.checkpoint_folder.find_checkpoint", interrupted)
     monkeypatch.setattr("loopscope.cli.study.expand_study", interrupted)
-    assert main(list(words)) == 130
-    assert ("same command" in capsys.readouterr().err) == resumes
+    assert ("same command" in command(*words, code=130).err) == resumes
 
 
 def test_a_table_fits_80_columns_and_loses_nothing(
@@ -295,7 +282,7 @@ def test_a_table_cuts_no_name_and_explains_its_terms(
     assert percent(-1e-9) == "0.0 %"
 
 
-def test_what_is_odd_about_a_recording_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_odd_about_a_recording_is_said_once(tmp_path: Path, command: Command) -> None:
     draws = np.random.default_rng(0)
     for split in ("validation", "test"):
         shares = draws.dirichlet(np.ones(5), (200, 4))
@@ -303,7 +290,6 @@ def test_what_is_odd_about_a_recording_is_said_once(tmp_path: Path, capsys: pyte
             ls.Trajectory(
                 logits=shares, labels=draws.integers(0, 5, 200), split=split, provenance={"weights_sha256": "a" * 64}
             ).save(tmp_path / split)
-    assert run("diagnose", tmp_path) == 0
-    said = capsys.readouterr().err
+    said = command("diagnose", tmp_path).err
     assert said.count("as probabilities do") == 1
     assert "Warning" not in said

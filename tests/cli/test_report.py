@@ -11,72 +11,59 @@ import numpy as np
 import pytest
 from conftest import random_trajectory
 
-from cli.conftest import crafted, read_json, recording_of, refusal, run
+from cli.conftest import Command, crafted, read_json, recording_of, run
 
 
 def test_a_report_opens_and_says_how_to_make_it_again(
-    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)))  # as if there were none
     out = tmp_path / "a study run's"
-    assert run("report", recorded, "--out", out, "--at", 0.5, "--open") == 0
+    assert "No browser could be started here" in command("report", recorded, "--out", out, "--at", 0.5, "--open").err
     assert opened == [(out / "report.html").resolve().as_uri()]
-    assert "No browser could be started here" in capsys.readouterr().err
     page = html.unescape((out / "report.html").read_text())
-    (command,) = set(re.findall(r"<code>(loopscope report .* --product depths)</code>", page))
-    assert run(*shlex.split(command)[1:]) == 0
-    assert "Depth to accuracy" in capsys.readouterr().out
-    capsys.readouterr()
-    assert run("report", recorded, "--out", out, "--product", "depths", "--json") == 0
-    (table,) = json.loads(capsys.readouterr().out)
+    (shown,) = set(re.findall(r"<code>(loopscope report .* --product depths)</code>", page))
+    assert "Depth to accuracy" in command(*shlex.split(shown)[1:]).out
+    (table,) = command.json("report", recorded, "--out", out, "--product", "depths")
     assert table["name"] == "depths"
     assert {len(row) for row in table["rows"]} == {len(table["columns"])}
-    assert run("report", recorded, "--out", out, "--product", "depths", "--open") == 2
-    assert "leave one of them out" in capsys.readouterr().err
+    assert "leave one of them out" in command.refused("report", recorded, "--out", out, "--product", "depths", "--open")
 
 
-def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_shows_it(mine: Path, policy: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "results.json").write_text('{"schema_version": 1, "models": [{"name": "other", "group": 3}]}')
     (tmp_path / "notes.txt").write_text("beside a report they may lie")
-    assert run("report", mine, "--policy", policy, "--out", tmp_path) == 0
-    said = capsys.readouterr()
+    said = command("report", mine, "--policy", policy, "--out", tmp_path)
     assert "Certified policies" in said.out
     assert f"{tmp_path} held a report on other; this one, on {mine.name}, takes its place." in said.err
     (model,) = json.loads((tmp_path / "results.json").read_bytes())["models"]
     (certified,) = model["certified"]
     assert certified["guarantee"] == read_json(policy)["certificate"]["guarantee"]
     assert certified["threshold"] == read_json(policy)["threshold"]
-    assert run("evaluate", recording_of(mine, "test"), "--policy", policy, "--json") == 0
-    assert certified["held_out"] == json.loads(capsys.readouterr().out)
+    assert certified["held_out"] == command.json("evaluate", recording_of(mine, "test"), "--policy", policy)
     assert "accuracy lost ≤ 10 %, 80 % sure" in (tmp_path / "tables.md").read_text()
 
 
-def test_a_report_on_unseen_examples_breaks_no_promise_for_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_on_unseen_examples_breaks_no_promise_for_all(tmp_path: Path, command: Command) -> None:
     seen, easy = np.arange(400) % 10 > 0, crafted(True, "test").logits
     logits = np.where(seen[:, None, None], easy, crafted(False, "test").logits)  # one in ten is new, and lost
     for split, rows in (("validation", slice(None)), ("test", slice(None, None, -1))):
-        crafted(True, split, logits=logits[rows], labels=easy[rows, -1].argmax(-1), seen=seen[rows]).save(
-            tmp_path / split
-        )
+        fields = {"logits": logits[rows], "labels": easy[rows, -1].argmax(-1), "seen": seen[rows]}
+        crafted(True, split, **fields, examples=[f"{split} {row}" for row in range(400)]).save(tmp_path / split)
     file = tmp_path / "policy.json"
     words = ("--max-drop", 0.15, "--readout", "margin", "--out", file)
     assert run("calibrate", tmp_path / "validation", *words) == 0
-    assert run("evaluate", tmp_path / "test", "--policy", file) == 0
-    capsys.readouterr()
+    command("evaluate", tmp_path / "test", "--policy", file)
     words = ("--policy", file, "--unseen", "--product", "certified", "--out", tmp_path)
-    assert run("report", tmp_path, *words) != 0 or "broken" not in capsys.readouterr().out
+    assert "broken" not in command("report", tmp_path, *words).out
 
 
 @pytest.mark.parametrize("kind", ["status", "report", "run"])
-def test_a_folder_of_another_study_is_named(
-    kind: str, gated_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_another_study_is_named(kind: str, gated_run: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "another" / "somebody").mkdir(parents=True)
     (tmp_path / "another" / "somebody" / "config.json").symlink_to(gated_run / "config.json")
-    said = refusal(capsys, "study", kind, "demo", "--out", tmp_path / "another")
+    said = command.refused("study", kind, "demo", "--out", tmp_path / "another")
     assert "holds another study, with 'somebody'; choose another --out" in said
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import tiny_settings
 
-from cli.conftest import refusal, run
+from cli.conftest import Command, run
 from loopscope.frontier import choose
 from loopscope.trajectory import Trajectory
 
@@ -18,17 +18,14 @@ def lines(text: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_file_of_examples_is_answered_as_the_recording_says(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_examples_is_answered_as_the_recording_says(recorded: Path, tmp_path: Path, command: Command) -> None:
     test = Trajectory.load(recorded / "recordings" / "test")
     policy = choose("entropy", Trajectory.load(recorded / "recordings" / "validation"))
     loops = policy.exit_loops(test)
     assert test.examples is not None
     file = tmp_path / "examples.txt"
     file.write_text("\n\n".join(test.examples) + "\n", encoding="utf-8")
-    assert run("run", recorded, file, "--readout", "entropy", "--batch-size", 16) == 0
-    out, err = capsys.readouterr()
+    out, err = command("run", recorded, file, "--readout", "entropy", "--batch-size", 16)
     answers = lines(out)
     assert [answer["example"] for answer in answers] == list(test.examples)
     assert [answer["line"] for answer in answers] == list(range(1, 2 * len(test.examples), 2))
@@ -40,69 +37,50 @@ def test_a_file_of_examples_is_answered_as_the_recording_says(
 
 
 def test_from_standard_input_to_a_file(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recorded: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("+ 1 2\n* 2 + 1 1\n"))
     out = tmp_path / "answers.jsonl"
     words = ("run", recorded, "-", "--readout", "fixed", "--threshold", 2, "--out", out)
     assert run(*words) == 0
     assert [answer["loop"] for answer in lines(out.read_text())] == [2, 2]
-    assert run(*words) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in command.refused(*words)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--readout", "gate", "--threshold", 0.5), "no gate"),
-        (("--readout", "oracle"), "needs the labels"),
-        (("--readout", "fixed", "--threshold", 9), "beyond the 3 loops here"),
-    ],
-)
-def test_a_policy_that_cannot_run_leaves_no_file(
-    words: tuple[object, ...], message: str, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_policy_that_cannot_run_leaves_no_file(recorded: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
-    assert message in refusal(capsys, "run", recorded, tmp_path / "examples.txt", *words, "--out", tmp_path / "out")
+    words = ("run", recorded, tmp_path / "examples.txt", "--readout", "gate", "--threshold", 0.5)
+    assert "no gate" in command.refused(*words, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bad_line_is_named_and_what_came_before_is_kept(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_line_is_named_and_what_came_before_is_kept(recorded: Path, tmp_path: Path, command: Command) -> None:
     good = "\n".join(TASK.text(TASK.split("test")))
     (tmp_path / "examples.txt").write_text(f"{good}\n" * 8 + "+ 1\n")
-    assert run("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5) == 2
-    out, err = capsys.readouterr()
+    out, err = command("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5, code=2)
     assert "line 1201: '+ 1' is not an expression" in err
     assert len(lines(out)) == 1200
     (tmp_path / "examples.txt").write_text("+ 1 + 1 + 1 + 1 + 1 1\n")
-    assert run("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5) == 2
-    assert "line 1: it makes 13 tokens, and the model's block size is 11" in capsys.readouterr().err
+    said = command.refused("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5)
+    assert "line 1: it makes 13 tokens, and the model's block size is 11" in said
 
 
-def test_bytes_that_are_no_text(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_no_text(recorded: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "examples.txt").write_bytes(b"\xef\xbb\xbf+ 1 0\n\xff\xfe\n")  # a byte-order mark, then rubbish
     out = tmp_path / "answers.jsonl"
     words = ("run", recorded, tmp_path / "examples.txt", "--threshold", 0.5, "--out", out)
-    assert run(*words) == 2
-    assert "line 2" in capsys.readouterr().err
+    assert "line 2" in command(*words, code=2).err
     assert len(lines(out.read_text())) == 1
 
 
-def test_a_line_without_end_is_no_example(
-    recorded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_without_end_is_no_example(recorded: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `cat /dev/zero` makes one: only its beginning is read at a time."""
     with Path("/dev/zero").open(encoding="utf-8") as zeros:
         monkeypatch.setattr("sys.stdin", zeros)
-        assert run("run", recorded, "-", "--threshold", 0.5) == 2
-    assert "line 1: '\\u0000\\u0000" in capsys.readouterr().err
+        assert "line 1: '\\u0000\\u0000" in command("run", recorded, "-", "--threshold", 0.5, code=2).err
 
 
-def test_without_a_recording_a_threshold_is_asked_for(
-    gated_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_recording_a_threshold_is_asked_for(gated_run: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "examples.txt").write_text("+ 1 2\n")
-    assert run("run", gated_run, tmp_path / "examples.txt") == 2
-    assert f"loopscope record task {gated_run} --split validation" in capsys.readouterr().err
+    said = command.refused("run", gated_run, tmp_path / "examples.txt")
+    assert f"loopscope record task {gated_run} --split validation" in said

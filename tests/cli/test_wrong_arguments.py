@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 import loopscope as ls
-from cli.conftest import refusal, run
+from cli.conftest import Command
 from loopscope.artifacts import MANIFEST
 from loopscope.certify.live_runs import LIVE
 from loopscope.config import plain, to_json
@@ -48,6 +46,7 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
     """Every wrong command in one process, one after the other: what a later one finds imported, an earlier one did."""
     place = tmp_path
     out, folder = str(place / "out"), str(place / "mine")
+    test = f"{folder}/test"
     for split in ("validation", "test"):
         logits = [[[0.0, 1.0], [1.0, 0.0]]] * 4
         ls.Trajectory(logits=logits, labels=[0] * 4, split=split).save(Path(folder) / split)
@@ -81,14 +80,8 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["train", "demo", "--out", trained, *_TWO_STEPS], "trained holds a run with other settings (training.steps)"),
         (["record", "text", model, lines, "--out", out], "Line 2 of "),
         (["record", "text", model, blank, "--out", out], "There is no text in "),
-        (
-            ["record", "live", model, file, "--recording", folder + "/test", "--policy", full, "--out", out],
-            "--cache full",
-        ),
-        (
-            ["record", "live", model, file, "--recording", folder + "/test", "--max-drop", "2", "--out", out],
-            "record live: max_drop: expected a number < 1.0",
-        ),
+        (["record", "live", model, file, "--recording", test, "--policy", full, "--out", out], "--cache full"),
+        (["record", "live", model, file, "--recording", test, "--max-drop=2", "--out", out], "expected a number < 1.0"),
         (["loop", file, "--prelude=1", "--core=1", "--loops=2", "--out", out], "is a file; give the folder of a"),
         (["train", "demo", "--out", out, "--device", "gpu"], "There is no device 'gpu' (did you mean 'cuda'?); choose"),
         (["report", folder, "--refrence", "x"], "loopscope: There is no option --refrence (did you mean"),
@@ -118,7 +111,10 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["generate", model, "Once", "--lossless", "--loops", "4"], "full depth drafts nothing"),
         (["generate", model, "Once", "--readout", "gate", "--threshold", "5"], "'gate' never reaches 5: its values"),
         (["generate", model, "Once", "--top-k", "5"], "--top-k needs --temperature; give it with"),
-        (["generate", model, "Once", "--with-readout", "nowhere.at:all"], "There is no module 'nowhere.at' for the"),
+        (
+            ["generate", model, "Once", "--with-readout", "nowhere.at:all"],
+            "cannot be imported: ModuleNotFoundError: No module named",
+        ),
         (["generate", file, "Once"], "examples.txt is a file; give the folder of a checkpoint"),
         (["generate", folder, "Once"], "holds recordings, and this needs the model"),
         (["generate", str(place / "empty"), "Once"], "is not a checkpoint: it has no config.json; give the folder of"),
@@ -132,16 +128,10 @@ def test_what_was_meant_is_named_before_anything_heavy_is_imported(tmp_path: Pat
         (["record", "text", model, file, "--context", "1"], "A context of 1 tokens is not possible: choose 2 to 256"),
         (["record", "benchmark", model, "arc_easy", "--data", folder], "arc_easy/train.jsonl, which ARC-Easy needs"),
         (["bench", "generation", model, "--text", file, "--policy", policy], "answers of a task"),
-        (
-            ["bench", "generation", model, "--text", file, "--readout=fixed", "--threshold=1", "--prompt-tokens=5000"],
-            "A prompt of 5,000 tokens and 64 after it are more than the 256",
-        ),
+        (["bench", "generation", model, "--text", file, "--policy", full, "--prompt-tokens=5000"], "more than the 256"),
         (["diagnose", file], "examples.txt is a file; give a run whose"),
         (["study", "plan", "nope.toml"], "There is no file nope.toml; give a TOML file, or one of: demo"),
-        (
-            ["record", "task", str(place / "empty"), "--split", "test"],
-            "is not a run: it has no config.json; give a folder that",
-        ),
+        (["record", "task", str(place / "empty"), "--split", "test"], "is not a run: it has no config.json; give a"),
         (["bench", "exits", "--settings", "papr"], "did you mean 'paper'?"),
         (["bench", "exits", trained, "--policy", foreign], "foreign.json was calibrated for another model than these"),
         (["bench", "exits", trained, "--policy", two], "A fixed depth of 99 is beyond the 4 loops"),
@@ -184,44 +174,37 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         assert message in err
 
 
-def test_a_task_of_lm_eval_is_looked_up_without_it(capsys: pytest.CaptureFixture[str]) -> None:
-    sentence = refusal(capsys, "harness", "nowhere", "--tasks", "gsm8kk")
+def test_a_task_of_lm_eval_is_looked_up_without_it(command: Command) -> None:
+    sentence = command.refused("harness", "nowhere", "--tasks", "gsm8kk")
     assert "lm_eval has no task 'gsm8kk' (did you mean 'gsm8k'?)" in sentence
-    assert "There is no file my.yaml" in refusal(capsys, "harness", "nowhere", "--tasks", "my.yaml")
-    assert "There is no folder nowhere" in refusal(capsys, "harness", "nowhere", "--tasks", "gsm8k", "mmlu_anatomy")
+    assert "There is no file my.yaml" in command.refused("harness", "nowhere", "--tasks", "my.yaml")
+    assert "There is no folder nowhere" in command.refused("harness", "nowhere", "--tasks", "gsm8k", "mmlu_anatomy")
 
 
-def test_a_run_and_its_recordings_are_the_same(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_and_its_recordings_are_the_same(recorded: Path, tmp_path: Path, command: Command) -> None:
     folder = recorded / "recordings"
     forms = (recorded, folder, folder / "test", folder / "validation")
     printed = set()
     for form in forms:
-        assert run("diagnose", form, "--json") == 0
-        printed.add(capsys.readouterr().out)
+        printed.add(command("diagnose", form, "--json").out)
     for words in ((recorded,), (folder,), (folder / "validation", folder / "test"), (recorded, recorded)):
-        assert run("evaluate", *words, "--readout", "margin", "--json") == 0
-        printed.add(capsys.readouterr().out)
+        printed.add(command("evaluate", *words, "--readout", "margin", "--json").out)
     assert len(printed) == 2
     for form in forms[:3]:
-        assert run("report", form, "--out", tmp_path / "report", "--product", "headline", "--json") == 0
-        printed.add(capsys.readouterr().out)
+        printed.add(command("report", form, "--out", tmp_path / "report", "--product", "headline", "--json").out)
     assert len(printed) == 3
 
 
-def test_a_reference_is_a_folder_or_a_name(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_is_a_folder_or_a_name(recorded: Path, tmp_path: Path, command: Command) -> None:
     runs = [tmp_path / name for name in ("one", "two")]
     for place in runs:
         place.mkdir()
         (place / "recordings").symlink_to(recorded / "recordings")
     printed = set()
     for reference in ("two", tmp_path / "two", tmp_path / "two" / "recordings"):
-        assert run("diagnose", runs[0], "--reference", reference, "--json") == 0
-        printed.add(capsys.readouterr().out)
+        printed.add(command("diagnose", runs[0], "--reference", reference, "--json").out)
     assert len(printed) == 1
     for given, reference in ((runs, "two"), (runs[:1], tmp_path / "two")):
         words = ("--reference", reference, "--product", "headline", "--out", tmp_path / "report", "--json")
-        assert run("report", *given, *words) == 0
-        (table,) = json.loads(capsys.readouterr().out)
+        (table,) = command.json("report", *given, *words)
         assert "the reference" in str(table["rows"])

@@ -19,7 +19,7 @@ from tiny_language import write_decoder, write_ouro
 import loopscope as ls
 from loopscope.certify.live_runs import LiveRuns
 from loopscope.cli import main
-from loopscope.cli.generation_files import TextJournal
+from loopscope.cli.generate import TextJournal
 from loopscope.config import plain
 from loopscope.learned.attach import load_fitted
 from loopscope.progress import ProgressCallback, silent

@@ -215,7 +215,7 @@ def test_the_command_line_imports_what_was_typed(
     assert main(["calibrate", "validation", "--readout", "typed_here:doubt", "--max-drop", "0.5"]) == 0
     assert ls.ExitPolicy.load("policy.json").readout == "doubt"
     assert main(["evaluate", "validation", "test", "--readout", "nowhere:doubt"]) == 2
-    assert "There is no module 'nowhere'" in capsys.readouterr().err
+    assert "No module named 'nowhere'" in capsys.readouterr().err
     forget_readout("doubt")
     del sys.modules["typed_here"]
     assert main(["evaluate", "test", "--policy", "policy.json"]) == 2

@@ -1,4 +1,4 @@
-"""Adaptive depth in looped Transformers: is the trajectory to blame, or the readout?
+"""Adaptive depth in looped Transformers: blame the trajectory, or the readout?
 
 All of it at once, on a small task (about 10 minutes on two CPU cores):
   loopscope demo --out runs/demo
@@ -13,7 +13,8 @@ Or stage by stage:
   loopscope evaluate runs/mine/recordings/validation runs/mine/recordings/test
   loopscope diagnose runs/mine
   loopscope report runs/mine --out runs/mine/report
-  loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 --out policy.json
+  loopscope calibrate runs/mine/recordings/validation --max-drop 0.01 \\
+      --out policy.json
   loopscope evaluate runs/mine/recordings/test --policy policy.json
   loopscope run runs/mine examples.txt --policy policy.json
   loopscope bench exits runs/mine
@@ -30,7 +31,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from loopscope.cli.parser import Parser, VersionAction, add_verbs
+import loopscope
+from loopscope.cli.options import Parser, add_verbs
 from loopscope.errors import RecordingWarning, UserError, brief, missing_extra, out_of_memory, visible
 
 VERBS = {
@@ -65,13 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def answer(words: Sequence[str], make: Any) -> int:
     """Executes a command with the parser that `make` gives; the exit code."""
-    resumes = False
+    options = argparse.Namespace(resumes=False)
     try:
         _check_words(words)
-        options, unknown = make().parse_known_args(words)
+        _, unknown = make().parse_known_args(words, options)
         if unknown:
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # by the verb's own parser
-        resumes = options.resumes
         options.parser.check_pairs(options)
         with _warnings_as_notes():
             return options.execute(options) or 0
@@ -85,18 +86,16 @@ def answer(words: Sequence[str], make: Any) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _print_error(f"{where}{error.strerror or error}.")
-    except MemoryError:
-        _print_error("there is not enough memory for this; ask for fewer examples.")
-    except RuntimeError as error:
-        if not out_of_memory(error):
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not out_of_memory(error):
             raise
         _print_error(
             "there is not enough memory for this; ask for less at a time (a smaller --batch-tokens or --batch-size, "
-            "where there is one), or take a lower precision (--dtype bfloat16)."
+            "where there is one), for fewer examples, or for a lower precision (--dtype bfloat16)."
         )
     except KeyboardInterrupt:
         if not _follows():
-            more = "; run the same command again to go on" if resumes else ""
+            more = "; run the same command again to go on" if options.resumes else ""
             _print_error(f"interrupted{more}.")
         return 130
     return 2
@@ -144,7 +143,7 @@ def make_parser(verbs: Sequence[str] = tuple(VERBS)) -> Parser:
     description, _, epilog = (__doc__ or "").partition("\n\n")
     parser = Parser(prog="loopscope", description=description, epilog=epilog)
     parser.add_argument(
-        "--version", action=VersionAction, nargs=0, default=argparse.SUPPRESS, help="print the version and exit"
+        "--version", action="version", version=f"loopscope {loopscope.__version__}", help="print the version and exit"
     )
     subparsers = add_verbs(parser)
     for name, sentence in VERBS.items():

@@ -1,7 +1,8 @@
 """Measure speed-ups side by side, interleaved.
 
 loopscope bench exits runs/demo/fixed-geometric
-loopscope bench generation runs/small-ouro --text validation.txt --policy policy.json
+loopscope bench generation runs/small-ouro --text validation.txt \\
+    --policy policy.json
 """
 
 import argparse
@@ -10,10 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import loopscope as ls
 from loopscope.cli import inputs
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.options import READOUT_NAMES, add_shared, option, text_file
-from loopscope.cli.output import machine_line, percent, print_note, print_table, show
-from loopscope.cli.parser import add_group, add_verb
+from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, option
+from loopscope.cli.output import machine_line, percent, print_note, print_table, show, working
 from loopscope.errors import UserError
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import read_documents, tokenize_documents
@@ -30,19 +29,13 @@ if TYPE_CHECKING:
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope bench` to the parser."""
     kinds = add_group(subparsers, "bench", __doc__)
-    _define_exits(kinds)
-    _define_generation(kinds)
-
-
-def _define_exits(kinds: Any) -> None:
     parser = add_verb(kinds, "exits", _bench_exits.__doc__, _bench_exits)
     measured = "recorded runs to measure (default: random weights)"
     option(parser, "runs", measured, type=Path, nargs="*", default=[], metavar="RUN")
-    rules = f"exit by this readout: {READOUT_NAMES} (repeatable; default: several)"
+    rules = f"exit by this readout: {inputs.READOUT_NAMES} (repeatable; default: several)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--policy FILE", inputs.POLICIES, action="append")
-    add_shared(parser, "--any-model")
-    inputs.add_custom_readouts(parser)
+    inputs.add_policy_options(parser)
     option(parser, "--batch-size N", "rows of a batch (default: 64 of random weights, else the fastest)")
     option(parser, "--waiting", "measure also the batch in which all wait for the slowest")
     random = f"settings of the random model: a TOML file, or {', '.join(presets())}"
@@ -52,17 +45,13 @@ def _define_exits(kinds: Any) -> None:
     option(parser, "--loops X", "average loops of the random model", default=1.3)
     add_shared(parser, "--rounds N", "--threads N", "--json")
     parser.needs(policy="runs")
-
-
-def _define_generation(kinds: Any) -> None:
     parser = add_verb(kinds, "generation", _bench_generation.__doc__, _bench_generation)
     add_shared(parser, "model")
     continued = "text files whose documents are continued"
-    option(parser, "--text FILE", continued, type=text_file, nargs="+", required=True)
+    option(parser, "--text FILE", continued, type=inputs.text_file, nargs="+", required=True)
     option(parser, "--policy FILE", "measure this policy (repeatable)", action="append")
-    add_shared(parser, "--any-model")
-    inputs.add_custom_readouts(parser)
-    rules = f"measure this readout, with --threshold: {READOUT_NAMES} (repeatable)"
+    inputs.add_policy_options(parser)
+    rules = f"measure this readout, with --threshold: {inputs.READOUT_NAMES} (repeatable)"
     option(parser, "--readout NAME", rules, type=inputs.readout_name, action="append")
     option(parser, "--threshold X", "threshold of a readout, in the same order (repeatable)", action="append")
     caches = f"measure this KV cache: {', '.join(get_args(CacheMode))} (repeatable; default: every one)"
@@ -73,16 +62,19 @@ def _define_generation(kinds: Any) -> None:
     option(parser, "--prompt-tokens N", "tokens that are given", default=64)
     option(parser, "--new-tokens N", "tokens that follow", default=64)
     option(parser, "--batch-size N", "documents at a time", default=8)
-    add_shared(parser, "--device NAME", "--dtype NAME", "--rounds N", "--threads N", "--json")
+    add_shared(parser, "--dtype NAME", "--rounds N", *COMPUTE)
 
 
 def _bench_exits(options: argparse.Namespace) -> None:
     """Measure adaptive depth against full depth.
 
-    loopscope bench exits --waiting  # the paper's model, random weights, about 1.3 loops
+    # the paper's model, random weights, about 1.3 loops
+    loopscope bench exits --waiting
     loopscope bench exits runs/demo/fixed-geometric runs/demo/linear-gate
-    loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting --json
-    loopscope bench exits runs/demo/fixed-geometric --policy runs/demo/fixed-geometric/policy.json
+    loopscope bench exits runs/demo/fixed-geometric --readout margin --waiting \\
+        --json
+    loopscope bench exits runs/demo/fixed-geometric \\
+        --policy runs/demo/fixed-geometric/policy.json
     """
     for run in options.runs:
         inputs.finished_run(run)
@@ -98,7 +90,7 @@ def _bench_exits(options: argparse.Namespace) -> None:
         read_settings(options.settings, options.set)
     from loopscope.bench.exit_timing import bench_exits, random_model, trained_model
 
-    device_of(options)
+    inputs.device_of(options)
     size = options.batch_size or (None if options.runs else 64)
     models = [trained_model(run, options.readout, own) for run, own in zip(options.runs, policies, strict=True)]
     if not models:
@@ -113,16 +105,15 @@ def _bench_exits(options: argparse.Namespace) -> None:
 
 def _print_exits(results: "list[ExitBench]") -> None:
     for result in results:
-        waiting = any(timing.waiting_realised for timing in result.policies)
         columns = ["readout", "accuracy", "loops", "by tokens", "ms", "speed-up", "realised"]
-        columns += [*(["waiting"] if waiting else []), "batch", "close", "differ"]
+        columns += ["waiting", "batch", "close", "differ"]
         full, depth = _accuracy(result.full_accuracy), f"{result.num_loops:.2f}"
-        rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", ""]]
-        rows[0] += [*([""] if waiting else []), str(result.full_batch_size), "", ""]
+        rows = [["final loop", full, depth, depth, f"{result.full_milliseconds.median:.3g}", "1", "", ""]]
+        rows[0] += [str(result.full_batch_size), "", ""]
         for timing in result.policies:
             loops = [f"{timing.average_loops:.2f}", f"{timing.token_loops:.2f}"]
             speed = [f"{timing.milliseconds.median:.3g}", f"{timing.speedup.median:.2f}", str(timing.realised)]
-            speed += [str(timing.waiting_realised)] if waiting else []
+            speed.append(str(timing.waiting_realised or ""))
             differ = timing.agreement.differing + timing.agreement.close_differing
             last = [str(number) for number in (timing.batch_size, timing.agreement.close, differ)]
             rows.append([_rule(timing), _accuracy(timing.accuracy), *loops, *speed, *last])
@@ -145,9 +136,12 @@ def _rule(timing: "ExitTiming | GenerationTiming") -> str:
 def _bench_generation(options: argparse.Namespace) -> None:
     """Measure policies and caches on a text, against full depth.
 
-    loopscope bench generation runs/small-ouro --text validation.txt --policy policy.json
-    loopscope bench generation runs/small-ouro --text validation.txt --readout gate --threshold 0.5 --cache propagate
-    loopscope bench generation runs/small-ouro --text validation.txt --readout top1 --threshold 0.8 --lossless --plain
+    loopscope bench generation runs/small-ouro --text validation.txt \\
+        --policy policy.json
+    loopscope bench generation runs/small-ouro --text validation.txt \\
+        --readout gate --threshold 0.5 --cache propagate
+    loopscope bench generation runs/small-ouro --text validation.txt \\
+        --readout top1 --threshold 0.8 --lossless --plain
 
     Every way continues the beginnings of documents with what really follows, so that all meet the same tokens; lossless
     text writes as many of its own, which are held against full depth's.
@@ -159,22 +153,19 @@ def _bench_generation(options: argparse.Namespace) -> None:
     folder = inputs.find_model(options.model, text=True)
     shape, size = read_model_shape(folder), options.prompt_tokens + options.new_tokens
     if size > shape.block_size:
-        raise UserError(
-            f"A prompt of {options.prompt_tokens:,} tokens and {options.new_tokens:,} after it are more than the "
-            f"{shape.block_size:,} that the model takes; ask for fewer (--prompt-tokens, --new-tokens)."
-        )
+        size_text = f"A prompt of {options.prompt_tokens:,} tokens and {options.new_tokens:,} after it"
+        fewer = "ask for fewer (--prompt-tokens, --new-tokens)"
+        raise UserError(f"{size_text} are more than the {shape.block_size:,} that the model takes; {fewer}.")
     for policy in policies:
         inputs.check_runnable(policy, shape.num_loops, Scope(unit="tokens"))
     from loopscope.bench.text_timing import bench_generation, ways_of
 
-    model = ls.load_model(folder, device_of(options), options.dtype)
+    model = ls.load_model(folder, inputs.device_of(options), options.dtype)
     prompts, caches = _prompts(folder, options), options.cache or list(get_args(CacheMode))
     for policy in policies:
         if others := [cache for cache in caches if policy.scope.cache not in (None, cache)]:
-            print_note(
-                f"{policy} was calibrated for the cache '{policy.scope.cache}'; with {' and '.join(others)} it is "
-                "measured without its promise."
-            )
+            without = f"with {' and '.join(others)} it is measured without its promise"
+            print_note(f"{policy} was calibrated for the cache '{policy.scope.cache}'; {without}.")
     with working(options, "measuring") as advance:
         ways = ways_of(policies, caches, options.lossless)
         result = bench_generation(
@@ -189,40 +180,35 @@ def _prompts(folder: Path, options: argparse.Namespace) -> "list[ls.Prompt]":
     documents = tokenize_documents(read_documents(options.text), folder)
     found = [tokens for tokens in documents if len(tokens) >= size]
     if len(found) < options.prompts:
-        there = f"Only {len(found)} of the documents have" if found else "No document has"
-        fewer = "fewer --prompts, or " if found else ""
-        raise UserError(f"{there} {size:,} tokens; ask for {fewer}shorter ones (--prompt-tokens, --new-tokens).")
+        fewer = "ask for fewer --prompts, or for shorter ones (--prompt-tokens, --new-tokens)"
+        raise UserError(f"Only {len(found)} of the documents have {size:,} tokens; {fewer}.")
     some = [found[place * len(found) // options.prompts] for place in range(options.prompts)]
     return [ls.Prompt(key, tokens[:cut], tokens[cut:size]) for key, tokens in enumerate(some)]
 
 
 def _print_generation(result: "GenerationBench") -> None:
-    close, fast = [], []
+    rows = []
     for timing in result.ways:
-        way = [_rule(timing), "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
-        drafts = "" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}"
-        average = "" if timing.average_loops is None else f"{timing.average_loops:.2f}"
-        close.append([*way, average, f"{timing.run_loops:.2f}", percent(timing.agreement)])
-        close[-1] += [f"{timing.kl:.4f}", drafts, f"{timing.cache_bytes / 2**20:.1f}"]
+        row = [_rule(timing), "" if timing.threshold is None else f"{timing.threshold:.4g}", timing.cache]
+        row.append("" if timing.average_loops is None else f"{timing.average_loops:.2f}")
+        row += [f"{timing.run_loops:.2f}", percent(timing.agreement), f"{timing.kl:.4f}"]
+        row.append("" if timing.drafts is None else f"{timing.drafts.accepted:,} of {timing.drafts.drafted:,}")
+        row.append(f"{timing.cache_bytes / 2**20:.1f}")
         ratios = (timing.speedup, timing.realised or "", timing.prompt_speedup, timing.writing_speedup)
-        fast.append([*way, *map(str, (*ratios, timing.realised_of_run))])
+        rows.append([*row, *map(str, (*ratios, timing.realised_of_run))])
     title = (
         f"{result.model}: {result.prompts} prompts of {result.prompt_tokens} tokens, {result.new_tokens:,} after them, "
         f"{result.batch_size} at a time; full depth ({result.num_loops} loops): "
         f"{result.full_tokens_per_second} tokens per second. run: loops that were run for a token, for the cache too. "
-        "agrees, KL: with full depth's prediction. drafts: those that stood."
-    )
-    columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "drafts", "cache, MiB"]
-    print_table(f"{title} {machine_line(result.machine)}", columns, close, keys=3)
-    title = (
-        "Against full depth: all of it, and the share of what the average loops allow; until the first token, and "
-        "after it; after it, the share of what the loops that were run allow."
+        "agrees, KL: with full depth's prediction. drafts: those that stood. speed-up: against full depth, in all, and "
+        "until the first token (prompts) and after it (writing). realised: share of what the average loops allow; of "
+        f"loops run: after the first token, of what these allow. {machine_line(result.machine)}"
     )
     if (plain := result.plain) is not None:
         title += (
             f" Full depth itself is {plain.speedup} times as fast as the plain way, prompts {plain.prompt_speedup}, "
             f"writing {plain.writing_speedup}; {plain.differing} tokens differ."
         )
-    print_table(
-        title, ["readout", "at", "cache", "speed-up", "realised", "prompts", "writing", "of loops run"], fast, keys=3
-    )
+    columns = ["readout", "at", "cache", "loops", "run", "agrees", "KL", "drafts", "cache, MiB"]
+    columns += ["speed-up", "realised", "prompts", "writing", "of loops run"]
+    print_table(title, columns, rows, keys=3)

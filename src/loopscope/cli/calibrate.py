@@ -1,9 +1,12 @@
 """Choose a threshold that comes with a promise.
 
 loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
-loopscope calibrate RUN --loss disagreement --readout margin --out strict.json  # needs no labels
+# needs no labels
+loopscope calibrate RUN --loss disagreement --readout margin \\
+    --out strict.json
 loopscope calibrate RUN --per-difficulty --unseen --new-inputs
-loopscope calibrate LIVE --loss disagreement --cache propagate  # text: a live run, by loopscope record live
+# text: a live run, by loopscope record live
+loopscope calibrate LIVE --loss disagreement --cache propagate
 loopscope evaluate runs/mine --policy policy.json
 loopscope run runs/mine examples.txt --policy policy.json
 
@@ -24,10 +27,9 @@ from typing import Any, get_args
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.certify.tested_data import counted_in, decision_scope, load_recorded
-from loopscope.cli.inputs import check_readouts, load_gates, readout_name
-from loopscope.cli.options import READOUT_NAMES, add_shared, given, new_path, option, whole
+from loopscope.cli import inputs
+from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
-from loopscope.cli.parser import add_verb
 from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.policy import BOUNDS, ExitPolicy, Loss, Method
@@ -46,19 +48,15 @@ def define(subparsers: Any) -> None:
     sure = parser.add_mutually_exclusive_group()
     add_shared(sure, "--confidence X", default=0.95)
     option(sure, "--in-expectation", "promise it on average over calibrations instead (conformal)")
-    losses = (
-        "what counts as lost: an answer that is wrong where full depth is right (gap, the default), or one that "
-        "differs from full depth (disagreement, which needs no labels)"
-    )
+    losses = "what counts as lost: an answer that is wrong where full depth is right (gap, the default), or any that "
+    losses += "differs from full depth (disagreement, which needs no labels)"
     option(parser, "--loss", losses, choices=get_args(Loss), default="gap")
-    readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {READOUT_NAMES}"
-    option(parser, "--readout NAME", readouts, type=readout_name, default="auto")
+    readouts = f"readout of the exit rule: auto (default: the one with the fewest loops), {inputs.READOUT_NAMES}"
+    option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
     add_shared(parser, "--gate DIR")
     option(parser, "--cache MODE", "KV cache that a promise for text is to hold for", choices=get_args(CacheMode))
-    methods = (
-        "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it is "
-        "tested, and an answer counts as lost from the strictest threshold on that loses it"
-    )
+    methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it "
+    methods += "is tested, and an answer counts as lost from the strictest threshold on that loses it"
     option(parser, "--method", methods, choices=get_args(Method), default="walk")
     bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
     option(parser, "--bound", bounds, choices=BOUNDS)
@@ -68,16 +66,15 @@ def define(subparsers: Any) -> None:
     once = parser.add_mutually_exclusive_group()
     option(once, "--distinct", "count every input once, because its copies are not drawn on their own")
     option(once, "--new-inputs", "guarantee it for inputs that are not in the recording: count those that occur once")
-    drawn = "random seed of the selection split and of the order in which sequences are tested"
-    option(parser, "--seed N", drawn, type=whole, default=0)
-    option(parser, "--out FILE", "policy file to write", type=new_path, default="policy.json")
+    add_shared(parser, "--seed N")
+    option(parser, "--out FILE", "policy file to write", type=inputs.new_path, default="policy.json")
     option(parser, "--json", "print the policy as JSON")
 
 
 def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope calibrate` was asked."""
     folder = find_recording(options.recording, "validation")
-    check_readouts(options.readout, auto=True)
+    inputs.check_readouts(options.readout, auto=True)
     target = build(RiskTarget, given(options, *RiskTarget.__struct_fields__), "calibrate")
     recording = load_recorded(folder)
     check_split(recording, "calibration")
@@ -94,7 +91,7 @@ def execute(options: argparse.Namespace) -> None:
         policy = certify(recording, target, None, None, options.seed, bound)
     else:
         grid = None if options.grid is None else Trajectory.load(options.grid)
-        gates = load_gates(options.gate, recording)
+        gates = inputs.load_gates(options.gate, recording)
         policy = certify(recording, target, grid, gates, options.seed, bound)
         _caution(recording, policy, options)
     for caution in cautions(recording, policy):
@@ -111,24 +108,18 @@ def _check_cache(recording: Recorded, cache: str | None) -> None:
     here = decision_scope(recording).cache
     if cache not in (None, here):
         kind = "a recording of answers" if here is None else f"text with the cache '{here}'"
-        raise UserError(
-            f"This is {kind}, which says nothing of the cache '{cache}', where later tokens see other keys; run "
-            f"candidates with `loopscope record live MODEL FILE --recording DIR --cache {cache}`."
-        )
+        make = f"run candidates with `loopscope record live MODEL FILE --recording DIR --cache {cache}`"
+        raise UserError(f"This is {kind}, which says nothing of the cache '{cache}'; {make}.")
 
 
 def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namespace) -> None:
     """Says where the recording is not what a promise for new inputs should rest on, or does not say what it is."""
     if recording.seen is not None and recording.seen.any() and not options.unseen:
-        print_note(
-            f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data; if the "
-            "inputs to come do not, add --unseen."
-        )
+        seen = f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data"
+        print_note(f"{seen}; if the inputs to come do not, add --unseen.")
     if policy.model is None:
-        print_note(
-            "The recording does not name its model, so the policy can be used on any: make sure that it is used on the "
-            "same one (provenance={'weights_sha256': ...} ties them together: docs/recordings.md)."
-        )
+        tied = "(provenance={'weights_sha256': ...} ties them together: docs/recordings.md)"
+        print_note(f"The recording does not name its model; make sure that the policy is used on the same one {tied}.")
     if recording.split is None:
         what = "not the data of your evaluation" + (", nor what the gate was fitted to" if options.gate else "")
         print_note(f"The recording does not say which split it is of; make sure that it is {what}.")
@@ -144,10 +135,8 @@ def _print(policy: ExitPolicy, path: Path, live: bool) -> None:
         ["chosen among", ", ".join(guarantee.candidates)],
         ["loops to expect", f"{guarantee.average_loops:.3f} [{low:.3f}, {high:.3f}] of {guarantee.loops}"],
     ]
-    if live:  # what bolder ones would lose was not run
-        limit = "loops of the boldest candidate that was run within the limit"
-    else:
-        limit = "loops where the observed loss meets the limit"
+    boldest = "loops of the boldest candidate that was run within the limit"  # what bolder ones would lose was not run
+    limit = boldest if live else "loops where the observed loss meets the limit"
     rows.append([limit, f"{guarantee.average_loops_at_limit:.3f}"])
     if guarantee.full_depth_accuracy is not None:
         rows.append(["accuracy at full depth", percent(guarantee.full_depth_accuracy)])

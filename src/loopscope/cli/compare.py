@@ -1,8 +1,10 @@
 """Compare two readouts on the same examples.
 
 loopscope compare runs/demo/linear-gate gate margin
-loopscope compare runs/demo/linear-gate gate margin --with runs/demo/fixed-geometric --unseen
-loopscope compare runs/mine gate:linear gate --gate gates/linear  # recorded with --hidden
+loopscope compare runs/demo/linear-gate gate margin \\
+    --with runs/demo/fixed-geometric --unseen
+# recorded with --hidden
+loopscope compare runs/mine gate:linear gate --gate gates/linear
 
 Both at the threshold that validation chooses, and (--at) at the least depth that reaches an accuracy. With --with, the
 second readout runs on another model's recordings of the same examples.
@@ -13,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import loopscope as ls
-from loopscope.cli.inputs import add_custom_readouts, check_readouts, find_run, load_gates, readout_name
-from loopscope.cli.options import READOUT_NAMES, RECORDED, add_shared, option
+from loopscope.cli import inputs
+from loopscope.cli.options import add_shared, add_verb, option
 from loopscope.cli.output import print_table, show
-from loopscope.cli.parser import add_verb
 from loopscope.learned.attach import attach
 from loopscope.recording_paths import find_recordings
 
@@ -25,26 +26,25 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope compare` to the parser."""
     parser = add_verb(subparsers, "compare", __doc__, execute)
     parser.takes = "it takes one run and two readouts; another model's run comes with --with"
-    option(parser, "run", RECORDED, type=Path)
-    option(parser, "first", f"the first readout: {READOUT_NAMES}", type=readout_name, metavar="READOUT")
-    option(parser, "second", "the second readout", type=readout_name, metavar="OTHER")
-    other = "run the second readout on this run, by path or name (default: RUN)"
-    option(parser, "--with RUN", other, dest="other")
-    add_shared(parser, "--gate DIR")
-    add_shared(parser, "--at X", "--unseen", "--json")
-    add_custom_readouts(parser)
+    option(parser, "run", inputs.RECORDED, type=Path)
+    names = f"the first readout: {inputs.READOUT_NAMES}"
+    option(parser, "first", names, type=inputs.readout_name, metavar="READOUT")
+    option(parser, "second", "the second readout", type=inputs.readout_name, metavar="OTHER")
+    option(parser, "--with RUN", "run the second readout on this run, by path or name (default: RUN)", dest="other")
+    add_shared(parser, "--gate DIR", "--at X", "--unseen", "--json")
+    inputs.add_custom_readouts(parser)
 
 
 def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope compare` was asked."""
     own = find_recordings(options.run)
-    second = None if options.other is None else find_recordings(find_run(options.other, [options.run]))
-    check_readouts(options.first, options.second)
+    second = None if options.other is None else find_recordings(inputs.find_run(options.other, [options.run]))
+    inputs.check_readouts(options.first, options.second)
     from loopscope.analysis.model_analysis import read_recordings  # with scipy.stats, which takes a second
 
     ours = read_recordings(own, options.unseen)
     theirs = None if second is None else read_recordings(second, options.unseen)
-    gates = load_gates(options.gate, ours.validation)
+    gates = inputs.load_gates(options.gate, ours.validation)
     pair = (attach(ours.validation, gates), attach(ours.test, gates))
     other = None if theirs is None else (theirs.validation, theirs.test)
     names = ("" if theirs is None else theirs.name, ours.name)

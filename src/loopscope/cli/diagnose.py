@@ -1,6 +1,7 @@
 """Say which part is to blame, the trajectory or the readout.
 
-loopscope diagnose runs/demo/linear-gate --reference fixed-geometric --unseen
+loopscope diagnose runs/demo/linear-gate --reference fixed-geometric \\
+    --unseen
 loopscope diagnose runs/demo/linear-gate --at 0.9 --json
 
 A run needs its validation and test splits recorded; a folder that holds two recordings named so will do.
@@ -10,10 +11,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loopscope.cli.inputs import add_custom_readouts, find_run
-from loopscope.cli.options import RECORDED, add_shared, option
+from loopscope.cli.inputs import RECORDED, add_custom_readouts, find_run
+from loopscope.cli.options import add_shared, add_verb, option
 from loopscope.cli.output import print_json, print_sentences, print_table, watched
-from loopscope.cli.parser import add_verb
 from loopscope.recording_paths import find_recordings
 
 

@@ -1,9 +1,11 @@
 """Sweep the readouts of a recording.
 
 loopscope evaluate runs/demo/fixed-geometric
-loopscope evaluate VALIDATION TEST --readout margin --readout gate --at 0.95 --json
+loopscope evaluate VALIDATION TEST --readout margin --readout gate \\
+    --at 0.95 --json
 loopscope evaluate runs/demo/fixed-geometric --policy policy.json
-loopscope evaluate runs/demo/fixed-geometric --policy policy.json --monitor --audit 0.1
+loopscope evaluate runs/demo/fixed-geometric --policy policy.json \\
+    --monitor --audit 0.1
 
 A run stands for its recordings: thresholds are chosen on validation and evaluated on test.
 
@@ -19,13 +21,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.certify.live_runs import Recorded
 from loopscope.certify.monitor import Monitor, MonitorResult
 from loopscope.certify.tested_data import counted_in, decision_unit, load_recorded
 from loopscope.cli import inputs
-from loopscope.cli.options import READOUT_NAMES, add_shared, option, target_accuracies
+from loopscope.cli.options import add_shared, add_verb, given, option, target_accuracies
 from loopscope.cli.output import percent, print_json, print_note, print_sentences, print_table, show
-from loopscope.cli.parser import add_verb
 from loopscope.errors import UserError
 from loopscope.frontier import Frontier, sweep
 from loopscope.learned.attach import attach
@@ -40,32 +40,23 @@ if TYPE_CHECKING:
     from loopscope.analysis.held_out import HeldOut
     from loopscope.analysis.targets import TargetLevel
 
-_ALPHA = 0.01
-
 
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope evaluate` to the parser."""
     parser = add_verb(subparsers, "evaluate", __doc__, execute)
-    two = (
-        "a run or a folder of recordings; or two recordings, the one that thresholds are chosen on and the one that "
-        "they are evaluated on; with --policy, one of held-out examples"
-    )
+    two = "a run or a folder of recordings; or two recordings, for choosing thresholds and for evaluating them; with "
+    two += "--policy, one of held-out examples"
     option(parser, "recordings", two, type=Path, nargs="+", metavar="RUN|RECORDING")
     option(parser, "--policy FILE", "check this policy on one held-out recording")
-    add_shared(parser, "--any-model")
-    inputs.add_custom_readouts(parser)
+    inputs.add_policy_options(parser)
     option(parser, "--monitor", "watch the recording under the policy")
-    option(parser, "--stream", "with --monitor: the rows are in the order in which they arrived; play them so")
-    alarms = f"with --monitor: share of streams that may give a false alarm (default: {_ALPHA:g})"
-    option(parser, "--alpha A", alarms, type=float)
-    audits = (
-        "with --monitor: share of the examples, chosen at random, whose losses it sees (default: all; 0: exits alone)"
-    )
-    option(parser, "--audit S", audits, type=float)
-    swept = f"sweep only this readout: {READOUT_NAMES} (repeatable; default: all)"
+    option(parser, "--stream", "the rows stand in the order in which they arrived: --monitor plays them so")
+    option(parser, "--alpha X", "share of streams that may give --monitor a false alarm (default: 0.01)")
+    audits = "share of the examples, drawn at random, whose losses --monitor sees (default: all; 0: exits alone)"
+    option(parser, "--audit X", audits)
+    swept = f"sweep only this readout: {inputs.READOUT_NAMES} (repeatable; default: all)"
     option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")
-    add_shared(parser, "--gate DIR")
-    add_shared(parser, "--at X", action="append")
+    add_shared(parser, "--gate DIR", "--at X", action="append")
     add_shared(parser, "--json")
     parser.needs(monitor="policy", alpha="monitor", audit="monitor", stream="monitor")
     parser.excludes("policy", "readout", "gate", "at")
@@ -74,10 +65,8 @@ def define(subparsers: Any) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Do what `loopscope evaluate` was asked."""
     if len(options.recordings) > (2 if options.policy is None else 1):
-        raise UserError(
-            "Give a run, or two recordings: the one that thresholds are chosen on, and the one that they are "
-            "evaluated on; with --policy, give one run or recording, of held-out examples."
-        )
+        two = "two recordings (for choosing thresholds, and for evaluating them)"
+        raise UserError(f"Give a run, or {two}; with --policy, give one run or recording, of held-out examples.")
     return _evaluate_readouts(options) if options.policy is None else _evaluate_policy(options)
 
 
@@ -114,10 +103,8 @@ def _two_recordings(given: list[Path]) -> tuple[Path, Path]:
         return folder / "validation", folder / "test"
     first, second = find_recording(given[0], "validation"), find_recording(given[1], "test")
     if first != given[0] and second != given[1] and first.parent.resolve() != second.parent.resolve():
-        raise UserError(
-            f"{given[0]} and {given[1]} each hold recordings of a model; give one of them, or, to choose thresholds on "
-            f"one model and judge them on another, the recordings themselves: {first} {second}."
-        )
+        both = f"{given[0]} and {given[1]} each hold recordings of a model"
+        raise UserError(f"{both}; give one of them, or the two recordings themselves: {first} {second}.")
     return first, second
 
 
@@ -125,7 +112,8 @@ def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: 
     rows = []
     for frontier in frontiers:
         one_point = needs_labels(frontier.readout)
-        depths = ["-" if one_point else _depth(frontier.depth_at(level.reached)) for level in levels]
+        loops = [frontier.depth_at(level.reached) for level in levels]
+        depths = ["-" if one_point else "N/A" if each is None else f"{each:.2f}" for each in loops]
         point = frontier.select()
         selected = str(point.policy).removeprefix(frontier.readout).removeprefix(" at ") or "-"
         rows.append([frontier.readout, *depths, selected, percent(point.accuracy), f"{point.average_loops:.2f}"])
@@ -139,17 +127,16 @@ def _print_frontiers(frontiers: list[Frontier], evaluation: Trajectory, levels: 
     print_table(title, columns, rows)
 
 
-def _depth(loops: float | None) -> str:
-    return "N/A" if loops is None else f"{loops:.2f}"
-
-
 def _evaluate_policy(options: argparse.Namespace) -> int:
     folder = find_recording(options.recordings[0], "test")
     policy = inputs.load_policy(options.policy, options.any_model)
     recording = load_recorded(folder)
     models = [] if options.any_model else [policy.model, recording.provenance.get("weights_sha256")]
     if options.monitor:
-        return _monitor(policy, recording, options, models)
+        result = Monitor(policy, **given(options, "alpha")).replay(recording, options.audit, stream=options.stream)
+        inputs.note_unknown_model(*models)
+        show(result, options.json, lambda: _print_monitored(result, policy, options.policy, options.stream))
+        return 1 if result.alarm else 0
     from loopscope.analysis.held_out import hold_out  # with scipy.stats, which takes a second
 
     held = hold_out(policy, recording)
@@ -183,31 +170,20 @@ def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit 
         print_note(warning)
 
 
-def _monitor(policy: ExitPolicy, recording: Recorded, options: argparse.Namespace, models: list[str | None]) -> int:
-    monitor = Monitor(policy, _ALPHA if options.alpha is None else options.alpha)
-    result = monitor.replay(recording, options.audit, stream=options.stream)
-    inputs.note_unknown_model(*models)
-    show(result, options.json, lambda: _print_monitored(result, policy, options.policy, options.stream))
-    return 1 if result.alarm else 0
-
-
 def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path, stream: bool) -> None:
     spoke = {str(alarm.test): f"{alarm.example:,}" for alarm in result.alarms}
     rows = [["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}"]]
     if result.e_risk is not None:
         rows.append(["risk", f"{result.audited:,}", f"{result.e_risk:.3g}", f"{result.p_risk:.2g}"])
     rows = [[*row, spoke.get(row[0], "none")] for row in rows]
-    title = (
-        f"{path}: {policy} on examples {'as they arrived' if stream else 'in random order'}; without a change at most "
-        f"{100 * result.alpha:g} % of monitors would ever give an alarm, {_where(policy)}"
-    )
-    print_table(title, ["test", result.unit, "e-value at the end", "p-value", "alarm at"], rows)
-    print_sentences(result.sentence)
-
-
-def _where(policy: ExitPolicy) -> str:
     assert policy.guarantee is not None  # a monitor refuses others
     confidence = policy.guarantee.confidence
     if confidence is None:
-        return "by their exits, which alone are watched: the promise is one on average over calibrations"
-    return f"where the promise is true (which it is with {100 * confidence:g} % confidence)"
+        where = "by their exits, which alone are watched: the promise is one on average over calibrations"
+    else:
+        where = f"where the promise is true (which it is with {100 * confidence:g} % confidence)"
+    share = f"without a change at most {100 * result.alpha:g} % of monitors would ever give an alarm"
+    order = "as they arrived" if stream else "in random order"
+    columns = ["test", result.unit, "e-value at the end", "p-value", "alarm at"]
+    print_table(f"{path}: {policy} on examples {order}; {share}, {where}", columns, rows)
+    print_sentences(result.sentence)

@@ -1,7 +1,8 @@
 """Fit an exit gate or a stopper to a frozen trajectory, or put a gate into a checkpoint.
 
 loopscope gate fit runs/mine/recordings/train --out gates/linear
-loopscope gate fit runs/mine/recordings/train --kind induction --out gates/price
+loopscope gate fit runs/mine/recordings/train --kind induction \\
+    --out gates/price
 loopscope gate write gates/linear runs/ouro --out runs/ouro-refitted
 """
 
@@ -10,10 +11,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from loopscope.certify.tested_data import counted_in
-from loopscope.cli.inputs import find_model
-from loopscope.cli.options import add_shared, given, new_path, option, whole
+from loopscope.cli.inputs import find_model, new_path
+from loopscope.cli.options import add_group, add_shared, add_verb, given, option
 from loopscope.cli.output import print_note, print_text, show
-from loopscope.cli.parser import add_group, add_verb
 from loopscope.errors import UserError
 from loopscope.learned.fitted_gate import FittedGate
 from loopscope.learned.stopper import StopperKind
@@ -24,17 +24,12 @@ from loopscope.splits import check_gate_data
 from loopscope.trajectory import Trajectory
 
 _GATES, _STOPPERS = ("linear", "mlp"), get_args(StopperKind)
-_OF_GATES, _OF_STOPPERS = ("objective", "pairing", "prior", "lambda", "beta", "steps"), ("gain",)
+_OF_GATES, _OF_STOPPERS = ("objective", "pairing", "prior", "geometric_lambda", "beta", "steps"), ("gain",)
 
 
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope gate` to the parser."""
     kinds = add_group(subparsers, "gate", __doc__)
-    _define_fit(kinds)
-    _define_write(kinds)
-
-
-def _define_fit(kinds: Any) -> None:
     parser = add_verb(kinds, "fit", _fit.__doc__, _fit)
     from_where = "a run whose train split is recorded, or a recording that is not of the test split"
     option(parser, "recording", from_where, type=Path, metavar="RUN|RECORDING")
@@ -49,11 +44,7 @@ def _define_fit(kinds: Any) -> None:
     option(parser, "--steps N", "training steps of a gate (default: 2000)")
     gains = "gain of a stopper: being right (default), or answering as full depth does, which needs no labels"
     option(parser, "--gain", gains, choices=("correct", "agreement"))
-    option(parser, "--seed N", "random seed", type=whole, default=0)
-    add_shared(parser, "--json")
-
-
-def _define_write(kinds: Any) -> None:
+    add_shared(parser, "--seed N", "--json")
     parser = add_verb(kinds, "write", _write.__doc__, _write)
     option(parser, "gate", "the folder of a fitted gate", type=Path)
     option(parser, "checkpoint", "the folder of the checkpoint", type=Path)
@@ -65,10 +56,13 @@ def _fit(options: argparse.Namespace) -> None:
 
     loopscope record task runs/mine --split train --hidden --examples 20000
     loopscope gate fit runs/mine --out gates/linear
-    loopscope gate fit runs/mine --kind mlp --objective utility --out gates/mlp-utility
+    loopscope gate fit runs/mine --kind mlp --objective utility \\
+        --out gates/mlp-utility
     loopscope gate fit runs/mine --kind induction --out gates/price
-    loopscope evaluate runs/mine --gate gates/linear  # its splits recorded with --hidden
-    loopscope calibrate runs/mine --gate gates/price --readout stopper:price --out policy.json
+    # its splits recorded with --hidden
+    loopscope evaluate runs/mine --gate gates/linear
+    loopscope calibrate runs/mine --gate gates/price --readout stopper:price \\
+        --out policy.json
     loopscope run runs/mine examples.txt --gate gates/linear
 
     ponder: the expected cross-entropy over exits plus beta KL to the prior, as gates are trained jointly. utility:
@@ -81,12 +75,12 @@ def _fit(options: argparse.Namespace) -> None:
     """
     is_stopper = options.kind in _STOPPERS
     theirs, others = (_OF_STOPPERS, _OF_GATES) if is_stopper else (_OF_GATES, _OF_STOPPERS)
-    fields = {name: "geometric_lambda" if name == "lambda" else name for name in (*theirs, *others)}
-    if wrong := [name for name in others if getattr(options, fields[name]) is not None]:
-        raise UserError(f"--{wrong[0]} is not for --kind {options.kind}; leave it out.")
+    if wrong := list(given(options, *others)):
+        name = wrong[0].removeprefix("geometric_")
+        raise UserError(f"--{name} is not for --kind {options.kind}; leave it out.")
     recording = Trajectory.load(find_recording(options.recording, "train"))
     counted = counted_in(recording, recording.split or "recorded")
-    chosen = given(options, "kind", "seed", *(fields[name] for name in theirs))
+    chosen = given(options, "kind", "seed", *theirs)
     if is_stopper:
         stopper = fit_stopper(recording, **chosen)
         stopper.save(options.out)

@@ -1,10 +1,15 @@
 """Continue text with a looped language model.
 
-loopscope generate ByteDance/Ouro-1.4B "The capital of France is" --max-new-tokens 20
-loopscope generate runs/small-ouro "Question: " --readout gate --threshold 0.6 --show-loops
-loopscope generate ByteDance/Ouro-1.4B-Thinking "Why is the sky blue?" --chat --policy policy.json
-loopscope generate MODEL --prompts prompts.jsonl --loops 3 --out answers.jsonl --batch-size 16
-loopscope generate runs/small-ouro "Question: " --readout top1 --threshold 0.8 --lossless
+loopscope generate ByteDance/Ouro-1.4B "The capital of France is" \\
+    --max-new-tokens 20
+loopscope generate runs/small-ouro "Question: " --readout gate \\
+    --threshold 0.6 --show-loops
+loopscope generate ByteDance/Ouro-1.4B-Thinking "Why is the sky blue?" \\
+    --chat --policy policy.json
+loopscope generate MODEL --prompts prompts.jsonl --loops 3 \\
+    --out answers.jsonl --batch-size 16
+loopscope generate runs/small-ouro "Question: " --readout top1 \\
+    --threshold 0.8 --lossless
 
 A policy comes from `loopscope record text MODEL FILE` and `loopscope calibrate RECORDING --loss disagreement`. In a
 file of prompts every line is one: plain text, or in a .jsonl file {"prompt": ...} or {"messages": [...]}, which may
@@ -16,24 +21,26 @@ the same command goes on from there.
 import argparse
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO, TypeVar, get_args
 
+import msgspec
 import numpy as np
 
 import loopscope as ls
 from loopscope.cli import inputs
-from loopscope.cli.compute import announce_device, device_of
-from loopscope.cli.generation_files import GivenPrompt, Rule, new_texts, read_prompts, text_journal
-from loopscope.cli.options import COMPUTE, READOUT_NAMES, add_shared, given, number, option, share, whole
-from loopscope.cli.output import print_note
-from loopscope.cli.parser import add_verb
+from loopscope.cli.options import COMPUTE, add_shared, add_verb, given, non_negative, option, share, whole
+from loopscope.cli.output import announce_device, print_note
+from loopscope.config import Loops
 from loopscope.errors import UserError, visible
 from loopscope.exit_state import check_drafts
+from loopscope.files import BusyError, atomic_file, locked, read_text, remove_leftovers, room_for
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import Detokenizer, chat_prompt, decode, encode, load_tokenizer, stop_tokens
 from loopscope.policy import ExitPolicy
@@ -44,10 +51,49 @@ if TYPE_CHECKING:
     from loopscope.engine.generation import GenerationStats, StopStrings, Token
 
 
+T = TypeVar("T")
 _MIN_SAVED = 0.05
 """Share of what full depth takes; a policy that saves less is not worth it."""
-_MANY_ROWS = 8
-"""With so many texts at a time lossless text was measured not to pay on a CPU."""
+_NO_PROMPT = 'is neither {"prompt": "..."} nor {"messages": [{"role": "...", "content": "..."}, ...]}; correct it'
+_NO_RULE = 'has a rule of its own that is none: give "loops", or "readout" with "threshold", or "policy" with a file'
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _Line(msgspec.Struct):
+    """What a line of a .jsonl file says of a text: its prompt, or the messages of a chat."""
+
+    prompt: str | None = None
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)] | None = None
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """What a prompt has to say of its exits: a policy's file, a readout with its threshold, or a depth."""
+
+    policy: Annotated[str, msgspec.Meta(pattern=r"^[^\0]+$")] | None = None
+    readout: str | None = None
+    threshold: float | None = None
+    loops: Loops | None = None
+
+    def __post_init__(self) -> None:
+        rules = sum(given is not None for given in (self.policy, self.readout, self.loops))
+        if rules > 1 or (self.readout is None) != (self.threshold is None):
+            raise ValueError("a prompt has one rule, and a readout has a threshold")
+
+    def exit_policy(self, any_model: bool) -> ExitPolicy | None:
+        if self.policy is not None:
+            return inputs.load_policy(Path(self.policy), any_model)
+        if self.readout is not None:
+            return inputs.policy_by_hand(self.readout, self.threshold)
+        return None if self.loops is None else ExitPolicy("fixed", self.loops)
+
+
+class GivenPrompt(NamedTuple):
+    prompt: Any  # a text, or the messages of a chat
+    rule: Rule = Rule()
 
 
 def define(subparsers: Any) -> None:
@@ -57,36 +103,28 @@ def define(subparsers: Any) -> None:
     prompts = parser.add_mutually_exclusive_group(required=True)
     option(prompts, "prompt", "the text to be continued", nargs="?")
     option(prompts, "--prompts FILE", "many prompts: one per line, or .jsonl")
-    option(parser, "--chat", "the prompt is a user's turn, in the model's chat template")
     rule = parser.add_mutually_exclusive_group()
     option(rule, "--policy FILE", "the exit policy (default: all loops)")
-    option(rule, "--readout NAME", f"an exit rule, with --threshold: {READOUT_NAMES}", type=inputs.readout_name)
+    names = f"an exit rule, with --threshold: {inputs.READOUT_NAMES}"
+    option(rule, "--readout NAME", names, type=inputs.readout_name)
     option(rule, "--loops N", "run every token through this many loops")
     option(parser, "--threshold X", "threshold of --readout at which a token exits")
-    add_shared(parser, "--any-model")
-    inputs.add_custom_readouts(parser)
-    caches = (
-        "what later tokens find of one that exited early. full: every loop's keys and values, made when they are "
-        "needed; propagate: its exit loop's in the deeper ones; latest: one place for all loops (default: the one that "
-        "--policy was calibrated for, else full)"
-    )
+    inputs.add_policy_options(parser)
+    caches = "keys and values of a token that exited early: of every loop (full), its exit loop's in the deeper ones "
+    caches += "(propagate), or one place for all loops (latest; default: the one that --policy is for, else full)"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode))
-    lossless = (
-        "the text of full depth, up to rounding (below float32 ties may fall otherwise): the exit rule only says "
-        "which tokens are drafts, which are verified together"
+    option(
+        parser, "--lossless", "write the text of full depth, up to rounding: early exits are drafts, verified together"
     )
-    option(parser, "--lossless", lossless)
     option(parser, "--max-new-tokens N", "longest continuation, in tokens", default=128)
     option(parser, "--stop TEXT", "a text ends before this (repeatable)", action="append", type=_not_empty)
-    draws = "randomness of the draw (default: 0, the likeliest token)"
-    option(parser, "--temperature X", draws, type=number, default=0.0)
+    option(parser, "--temperature X", "randomness of the draw (0: likeliest token)", type=non_negative, default=0.0)
     option(parser, "--top-k N", "draw among the likeliest N", type=whole, default=0)
     option(parser, "--top-p X", "draw among the likeliest that make up X", type=share, default=1.0)
-    option(parser, "--seed N", "random seed of the draws", type=whole, default=0)
     option(parser, "--batch-size N", "prompts at a time", default=8)
     option(parser, "--show-loops", "print the loops that each token took")
     option(parser, "--out FILE", "write JSON lines, one per prompt; resumes after a kill", type=new_texts)
-    add_shared(parser, "--dtype NAME", *COMPUTE)
+    add_shared(parser, "--chat", "--seed N", "--dtype NAME", *COMPUTE)
     parser.needs(readout="threshold", threshold="readout", top_k="temperature", top_p="temperature")
 
 
@@ -96,7 +134,7 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def execute(options: argparse.Namespace) -> int:
+def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope generate` was asked."""
     requested = _given_prompts(options)
     inputs.check_readouts(*filter(None, [options.readout]))
@@ -117,12 +155,14 @@ def execute(options: argparse.Namespace) -> int:
         ls.Prompt(place, _encode(tokenizer, each.prompt, options.chat), policy=rules[each.rule], number=place)
         for place, each in enumerate(requested)
     ]
-    model = ls.load_model(folder, device_of(options), options.dtype)
+    model = ls.load_model(folder, inputs.device_of(options), options.dtype)
     # of all of them before anything is printed, not when their turn comes
     room = {prompt.key: generation.token_budget(model, prompt, options.max_new_tokens) for prompt in prompts}
     used_rules = {Rule(file): usual, **rules}
     notes = [note for rule, policy in used_rules.items() for note in inputs.unnamed_model(rule.policy, policy)]
-    notes += _lossless_notes(options, model, len(prompts)) if options.lossless else []
+    if options.lossless and model.precision != "float32":
+        either = "where two tokens are about equally likely, either may come; --dtype float32 is nearly exact"
+        notes.append(f"In {model.precision}, lossless text is full depth's up to rounding: {either}.")
     texts, stats = StopStrings(tokenizer, options.stop), generation.GenerationStats()
     ends, start, cut = stop_tokens(tokenizer, end_tokens(folder)), time.perf_counter(), 0
 
@@ -145,9 +185,14 @@ def execute(options: argparse.Namespace) -> int:
             yield token
 
     output = _Output(options, requested, prompts, tokenizer, texts, ends)
-    used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
-    if not output.write(tokens, lambda: _settings(options, requested, prompts, model, ends, used)):
-        return 130
+    if options.out is not None:
+        options.resumes = True
+        used = {policy.readout for policy in (usual, *rules.values()) if policy is not None}
+        output.keep_lines(tokens, _settings(options, requested, prompts, model, ends, used))
+    elif len(requested) == 1 and not options.json:
+        output.print_live(tokens(prompts))
+    else:
+        output.print_lines(tokens(prompts))
     if cut:
         what = "The text ends" if len(requested) == 1 else f"{cut:,} texts end"
         print_note(f"{what} at {model.block_size:,} tokens, the most that the model takes, before --max-new-tokens.")
@@ -156,23 +201,6 @@ def execute(options: argparse.Namespace) -> int:
         processed = stats.tokens + sum(len(prompt.tokens) - 1 for prompt in output.prompts)
         if (wasted := _wasted(stats, processed, model.num_loops, options.lossless)) is not None:
             print_note(wasted)
-    return 0
-
-
-def _lossless_notes(options: argparse.Namespace, model: "ls.LoopedModel", prompts: int) -> list[str]:
-    """Where lossless text is not quite full depth's, or no faster."""
-    notes = []
-    if model.precision != "float32":
-        notes.append(
-            f"In {model.precision}, lossless text is full depth's up to rounding: where two tokens are about equally "
-            "likely, either may come; --dtype float32 is nearly exact."
-        )
-    if min(options.batch_size, prompts) >= _MANY_ROWS:
-        notes.append(
-            f"{_MANY_ROWS} texts at a time fill a batch without drafts: on CPUs lossless text was slower than full "
-            "depth with them (docs/performance.md); it is for --batch-size 1."
-        )
-    return notes
 
 
 def _check_rules(options: argparse.Namespace, policies: list[ExitPolicy | None], folder: Path) -> None:
@@ -221,25 +249,18 @@ def _wasted(stats: "GenerationStats", processed: int, num_loops: int, lossless: 
             return "No token exited early, so nothing was drafted and no time saved; loosen the threshold."
         if stats.drafting_cost < (1 - _MIN_SAVED) * stats.tokens:
             return None
-        return (
-            "By estimate this was no faster than full depth: too many drafts fell, or too many checks found no draft; "
-            "draft later, or where it is surer, or do without --lossless."
-        )
+        return "By estimate this was no faster than full depth: too many drafts fell; draft later, or not at all."
     full = processed * num_loops
     if stats.loops > 0.9 * stats.tokens * num_loops or stats.token_loops < (1 - _MIN_SAVED) * full:
         return None
-    return (
-        f"This saved no time: {stats.token_loops:,} of full depth's {full:,} loops were run, many of them for tokens "
-        "that had exited, because later ones went deeper; --cache propagate runs fewer, and --lossless writes full "
-        "depth's text."
-    )
+    ran = f"{stats.token_loops:,} of full depth's {full:,} loops were run, many for tokens that had exited"
+    return f"This saved no time: {ran}, because later ones went deeper; --cache propagate runs fewer."
 
 
 def _given_prompts(options: argparse.Namespace) -> list[GivenPrompt]:
     """What is continued; what does not go together is rejected before."""
     if options.lossless and options.cache not in (None, "full"):
-        needed = f"the keys and values of every loop: the cache 'full', not '{options.cache}'"
-        raise UserError(f"--lossless needs {needed}; leave out --cache.")
+        raise UserError(f"--lossless needs the cache 'full', not '{options.cache}'; leave out --cache.")
     requested = [GivenPrompt(options.prompt)] if options.prompts is None else list(read_prompts(options.prompts))
     if not requested or (not options.chat and any(each.prompt == "" for each in requested)):
         there = "A prompt is empty" if requested else f"There is no prompt in {options.prompts}"
@@ -257,6 +278,29 @@ def _encode(tokenizer: Any, prompt: Any, chat: bool) -> Any:
     return np.array(tokens, dtype=np.int64)
 
 
+def read_prompts(path: Path) -> Iterator[GivenPrompt]:
+    for number, line in enumerate(read_text(path, "file with a prompt a line").split("\n"), start=1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield GivenPrompt(line)
+            continue
+        text, rule = _decoded(line, _Line), _decoded(line, Rule)
+        if text is None or rule is None or (text.prompt is None and text.messages is None):
+            raise UserError(f"{path}, line {number} {_NO_RULE if rule is None and text is not None else _NO_PROMPT}.")
+        if rule.policy is not None:
+            rule = msgspec.structs.replace(rule, policy=str(path.parent / rule.policy))
+        yield GivenPrompt(text.prompt if text.messages is None else msgspec.json.decode(line)["messages"], rule)
+
+
+def _decoded(line: str, kind: type[T]) -> T | None:
+    """What a line of JSON says; None where it does not say this."""
+    try:
+        return msgspec.json.decode(line.encode(), type=kind)
+    except (ValueError, RecursionError):
+        return None
+
+
 @dataclass
 class _Output:
     """Where the texts go: one as it comes, or a line of each of many."""
@@ -268,23 +312,7 @@ class _Output:
     texts: "StopStrings"
     ends: set[int]
 
-    def write(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: Callable[[], object]) -> bool:
-        """Writes the texts that these tokens make; False where that was interrupted."""
-        live = len(self.requested) == 1 and not self.options.json and self.options.out is None
-        try:
-            if live:
-                self._print_live(tokens(self.prompts))
-            elif self.options.out is None:
-                self._print_lines(tokens(self.prompts))
-            else:
-                self._keep_lines(tokens, settings())
-        except KeyboardInterrupt:
-            goes_on = "; texts that were finished are kept, and the same command goes on with the others"
-            print_note(f"{'' if not live else chr(10)}loopscope: interrupted{goes_on if self.options.out else ''}.")
-            return False
-        return True
-
-    def _print_live(self, tokens: Iterator["Token"]) -> None:
+    def print_live(self, tokens: Iterator["Token"]) -> None:
         """A text that may end at a string is shown as far as that cannot have begun."""
         text, shown, printed = Detokenizer(self.tokenizer), visible if sys.stdout.isatty() else str, 0
         for token in tokens:
@@ -295,7 +323,7 @@ class _Output:
             print(shown(new), end=f"[{token.loops}]" if self.options.show_loops else "", flush=True)
         print(shown(self.texts.text(0, self.ends)[printed:] if self.options.stop else text.rest()))
 
-    def _print_lines(self, tokens: Iterator["Token"]) -> None:
+    def print_lines(self, tokens: Iterator["Token"]) -> None:
         """A line for every prompt that is finished, in their order."""
         finished: dict[int, dict[str, Any]] = {}
         following = 0
@@ -309,7 +337,7 @@ class _Output:
             for _, line in sorted(finished.items()):
                 _print_line(line)
 
-    def _keep_lines(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: object) -> None:
+    def keep_lines(self, tokens: Callable[[list["ls.Prompt"]], Iterator["Token"]], settings: object) -> None:
         with text_journal(self.options.out, settings, len(self.requested)) as journal:
             if journal.lines:
                 print_note(f"{len(journal.lines):,} of {len(self.requested):,} texts were finished before; going on.")
@@ -339,3 +367,73 @@ class _Output:
 
 def _print_line(line: dict[str, Any]) -> None:
     print(visible(json.dumps(line, ensure_ascii=False)), flush=True)
+
+
+class TextJournal:
+    """The lines of prompts that are finished, by their numbers from 0."""
+
+    def __init__(self, lines: dict[int, str], file: TextIO) -> None:
+        self.lines, self._file = lines, file
+
+    def add(self, number: int, line: dict[str, Any]) -> None:
+        self.lines[number] = text = visible(json.dumps(line, ensure_ascii=False))
+        print(_hash(text), text, file=self._file, flush=True)
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(f"{out.name}.unfinished")
+
+
+def new_texts(text: str) -> Path:
+    """A file of texts that is not there yet; what a killed writer of it had left to do is ended."""
+    out = Path(text)
+    journal = _unfinished(out)
+    if out.is_file() and out.stat().st_size:
+        remove_leftovers(journal)
+        if journal.is_file():
+            with suppress(BusyError), locked(journal):
+                kept = {line.partition(b" ")[2] for line in journal.read_bytes().split(b"\n")[1:-1]}
+                if kept <= set(out.read_bytes().split(b"\n")):
+                    journal.unlink()
+    return inputs.new_path(text)
+
+
+@contextmanager
+def text_journal(out: Path, settings: object, prompts: int) -> Iterator[TextJournal]:
+    """Goes on with what was begun with these settings; `out` is there when the texts of so many prompts are."""
+    journal = _unfinished(out)
+    digest = _hash(json.dumps(settings, sort_keys=True))
+    with room_for(out), locked(journal):
+        inputs.new_path(out)
+        lines = _kept(journal, digest, prompts) if journal.exists() else {}
+        try:
+            with journal.open("a", encoding="utf-8") as file:
+                if not file.tell():
+                    print(json.dumps({"settings": digest}), file=file, flush=True)
+                yield TextJournal(lines, file)
+        finally:
+            if not lines:
+                journal.unlink(missing_ok=True)
+        with atomic_file(out) as scratch:
+            scratch.write_text("".join(f"{lines[number]}\n" for number in range(prompts)), encoding="utf-8")
+        journal.unlink()
+
+
+def _kept(journal: Path, digest: str, prompts: int) -> dict[int, str]:
+    """The lines that are whole; of the last one, which may have been cut off, nothing stays."""
+    data = journal.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    first, *lines = whole.decode(errors="replace").split("\n")[:-1] or [""]
+    if whole and first != json.dumps({"settings": digest}):
+        other = (
+            "other prompts, another model or other settings; finish that one, remove the file, or choose another --out"
+        )
+        raise UserError(f"{journal} has the texts of another command: {other}.")
+    os.truncate(journal, len(whole))
+    texts = (line.partition(" ") for line in lines)
+    found = {json.loads(text)["number"] - 1: text for known, _, text in texts if known == _hash(text)}
+    return {number: text for number, text in found.items() if 0 <= number < prompts}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -1,8 +1,11 @@
 """Run lm_eval's tasks on a language model.
 
-loopscope harness ByteDance/Ouro-1.4B --tasks gsm8k --device cuda --dtype bfloat16
-loopscope harness MODEL --tasks arc_easy hellaswag --loops 2 --shots 8 --limit 200
-loopscope harness MODEL --tasks mmlu --policy policy.json --data data/benchmarks
+loopscope harness ByteDance/Ouro-1.4B --tasks gsm8k --device cuda \\
+    --dtype bfloat16
+loopscope harness MODEL --tasks arc_easy hellaswag --loops 2 --shots 8 \\
+    --limit 200
+loopscope harness MODEL --tasks mmlu --policy policy.json \\
+    --data data/benchmarks
 loopscope harness MODEL --tasks my_task.yaml --json
 
 Tasks have lm_eval's names, or are the paths of their definitions; shots are the task's own unless --shots says so. The
@@ -15,11 +18,9 @@ from contextlib import redirect_stderr
 from io import StringIO
 from typing import TYPE_CHECKING, Any, get_args
 
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.inputs import add_custom_readouts, check_runnable, find_model, load_policy, unnamed_model
-from loopscope.cli.options import COMPUTE, add_shared, given, option, whole
-from loopscope.cli.output import print_table, show
-from loopscope.cli.parser import add_verb
+from loopscope.cli import inputs
+from loopscope.cli.options import COMPUTE, add_shared, add_verb, given, option
+from loopscope.cli.output import print_table, show, working
 from loopscope.integrations.lm_eval.task_names import check_tasks
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.policy import ExitPolicy
@@ -33,37 +34,33 @@ def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope harness` to the parser."""
     parser = add_verb(subparsers, "harness", __doc__, execute)
     add_shared(parser, "model")
-    tasks = "names of lm_eval's tasks, or files that define some"
-    option(parser, "--tasks NAME", tasks, nargs="+", required=True)
+    option(parser, "--tasks NAME", "names of lm_eval's tasks, or files that define some", nargs="+", required=True)
     depth = parser.add_mutually_exclusive_group()
     option(depth, "--loops N", "run so many loops of every token (default: all)")
     option(depth, "--policy FILE", "policy file to exit by")
-    add_shared(parser, "--any-model")
-    add_custom_readouts(parser)
+    inputs.add_policy_options(parser)
     option(parser, "--limit N", "run only the first N documents of every task")
-    option(parser, "--shots N", "few-shot examples of a question (default: the task's own)", type=whole)
-    option(parser, "--chat", "ask in the model's chat template")
     option(parser, "--think-end TEXT", "text after which an answer begins, such as </think>", dest="think_end_token")
     caches = "KV cache of texts: full (default), propagate or latest"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode), default="full")
     option(parser, "--batch-size N", "texts to write at a time", default=8)
     option(parser, "--batch-tokens N", "tokens of questions to compute at a time")
-    add_shared(parser, "--data DIR", "--dtype NAME", *COMPUTE)
+    add_shared(parser, "--shots N", "--chat", "--data DIR", "--dtype NAME", *COMPUTE)
 
 
 def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope harness` was asked."""
-    policy = None if options.policy is None else load_policy(options.policy, options.any_model)
+    policy = None if options.policy is None else inputs.load_policy(options.policy, options.any_model)
     check_tasks(options.tasks, options.data)
-    num_loops = read_model_shape(find_model(options.model, text=True)).num_loops
+    num_loops = read_model_shape(inputs.find_model(options.model, text=True)).num_loops
     # whether a policy is for questions or texts, tasks say later
-    check_runnable(policy or ExitPolicy("fixed", options.loops or num_loops), num_loops, ANYTHING)
+    inputs.check_runnable(policy or ExitPolicy("fixed", options.loops or num_loops), num_loops, ANYTHING)
     from loopscope.integrations.lm_eval.evaluation import evaluate
     from loopscope.integrations.lm_eval.lm_eval_model import LoopScopeLM
 
-    device = device_of(options)
+    device = inputs.device_of(options)
     chosen = given(options, "loops", "cache", "dtype", "batch_size", "batch_tokens", "think_end_token")
-    with working(options, ", ".join(options.tasks), *unnamed_model(options.policy, policy)) as advance:
+    with working(options, ", ".join(options.tasks), *inputs.unnamed_model(options.policy, policy)) as advance:
         model = LoopScopeLM(options.model, policy=policy, device=str(device), progress=advance, **chosen)
         with redirect_stderr(StringIO()):  # lm_eval's bars and hints; ours goes where it went before
             found = evaluate(model, options.tasks, **given(options, "data", "limit", "shots", "chat"))

@@ -1,39 +1,27 @@
-"""What do the arguments name? Models, runs, readouts, gates and policies, found and checked without PyTorch."""
+"""What do the arguments name? Files, models, runs, readouts, gates, policies and devices, found without PyTorch."""
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+import loopscope as ls
 from loopscope.certify.risk_target import AUTO
-from loopscope.cli.options import option
+from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import print_note
-from loopscope.cli.parser import Parser
 from loopscope.errors import UserError, did_you_mean, reason
 from loopscope.exit_state import ExitState
-from loopscope.files import is_file, is_folder
+from loopscope.files import is_file, is_folder, remove_leftovers, require_file
 from loopscope.learned.attach import Fitted, load_fitted
 from loopscope.model_identity import same_model
-from loopscope.models.checkpoint_folder import (
-    CONFIG,
-    WEIGHTS,
-    check_hashes,
-    find_checkpoint,
-    is_of_task,
-    known_sha256,
-    require_config,
-)
+from loopscope.models import checkpoint_folder
+from loopscope.models.checkpoint_folder import CONFIG, WEIGHTS
 from loopscope.models.tokenizer import require_tokenizer
 from loopscope.policy import ExitPolicy
-from loopscope.readouts.readout import (
-    READOUTS,
-    Readout,
-    check_threshold,
-    find_readout,
-    needs_labels,
-    no_readout,
-    register_readout,
-)
+from loopscope.readouts.readout import READOUTS, check_threshold, find_readout, needs_labels, no_readout
 from loopscope.readouts.signals import FITTED_GATE, STOPPER
 from loopscope.recording_paths import holds_recordings, run_of_recordings
 from loopscope.scope import Scope
@@ -41,12 +29,64 @@ from loopscope.training.run_folder import read_run_settings
 from loopscope.training.settings import RunSettings
 from loopscope.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    import torch
+
 POLICIES = "policy file of one of the runs; its hash says which (repeatable)"
+READOUT_NAMES: Final = ", ".join(name for name in READOUTS if not needs_labels(name))
+RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
+
+
+def text_file(text: str, what: str = "text file") -> Path:
+    require_file(Path(text), what)
+    return Path(text)
+
+
+def out_folder(text: str) -> Path:
+    """A folder to write to: no file is in its way."""
+    for place in (Path(text), *Path(text).parents):
+        if is_file(place):
+            raise UserError(f"{place} is a file; give a folder.")
+    return Path(text)
+
+
+def new_path(text: str | Path) -> Path:
+    """What is written and not there yet; in an empty file nothing is."""
+    out = Path(text)
+    if out.exists() and not (out.is_file() and not out.stat().st_size):
+        remove_leftovers(out)
+        raise UserError(f"{out} is there already; choose another --out, or remove it.")
+    return out
+
+
+def device_of(options: argparse.Namespace) -> "torch.device":
+    """The device that --device names, or the best there is, with the threads that are asked for."""
+    import torch
+
+    from loopscope.models.device import check_device, keep_memory
+
+    keep_memory()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; read at the first use of CUDA
+    name = getattr(options, "device", "cpu")
+    device = check_device(name)
+    if name == "auto":
+        options.device = str(device)
+        other = "no GPU was found" if options.device == "cpu" else "--device cpu takes the CPU"
+        options.chosen_device = f"Device: {options.device} ({other})."
+    return device
 
 
 def add_custom_readouts(parser: Parser) -> None:
     text = "add a readout of your own, which a module defines (repeatable)"
     option(parser, "--with-readout MODULE:NAME", text, action="append", type=_custom_readout)
+
+
+def add_policy_options(parser: Parser) -> None:
+    """What goes with --policy: another model than its own, and the readout that it names."""
+    add_shared(parser, "--any-model")
+    add_custom_readouts(parser)
 
 
 def readout_name(given: str) -> str:
@@ -62,17 +102,13 @@ def _custom_readout(given: str) -> str:
     try:
         found = getattr(import_module(module), attribute, None) if attribute else None
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            why = f"There is no module '{module}' for the readout '{given}'; it must be in the current folder, in "
-            why += "PYTHONPATH, or installed."
-        else:
-            why = f"The module of the readout '{given}' cannot be imported: {reason(error)}."
-        raise UserError(why) from error
+        places = "its module must be in the current folder, in PYTHONPATH, or installed"
+        raise UserError(f"The readout '{given}' cannot be imported: {reason(error)}; {places}.") from error
     finally:
         sys.path[:] = here
-    if not isinstance(found, Readout):
+    if not isinstance(found, ls.Readout):
         raise UserError(f"'{given}' is none: it takes MODULE:NAME, where NAME must be a loopscope.Readout.")
-    return register_readout(found).name
+    return ls.register_readout(found).name
 
 
 def check_readouts(*names: str, oracle: bool = False, auto: bool = False) -> None:
@@ -106,10 +142,8 @@ def policies_by_model(
     for path, policy in zip(paths, loaded, strict=True):
         known = policy.model is None or None in models
         if not known and not any(same_model(policy.model, model) for model in models):
-            raise UserError(
-                f"{path} was calibrated for another model than these; add that run, or use it without its "
-                "promise (--any-model)."
-            )
+            choice = "add that run, or use it without its promise (--any-model)"
+            raise UserError(f"{path} was calibrated for another model than these; {choice}.")
     return [
         [policy for policy in loaded if None in (policy.model, model) or same_model(policy.model, model)]
         for model in models
@@ -131,8 +165,8 @@ def check_runs_on(policy: ExitPolicy, run: Path) -> None:
 
 def run_weights(run: Path) -> str:
     """The hash that tells the model of a finished run from any other, as its file says, without PyTorch."""
-    check_hashes(run)
-    return known_sha256(run.resolve() / WEIGHTS)
+    checkpoint_folder.check_hashes(run)
+    return checkpoint_folder.known_sha256(run.resolve() / WEIGHTS)
 
 
 def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[str]:
@@ -145,10 +179,8 @@ def unnamed_model(path: Path | str | None, policy: ExitPolicy | None) -> list[st
 def note_unknown_model(*models: str | None) -> None:
     """Says that what is used together may be of several models, where not all name their weights."""
     if None in models:
-        print_note(
-            f"{'Not all of these say' if set(models) != {None} else 'These do not say'} which model they are of; make "
-            "sure that it is the same (provenance={'weights_sha256': ...} ties them together: docs/recordings.md)."
-        )
+        tied = "(provenance={'weights_sha256': ...} ties them together: docs/recordings.md)"
+        print_note(f"Not all of these say which model they are of; make sure that it is the same {tied}.")
 
 
 def load_gates(folders: Sequence[Path], calibration: Trajectory) -> dict[str, Fitted]:
@@ -182,14 +214,12 @@ def _check_no_recordings(folder: Path) -> None:
 
 def find_model(source: str | Path, text: bool = False) -> Path:
     """The folder of a checkpoint, fetched from the Hub if need be; `text`: with a tokenizer."""
-    folder = find_checkpoint(source)
+    folder = checkpoint_folder.find_checkpoint(source)
     _check_no_recordings(folder)
-    require_config(folder)
-    if text and is_of_task(folder):
-        raise UserError(
-            f"{folder} is a model of a task, which takes no text; record the task with `loopscope record task`, or "
-            "answer its examples with `loopscope run`."
-        )
+    checkpoint_folder.require_config(folder)
+    if text and checkpoint_folder.is_of_task(folder):
+        verbs = "record the task with `loopscope record task`, or answer its examples with `loopscope run`"
+        raise UserError(f"{folder} is a model of a task, which takes no text; {verbs}.")
     if text:
         require_tokenizer(folder)
     return folder
@@ -203,7 +233,5 @@ def find_run(given: str | Path, runs: Sequence[Path]) -> Path:
         if is_folder(place):
             return place
     beside = {each.name for home in homes if is_folder(home) for each in home.iterdir() if each.is_dir()}
-    raise UserError(
-        f"There is no run '{name}'{did_you_mean(name, beside)}; give the folder of one, or the name of one of these "
-        "runs or of one beside them."
-    )
+    what = "give the folder of one, or the name of one of these runs or of one beside them"
+    raise UserError(f"There is no run '{name}'{did_you_mean(name, beside)}; {what}.")

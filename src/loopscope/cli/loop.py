@@ -1,8 +1,11 @@
 """Loop the middle of an ordinary language model.
 
-loopscope loop HuggingFaceTB/SmolLM2-135M --prelude 10 --core 10 --loops 4 --out looped
-loopscope loop SmolLM2-135M-Instruct.Q4_1.gguf --prelude 10 --core 10 --loops 4 --gate linear --out looped
-loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 --injection --out looped
+loopscope loop HuggingFaceTB/SmolLM2-135M --prelude 10 --core 10 --loops 4 \\
+    --out looped
+loopscope loop SmolLM2-135M-Instruct.Q4_1.gguf --prelude 10 --core 10 \\
+    --loops 4 --gate linear --out looped
+loopscope loop Llama-3.2-1B --drop 13-14 --prelude 4 --core 8 --loops 4 \\
+    --injection --out looped
 
 Takes Llama, SmolLM, Mistral, Qwen 2 and Qwen 3 in the layout of the Hub, or as a GGUF file. The first layers run once,
 those after them in every loop, the rest and the head at every exit. Layers are counted from 0, and without those that
@@ -14,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import loopscope as ls
-from loopscope.cli.inputs import find_model
-from loopscope.cli.options import add_shared, count, new_path, number_range, option, whole
+from loopscope.cli.inputs import find_model, new_path
+from loopscope.cli.options import add_shared, add_verb, count, given, number_range, option, whole
 from loopscope.cli.output import print_text, show
-from loopscope.cli.parser import add_verb
 
 if TYPE_CHECKING:
     from loopscope.models.looping import LoopedCheckpoint
@@ -44,30 +46,21 @@ def execute(options: argparse.Namespace) -> None:
     path = Path(options.checkpoint)
     if path.suffix != ".gguf" and not any(path.glob("*.gguf")):  # a folder may hold such a file alone
         find_model(options.checkpoint)
-    made = ls.loop(
-        options.checkpoint,
-        options.out,
-        options.prelude,
-        options.core,
-        options.loops,
-        drop=[layer for layers in options.drop for layer in layers],
-        damping=options.damping,
-        injection=options.injection,
-        gate=options.gate,
-    )
+    dropped = [layer for layers in options.drop for layer in layers]
+    chosen = given(options, "prelude", "core", "loops", "damping", "injection", "gate")
+    made = ls.loop(options.checkpoint, options.out, drop=dropped, **chosen)
     show(made, options.json, lambda: print_text("\n".join(_lines(made))))
 
 
 def _lines(made: "LoopedCheckpoint") -> list[str]:
     looping = made.looping
-    parts = [f"{looping.prelude} once", f"{looping.core} in each of {looping.loops} loops"]
-    parts.append(f"{made.coda} at every exit")
+    parts = f"{looping.prelude} once, {looping.core} in each of {looping.loops} loops, {made.coda} at every exit"
     kept = made.original_layers - len(looping.dropped)
     layers = f"{kept} of {made.original_layers} layers" if looping.dropped else f"all {kept} layers"
     exact = not looping.dropped and looping.damping == 1
-    first = "Loop 1 is the original model" if exact else "Loop 1 is not the original model"
+    first = f"Loop 1 is {'' if exact else 'not '}the original model"
     return [
-        f"{made.folder}: {layers} ({looping.source}): {', '.join(parts)}.",
+        f"{made.folder}: {layers} ({looping.source}): {parts}.",
         f"{made.parameters:,} parameters (the original: {made.original_parameters:,}).",
         f"At full depth a token costs {made.cost:.2f} times the original's multiplications (head included).",
         f"Untrained: nothing was learned here. {first}; deeper loops are nothing that it was trained for.",

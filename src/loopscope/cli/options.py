@@ -1,21 +1,135 @@
-"""What may an option be? A number, a name or a file, checked while it is read; and the options of several verbs."""
+"""How is a command line read, and which options do several verbs share?
+
+By argparse, whose complaints become one plain sentence with what was probably meant. Nothing heavy is imported here.
+"""
 
 import argparse
+import inspect
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from loopscope.cli.parser import Parser
 from loopscope.errors import UserError, did_you_mean
-from loopscope.files import is_file, remove_leftovers, require_file
-from loopscope.readouts.readout import READOUTS, needs_labels
+
+Execute = Callable[[argparse.Namespace], int | None]
+"""What a verb does; the exit code is 0 where it returns nothing."""
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16")
 """Those of `models.checkpoint`, which takes PyTorch to import."""
-READOUT_NAMES: Final = ", ".join(name for name in READOUTS if not needs_labels(name))
-RECORDED = "a run whose validation and test splits are recorded, or a folder with two recordings of these names"
+_VERB, _KIND = "VERB", "WHAT"
+_HELP_WIDTH = 79
+_PLAIN = (
+    (r"^argument (\S+): ", r"\1: "),
+    (r"invalid float value: (.*)$", r"\1 is not a number"),
+    (r"expected (?:at least )?one argument$", "a value is missing"),
+    (r"not allowed with argument (.*)$", r"it excludes \1; leave one of them out"),
+    (r"^the following arguments are required: (.*)$", r"missing: \1"),
+    (r"^one of the arguments (\S+) (\S+) is required$", r"missing: \1 or \2"),
+    (r"^unrecognized arguments: (.*)$", r"'\1' is more than this takes"),
+)
+"""What argparse says, and how it is said here."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Rejects in one sentence, with what was probably meant; its subparsers are of its kind."""
+
+    _words: Sequence[str] = ()
+    takes: str = ""
+    """What a verb takes, in words, where the names of what is missing do not say it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self._pairs: list[tuple[str, str, bool]] = []
+
+    def needs(self, **others: str) -> None:
+        """Rejects an option without another: `alpha="monitor"` rejects --alpha without --monitor."""
+        self._pairs += [(option, other, True) for option, other in others.items()]
+
+    def excludes(self, option: str, *others: str) -> None:
+        """Rejects an option together with any of these."""
+        self._pairs += [(option, other, False) for other in others]
+
+    def check_pairs(self, options: argparse.Namespace) -> None:
+        actions = {action.dest: action for action in self._actions}
+        given = {name for name in actions if getattr(options, name, None) != actions[name].default}
+        names = {name: (*action.option_strings, action.metavar)[0] for name, action in actions.items()}
+        for option, other, together in self._pairs:
+            if option in given and (other in given) != together:
+                needed = f"needs {names[other]}; give it with {names[other]}, or leave it out"
+                excluded = f"excludes {names[other]}; leave out {names[other]}"
+                raise UserError(f"{names[option]} {needed if together else excluded}.")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """What the type of an argument says in a sentence of its own is said as it is."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            raise (error.__context__ if isinstance(error.__context__, UserError) else error) from None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        sentence = self._sentence(message)  # without the usage: its ten lines would hide it
+        raise UserError(f"{sentence[0].upper()}{sentence[1:]}; see {self.prog} --help.")
+
+    def _sentence(self, message: str) -> str:
+        """With a verb or choice that is close to what was typed, or an option close to an unknown one."""
+        if wrong := re.search(r"^argument (.*): invalid choice: '(.*)' \(choose from ", message, re.DOTALL):
+            names = ((*action.option_strings, action.metavar, action.dest) for action in self._actions)
+            choices = (list(action.choices or ()) for action in self._actions)
+            known = next(found for name, found in zip(names, choices, strict=True) if wrong[1] in name)
+            what = f"there is no '{self.prog} " if wrong[1] in (_VERB, _KIND) else f"{wrong[1]}: there is no '"
+            return f"{what}{wrong[2]}'{did_you_mean(wrong[2], known)}; choose one of {', '.join(known)}"
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in takewhile(lambda word: word != "--", self._words):
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                return f"there is no option {name}{did_you_mean(name, known)}"
+        if message.startswith("the following arguments are required"):
+            for action in self._actions:
+                if action.nargs == argparse.PARSER:
+                    return f"after {self.prog} comes one of {', '.join(action.choices or ())}"
+            message += self.takes and f": {self.takes}"
+        for pattern, plain in _PLAIN:
+            message = re.sub(pattern, plain, message, flags=re.DOTALL)
+        return message
+
+
+def described(text: str) -> dict[str, str]:
+    """The help of a verb from a docstring: a sentence, a paragraph of examples, and notes."""
+    sentence, examples, *notes = [*inspect.cleandoc(text).split("\n\n"), ""]
+    sentence, *notes = (textwrap.fill(each, _HELP_WIDTH, break_on_hyphens=False) for each in (sentence, *notes))
+    return {"description": sentence, "epilog": "\n\n".join(["examples:\n" + re.sub("(?m)^", "  ", examples), *notes])}
+
+
+def add_verb(subparsers: Any, name: str, text: str | None, execute: Execute, resumes: bool = False) -> Parser:
+    """Add a verb whose help is `text`; `resumes`: done again, it finds whatever was finished before."""
+    parser = _add_parser(subparsers, name, text)
+    parser.set_defaults(execute=execute, resumes=resumes, parser=parser)
+    return parser
+
+
+def add_verbs(parser: Parser) -> Any:
+    """Where the verbs of the command line are added."""
+    return parser.add_subparsers(title="verbs", metavar=_VERB, required=True)
+
+
+def add_group(subparsers: Any, name: str, text: str | None) -> Any:
+    """Add a verb that has verbs of its own, to be added to what this returns."""
+    return _add_parser(subparsers, name, text).add_subparsers(title="what", metavar=_KIND, required=True)
+
+
+def _add_parser(subparsers: Any, name: str, text: str | None) -> Parser:
+    shown = described(text or name)  # Python's -OO leaves no docstrings
+    parser: Parser = subparsers.add_parser(name, help=shown["description"].rstrip("."), **shown)
+    return parser
 
 
 def _reject(text: str, expected: str) -> NoReturn:
@@ -28,19 +142,7 @@ def whole_number(text: str, least: int, most: int = 10**15 - 1) -> int:
     return int(text)
 
 
-count, whole = partial(whole_number, least=1), partial(whole_number, least=0)
-rounds, threads = partial(whole_number, least=1, most=10_000), partial(whole_number, least=1, most=4096)
-
-
-def number(text: str) -> float:
-    return _real(text, lambda value: 0 <= value <= 1e18, "from 0 to 1e18")
-
-
-def share(text: str) -> float:
-    return _real(text, lambda value: 0 < value <= 1, "above 0 and up to 1")
-
-
-def _real(text: str, fits: Callable[[float], bool], which: str) -> float:
+def real_number(text: str, fits: Callable[[float], bool], which: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -48,6 +150,12 @@ def _real(text: str, fits: Callable[[float], bool], which: str) -> float:
     if not fits(value):
         _reject(text, f"not a number {which}")
     return value
+
+
+count, whole = partial(whole_number, least=1), partial(whole_number, least=0)
+rounds, threads = partial(whole_number, least=1, most=10_000), partial(whole_number, least=1, most=4096)
+non_negative = partial(real_number, fits=lambda value: 0 <= value <= 1e18, which="from 0 to 1e18")
+share = partial(real_number, fits=lambda value: 0 < value <= 1, which="above 0 and up to 1")
 
 
 def number_range(text: str) -> range:
@@ -66,29 +174,35 @@ def device_name(text: str) -> str:
     return text
 
 
-def text_file(text: str, what: str = "text file") -> Path:
-    require_file(Path(text), what)
-    return Path(text)
-
-
-def out_folder(text: str) -> Path:
-    """A folder to write to: no file is in its way."""
-    for place in (Path(text), *Path(text).parents):
-        if is_file(place):
-            raise UserError(f"{place} is a file; give a folder.")
-    return Path(text)
-
-
-def new_path(text: str | Path) -> Path:
-    """What is written and not there yet; in an empty file nothing is."""
-    out = Path(text)
-    if out.exists() and not (out.is_file() and not out.stat().st_size):
-        remove_leftovers(out)
-        raise UserError(f"{out} is there already; choose another --out, or remove it.")
-    return out
-
-
 _TYPES: dict[str, Any] = {"N": count, "X": float, "FILE": Path, "DIR": Path}
+_SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("the folder of a checkpoint, or its name on the Hub", {}),
+    "run": ("the folder of a finished run", {"type": Path}),
+    "--any-model": ("use the policy on any model, without its promise", {}),
+    "--at X": ("target accuracy, such as 0.95 (default: 1 point below full depth on validation data)", {"type": share}),
+    "--chat": ("ask in the model's chat template", {}),
+    "--confidence X": ("probability with which the promise is to hold (default: 0.95)", {}),
+    "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
+    "--device NAME": ("device: auto (default), cpu, cuda, cuda:1 or mps", {"type": device_name, "default": "auto"}),
+    "--dtype NAME": ("precision: float32, bfloat16 or float16 (default: the file's)", {"choices": PRECISIONS}),
+    "--force": ("start even what is far too big for this machine", {}),
+    "--gate DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
+    "--hidden": ("keep the pooled hidden states in the recording", {}),
+    "--json": ("print the result as JSON", {}),
+    "--max-drop X": ("largest loss against full depth that is allowed (default: 0.01)", {}),
+    "--open": ("open the page of the report in the browser", {}),
+    "--style": ("width of the figures: a page's, or a column's", {"choices": ("page", "paper"), "default": "page"}),
+    "--product NAME": ("make only this product or group: overview, ouro, paper (repeatable)", {"action": "append"}),
+    "--reference RUN": ("run or recordings to compare with: a path, or the name of a run given or beside one", {}),
+    "--rounds N": ("rounds to measure after the warm-up", {"type": rounds, "default": 5}),
+    "--seed N": ("random seed", {"type": whole, "default": 0}),
+    "--set A.B=C": ("change a setting, such as training.seed=1 (repeatable)", {"action": "append"}),
+    "--shots N": ("few-shot examples of a question (default: the task's own)", {"type": whole}),
+    "--threads N": ("CPU threads to use (default: as PyTorch chooses)", {"type": threads}),
+    "--unseen": ("count only examples that training did not have", {}),
+}
+"""Options that mean the same wherever they are."""
+COMPUTE = ("--device NAME", "--threads N", "--json")
 
 
 def option(parser: Any, words: str, text: str, **more: Any) -> None:
@@ -101,61 +215,13 @@ def option(parser: Any, words: str, text: str, **more: Any) -> None:
     default = more.get("default")
     if isinstance(default, int | float | str) and "default" not in text:
         text = f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} (default: {default})"
-    if name.startswith("--") and not metavar and "choices" not in more:
-        parser.add_argument(name, action="store_true", help=text, **more)
-        return
     if metavar:
         more = {"metavar": metavar, "type": _TYPES.get(metavar), **more}
+    elif name.startswith("--") and "choices" not in more:
+        more = {"action": "store_true", **more}
     if more.get("action") == "append":
         more = {"default": [], **more}
     parser.add_argument(name, help=text, **more)
-
-
-_SHARED: dict[str, tuple[str, dict[str, Any]]] = {
-    "model": ("the folder of a checkpoint, or its name on the Hub", {}),
-    "run": ("the folder of a finished run", {"type": Path}),
-    "--any-model": ("use the policy on any model, without its promise", {}),
-    "--at X": ("target accuracy, such as 0.95 (default: 1 point below full depth on validation data)", {"type": share}),
-    "--confidence X": ("probability with which the promise is to hold (default: 0.95)", {}),
-    "--data DIR": ("folder with the benchmarks' files (default: from the Hub)", {}),
-    "--device NAME": (
-        "device to compute on: auto (default), cpu, cuda, cuda:1, mps",
-        {"type": device_name, "default": "auto"},
-    ),
-    "--dtype NAME": ("precision: float32, bfloat16 or float16 (default: the file's)", {"choices": PRECISIONS}),
-    "--force": ("start even what is far too big for this machine", {}),
-    "--gate DIR": ("folder of a fitted gate or stopper, as one more readout (repeatable)", {"action": "append"}),
-    "--hidden": ("keep the pooled hidden states in the recording", {}),
-    "--json": ("print the result as JSON", {}),
-    "--max-drop X": ("largest loss against full depth that is allowed (default: 0.01)", {}),
-    "--open": ("open the page of the report in the browser", {}),
-    "--style": (
-        "style of the figures: as on the page (default), or as wide as a column of a paper",
-        {"choices": ("page", "paper"), "default": "page"},
-    ),
-    "--product NAME": (
-        "make only this product, or group of them: overview, ouro, paper (repeatable)",
-        {"action": "append"},
-    ),
-    "--reference RUN": (
-        "run, or folder of recordings, whose trajectory is the measure: its path, or its name if it is given here or "
-        "lies beside a run that is",
-        {},
-    ),
-    "--rounds N": ("rounds to measure after the warm-up", {"type": rounds, "default": 5}),
-    "--set A.B=C": ("change a setting, such as training.seed=1 (repeatable)", {"action": "append"}),
-    "--store DIR": ("folder of all artifacts (default: store, beside --out)", {"type": out_folder}),
-    "--threads N": ("CPU threads to use (default: as PyTorch chooses)", {"type": threads}),
-    "--unseen": ("count only examples that training did not have", {}),
-}
-"""Options that mean the same wherever they are."""
-COMPUTE = ("--device NAME", "--threads N", "--json")
-
-
-def add_report_options(parser: Parser) -> None:
-    shown = parser.add_mutually_exclusive_group()  # --open opens the page, which --product does not write
-    add_shared(shown, "--product NAME", "--open")
-    add_shared(parser, "--style")
 
 
 def add_shared(parser: Any, *names: str, **changes: Any) -> None:
@@ -166,22 +232,11 @@ def add_shared(parser: Any, *names: str, **changes: Any) -> None:
         parser.needs(any_model="policy")
 
 
-def target_accuracies(values: Sequence[float]) -> list[float]:
-    """What --at says, each once."""
-    return list({f"{target:g}": target for target in values}.values())
-
-
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """What these options say, where anything; they have the names of the library's own."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-def option_words(options: dict[str, Any]) -> list[str]:
-    """These options as they are written on the command line; those without a value are left out."""
-    words = []
-    for name, value in options.items():
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None and each is not False:
-                words += [f"--{name.removesuffix('s') if name in ('models', 'benchmarks') else name}"]
-                words += [] if each is True else [f"{each:g}" if isinstance(each, float) else str(each)]
-    return words
+def target_accuracies(values: Sequence[float]) -> list[float]:
+    """What --at says, each once."""
+    return list({f"{target:g}": target for target in values}.values())

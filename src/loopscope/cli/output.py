@@ -9,9 +9,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -52,7 +52,7 @@ def print_text(text: str) -> None:
 
 def print_sentences(text: str) -> None:
     """Words that break where the terminal ends, as the tables beside them do."""
-    print(_broken(text, _width()))
+    print(_broken(text))
 
 
 def print_note(text: str) -> None:
@@ -71,6 +71,31 @@ def show(value: object, as_json: bool, print_words: Callable[[], None]) -> None:
         print_words()
 
 
+def announce_device(options: argparse.Namespace) -> None:
+    """Says once what `auto` took: when the work begins, so that nothing is announced that is then refused."""
+    note = getattr(options, "chosen_device", None)
+    if note is not None and os.environ.get("RANK", "0") == "0":
+        print_note(note)
+    options.chosen_device = None
+
+
+@contextmanager
+def working(options: argparse.Namespace, title: str, *notes: str, unit: str = "") -> Iterator[ProgressCallback]:
+    """Shows progress, counted in this unit; at its first step says what it runs on, and these notes."""
+    waiting = list(notes)
+    with track(title, unit=unit) as advance:
+        here = sys.stderr  # that of the work may be kept from other libraries
+
+        def announced(done: int, total: int, note: str) -> None:
+            with redirect_stderr(here):
+                announce_device(options)
+                while waiting:
+                    print_note(waiting.pop(0))
+            advance(done, total, note)
+
+        yield announced
+
+
 @contextmanager
 def watched(options: argparse.Namespace, title: str) -> Iterator[ProgressCallback]:
     """Progress of work that takes seconds: for whoever sits before it, and not in a log or beside JSON."""
@@ -81,16 +106,9 @@ def watched(options: argparse.Namespace, title: str) -> Iterator[ProgressCallbac
         yield advance
 
 
-def _width() -> int:
-    """The terminal's; where this goes elsewhere 80 columns, unless others are asked for."""
-    if sys.stdout.isatty():
-        return shutil.get_terminal_size().columns
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if re.fullmatch("[1-9][0-9]{0,5}", columns) else 80
-
-
-def _broken(text: str, width: int) -> str:
-    """Lines of at most this width, where no word is longer; a number stays with its percent sign."""
+def _broken(text: str) -> str:
+    """Lines as wide as the terminal, or 80 columns, where no word is longer; a number stays with its percent sign."""
+    width = shutil.get_terminal_size().columns
     lines = (line.replace(" %", "\xa0%") for line in visible(text).split("\n"))
     filled = (textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
     return "\n".join(filled).replace("\xa0%", " %")
@@ -101,60 +119,50 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], keys: int
 
     Below it stands what its words mean that no option explains.
     """
-    width = _width()
+    width = shutil.get_terminal_size().columns
     console = Console(width=width)
     columns, rows = [visible(each) for each in columns], [[visible(cell) for cell in row] for row in rows]
+    cells = [[row[index] for row in rows] for index in range(len(columns))]
     if title:
-        console.print(Text(_broken(title, width), style="bold"))
-    for part in _fitting(columns, rows, keys, width):
+        console.print(Text(_broken(title), style="bold"))
+    for part in _fitting(columns, cells, keys, width):
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         for index, header in part.items():
-            cells = [row[index] for row in rows]
-            breaks = index < keys or max(map(len, cells), default=0) > _MAX_CELL
-            table.add_column(
-                Text(header),
-                justify="right" if index and all(map(_NUMBER.match, cells)) else "left",
-                no_wrap=not breaks,
-                overflow="fold",  # a name that is cut is nobody's
-                min_width=min(_longest_word(cells), _MAX_CELL) if index < keys else None,
-            )
+            numbers = index > 0 and all(map(_NUMBER.match, cells[index]))
+            breaks = index < keys or max(map(len, cells[index]), default=0) > _MAX_CELL
+            side: Literal["left", "right"] = "right" if numbers else "left"
+            table.add_column(Text(header), justify=side, no_wrap=not breaks, overflow="fold")
         for row in rows:
             table.add_row(*(Text(row[index]) for index in part))  # a name may look like markup
         console.print(table)
     found = [words for term, words in _TERMS.items() if any(term in cell for row in rows for cell in row)]
     if found:
-        console.print(Text(_broken(f"{'; '.join(found)}.", width)))
+        console.print(Text(_broken(f"{'; '.join(found)}.")))
     console.print()
 
 
-def _fitting(columns: list[str], rows: list[list[str]], keys: int, width: int) -> list[dict[int, str]]:
-    """The columns that stand beside each other, with their headers, which break where not all columns fit otherwise.
+def _fitting(columns: list[str], cells: list[list[str]], keys: int, width: int) -> list[dict[int, str]]:
+    """The columns that stand beside each other, with their headers, which break where not all columns fit otherwise;
+    a column without a word is left out.
 
     Of the cells only names and texts break their lines, where they must.
     """
-    cells = [[row[index] for row in rows] for index in range(len(columns))]
+    shown = [index for index in range(len(columns)) if index < keys or not cells[index] or any(cells[index])]
     widest = [min(max(map(len, each), default=0), _MAX_CELL) for each in cells]
-    names = [
-        max(min(max(wide, len(column)), _MIN_NAME), min(_longest_word([column, *each]), _MAX_CELL))
-        for column, wide, each in zip(columns[:keys], widest, cells, strict=False)
-    ]
-    room = width - sum(names) - _GAP * (keys - 1)
-    whole = [max(wide, len(column)) + _GAP for column, wide in zip(columns, widest, strict=True)]
-    if sum(whole[keys:]) <= room:
-        return [dict(enumerate(columns))]
-    broken = [max(wide, _longest_word([column])) for column, wide in zip(columns, widest, strict=True)]
-    headers = [textwrap.fill(column, max(1, wide)) for column, wide in zip(columns, broken, strict=True)]
-    parts: list[list[int]] = [[]]
-    for index in range(keys, len(columns)):
-        if parts[-1] and sum(broken[each] + _GAP for each in (*parts[-1], index)) > room:
-            parts.append([])
+    for index, texts in enumerate(cells[:keys]):
+        longest_word = max((len(word) for text in texts for word in text.split()), default=0)
+        widest[index] = min(widest[index], max(_MIN_NAME, longest_word))
+    sizes = [max(wide, len(column)) + _GAP for column, wide in zip(columns, widest, strict=True)]
+    if sum(sizes[index] for index in shown) <= width + _GAP:
+        return [{index: columns[index] for index in shown}]
+    sizes = [max(wide, *map(len, column.split()), 1) + _GAP for column, wide in zip(columns, widest, strict=True)]
+    headers = [textwrap.fill(column, size - _GAP) for column, size in zip(columns, sizes, strict=True)]
+    parts = [list(range(keys))]
+    for index in shown[keys:]:
+        if len(parts[-1]) > keys and sum(sizes[each] for each in (*parts[-1], index)) > width + _GAP:
+            parts.append(list(range(keys)))
         parts[-1].append(index)
-    first = dict(enumerate(columns[:keys]))
-    return [first | {index: headers[index] for index in part} for part in parts]
-
-
-def _longest_word(texts: Iterable[str]) -> int:
-    return max((len(word) for text in texts for word in text.split()), default=0)
+    return [{index: headers[index] for index in part} for part in parts]
 
 
 def print_by_loop(title: str, summary: dict[str, Any], by_loop: dict[str, list[float]], as_json: bool) -> None:
@@ -169,7 +177,5 @@ def print_by_loop(title: str, summary: dict[str, Any], by_loop: dict[str, list[f
 
 def machine_line(machine: "Machine") -> str:
     """What a benchmark's numbers were measured on."""
-    threads = f"{machine.threads} thread{'s' * (machine.threads > 1)}"
     products = f"matrix products of this width on {machine.device} in {machine.dtype}: {machine.gigaflops} GFLOP/s"
-    rounds = f"{machine.rounds} round{'s' * (machine.rounds > 1)}"
-    return f"{threads}, {rounds}; {products}."
+    return f"Threads: {machine.threads}, rounds: {machine.rounds}; {products}."

@@ -2,7 +2,8 @@
 
 loopscope record task runs/mine --split validation
 loopscope record text runs/ouro mine.txt --out recordings/mine
-loopscope record live runs/ouro mine.txt --recording recordings/mine --cache propagate --out recordings/live
+loopscope record live runs/ouro mine.txt --recording recordings/mine \\
+    --cache propagate --out recordings/live
 loopscope record benchmark runs/ouro arc_easy --split test --data DIR
 """
 
@@ -13,14 +14,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import loopscope as ls
+from loopscope.artifacts import MANIFEST
 from loopscope.certify.risk_target import RiskTarget
 from loopscope.cli import inputs
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.options import COMPUTE, add_shared, given, number_range, option, out_folder, text_file, whole
-from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table
-from loopscope.cli.parser import Parser, add_group, add_verb
+from loopscope.cli.options import COMPUTE, add_group, add_shared, add_verb, given, number_range, option
+from loopscope.cli.output import percent, print_by_loop, print_json, print_note, print_table, working
 from loopscope.config import build
 from loopscope.errors import UserError
+from loopscope.files import is_file
 from loopscope.models.checkpoint_folder import read_model_shape
 from loopscope.models.tokenizer import check_context, read_documents
 from loopscope.policy import ExitPolicy, Loss
@@ -29,19 +30,13 @@ from loopscope.questions import BENCHMARKS, Split, benchmark_named, check_data
 from loopscope.scope import CacheMode, Scope
 from loopscope.trajectory import SPLITS, Trajectory
 
-_TEXT_FILES: dict[str, Any] = {"type": text_file, "nargs": "+", "metavar": "FILE"}
-
 
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope record` to the parser."""
     kinds = add_group(subparsers, "record", __doc__)
-    _define_task(kinds)
-    _define_text(kinds)
-    _define_live(kinds)
-    _define_benchmark(kinds)
-
-
-def _define_task(kinds: Any) -> None:
+    files: dict[str, Any] = {"type": inputs.text_file, "nargs": "+", "metavar": "FILE"}
+    role = "role of the data: train, validation (default) or test"
+    roles: dict[str, Any] = {"choices": get_args(Split), "default": "validation"}
     parser = add_verb(kinds, "task", _record_task.__doc__, _record_task, resumes=True)
     add_shared(parser, "run")
     option(parser, "--split NAME", f"split to record: {', '.join(SPLITS)}", choices=SPLITS, required=True)
@@ -49,27 +44,21 @@ def _define_task(kinds: Any) -> None:
     levels = "range of difficulties, such as 11-14 (default: the task's)"
     option(parser, "--levels A-B", levels, type=number_range)
     option(parser, "--no-logits", "keep signals and predictions in place of the logits")
-    option(parser, "--out DIR", "folder of the recording (default: RUN/recordings/SPLIT)", type=out_folder)
+    option(parser, "--out DIR", "folder of the recording (default: RUN/recordings/SPLIT)", type=inputs.out_folder)
     add_shared(parser, "--hidden", *COMPUTE)
     inputs.add_custom_readouts(parser)
-
-
-def _define_text(kinds: Any) -> None:
     parser = add_verb(kinds, "text", _record_text.__doc__, _record_text, resumes=True)
     add_shared(parser, "model")
-    option(parser, "files", "text files to record", **_TEXT_FILES)
-    _add_split(parser)
+    option(parser, "files", "text files to record", **files)
+    option(parser, "--split NAME", role, **roles)
     option(parser, "--context N", "tokens of a window (default: 512, or what the model takes)")
     option(parser, "--limit N", "record at most so many tokens")
-    option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=out_folder)
+    option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/SPLIT)", type=inputs.out_folder)
     add_shared(parser, "--hidden", "--dtype NAME", *COMPUTE)
     inputs.add_custom_readouts(parser)
-
-
-def _define_live(kinds: Any) -> None:
     parser = add_verb(kinds, "live", _record_live.__doc__, _record_live, resumes=True)
     add_shared(parser, "model")
-    option(parser, "files", "the text files of the recording", **_TEXT_FILES)
+    option(parser, "files", "the text files of the recording", **files)
     option(parser, "--recording DIR", "recording of these files, made by `record text`", required=True)
     caches = "KV cache to run with: full, propagate (default) or latest"
     option(parser, "--cache MODE", caches, choices=get_args(CacheMode), default="propagate")
@@ -79,32 +68,22 @@ def _define_live(kinds: Any) -> None:
     replayed = "readout of the candidates (default: auto, the one with the fewest loops in a replay)"
     option(parser, "--readout NAME", replayed, type=inputs.readout_name)
     option(parser, "--candidates N", "run at most so many candidates (default: 12)")
-    add_shared(parser, "--gate DIR", "--any-model")
+    inputs.add_policy_options(parser)
     parser.excludes("policy", "max_drop", "confidence", "loss", "readout", "candidates", "gate")
-    inputs.add_custom_readouts(parser)
-    option(parser, "--seed N", "random seed of the selection", type=whole, default=0)
     option(parser, "--batch-size N", "windows to run at a time", default=32)
-    option(parser, "--out DIR", "folder of the live run", type=out_folder, required=True)
-    add_shared(parser, *COMPUTE)
-
-
-def _define_benchmark(kinds: Any) -> None:
+    option(parser, "--out DIR", "folder of the live run", type=inputs.out_folder, required=True)
+    add_shared(parser, "--gate DIR", "--seed N", *COMPUTE)
     parser = add_verb(kinds, "benchmark", _record_benchmark.__doc__, _record_benchmark, resumes=True)
     add_shared(parser, "model")
     option(parser, "name", f"a benchmark: {', '.join(BENCHMARKS)}", metavar="NAME", choices=list(BENCHMARKS))
-    _add_split(parser)
+    option(parser, "--split NAME", role, **roles)
     option(parser, "--limit N", "record at most so many questions")
-    option(parser, "--shots N", "few-shot examples of a question (default: the benchmark's own)", type=whole)
     option(parser, "--mean-state", "read gate and state as means over the choices' tokens")
     option(parser, "--batch-tokens N", "tokens to compute at a time (default: 8192)")
-    option(parser, "--out DIR", "folder of the recording (default: MODEL/recordings/NAME/SPLIT)", type=out_folder)
-    add_shared(parser, "--data DIR", "--hidden", "--dtype NAME", *COMPUTE)
+    where = "folder of the recording (default: MODEL/recordings/NAME/SPLIT)"
+    option(parser, "--out DIR", where, type=inputs.out_folder)
+    add_shared(parser, "--shots N", "--data DIR", "--hidden", "--dtype NAME", *COMPUTE)
     inputs.add_custom_readouts(parser)
-
-
-def _add_split(parser: Parser) -> None:
-    role = "role of the data: train, validation (default) or test"
-    option(parser, "--split NAME", role, choices=get_args(Split), default="validation")
 
 
 def _record_task(options: argparse.Namespace) -> None:
@@ -112,7 +91,8 @@ def _record_task(options: argparse.Namespace) -> None:
 
     loopscope record task runs/mine --split validation
     loopscope record task runs/mine --split test --hidden
-    loopscope record task runs/paper --split extrapolation --levels 11-14 --examples 10000
+    loopscope record task runs/paper --split extrapolation --levels 11-14 \\
+        --examples 10000
     """
     inputs.finished_run(options.run)
     from loopscope.recording.recording_folder import Keep
@@ -122,7 +102,7 @@ def _record_task(options: argparse.Namespace) -> None:
     keep = Keep(logits=not options.no_logits, hidden=options.hidden)
     with _recording(options, f"recording {options.split}", out) as advance:
         recording = record_task(
-            options.run, options.split, out, keep, options.examples, options.levels, device_of(options), advance
+            options.run, options.split, out, keep, options.examples, options.levels, inputs.device_of(options), advance
         )
     size, loops = recording.num_examples, recording.num_loops
     summary = {"recording": str(out), "split": recording.split, "examples": size, "loops": loops}
@@ -134,7 +114,8 @@ def _record_text(options: argparse.Namespace) -> None:
     """Record every next token of a text.
 
     loopscope record text runs/ouro mine.txt --out recordings/mine
-    loopscope record text runs/small-ouro train.txt --split train --limit 100000 --hidden --out recordings/train
+    loopscope record text runs/small-ouro train.txt --split train \\
+        --limit 100000 --hidden --out recordings/train
 
     A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. Promises
     count documents, so give many. --split says what the text is to the model: calibrating on test is refused, for
@@ -146,7 +127,7 @@ def _record_text(options: argparse.Namespace) -> None:
     read_documents(options.files)
     from loopscope.recording.text_recording import record_text
 
-    device, chosen = device_of(options), given(options, "context", "limit", "hidden", "dtype")
+    device, chosen = inputs.device_of(options), given(options, "context", "limit", "hidden", "dtype")
     with _recording(options, f"recording {options.split}", out) as advance:
         recording = record_text(
             options.model, options.files, options.split, out, device=device, progress=advance, **chosen
@@ -166,9 +147,12 @@ def _record_text(options: argparse.Namespace) -> None:
 def _record_live(options: argparse.Namespace) -> None:
     """Run a recorded text live: with candidates for a promise, or with one policy to check it.
 
-    loopscope record live MODEL mine.txt --recording rec/mine --cache propagate --max-drop 0.05 --out rec/live
-    loopscope calibrate rec/live --loss disagreement --max-drop 0.05 --out text.json
-    loopscope record live MODEL other.txt --recording rec/test --cache propagate --policy text.json --out rec/check
+    loopscope record live MODEL mine.txt --recording rec/mine \\
+        --cache propagate --max-drop 0.05 --out rec/live
+    loopscope calibrate rec/live --loss disagreement --max-drop 0.05 \\
+        --out text.json
+    loopscope record live MODEL other.txt --recording rec/test \\
+        --cache propagate --policy text.json --out rec/check
     loopscope evaluate rec/check --policy text.json
 
     With the caches propagate and latest, later tokens see other keys than at full depth, and a recording says nothing
@@ -191,7 +175,7 @@ def _record_live(options: argparse.Namespace) -> None:
         runs = record_live(
             *(options.model, options.files, recording, options.out, options.cache, what),
             gates=gates,
-            device=device_of(options),
+            device=inputs.device_of(options),
             progress=advance,
             **given(options, "candidates", "seed", "batch_size"),
         )
@@ -220,18 +204,19 @@ def _record_benchmark(options: argparse.Namespace) -> None:
     """Record the questions of a benchmark, in one pass.
 
     loopscope record benchmark runs/ouro arc_easy --split test --data DIR
-    loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 --dtype bfloat16 --out recordings/mmlu
+    loopscope record benchmark ByteDance/Ouro-1.4B mmlu --limit 100 \\
+        --dtype bfloat16 --out recordings/mmlu
     """
     check_data(benchmark_named(options.name), options.split, options.data)
     out = _out(options, options.name, options.split)
     inputs.find_model(options.model, text=True)
     from loopscope.analysis.model_analysis import metric_accuracies
 
-    device, chosen = device_of(options), given(options, "data", "limit", "shots", "hidden", "dtype", "batch_tokens")
+    chosen = given(options, "data", "limit", "shots", "hidden", "dtype", "batch_tokens")
     with _recording(options, f"{options.name}, {options.split}", out) as advance:
         recording = ls.record_benchmark(
             *(options.model, options.name, options.split, out),
-            device=device,
+            device=inputs.device_of(options),
             mean=options.mean_state,
             progress=advance,
             **chosen,
@@ -246,17 +231,11 @@ def _record_benchmark(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _recording(options: argparse.Namespace, title: str, out: Path) -> Iterator[ProgressCallback]:
-    """Progress; where there is none, all of it was there before, which is said."""
-    begun = False
+    """Progress; and a note if all of it was there before."""
+    there = is_file(out / MANIFEST)
     with working(options, title) as advance:
-
-        def noticed(done: int, total: int, note: str) -> None:
-            nonlocal begun
-            begun = True
-            advance(done, total, note)
-
-        yield noticed
-    if not begun:
+        yield advance
+    if there:
         print_note(f"{out} was there already, made with the same settings; nothing was recorded again.")
 
 

@@ -1,6 +1,7 @@
 """Write tables, figures and a page on some runs, or on folders of recordings.
 
-loopscope report runs/demo/fixed-geometric runs/demo/linear-gate --reference fixed-geometric --out report
+loopscope report runs/demo/fixed-geometric runs/demo/linear-gate \\
+    --reference fixed-geometric --out report
 loopscope report runs/seed-* --out report --at 0.95 --at 0.99 --unseen
 loopscope report runs/mine --policy policy.json --out report --open
 """
@@ -14,19 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.inputs import POLICIES, add_custom_readouts, find_run, load_policy, policies_by_model
-from loopscope.cli.options import (
-    RECORDED,
-    add_report_options,
-    add_shared,
-    option,
-    option_words,
-    out_folder,
-    target_accuracies,
-)
+from loopscope.cli import inputs
+from loopscope.cli.options import Parser, add_shared, add_verb, option, target_accuracies
 from loopscope.cli.output import print_json, print_note, print_sentences, print_table, print_text, watched
-from loopscope.cli.parser import add_verb
-from loopscope.errors import UserError, did_you_mean
+from loopscope.errors import UserError, brief, did_you_mean
 from loopscope.recording_paths import find_recordings, recorded_name
 
 if TYPE_CHECKING:
@@ -36,19 +28,20 @@ if TYPE_CHECKING:
 
 _HEADLINES = ("headline", "certified", "ouro_summary", "ouro_thinking", "ouro_claims", "ouro_latency")
 """Products that are printed; the page has all."""
+_MAX_NAMES = 200
+"""Letters of the names of runs in a note."""
 
 
 def define(subparsers: Any) -> None:
     """Add the arguments of `loopscope report` to the parser."""
     parser = add_verb(subparsers, "report", __doc__, execute)
-    option(parser, "runs", f"{RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
+    option(parser, "runs", f"{inputs.RECORDED}; or several of them", type=Path, nargs="+", metavar="RUN")
     add_shared(parser, "--reference RUN")
-    option(parser, "--policy FILE", POLICIES, action="append")
-    add_shared(parser, "--any-model")
-    option(parser, "--out DIR", "folder of the report", type=out_folder, required=True)
+    option(parser, "--policy FILE", inputs.POLICIES, action="append")
+    inputs.add_policy_options(parser)
+    option(parser, "--out DIR", "folder of the report", type=inputs.out_folder, required=True)
     add_shared(parser, "--at X", action="append")
     add_shared(parser, "--unseen", "--json")
-    add_custom_readouts(parser)
     add_report_options(parser)
 
 
@@ -57,7 +50,7 @@ def execute(options: argparse.Namespace) -> None:
     targets = target_accuracies(options.at)
     runs, reference = _runs(options)
     for path in options.policy:
-        load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
+        inputs.load_policy(path, options.any_model)  # what is wrong with it is said before recordings are read
     from loopscope.analysis.model_analysis import analyse_models, read_recordings
     from loopscope.paper.counterparts import PRODUCTS
     from loopscope.report.write import check_report_place
@@ -67,15 +60,32 @@ def execute(options: argparse.Namespace) -> None:
         check_report_place(options.out, PRODUCTS.recipes)
     sources = [read_recordings(run, options.unseen) for run in runs]
     models = [source.test.provenance.get("weights_sha256") for source in sources]
-    policies = policies_by_model(options.policy, models, options.any_model)
+    policies = inputs.policies_by_model(options.policy, models, options.any_model)
     sources = [replace(source, policies=own) for source, own in zip(sources, policies, strict=True)]
     with watched(options, "analysing") as advance:
         results, details = analyse_models(sources, reference, targets, advance)
     words = {"reference": options.reference, "policy": options.policy, "any-model": options.any_model}
     words |= {"at": targets, "unseen": options.unseen, "with-readout": options.with_readout}
     words |= {"out": options.out, "style": None if options.style == "page" else options.style}
-    command = shlex.join(["loopscope", "report", *map(str, options.runs), *option_words(words)])
+    command = shown_command(["report", *options.runs], words)
     show_report(results, details, options, options.out, ("overview",), (command, command))
+
+
+def add_report_options(parser: Parser) -> None:
+    shown = parser.add_mutually_exclusive_group()  # --open opens the page, which --product does not write
+    add_shared(shown, "--product NAME", "--open")
+    add_shared(parser, "--style")
+
+
+def shown_command(verb: Sequence[object], options: dict[str, Any]) -> str:
+    """What to type for the same: a verb with its arguments, and its options; those without a value are left out."""
+    words = ["loopscope", *map(str, verb)]
+    for name, value in options.items():
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and each is not False:
+                words.append(f"--{name}")
+                words += [] if each is True else [f"{each:g}" if isinstance(each, float) else str(each)]
+    return shlex.join(words)
 
 
 def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
@@ -83,7 +93,7 @@ def _runs(options: argparse.Namespace) -> tuple[list[Path], str | None]:
     runs = [find_recordings(run) for run in options.runs]
     if options.reference is None:
         return runs, None
-    measure = find_recordings(find_run(options.reference, options.runs))
+    measure = find_recordings(inputs.find_run(options.reference, options.runs))
     if (recorded_name(measure), measure.resolve()) not in [(recorded_name(run), run.resolve()) for run in runs]:
         runs.insert(0, measure)
     return runs, recorded_name(measure)
@@ -96,9 +106,8 @@ def check_products(names: Sequence[str]) -> None:
     known = [*PRODUCTS.groups, *PRODUCTS.recipes]
     for name in names:
         if name not in known:
-            raise UserError(
-                f"There is no product '{name}'{did_you_mean(name, known)}; choose one of {', '.join(known)}."
-            )
+            choices = f"choose one of {', '.join(known)}"
+            raise UserError(f"There is no product '{name}'{did_you_mean(name, known)}; {choices}.")
 
 
 def show_report(
@@ -123,7 +132,8 @@ def show_report(
         return
     earlier, names = reported_models(folder), [model.name for model in results.models]
     if earlier and set(earlier) != set(names):
-        print_note(f"{folder} held a report on {_listed(earlier)}; this one, on {_listed(names)}, takes its place.")
+        before, now = (brief(", ".join(each), _MAX_NAMES) for each in (earlier, names))
+        print_note(f"{folder} held a report on {before}; this one, on {now}, takes its place.")
     with watched(options, "writing") as advance:
         page = write_report(results, details, made, folder, *commands, markers(results), options.style, advance)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
@@ -131,8 +141,7 @@ def show_report(
     if options.json:
         print_json(results)
         return
-    models = {model.name: model for model in results.models}
-    for members in ([models[name] for name in group.names] for group in results.groups if group.names):
+    for members in (members for _, members in results.grouped if members):
         print_sentences(f"{members[0].label}{_role(members)}: {members[0].diagnosis.sentence}\n")
     for product in made:
         if product.table is not None and product.name in _HEADLINES:
@@ -152,9 +161,10 @@ def _show_products(names: list[str], made: "list[Product]", folder: Path, option
     if not made:
         raise UserError("None of these products can be made of these models.")
     printed: list[dict[str, object]] = []
-    for name, table, figure in ((product.name, product.table, product.figure) for product in made):
-        if figure is not None:
-            write_figure(figure, folder, name, options.style)
+    for product in made:
+        name, table = product.name, product.table
+        if product.figure is not None:
+            write_figure(product.figure, folder, name, options.style)
             printed.append({"name": name, "figure": f"{folder / name}.png"})
             if not options.json:
                 print_text(f"{folder / name}.png, .pdf and .svg")
@@ -171,14 +181,8 @@ def _role(members: "Sequence[ModelResult]") -> str:
     first, *others = members
     words = ["the reference"] if first.is_reference else []
     if others:
-        found = Counter(other.verdict for other in others)
-        agree = set(found) == {first.verdict}
-        verdicts = ", ".join(name if len(others) == 1 else f"{name} ({count})" for name, count in found.items())
-        rest = "the other" if len(others) == 1 else "the others"
-        words.append(f"one of {len(members)} seeds; {rest}: {'the same verdict' if agree else verdicts}")
+        counts = Counter(other.verdict for other in others)
+        verdicts = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        agreed = "the same verdict" if set(counts) == {first.verdict} else verdicts
+        words.append(f"one of {len(members)} seeds; the other{'s' * (len(others) > 1)}: {agreed}")
     return f" ({', '.join(words)})" if words else ""
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

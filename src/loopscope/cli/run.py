@@ -1,10 +1,13 @@
 """Answer a file of examples with adaptive depth.
 
 loopscope run runs/demo/fixed-geometric examples.txt --readout margin
-echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - --readout margin --threshold 4
-loopscope run runs/mine examples.txt --readout fixed --threshold 4 --out answers.jsonl
+echo "+ 1 * 0 1" | loopscope run runs/demo/fixed-geometric - \\
+    --readout margin --threshold 4
+loopscope run runs/mine examples.txt --readout fixed --threshold 4 \\
+    --out answers.jsonl
 loopscope run runs/mine examples.txt --gate gates/linear
-loopscope run runs/mine examples.txt --policy policy.json  # as `loopscope calibrate` wrote it
+# as `loopscope calibrate` wrote it
+loopscope run runs/mine examples.txt --policy policy.json
 
 One example a line, as the task writes them: `+ 1 * 0 1` (prefix notation) or `0110`. The answers are JSON lines in the
 order of the examples. Without --threshold it is chosen on the run's validation recording.
@@ -13,7 +16,7 @@ order of the examples. Without --threshold it is chosen on the run's validation 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,10 +27,8 @@ from typing import Any, TextIO
 
 import loopscope as ls
 from loopscope.cli import inputs
-from loopscope.cli.compute import announce_device, device_of
-from loopscope.cli.options import READOUT_NAMES, add_shared, new_path, option, text_file
-from loopscope.cli.output import percent, print_note
-from loopscope.cli.parser import add_verb
+from loopscope.cli.options import add_shared, add_verb, option
+from loopscope.cli.output import announce_device, percent, print_note
 from loopscope.errors import UserError
 from loopscope.files import atomic_file
 from loopscope.frontier import choose
@@ -51,21 +52,21 @@ def define(subparsers: Any) -> None:
     add_shared(parser, "run")
     option(parser, "examples", "a file with one example a line, or - for standard input", type=_examples_file)
     rule = parser.add_mutually_exclusive_group()
-    option(rule, "--readout NAME", f"the exit rule: {READOUT_NAMES}", type=inputs.readout_name, default="margin")
+    names = f"the exit rule: {inputs.READOUT_NAMES}"
+    option(rule, "--readout NAME", names, type=inputs.readout_name, default="margin")
     option(rule, "--gate DIR", "folder of a fitted gate or stopper, as the exit rule")
     option(rule, "--policy FILE", "policy file with the exit rule and its threshold")
-    add_shared(parser, "--any-model")
+    inputs.add_policy_options(parser)
     parser.excludes("policy", "threshold")
-    inputs.add_custom_readouts(parser)
     option(parser, "--threshold X", "threshold of the exit rule (default: as validation data choose)")
     option(parser, "--batch-size N", "rows to run at a time", default=256)
-    option(parser, "--out FILE", "file of the answers (default: standard output)", type=new_path)
+    option(parser, "--out FILE", "file of the answers (default: standard output)", type=inputs.new_path)
     add_shared(parser, "--device NAME", "--threads N")
 
 
 def _examples_file(text: str) -> str:
-    if text != "-" and not _already_open(Path(text)):
-        text_file(text, "file with one example a line (- is the standard input)")
+    if text != "-":
+        inputs.text_file(text, "file with one example a line (- is the standard input)")
     return text
 
 
@@ -77,21 +78,24 @@ def execute(options: argparse.Namespace) -> None:
     inputs.check_runs_on(policy, options.run)
     with _lines(options.examples) as lines:
         reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
-        if Path(options.examples).is_file():  # whoever writes to a pipe need not have begun
-            reader.check_first()
-        _answer(options, policy, reader)
+        requests = reader.requests()
+        first = list(islice(requests, options.examples != "-"))  # whoever writes to a pipe need not have begun
+        if reader.error is None:
+            _answer(options, policy, reader, chain(first, requests))
     if reader.error is not None:
         raise reader.error
 
 
-def _answer(options: argparse.Namespace, policy: ExitPolicy, reader: "_Reader") -> None:
+def _answer(
+    options: argparse.Namespace, policy: ExitPolicy, reader: "_Reader", requests: Iterable["ls.Request"]
+) -> None:
     """Answers what is read, and says how it went."""
     from loopscope.engine.scheduler import in_order, run
 
-    model = ls.load_model(options.run, device_of(options))
+    model = ls.load_model(options.run, inputs.device_of(options))
     notes, total, right, loops = inputs.unnamed_model(options.policy, policy), 0, 0, 0
     with _output(options.out) as out:
-        for answer in in_order(run(model, policy, reader.requests(), options.batch_size)):
+        for answer in in_order(run(model, policy, requests, options.batch_size)):
             announce_device(options)  # now nothing but a line is refused any more
             while notes:
                 print_note(notes.pop())
@@ -101,16 +105,10 @@ def _answer(options: argparse.Namespace, policy: ExitPolicy, reader: "_Reader") 
             print(json.dumps(entry | {"right": is_right}), file=out)
             total, right, loops = total + 1, right + is_right, loops + answer.loop
     if total:
-        print_note(
-            f"{total:,} examples under {policy}: {percent(right / total)} right, {loops / total:.2f} loops on average."
-        )
+        measured = f"{percent(right / total)} right, {loops / total:.2f} loops on average"
+        print_note(f"{total:,} examples under {policy}: {measured}.")
         if policy.guarantee is not None:
             print_note(policy.guarantee.sentence)
-
-
-def _already_open(path: Path) -> bool:
-    """Whether it is a pipe of this process, as `<(command)` makes them in a shell."""
-    return path.is_fifo() and path.parent in (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def _lines(source: str) -> AbstractContextManager[TextIO]:
@@ -152,44 +150,31 @@ class _Reader:
     """The examples of some lines until the first that is none; those before it are answered all the same."""
 
     def __init__(self, name: str, lines: TextIO, parse: Parse) -> None:
-        self._name, self._parse = name, parse
-        read = iter(partial(lines.readline, _MAX_LINE), "")
-        self._numbered: Iterator[tuple[int, str]] = (
-            (number, line.strip()) for number, line in enumerate(read, start=1) if line.strip()
-        )
+        self._name, self._lines, self._parse = name, lines, parse
         self.unanswered: dict[int, tuple[int, str, int]] = {}  # line, text and label by key
         self.error: UserError | None = None
 
-    def check_first(self) -> None:
-        """Raises what is wrong with the first example, before a model is loaded for it."""
-        first = next(self._numbered, None)
-        if first is not None:
-            self._numbered = chain([first], self._numbered)
-            self._parsed([first])
-            if self.error is not None:
-                raise self.error
-
     def requests(self) -> Iterator["ls.Request"]:
-        key = 0
-        while self.error is None and (chunk := list(islice(self._numbered, _CHUNK))):
+        read = enumerate(iter(partial(self._lines.readline, _MAX_LINE), ""), start=1)
+        numbered = ((number, line.strip()) for number, line in read if line.strip())
+        key, size = 0, 1  # the first alone: what is wrong with it is said before a model is loaded
+        while self.error is None and (chunk := list(islice(numbered, size))):
             examples = self._parsed(chunk)
             rows = zip(examples.tokens, examples.lengths.tolist(), examples.labels.tolist(), strict=True)
             for (number, text), (tokens, length, label) in zip(chunk, rows, strict=False):
                 self.unanswered[key] = (number, text, label)
                 yield ls.Request(key, (tokens[:length],))
                 key += 1
+            size = _CHUNK
 
     def _parsed(self, chunk: list[tuple[int, str]]) -> Examples:
+        """All examples of these lines, or those before the first that is none, which becomes the error."""
         texts = [text for _, text in chunk]
         try:
             return self._parse(texts)
-        except UserError:
-            good = 0
-            for number, text in chunk:
-                try:
-                    self._parse([text])
-                except UserError as error:
-                    self.error = UserError(f"{self._name}, line {number}: {error}")
-                    break
-                good += 1
-            return self._parse(texts[:good])
+        except UserError as error:
+            if len(chunk) > 1:
+                good = next(place for place, line in enumerate(chunk) if not len(self._parsed([line]).labels))
+                return self._parse(texts[:good])
+            self.error = UserError(f"{self._name}, line {chunk[0][0]}: {error}")
+            return self._parse([])

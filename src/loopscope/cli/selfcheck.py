@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import loopscope as ls
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.inputs import find_model
-from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, option, rounds, text_file
-from loopscope.cli.output import print_note, print_sentences, print_table, show
-from loopscope.cli.parser import add_verb
+from loopscope.cli.inputs import device_of, find_model, text_file
+from loopscope.cli.options import COMPUTE, PRECISIONS, add_shared, add_verb, given, option, rounds
+from loopscope.cli.output import print_note, print_sentences, print_table, show, working
 from loopscope.files import read_text
 from loopscope.models.tokenizer import FILE, encode, load_tokenizer
 
@@ -37,8 +35,7 @@ def define(subparsers: Any) -> None:
     parser = add_verb(subparsers, "selfcheck", __doc__, execute)
     option(parser, "model", "a run's folder, the folder of a checkpoint, or its name on the Hub")
     option(parser, "--dtype NAME", "precision to check", choices=PRECISIONS, default="float32")
-    text = "text to check on (default: a sample of our own)"
-    option(parser, "--text FILE", text, type=text_file)
+    option(parser, "--text FILE", "text to check on (default: a sample of our own)", type=text_file)
     kinds = f"check only this: {', '.join(KINDS)} (repeatable; default: all)"
     option(parser, "--only KIND", kinds, action="append", choices=KINDS)
     option(parser, "--rounds N", "rounds of the speed check", type=rounds, default=3)
@@ -60,9 +57,8 @@ def execute(options: argparse.Namespace) -> int:
             options.model,
             lambda dtype: ls.load_model(folder, device, dtype),
             text,
-            dtype=options.dtype,
             kinds=options.only or KINDS,
-            rounds=options.rounds,
+            **given(options, "dtype", "rounds"),
             source="a sample of our own" if options.text is None else str(options.text),
             progress=advance,
         )

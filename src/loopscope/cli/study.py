@@ -7,16 +7,14 @@ loopscope study report mano
 """
 
 import argparse
-import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.options import PRECISIONS, add_report_options, add_shared, given, option, option_words, out_folder
-from loopscope.cli.output import print_json, print_note, print_sentences, print_table
-from loopscope.cli.parser import Parser, add_group, add_verb
-from loopscope.cli.report import check_products, show_report
+from loopscope.cli.inputs import device_of, out_folder
+from loopscope.cli.options import PRECISIONS, Parser, add_group, add_shared, add_verb, given, option
+from loopscope.cli.output import print_json, print_note, print_sentences, print_table, working
+from loopscope.cli.report import add_report_options, check_products, show_report, shown_command
 from loopscope.errors import UserError
 from loopscope.progress import clock
 from loopscope.studies.study_file import ExpandedStudy, expand_study
@@ -66,7 +64,7 @@ def define_demo(subparsers: Any) -> None:
 
 
 def _add_compute(parser: Parser) -> None:
-    add_shared(parser, "--store DIR")
+    option(parser, "--store DIR", "folder of all artifacts (default: store, beside --out)", type=out_folder)
     changed = "change a setting of all runs, such as training.steps=300 (repeatable)"
     option(parser, "--set A.B=C", changed, action="append")
     add_shared(parser, "--json")
@@ -87,9 +85,11 @@ def _run(options: argparse.Namespace) -> None:
 
     loopscope study run mano
     loopscope study run mano --workers 4 --threads 2
-    loopscope study run paper --engine ray --address auto --device cuda --out /shared/paper
+    loopscope study run paper --engine ray --address auto --device cuda \\
+        --out /shared/paper
     loopscope study run ouro --device cuda
-    loopscope study run ouro --model runs/small-ouro --data data/benchmarks --limit 100 --dtype float32
+    loopscope study run ouro --model runs/small-ouro --data data/benchmarks \\
+        --limit 100 --dtype float32
 
     An interrupted study continues with the same command. Whatever another study made already is used again.
     """
@@ -127,7 +127,8 @@ def _report_finished(options: argparse.Namespace) -> None:
     """Write the report of what is finished.
 
     loopscope study report mano  # of what is finished so far
-    loopscope study report mano --product gate_summary  # one table; docs/paper.md lists all products
+    # one table; docs/paper.md lists all products
+    loopscope study report mano --product gate_summary
     """
     expanded = _expand(options)
     device = None if options.device == "auto" else options.device
@@ -173,9 +174,10 @@ def _report(options: argparse.Namespace, plan: "Plan", store: Path) -> None:
 
 def _command(options: argparse.Namespace, kind: str, device: str | None) -> str:
     """What to type for the same study."""
-    words = {"set": options.set, **given(options, *_CHECKPOINT_OPTIONS), "out": options.out, "store": options.store}
+    words = {"set": options.set, "model": options.models, "benchmark": options.benchmarks, "data": options.data}
+    words |= {"limit": options.limit, "dtype": options.dtype, "out": options.out, "store": options.store}
     words |= {"device": device, "threads": None if options.threads == 1 else options.threads}
-    return shlex.join(["loopscope", "study", kind, options.study, *option_words(words)])
+    return shown_command(["study", kind, options.study], words)
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -207,7 +209,7 @@ def _plan(options: argparse.Namespace) -> None:
 def _print_models(plan: "Plan") -> None:
     trained, scored = [], []
     for model in plan.models:
-        gates = f"{len(model.analysis.gates) or ''}"
+        gates = str(len(model.analysis.gates) or "")
         if model.training is not None:
             key, steps = model.training.key.removeprefix("run-"), model.training.settings.training.steps
             harder = "yes" if model.analysis.extrapolation else ""

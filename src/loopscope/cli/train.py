@@ -5,32 +5,22 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import loopscope as ls
-from loopscope.cli.compute import device_of, working
-from loopscope.cli.inputs import find_model
-from loopscope.cli.options import COMPUTE, add_shared, option, out_folder, text_file
-from loopscope.cli.output import print_by_loop, print_json
-from loopscope.cli.parser import add_verb
-from loopscope.progress import ProgressCallback, clock, silent
+from loopscope.cli.inputs import device_of, find_model, out_folder, text_file
+from loopscope.cli.options import COMPUTE, add_shared, add_verb, option
+from loopscope.cli.output import print_by_loop, print_json, working
+from loopscope.progress import clock, silent
 from loopscope.training.run_folder import check_run_place
 from loopscope.training.settings import presets, read_continue_settings, read_pretrain_settings, read_settings
 
 if TYPE_CHECKING:
     import torch
 
+    from loopscope.training.language_run import TextRun
     from loopscope.training.parallel import Workers
+    from loopscope.training.task_run import TaskRun
     from loopscope.training.training_loop import RunResult
-
-
-class _Training(NamedTuple):
-    """A run that can be trained."""
-
-    train: "Callable[[ProgressCallback], RunResult]"
-    steps_left: int
-    checked_seconds: Callable[[], float]  # that these steps take, unless they are far too much for this machine
-    title: str  # of the table, after the folder
 
 
 def define(subparsers: Any) -> None:
@@ -58,25 +48,32 @@ def _train_task(options: argparse.Namespace) -> None:
     """Train a looped Transformer.
 
     loopscope train demo --out runs/mine
-    loopscope train demo --out runs/gate --set objective.name=learned_gate --set model.gate=linear
+    loopscope train demo --out runs/gate --set objective.name=learned_gate \\
+        --set model.gate=linear
     loopscope train paper --out runs/paper --set training.seed=1  # on a GPU
     loopscope train my.toml --out runs/other --device cuda
-    loopscope train demo --out runs/own --set objective=my_losses:improving  # a function in my_losses.py
-    torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper --device cuda
+    # a function in my_losses.py
+    loopscope train demo --out runs/own --set objective=my_losses:improving
+    torchrun --nproc-per-node 4 -m loopscope.cli train paper --out runs/paper \\
+        --device cuda
 
     A killed or interrupted run continues with the same command and ends bit-identical.
     """
     check_run_place(options.out, read_settings(options.settings, options.set))
-    _train_with_workers(options, _task_training)
+    _train_with_workers(options, _task_run)
 
 
 def _pretrain(options: argparse.Namespace) -> None:
     """Train an Ouro on a text, with its tokenizer; or train a checkpoint further.
 
-    loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt --validation v.txt --out runs/small-ouro
-    loopscope pretrain my.toml --text a.jsonl b.txt --validation c.txt --out mine --set training.steps=100
-    loopscope pretrain heal.toml --start looped --text train.txt --validation validation.txt --out healed
-    loopscope pretrain heal.toml --start a --teacher a --set targets=teacher --text t.txt --validation v.txt --out b
+    loopscope pretrain recipes/small_ouro/small_ouro.toml --text train.txt \\
+        --validation v.txt --out runs/small-ouro
+    loopscope pretrain my.toml --text a.jsonl b.txt --validation c.txt \\
+        --out mine --set training.steps=100
+    loopscope pretrain heal.toml --start looped --text train.txt \\
+        --validation validation.txt --out healed
+    loopscope pretrain heal.toml --start a --teacher a --set targets=teacher \\
+        --text t.txt --validation v.txt --out b
 
     A text file holds documents with <|endoftext|> between them, a .jsonl file one {"text": ...} per line. The folder is
     a checkpoint in Ouro's layout, with a byte-level BPE tokenizer that is trained on the text first.
@@ -90,7 +87,7 @@ def _pretrain(options: argparse.Namespace) -> None:
         find_model(checkpoint)
     check_run_place(options.out)
     _text_settings(options)
-    _train_with_workers(options, _text_training)
+    _train_with_workers(options, _text_run)
 
 
 def _text_settings(options: argparse.Namespace) -> Any:
@@ -98,81 +95,72 @@ def _text_settings(options: argparse.Namespace) -> Any:
     return read(options.settings, options.set)
 
 
+def _task_run(options: argparse.Namespace) -> "TaskRun":
+    from loopscope.training.task_run import TaskRun
+
+    return TaskRun(read_settings(options.settings, options.set), options.out)
+
+
+def _text_run(options: argparse.Namespace) -> "TextRun":
+    from loopscope.training.language_run import ContinuedRun, LanguageRun
+
+    settings, texts = _text_settings(options), (tuple(options.text), tuple(options.validation))
+    if options.start is None:
+        return LanguageRun(settings, *texts, options.out)
+    return ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
+
+
 def _train_with_workers(
-    options: argparse.Namespace, prepare: "Callable[[argparse.Namespace, torch.device, Workers], _Training]"
+    options: argparse.Namespace, make_run: "Callable[[argparse.Namespace], TaskRun | TextRun]"
 ) -> None:
     """Trains with the workers that torchrun started, or in this process alone; the first one speaks for all."""
     from loopscope.training.parallel import exit_worker, join_workers, shared_device
+    from loopscope.training.training_loop import steps_done, train_run
 
     options.device = shared_device(options.device)
     notes: list[str] = []
     with join_workers(options.device) as workers:
         with workers.together():
-            training = prepare(options, device_of(options), workers)
-            if workers.is_main and training.steps_left and not options.force:
-                left = clock(training.checked_seconds())
-                notes.append(f"{training.steps_left:,} steps to go, about {left} on a quiet machine.")
+            device, run = device_of(options), make_run(options)
+            start = steps_done(options.out)
+            left = run.settings.training.steps - start
+            if workers.is_main and left and not options.force:
+                seconds = _checked_seconds(run, options.settings, start, device, workers)
+                notes.append(f"{left:,} steps to go, about {clock(seconds)} on a quiet machine.")
         with working(options, "training", *notes) if workers.is_main else nullcontext(silent) as advance:
-            result = training.train(advance)
+            result = train_run(run, device, advance, workers)
         if workers.is_main:
-            _print(result, training.title, options.json)
+            state = (
+                f"went on from step {start:,}" if start and left else "is finished" if left else "was finished already"
+            )
+            _print(result, state, options.json)
     if workers.count > 1:
         exit_worker(0)
 
 
-def _task_training(options: argparse.Namespace, device: "torch.device", workers: "Workers") -> _Training:
-    from loopscope.training.estimate import check_memory, estimate_time
-    from loopscope.training.training_loop import steps_done
+def _checked_seconds(
+    run: "TaskRun | TextRun", source: str | Path, start: int, device: "torch.device", workers: "Workers"
+) -> float:
+    """What the steps that are left take, unless they are far too much for this machine."""
+    from loopscope.training.estimate import check_memory, estimate_time, time_for
+    from loopscope.training.task_run import TaskRun
 
-    settings = read_settings(options.settings, options.set)
-    start, steps = steps_done(options.out), settings.training.steps
-
-    def checked_seconds() -> float:
-        check_memory(settings, device, workers)
-        expected = estimate_time(settings, device, start, workers)
-        left_out = f"; keys that {options.settings} leaves out have the paper's values, which are large"
-        expected.check("" if options.settings in presets() else left_out)
-        return expected.seconds
-
-    state = "was finished already" if start == steps else f"went on from step {start:,}" if start else "is finished"
-    return _Training(
-        lambda advance: ls.train(settings, options.out, device, advance, workers),
-        steps - start,
-        checked_seconds,
-        f" {state}. Validation sample, forced exits:",
-    )
-
-
-def _text_training(options: argparse.Namespace, device: "torch.device", workers: "Workers") -> _Training:
-    from loopscope.training.estimate import time_for
-    from loopscope.training.language_run import ContinuedRun, LanguageRun, TextRun
-    from loopscope.training.training_loop import steps_done, train_run
-
-    run: TextRun
-    settings, texts = _text_settings(options), (tuple(options.text), tuple(options.validation))
-    if options.start is not None:
-        run = ContinuedRun(settings, *texts, options.out, options.start, options.teacher)
+    why = ""
+    if isinstance(run, TaskRun):
+        check_memory(run.settings, device, workers)
+        expected = estimate_time(run.settings, device, start, workers)
+        if source not in presets():
+            why = f"; keys that {source} leaves out have the paper's values, which are large"
     else:
-        run = LanguageRun(settings, *texts, options.out)
-    left = run.settings.training.steps - steps_done(options.out)
-
-    def checked_seconds() -> float:
-        expected = time_for(run.flops * left, run.width, device, workers)
-        expected.check()
-        return expected.seconds
-
-    return _Training(
-        lambda advance: train_run(run, device, advance, workers),
-        left,
-        checked_seconds,
-        ": the validation sample's next tokens.",
-    )
+        expected = time_for(run.flops * (run.settings.training.steps - start), run.width, device, workers)
+    expected.check(why)
+    return expected.seconds
 
 
-def _print(result: "RunResult", title: str, as_json: bool) -> None:
+def _print(result: "RunResult", state: str, as_json: bool) -> None:
     """The validation of a finished run at every loop."""
     if as_json:
         print_json({"run": str(result.folder), "resumed_from": result.resumed_from, **result.final})
     else:
         by_loop = {name: result.final[f"validation_{name}"] for name in ("loss", "accuracy")}
-        print_by_loop(f"{result.folder}{title}", {}, by_loop, as_json)
+        print_by_loop(f"{result.folder} {state}. Validation sample, forced exits:", {}, by_loop, as_json)
