@@ -30,9 +30,8 @@ from loopscope.certify.calibration import calibrate
 from loopscope.certify.losses import lost_at, risk_groups
 from loopscope.certify.monitor import Monitor
 from loopscope.certify.not_proven import NotProven
-from loopscope.cli.options import add_shared, option
+from loopscope.cli.options import Parser, add_shared, option
 from loopscope.cli.output import percent, print_json, print_table
-from loopscope.cli.parser import Parser
 from loopscope.policy import ExitPolicy
 from loopscope.progress import ProgressCallback, silent, track
 from loopscope.trajectory import Trajectory
