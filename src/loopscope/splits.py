@@ -30,15 +30,13 @@ def check_calibration(calibration: Trajectory, evaluation: Trajectory, readout: 
 
 
 def _check_apart(calibration: Trajectory, evaluation: Trajectory) -> None:
-    """Refuses two splits that share examples, of which one cannot tell that the same inputs were drawn twice."""
-    if calibration.examples is not None and evaluation.examples is not None:
-        return
-    shared = calibration.num_shared(evaluation)
+    """Rejects two splits that share examples, beyond the inputs that two draws from a small space have in common."""
+    shared = evaluation.num_shared(calibration)
     if shared > _MAX_SHARED * evaluation.num_examples:
         raise UserError(
-            f"At least {shared:,} of the {evaluation.num_examples:,} examples of the evaluation recording have the "
-            "logits of one in the calibration recording: the splits overlap; keep them apart, or, if the same inputs "
-            "were drawn twice, give the inputs of both: Trajectory(examples=...)."
+            f"About {shared:,} of the {evaluation.num_examples:,} examples of the evaluation recording are also in the "
+            "calibration recording, far more than chance would repeat. Evaluate on examples that calibration did not "
+            "have."
         )
 
 

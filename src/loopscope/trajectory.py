@@ -24,6 +24,7 @@ from loopscope.artifacts import load_artifact, map_tensors, read_whole, save_art
 from loopscope.config import Settings, plain, read_json
 from loopscope.errors import UserError, did_you_mean
 from loopscope.model_identity import same_model
+from loopscope.row_overlap import KeySketch, RowKeys, common_kind, number_keys, text_keys
 from loopscope.trajectory_checks import Array, as_array, as_integers, check_contents, frozen
 
 RECORDING = "recording"
@@ -45,6 +46,8 @@ SPLITS = ("train", "validation", "test", "extrapolation")
 SIGNAL_PREFIX = "signal."
 _HASHED_AT_ONCE = 1 << 24
 """Numbers that are hashed at a time."""
+_CERTAIN = 1e-3
+"""Added to cross-entropies before their logarithm: below it, their differences are rounding."""
 NO_LABELS = (
     "This recording has no labels, without which it cannot be told what is right: give them (labels=...), or ask how "
     "often exits differ from full depth (loopscope calibrate --loss disagreement)."
@@ -256,17 +259,41 @@ class Trajectory:
         starts = range(0, len(words), step)
         return np.concatenate([words[start : start + step].astype(np.uint64) @ factors for start in starts])
 
-    def num_shared(self, other: "Trajectory") -> int:
-        """How many examples are in both, to the bit, beyond what draws from the same few inputs would share.
+    @cached_property
+    def row_keys(self) -> dict[str, RowKeys]:
+        """By which an example is known again: its text, its rounded scores, its predictions; the surest first."""
+        keys = {} if self.examples is None or self.sequences is not None else {"texts": text_keys(self.examples)}
+        if self.labels is not None and not (self.logits is None and self.label_log_probs is None):
+            whole = np.stack([self.labels, self.predicted[:, -1]], axis=1)
+            keys["log-probabilities"] = number_keys(whole, np.log(np.maximum(self.cross_entropy, 0) + _CERTAIN))
+        elif self.logits is not None:
+            keys["logits"] = number_keys(self.predicted[:, -1:], self.logits)
+        elif self.signals:
+            keys["signals"] = number_keys(
+                self.predicted, np.stack([self.signals[name] for name in sorted(self.signals)], axis=1)
+            )
+        keys["predictions"] = number_keys(self.predicted)
+        drawn = self.num_examples if self.sequences is None else self.num_units
+        return {kind: RowKeys.of(values, drawn) for kind, values in keys.items()}
 
-        Of N and M draws from K inputs, N M / K are shared on average, and within each N^2 / 2K and M^2 / 2K are copies:
-        together no fewer. Twice as many are left to chance.
+    @property
+    def row_sketch(self) -> dict[str, KeySketch]:
+        """A sample of `row_keys`, small enough for a file; `num_shared` takes it in the place of the recording."""
+        return {kind: keys.sketch() for kind, keys in self.row_keys.items()}
+
+    def num_shared(self, other: "Trajectory | Mapping[str, KeySketch]") -> int:
+        """How many examples of this recording are in the other, too, beyond what draws from the same few inputs share.
+
+        The other may be the sketch of a recording. Found by content: by the texts where both have them, else by
+        rounded answers, so that copies, another precision and small shifts do not hide it.
         """
-        if self.row_hashes is None or other.row_hashes is None:
-            return 0
-        ours, theirs = np.unique(self.row_hashes), np.unique(other.row_hashes)
-        copies = self.num_examples - len(ours) + other.num_examples - len(theirs)
-        return max(0, len(np.intersect1d(ours, theirs, assume_unique=True)) - 2 * copies)
+        theirs = (
+            other.row_keys
+            if isinstance(other, Trajectory)
+            else {kind: RowKeys.of_sketch(sketch) for kind, sketch in other.items()}
+        )
+        kind = common_kind(self.row_keys, theirs)
+        return 0 if kind is None else theirs[kind].num_shared(self.row_keys[kind])
 
     def same_data(self, other: "Trajectory") -> bool:
         """Whether both hold the same data: the same split of the same model, or the same labels and answers."""
