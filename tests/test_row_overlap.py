@@ -1,12 +1,14 @@
 """Examples that two recordings share: found however they are disguised, and never in draws from a small space."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import loopscope as ls
+from loopscope.analysis.held_out import hold_out
 from loopscope.errors import UserError
 from loopscope.row_overlap import RowKeys, text_keys
 from loopscope.splits import check_calibration
@@ -100,3 +102,13 @@ def test_boilerplate_that_whole_texts_repeat_is_no_overlap() -> None:
         return RowKeys.of(texts[rng.integers(0, len(texts), 30)].ravel(), 30)
 
     assert [drawn().num_shared(drawn()) for _ in range(20)] == [0] * 20
+
+
+@pytest.mark.parametrize("disguise", DISGUISES)
+def test_a_policy_knows_its_calibration_data_again(disguise: str, tmp_path: Path) -> None:
+    """In its file, too; also where every input was counted once."""
+    texts = [str(number % (3 * ROWS // 4)) for number in range(ROWS)]
+    ls.calibrate(_with(recorded(), examples=texts), 0.3, readout="margin", distinct=True).save(tmp_path / "policy.json")
+    policy = ls.ExitPolicy.load(tmp_path / "policy.json")
+    with pytest.raises(UserError, match=r"About [\d,]+ of the [\d,]+ examples of this recording are in the data"):
+        hold_out(policy, DISGUISES[disguise](recorded().take(np.arange(1, ROWS))))

@@ -27,6 +27,7 @@ from loopscope.model_identity import model_words, same_model
 from loopscope.readouts.readout import find_readout, readout_definition, required_readout
 from loopscope.readouts.replay import signal
 from loopscope.readouts.signals import own_name
+from loopscope.row_overlap import KeySketch
 from loopscope.scope import ANYTHING, Scope, scope_of
 from loopscope.trajectory import Trajectory
 
@@ -86,6 +87,7 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     method: Method = "walk"
     new_inputs: bool = False  # for inputs that the calibration data do not hold
     drawn: int | None = None  # examples among which the inputs that are counted occur once
+    rows: tuple[dict[str, KeySketch], ...] = ()  # by which the examples of the recording and the grid are known again
     order_seed: int | None = None  # with which the order was drawn in which sequences were bet on
 
 

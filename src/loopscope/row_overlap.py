@@ -126,7 +126,7 @@ def number_keys(whole: NDArray[np.int64], scores: NDArray[np.floating] | None = 
 
 
 def _projected(scores: NDArray[np.floating]) -> NDArray[np.int64]:
-    """[N, 3] three projections of the rows, in steps; what is not finite (a missing class, a first loop) counts as 0."""
+    """[N, 3] projections of the rows, in steps; what is not finite (a missing class, a first loop) counts as 0."""
     directions = np.random.default_rng(0).standard_normal((scores.shape[1], 3))
     directions /= np.linalg.norm(directions, axis=0)
     step = max(1, _AT_ONCE // scores.shape[1])

@@ -9,6 +9,7 @@ from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.model_identity import same_model
 from loopscope.readouts.signals import STOPPER
+from loopscope.row_overlap import KeySketch
 from loopscope.scope import scope_of
 from loopscope.shared_examples import ExampleSketch, num_shared, sketch_of
 from loopscope.trajectory import Trajectory
@@ -30,14 +31,18 @@ def check_calibration(calibration: Trajectory, evaluation: Trajectory, readout: 
 
 
 def _check_apart(calibration: Trajectory, evaluation: Trajectory) -> None:
-    """Rejects two splits that share examples, beyond the inputs that two draws from a small space have in common."""
-    shared = evaluation.num_shared(calibration)
-    if shared > _MAX_SHARED * evaluation.num_examples:
+    if shared := shared_examples(evaluation, calibration):
         raise UserError(
             f"About {shared:,} of the {evaluation.num_examples:,} examples of the evaluation recording are also in the "
             "calibration recording, far more than chance would repeat. Evaluate on examples that calibration did not "
             "have."
         )
+
+
+def shared_examples(recording: Trajectory, other: Trajectory | Mapping[str, KeySketch]) -> int:
+    """How many examples of a recording are in the other one (or in the one of this sketch); 0 if that can be chance."""
+    shared = recording.num_shared(other)
+    return shared if shared > _MAX_SHARED * recording.num_examples else 0
 
 
 class OfSplit(Protocol):

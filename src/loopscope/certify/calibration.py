@@ -130,7 +130,11 @@ def certify(
     proof = Proof(bound, seed)
     if isinstance(recorded, LiveRuns):
         return _test(_candidates_of_run(recorded, target), target, proof)
-    return _test(_candidates_of_recording(recorded, target, grid, gates or {}, seed), target, proof)
+    policy = _test(_candidates_of_recording(recorded, target, grid, gates or {}, seed), target, proof)
+    assert policy.certificate is not None
+    rows = tuple(data.row_sketch for data in (recorded, grid) if data is not None)
+    guarantee = msgspec.structs.replace(policy.certificate.guarantee, rows=rows)
+    return replace(policy, certificate=msgspec.structs.replace(policy.certificate, guarantee=guarantee))
 
 
 @dataclass(frozen=True)
