@@ -158,7 +158,7 @@ def answers(
         "hidden": settled,
         "gate_logits": gate_logits,
         "split": split,
-        "examples": [f"{key}\nQuestion: {key}?" for key in keys],
+        "examples": [f"{key}\nQuestion: {key} of {split}?" for key in keys],
         "provenance": {"benchmark": benchmark, "metric": metric, "weights_sha256": f"{seed}", "model": "Ouro-1.4B"},
     }
     return ls.Trajectory(**{**fields, **changes})  # type: ignore[arg-type]

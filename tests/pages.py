@@ -38,10 +38,11 @@ def source(name: str, seed: int, **changes: object) -> ModelRecordings:
     """Validation and test recordings of one model."""
     rows = changes.get("rows", 200)
     assert isinstance(rows, int)
-    fields: dict[str, object] = {"examples": texts(rows), **changes}
+    fields: dict[str, Any] = {"examples": texts(rows), **changes}
+    others = fields | {"examples": fields["examples"] and [f"validation {text}" for text in fields["examples"]]}
     return ModelRecordings(
         name,
-        random_trajectory(seed=10 + seed, split="validation", **fields),
+        random_trajectory(seed=10 + seed, split="validation", **others),
         random_trajectory(seed=20 + seed, split="test", **fields),
     )
 

@@ -248,7 +248,7 @@ PAIRS: Cases = {
     "thresholds from a rounded copy": ("same data", swept(VALIDATION, ROUNDED)),
     "thresholds from a bare copy": ("same data", swept(VALIDATION, BARE)),
     "two parts of one split": ("same data", swept(*(replace(each, **PART) for each in (VALIDATION, TEST)))),
-    "splits that overlap in another order": ("also in the calibration", swept(VALIDATION, VALIDATION.take(ORDER))),
+    "splits that overlap in another order": ("as examples of the calib", swept(VALIDATION, VALIDATION.take(ORDER))),
     "splits that overlap in part": ("About 22 of the 200", lambda _: ls.sweep("fixed", VALIDATION, partly())),
     "another depth": ("differ in their loops", swept(VALIDATION, made(seed=3, loops=5))),
     "other classes": ("differ in their classes", swept(VALIDATION, OTHERS[0])),

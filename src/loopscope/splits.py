@@ -9,7 +9,7 @@ from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.model_identity import same_model
 from loopscope.readouts.signals import STOPPER
-from loopscope.row_overlap import KeySketch
+from loopscope.row_overlap import KeySketch, common_kind
 from loopscope.scope import scope_of
 from loopscope.shared_examples import ExampleSketch, num_shared, sketch_of
 from loopscope.trajectory import Trajectory
@@ -27,22 +27,23 @@ def check_calibration(calibration: Trajectory, evaluation: Trajectory, readout: 
     if calibration.same_data(evaluation):
         raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
     check_same_model(calibration, evaluation, "The calibration and the evaluation recording")
-    _check_apart(calibration, evaluation)
+    what, where = "the evaluation recording", "the calibration recording"
+    check_apart(evaluation, what, calibration, where, "evaluate on examples that calibration did not have")
 
 
-def _check_apart(calibration: Trajectory, evaluation: Trajectory) -> None:
-    if shared := shared_examples(evaluation, calibration):
-        raise UserError(
-            f"About {shared:,} of the {evaluation.num_examples:,} examples of the evaluation recording are also in the "
-            "calibration recording, far more than chance would repeat. Evaluate on examples that calibration did not "
-            "have."
-        )
-
-
-def shared_examples(recording: Trajectory, other: Trajectory | Mapping[str, KeySketch]) -> int:
-    """How many examples of a recording are in the other one (or in the one of this sketch); 0 if that can be chance."""
+def check_apart(
+    recording: Trajectory, what: str, other: Trajectory | Mapping[str, KeySketch], where: str, remedy: str
+) -> None:
+    """Rejects a recording that shares examples with the other one (or with the one of this sketch), beyond chance."""
     shared = recording.num_shared(other)
-    return shared if shared > _MAX_SHARED * recording.num_examples else 0
+    if shared <= _MAX_SHARED * recording.num_examples:
+        return
+    kind = common_kind(recording.row_keys, other.row_keys if isinstance(other, Trajectory) else other)
+    raise UserError(
+        f"About {shared:,} of the {recording.num_examples:,} examples of {what} have the same {kind} as examples of "
+        f"{where}, far more than chance would repeat; {remedy}"
+        + (", or, if the texts are not the inputs, leave them out." if kind == "texts" else ".")
+    )
 
 
 class OfSplit(Protocol):

@@ -19,7 +19,7 @@ from loopscope.errors import UserError, reject
 from loopscope.model_identity import same_model
 from loopscope.policy import ExitPolicy, Guarantee, Loss
 from loopscope.scope import Scope, Unit, counted, scope_of
-from loopscope.splits import shared_examples
+from loopscope.splits import check_apart
 from loopscope.trajectory import NO_LABELS, Trajectory
 
 Array = NDArray[Any]
@@ -107,6 +107,10 @@ def check_held_out(policy: ExitPolicy, recorded: Recorded) -> None:
     if policy.gate is not None:
         policy.gate.check_calibration(recorded)
     reject(_not_held_out(policy.guarantee, policy.model, recorded))
+    if isinstance(recorded, Trajectory):
+        where, remedy = "the data that the guarantee rests on", "give examples that calibration did not have"
+        for rows in policy.guarantee.rows:
+            check_apart(recorded, "this recording", rows, where, remedy)
 
 
 def _not_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -> Iterator[str]:
@@ -124,11 +128,3 @@ def _not_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -
             "The promise rests on this data, or on the same split of the same model, which cannot say whether it is "
             "kept; give another split."
         )
-    elif isinstance(recorded, Trajectory):
-        shared = max((shared_examples(recorded, rows) for rows in guarantee.rows), default=0)
-        if shared:
-            yield (
-                f"About {shared:,} of the {recorded.num_examples:,} examples of this recording are in the data that "
-                "the guarantee rests on, far more than chance would repeat. Give examples that calibration did not "
-                "have."
-            )
