@@ -17,14 +17,16 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import Self
+from typing import Annotated, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from loopscope.config import Settings, Tally
 
 Keys = NDArray[np.uint64]
+HexKey = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{13}$")]
 _STEP = 0.125
 """To which answers are rounded: far above the rounding of half precision, far below how examples differ."""
 _SKETCHED_KEYS = 128
@@ -39,7 +41,7 @@ class KeySketch(Settings, frozen=True, kw_only=True):
 
     examples: Tally
     units: Tally  # sequences, or examples
-    counts: dict[str, Tally]  # hexadecimal key -> rows
+    counts: dict[HexKey, Tally]  # key -> rows
     complete: bool  # all keys are here
 
 
@@ -61,7 +63,7 @@ class RowKeys:
     @classmethod
     def of_sketch(cls, sketch: KeySketch) -> Self:
         keys = np.array([int(key, 16) for key in sketch.counts], dtype=np.uint64)
-        largest = inf if sketch.complete else float(keys.max())
+        largest = inf if sketch.complete else float(keys.max(initial=0))
         return cls(keys, np.array([*sketch.counts.values()]), sketch.examples, sketch.units, largest)
 
     def sketch(self) -> KeySketch:

@@ -3,15 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import msgspec
-
-from loopscope.config import build
+from loopscope.config import build, plain
 from loopscope.errors import UserError
 from loopscope.model_identity import same_model
 from loopscope.readouts.signals import STOPPER
 from loopscope.row_overlap import KeySketch, common_kind
 from loopscope.scope import scope_of
-from loopscope.shared_examples import ExampleSketch, num_shared, sketch_of
 from loopscope.trajectory import Trajectory
 
 EVALUATION_SPLITS = ("test", "extrapolation")
@@ -35,8 +32,8 @@ def check_apart(
     recording: Trajectory, what: str, other: Trajectory | Mapping[str, KeySketch], where: str, remedy: str
 ) -> None:
     """Rejects a recording that shares examples with the other one (or with the one of this sketch), beyond chance."""
-    shared = recording.num_shared(other)
-    if shared <= _MAX_SHARED * recording.num_examples:
+    shared = num_shared(recording, other)
+    if not shared:
         return
     kind = common_kind(recording.row_keys, other.row_keys if isinstance(other, Trajectory) else other)
     raise UserError(
@@ -44,6 +41,12 @@ def check_apart(
         f"{where}, far more than chance would repeat; {remedy}"
         + (", or, if the texts are not the inputs, leave them out." if kind == "texts" else ".")
     )
+
+
+def num_shared(recording: Trajectory, other: Trajectory | Mapping[str, KeySketch]) -> int:
+    """How many examples of a recording are in the other one, too; 0 if they are few, or chance explains it."""
+    shared = recording.num_shared(other)
+    return shared if shared > _MAX_SHARED * recording.num_examples else 0
 
 
 class OfSplit(Protocol):
@@ -85,7 +88,7 @@ def fitting_data(recording: Trajectory) -> dict[str, Any]:
         "split": recording.split,
         "recording": recording.sha256,
         "examples": recording.num_examples,
-        "sketch": msgspec.to_builtins(sketch_of(recording)),
+        "rows": plain(recording.row_sketch),
     }
 
 
@@ -104,10 +107,10 @@ def check_other_data(fitted_to: Mapping[str, Any], recording: OfSplit, what: str
         which = f"the {recording.split} split"
     elif recording.sha256 == fitted_to.get("recording"):
         which = "this very recording"
-    elif isinstance(recording, Trajectory) and "sketch" in fitted_to:
-        sketch = build(ExampleSketch, fitted_to["sketch"], f"the provenance of the {what}")
-        shared = num_shared(sketch_of(recording), sketch)
-        which = f"about {shared:,} of these {recording.num_units:,} examples" if shared else None
+    elif isinstance(recording, Trajectory):
+        rows = build(dict[str, KeySketch], fitted_to.get("rows", {}), f"the provenance of the {what}")
+        shared = num_shared(recording, rows)
+        which = f"about {shared:,} of these {recording.num_examples:,} examples" if shared else None
     if which is not None:
         raise UserError(f"The {what} was fitted to {which}; choose its threshold, and evaluate it, on other data.")
 

@@ -268,10 +268,8 @@ class Trajectory:
             keys["log-probabilities"] = number_keys(whole, np.log(np.maximum(self.cross_entropy, 0) + _CERTAIN))
         elif self.logits is not None:
             keys["logits"] = number_keys(self.predicted[:, -1:], self.logits)
-        elif self.signals:
-            keys["signals"] = number_keys(
-                self.predicted, np.stack([self.signals[name] for name in sorted(self.signals)], axis=1)
-            )
+        elif own := sorted(name for name in self.signals if ":" not in name):  # not those of attached gates
+            keys["signals"] = number_keys(self.predicted, np.stack([self.signals[name] for name in own], axis=1))
         keys["predictions"] = number_keys(self.predicted)
         drawn = self.num_examples if self.sequences is None else self.num_units
         return {kind: RowKeys.of(values, drawn) for kind, values in keys.items()}

@@ -80,6 +80,17 @@ def test_other_data_and_other_readouts_are_not(tmp_path: Path) -> None:
         calibrated(FITTED.take(np.arange(ROWS - 1)), gates={"x": ls.Stopper.load(tmp_path / "stopper")})
 
 
+SKETCH = {"examples": 5, "units": 5, "complete": False, "counts": {}}
+
+
+@pytest.mark.parametrize("rows", [3, {"texts": 3}, {"texts": {**SKETCH, "counts": {"zz": 1}}}, {"texts": {}}])
+def test_provenance_of_another_shape_is_one_sentence(rows: object) -> None:
+    with pytest.raises(ls.UserError, match="the provenance of the stopper: "):
+        calibrated(FITTED, gates={"x": replace(STOPPER, provenance={"rows": rows})})
+    empty = replace(STOPPER, provenance={"rows": {"signals": SKETCH}})
+    assert calibrated(FITTED, gates={"x": empty}).guarantee is not None
+
+
 @pytest.mark.parametrize(
     "grid",
     [

@@ -55,8 +55,7 @@ from loopscope.policy import (
     chosen_scope,
 )
 from loopscope.readouts.readout import needs_labels
-from loopscope.shared_examples import num_shared, sketch_of
-from loopscope.splits import check_attached, check_same_model, check_split
+from loopscope.splits import check_attached, check_same_model, check_split, num_shared
 from loopscope.threshold_grids import available_readouts, gap_grid
 from loopscope.trajectory import Trajectory
 
@@ -271,7 +270,7 @@ def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, F
     if grid is not None:
         check_split(grid, "grid's")
         check_same_model(recording, grid, "The recording and that of the grid")
-        if recording.same_data(grid) or num_shared(sketch_of(grid, None), sketch_of(recording, None)):
+        if recording.same_data(grid) or num_shared(grid, recording):
             raise UserError(
                 "The thresholds come from the data that is tested, or from data that shares examples with it; give a "
                 "recording of another split, or none: then a fifth of the recording is set aside."
