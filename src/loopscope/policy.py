@@ -84,7 +84,7 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     average_loops_interval: tuple[float, float]  # 95 %, over examples
     average_loops_at_limit: float  # of the laxest threshold whose observed loss is within the limit: the price
     bound: Bound | None = None  # of sequences; examples, which are lost or not, have the exact binomial test
-    method: Method = "walk"
+    tolerance: bool = False  # proven as a tolerance limit: all data were tested, and gave the threshold
     new_inputs: bool = False  # for inputs that the calibration data do not hold
     drawn: int | None = None  # examples among which the inputs that are counted occur once
     rows: tuple[dict[str, KeySketch], ...] = ()  # by which the examples of the recording and the grid are known again

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 from conftest import random_trajectory
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 
 import loopscope as ls
 from loopscope.certify import calibration
+from loopscope.certify.calibration import certify
 from loopscope.certify.losses import losses, risk_groups
 from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
@@ -115,6 +117,9 @@ def test_the_same_recording_and_seed_give_the_same_policy(tmp_path: Path) -> Non
     assert first.guarantee != other.guarantee
     first.save(tmp_path / "policy.json")
     assert ls.ExitPolicy.load(tmp_path / "policy.json") == first
+    asked = msgspec.json.decode(msgspec.json.encode(RiskTarget()), type=RiskTarget)  # as a worker of a study reads it
+    certify(settling(), asked).save(tmp_path / "asked.json")
+    assert ls.ExitPolicy.load(tmp_path / "asked.json") == first
 
 
 def test_the_last_threshold_that_is_proven_is_taken_and_the_next_one_is_not() -> None:
@@ -327,7 +332,7 @@ def test_inputs_that_are_new_are_those_that_occur_once() -> None:
     guarantee = policy.guarantee
     assert guarantee.tested.examples + guarantee.grid.examples == 1_500
     assert (guarantee.new_inputs, guarantee.distinct, guarantee.drawn) == (True, False, 3_000)
-    assert "training did not have and, for inputs that the calibration data do not hold" in guarantee.sentence
+    assert guarantee.sentence.endswith(", for inputs that neither training nor calibration had.")
     other = replace(recording, signals={"margin": settling(seed=1).signals["margin"]})
     assert promised_part(guarantee, other).num_examples == 1_500
     longer = concatenate([other, replace(other, examples=[f"other {each}" for each in inputs])])

@@ -77,6 +77,7 @@ def test_it_serves_where_a_walk_does_and_saves_loops_of_few_examples() -> None:
         saved.append(walk - limit)
     assert np.mean(saved) > 0.02
     policy = ls.calibrate(drawn(900, 0), 0.1, readout="margin", method="tolerance")
+    assert policy.guarantee.tolerance
     assert isinstance(policy.certificate, Certificate)
     assert not ls.Monitor(policy).replay(drawn(900, 1)).alarm
     fixed = ls.calibrate(drawn(900, 0), 0.3, readout="fixed", method="tolerance")

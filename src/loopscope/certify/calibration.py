@@ -374,7 +374,7 @@ def _certificate(
         distinct=target.distinct,
         new_inputs=target.new_inputs,
         drawn=candidates.drawn,
-        method=target.method,
+        tolerance=target.method == "tolerance",
         loops=walk.num_loops,
         candidates=candidates.readouts,
         finalists=[each.readout for each in candidates.walks],

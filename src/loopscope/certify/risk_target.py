@@ -71,11 +71,11 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
         where = " at every difficulty" if self.per_difficulty else ""
         words = (_WORDS_OF_SEQUENCES if sequences else _WORDS)[self.loss]
         words = words.format(limit=f"{100 * self.max_drop:g} %", where=where)
-        new = ", for inputs that training did not have" if self.unseen else ""
-        once = ", every input counted once" if self.distinct else ""
-        once = f"{' and' if new else ''}, for inputs that the calibration data do not hold" if self.new_inputs else once
+        had = " nor ".join(["training"] * self.unseen + ["calibration"] * self.new_inputs)
+        which = f", for inputs that neither {had} had" if " nor " in had else f", for inputs that {had} did not have"
+        which = (which if had else "") + (", every input counted once" if self.distinct else "")
         text = "" if scope.cache is None else f", for next tokens along given documents, with the cache '{scope.cache}'"
-        return f"{how}, exiting early {words}{new}{once}{text}."
+        return f"{how}, exiting early {words}{which}{text}."
 
     def __str__(self) -> str:
         sure = "on average" if self.in_expectation else f"with {100 * self.confidence:.12g} % confidence"
