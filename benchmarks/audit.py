@@ -162,7 +162,9 @@ def _frequent(rng: np.random.Generator, inputs: int, mass: float, **options: Any
     right[easy] = True
     weights = np.where(easy, mass / inputs, (1 - mass) / (_UNIVERSE - inputs))
     examples = [str(row) for row in range(_UNIVERSE)]
-    return Setting(recorded({"margin": confidence}, right, examples=examples), {"readout": "margin", **options}, weights)
+    return Setting(
+        recorded({"margin": confidence}, right, examples=examples), {"readout": "margin", **options}, weights
+    )
 
 
 NEW = {"new_inputs": True}

@@ -226,7 +226,9 @@ def test_sequences_are_counted_not_their_decisions() -> None:
     guarantee = policy.guarantee
     assert (guarantee.tested.sequences, guarantee.tested.examples) == (480, 9_600)
     assert guarantee.evidence[0].units == 480
-    assert "1 % of a sequence's answers wrong where full depth is right, on average over sequences" in guarantee.sentence
+    assert (
+        "1 % of a sequence's answers wrong where full depth is right, on average over sequences" in guarantee.sentence
+    )
     alone = ls.calibrate(singles, readout="margin").guarantee
     assert alone.evidence[0].units == 480
     counted = ls.calibrate(replace(tokens, sequences=None), readout="margin").guarantee
@@ -350,7 +352,11 @@ def by_chance(rows: int, **more: object) -> ls.Trajectory:
 @pytest.mark.parametrize(
     ("recording", "options", "words"),
     [
-        (settling(4_000, examples=[str(row % 2_000) for row in range(4_000)]), {}, "2,000 examples are copies of others"),
+        (
+            settling(4_000, examples=[str(row % 2_000) for row in range(4_000)]),
+            {},
+            "2,000 examples are copies of others",
+        ),
         (settling(4_000, examples=[str(row % 2_000) for row in range(4_000)]), {"distinct": True}, None),
         (random_trajectory(rows=30).take(np.arange(3_000) % 30), {}, "Only 30 of the 3,000 examples differ"),
         (made(np.zeros((900, 2), bool), np.zeros((900, 2))), {}, "says nothing: full depth is right in 0.0 %"),

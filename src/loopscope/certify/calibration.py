@@ -79,10 +79,11 @@ def calibrate(
 
     gap: the early answer is wrong and the one at full depth right. disagreement: they differ, which needs no labels.
     The thresholds come from `grid` (another recording of the model), or from a fifth of the recording, not tested then.
-    With `unseen` the guarantee is for inputs that training did not have, with `new_inputs` for inputs that the recording
-    does not hold (only those that occur once in it are counted). With `distinct` every input counts once, where copies
-    are no draws of their own. `bound` is how the losses of sequences are tested: by bets, or by Hoeffding-Bentkus,
-    which sees their mean only. What weakens the guarantee (copies, a model at chance) is said in a warning.
+    With `unseen` the guarantee is for inputs that training did not have, with `new_inputs` for those that the recording
+    does not hold (only inputs that occur once in it are counted). With `distinct` every input counts once, where copies
+    are not drawn on their own. With `method="tolerance"` nothing of the recording is set aside, for a named readout.
+    `bound` is how the losses of sequences are tested: by bets, or by Hoeffding-Bentkus, which sees their mean only.
+    What weakens the guarantee (copies, a model at chance) is said in a warning.
     """
     target = _target(max_drop=float(max_drop), confidence=float(confidence), **options)
     return _cautioned(recording, certify(recording, target, grid, gates, seed, bound))
