@@ -229,7 +229,7 @@ def test_an_interval_that_ends_within_the_margin_is_no_more_loops(
     diagnosis = diagnose_subject(subject(QUICK, "knowing"), REFERENCE, 0.9)
     assert diagnosis.verdict == "neither"
     said = f"takes at most 0.05 loops more than the reference to reach 63 % (+0.00 loops [{low:.2f}, {high:+.2f}])"
-    assert f"by the readouts that both have it {said}" in diagnosis.sentence
+    assert f"with the readouts that both have, it {said}" in diagnosis.sentence
     assert f"the model's own gate {said.replace('the reference', 'margin')}" in diagnosis.sentence
     assert not replace(gap, high=0.06).is_no_more
     assert not replace(gap, units=20).is_no_more
@@ -326,6 +326,12 @@ def test_a_gap_is_told_beside_the_room_that_is_left() -> None:
         sentence
     )
     assert "little" not in verdict_sentence(subject(QUICK, "lazy"), None, replace(found, room=replace(room, value=0.9)))
+
+
+def test_without_a_gate_only_the_trajectory_is_judged() -> None:
+    alike = diagnose_subject(subject(QUICK, "knowing", gated=False), REFERENCE, 0.95)
+    assert alike.verdict == "neither"
+    assert alike.sentence.startswith("The trajectory is not to blame: with the readouts that both have, it takes as")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Generation: is every token what a plain run says, whatever the cache, the policy and the batch?"""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -202,12 +203,12 @@ def test_a_text_ends_at_a_stop_token_or_at_its_length(model: LoopedModel) -> Non
 
 def test_what_is_drawn_depends_on_the_prompt_alone(model: LoopedModel) -> None:
     hot = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=3)
-    alone = generate(model, prompts(), POLICIES[0], max_new_tokens=8, sampling=hot, batch_size=1)
-    for batch_size in (2, 5):
-        together = generate(model, prompts(), POLICIES[0], max_new_tokens=8, sampling=hot, batch_size=batch_size)
-        assert same(together, alone)
-    other = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=4)
-    assert not same(generate(model, prompts(), POLICIES[0], max_new_tokens=8, sampling=other), alone)
+    for lossless in (False, True):
+        options = {"max_new_tokens": 8, "lossless": lossless}
+        alone = generate(model, prompts(), POLICIES[0], sampling=hot, batch_size=1, **options)
+        for batch_size in (2, 5):
+            assert same(generate(model, prompts(), POLICIES[0], sampling=hot, batch_size=batch_size, **options), alone)
+        assert not same(generate(model, prompts(), POLICIES[0], sampling=replace(hot, seed=4), **options), alone)
     twice = generate(model, [prompts()[0]] * 2, max_new_tokens=8, sampling=hot)
     assert twice[0].tokens != twice[1].tokens
     greedy = generate(model, prompts(), max_new_tokens=8)

@@ -12,7 +12,6 @@ from tiny_language import MODELS, tiny_ouro
 
 import loopscope as ls
 from loopscope.engine import draft_length
-from loopscope.engine.decoder import Decoder
 from loopscope.engine.draft_length import MOST_TOKENS, DraftLength
 from loopscope.engine.generation import GenerationStats, Prompt, generate, stream
 from loopscope.engine.sampling import Draft, Sampling
@@ -134,14 +133,6 @@ def probabilities(model: LoopedModel, row: np.ndarray[Any, Any], sampling: Sampl
     return shares / shares.sum()
 
 
-def test_what_is_drawn_depends_on_the_prompt_alone(model: LoopedModel) -> None:
-    hot = Sampling(temperature=1.2, top_k=20, seed=3)
-    options: dict[str, Any] = {"max_new_tokens": 12, "sampling": hot, "lossless": True}
-    alone = generate(model, prompts(), POLICIES[0], batch_size=1, **options)
-    for batch_size in (2, 5):
-        assert same(generate(model, prompts(), POLICIES[0], batch_size=batch_size, **options), alone)
-
-
 def test_it_ends_where_full_depth_ends(model: LoopedModel) -> None:
     """At a token, at a criterion that sees every token once and in order, and at the last that there is room for."""
     whole = generate(model, prompts(), max_new_tokens=14)
@@ -224,23 +215,6 @@ def test_of_a_single_loop_it_is_full_depth() -> None:
     single = tiny_ouro(total_ut_steps=1)
     texts = generate(single, prompts(1), ls.ExitPolicy("margin", 0.5), max_new_tokens=30, lossless=True)
     assert same_tokens(texts, generate(single, prompts(1), max_new_tokens=30))
-
-
-def test_a_token_that_is_not_asked_any_more_goes_through_the_other_loops_at_once(
-    model: LoopedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    predict = type(model).predict
-    monkeypatch.setattr(type(model), "predict", lambda self, given: (read.append(len(given)), predict(self, given))[1])
-    decoder = Decoder(model, 1, "full", drafting=True)
-    decoder.prefill(0, np.arange(1, 6), ls.ExitPolicy("margin", 1e9), ask=False)
-    assert decoder.step().loops.tolist() == [4]
-    for ask_until, steps in ((0, 1), (1, 2), (2, 3), (3, 4)):
-        read.clear()
-        decoder.append([0], [7], [ask_until])
-        found = [decoder.step().loops.tolist() for _ in range(steps)]
-        assert found == [[]] * (steps - 1) + [[4]]
-        assert read == [1] * steps  # a head for every time that it is asked, and at the end
 
 
 def test_drafts_may_come_from_a_policy_for_another_cache(model: LoopedModel) -> None:

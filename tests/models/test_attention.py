@@ -93,16 +93,6 @@ def test_branched_rows_are_taken_and_joined(model: LoopedModel) -> None:
     check(model, last.take(torch.tensor([1])), plainly(model, asked[1:2]), 3)
 
 
-@torch.inference_mode()
-def test_a_row_without_branches_joins_rows_with_some() -> None:
-    model = MODELS["ouro"]()
-    (row,) = some(9)
-    joined = LoopState.join([model.begin(torch.from_numpy(row)[None]), model.begin_packed(*laid_out(questions()))])
-    state = model.step(joined)
-    check(model, state.take(torch.tensor([0])), said(model, row), 1)
-    check(model, state.take(torch.arange(1, 5)), plainly(model, questions()), 1)
-
-
 def remembering(model: LoopedModel, text: Tokens) -> KVCache:
     """The keys and values of a text in every loop."""
     kv_cache, nothing = KVCache(1, len(text)), np.zeros(1, dtype=np.int64)
@@ -141,42 +131,6 @@ def test_after_a_text_that_was_read_before(model: LoopedModel, branching: bool) 
     taken = state.take(torch.tensor([3, 1]))
     rows = [asked[3], asked[1]]
     check(model, taken, plainly(model, rows, [before[0], before[1]]), model.num_loops)
-
-
-@torch.inference_mode()
-def test_rows_go_on_where_they_are(model: LoopedModel) -> None:
-    """Two rows with different pasts go on by chunks, one a loop behind the other; the memory grows on the way."""
-    first, second = some(12, 80)
-    chunks = ([first[:9], *np.split(first[9:], 3)], [second[:70], second[70:71], second[71:78], second[78:]])
-    expected = said(model, first), said(model, second)
-    kv_cache = KVCache(3, 75)
-    done = [0, 0]
-    for ours, theirs in zip(*chunks, strict=True):
-        kv_cache.grow(done[1] + len(theirs))
-
-        def cache(rows: list[int], loops: list[int]) -> AppendingRows:
-            before = np.array([done[0] if row == 0 else done[1] for row in rows])  # noqa: B023 - used at once
-            return AppendingRows(kv_cache, np.array(rows), before, np.array(loops))
-
-        states: list[LoopState] = []
-        for row, tokens in ((0, ours), (2, theirs)):
-            layout = Layout(np.array([len(tokens)]), cache=cache([row], [0]))
-            states.append(model.begin_packed(torch.from_numpy(tokens), layout))
-        for loop in range(1, model.num_loops + 2):
-            running = [row for row, ahead in ((0, 0), (2, 1)) if 1 <= loop - ahead <= model.num_loops]
-            loops = [loop - (row == 2) for row in running]
-            joined = type(states[0]).join([states[row // 2] for row in running]).with_cache(cache(running, loops))
-            joined = model.step(joined)
-            read = model.head_input(joined)
-            for place, (row, at_loop) in enumerate(zip(running, loops, strict=True)):
-                states[row // 2] = joined.take(torch.tensor([place]))
-                start, count = int(joined.layout.starts[place]), int(joined.lengths[place])
-                want = tuple(part[:, done[row // 2] : done[row // 2] + count] for part in expected[row // 2])
-                assert torch.allclose(model.pooled(states[row // 2]), want[0][at_loop - 1], atol=2e-5)
-                logits = model.predict(read[start : start + count])
-                assert torch.allclose(logits, want[1][at_loop - 1], atol=5e-5)
-        done = [done[0] + len(ours), done[1] + len(theirs)]
-    assert kv_cache.capacity == 128  # it grew
 
 
 def test_interleaved_positions_turn_neighbours() -> None:

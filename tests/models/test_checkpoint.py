@@ -3,11 +3,12 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from conftest import GOLDEN
 from safetensors.torch import load_file
 from tiny_language import tiny_ouro, write_ouro
 
@@ -111,7 +112,7 @@ def moved(to: str) -> Callable[[Path], None]:
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").unlink(), "not a checkpoint: it has no config.json"),
-        (configured(num_hidden_layers=4000), "16 tensors, too few for its 4,000 layers"),
+        (configured(num_hidden_layers=2), "no tensor .model.layers.1"),
         (configured(num_hidden_layers=10**9), "num_hidden_layers: expected a whole number <= 4096"),
         (configured(rope_theta=None, rope_parameters={"rope_theta": 0}), "rope_parameters.rope_theta: expected"),
         (configured(rope_scaling={"rope_type": "yarn"}), "rope_scaling.rope_type: there is no 'yarn' here"),
@@ -160,32 +161,17 @@ def test_ends_of_texts_are_tokens_of_the_vocabulary(tmp_path: Path, ends: object
         end_tokens(folder)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"vocab_size": 9},
-        {"block_size": 12},
-        {"model": {"layers": 4000}},
-        {"run": {"model": {"loops": 4}}},
-        {"run": {"task": {"modulus": 5}}},
-    ],
-)
-def test_a_run_that_contradicts_itself(gated_run: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("place", ["vocab_size", "block_size", "model layers", "run model loops", "run task modulus"])
+def test_a_run_that_contradicts_itself(place: str, gated_run: Path, tmp_path: Path) -> None:
     """Whatever of its configuration is changed alone, nobody works with it."""
-    folder = shutil.copytree(gated_run, tmp_path / "run")
-    read_run_settings(folder)
-    config = json.loads((folder / "config.json").read_text())
-
-    def put(values: dict[str, Any], into: dict[str, Any]) -> None:
-        for key, value in values.items():
-            put(value, into[key]) if isinstance(value, dict) else into.update({key: value})
-
-    put(change, config)
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ls.UserError, match=r"config.json"):
-        read_run_settings(folder)
-    with pytest.raises(ls.UserError, match=r"config.json"):
-        ls.load_model(folder)
+    file = Path(shutil.copytree(gated_run, tmp_path / "run")) / "config.json"
+    config = json.loads(file.read_text())
+    *parents, key = place.split()
+    reduce(dict.__getitem__, parents, config)[key] += 1
+    file.write_text(json.dumps(config))
+    for read in (read_run_settings, ls.load_model):
+        with pytest.raises(ls.UserError, match=r"config.json"):
+            read(file.parent)
 
 
 def test_one_precision_for_all(tmp_path: Path) -> None:
@@ -222,3 +208,32 @@ def test_a_gate_is_read_in_float32_under_autocast() -> None:
         assert gate(pooled).dtype == torch.float32
         assert torch.equal(gate(pooled), gate(pooled.float()))
     assert gate.to(torch.bfloat16)(pooled.to(torch.bfloat16)).dtype == torch.float32
+
+
+UNSUPPORTED: list[tuple[str, dict[str, object], str]] = [
+    ("ouro", {"attention_bias": True}, "attention_bias"),
+    ("ouro", {"use_sliding_window": True}, "use_sliding_window"),
+    ("ouro", {"num_key_value_heads": 3}, "multiple"),
+    ("ouro", {"head_dim": 7}, "even width"),
+    ("ouro", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters"),
+    ("ouro", {"layer_types": ["sliding_attention"]}, "layer_types"),
+    ("ouro", {"rms_norm_eps": None}, "rms_norm_eps"),
+    ("huginn", {"injection_type": "add"}, "injection_type"),
+    ("huginn", {"qk_bias": False}, "qk_bias"),
+    ("huginn", {"tie_embeddings": False}, "tie_embeddings"),
+    ("huginn", {"test_time_noise": 1}, "test_time_noise"),
+    ("huginn", {"num_key_value_heads": 2}, "num_key_value_heads"),
+    ("huginn", {"n_heads": 5}, "5 heads"),
+    ("huginn", {"head_dim": 16}, "head_dim"),
+    ("huginn", {"n_layers_in_coda": 3}, "no tensor 'transformer.coda.2"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), UNSUPPORTED)
+def test_unsupported_values_are_refused(name: str, changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / f"{name}-tiny", tmp_path / name))
+    configured(auto_map={"AutoModel": "evil.py"})(folder)
+    ls.load_model(folder)  # unknown keys are ignored
+    configured(**changes)(folder)
+    with pytest.raises(ls.UserError, match=words):
+        ls.load_model(folder)

@@ -18,11 +18,11 @@ def test_devices() -> None:
 def test_auto_takes_the_first_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"cuda", "mps", "cpu"}
 
-    def probe(device: torch.device) -> None:
+    def ones(_: int, device: torch.device) -> None:
         if device.type not in there:
             raise RuntimeError
 
-    monkeypatch.setattr("loopscope.models.device._probe", probe)
+    monkeypatch.setattr(torch, "ones", ones)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in there)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert check_device("auto") == torch.device("cuda:1")

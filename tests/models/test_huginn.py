@@ -1,6 +1,5 @@
 """Huginn: does it match the reference run at every loop, and does all that reads logits go through its coda?"""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -73,26 +72,6 @@ def test_the_head_and_the_angles_may_be_in_the_file(copy: Path) -> None:
     assert (out.logits - EXPECTED["logits"]).abs().max() < 1e-4
     save_file(tensors | {"transformer.more": torch.zeros(1)}, copy / "model.safetensors")
     with pytest.raises(ls.UserError, match="does not know: 'transformer.more'"):
-        ls.load_model(copy)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"injection_type": "add"}, "injection_type"),
-        ({"qk_bias": False}, "qk_bias"),
-        ({"tie_embeddings": False}, "tie_embeddings"),
-        ({"test_time_noise": 1}, "test_time_noise"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads"),
-        ({"n_heads": 5}, "5 heads"),
-        ({"head_dim": 16}, "head_dim"),
-        ({"n_layers_in_coda": 3}, "no tensor 'transformer.coda.2"),
-    ],
-)
-def test_unsupported_values_are_refused(copy: Path, changes: dict[str, object], words: str) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ls.UserError, match=words):
         ls.load_model(copy)
 
 

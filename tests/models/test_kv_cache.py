@@ -15,23 +15,6 @@ def read(kv_cache: KVCache, layer: str, loop: int, rows: slice | torch.Tensor, u
     return kv_cache.read(layer, kv_cache.at(loop), rows, upto)
 
 
-def test_what_a_cache_propagates() -> None:
-    kv_cache = KVCache(2, 3, most_loops=4)
-    for loop in (1, 2, 3):
-        put(kv_cache, "a", loop, [0, 1, 2, 3, 4, 5], loop * torch.arange(6.0))
-    put(kv_cache, "b", 2, [4], torch.ones(1))
-    kv_cache.propagate(2, range(3, 5), torch.tensor([1, 4]))
-    both = torch.tensor([0, 1])
-    assert read(kv_cache, "a", 1, both, 3).keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    assert read(kv_cache, "a", 3, both, 3).keys.flatten().tolist() == [0, 2, 6, 9, 8, 15]
-    assert read(kv_cache, "a", 4, both, 3).values.flatten().tolist() == [0, -2, 0, 0, -8, 0]
-    assert read(kv_cache, "b", 4, torch.tensor([1]), 2).keys.flatten().tolist() == [0, 1]
-    in_place = read(kv_cache, "a", 2, slice(1, 2), 3).keys
-    assert in_place.flatten().tolist() == [6, 8, 10]
-    assert in_place.untyped_storage().nbytes() > in_place.nbytes  # no copy
-    assert kv_cache.nbytes == 2 * 4 * 6 * (4 + 3)
-
-
 def test_a_cache_has_room_for_the_loops_that_were_asked_for() -> None:
     kv_cache, taken = KVCache(1, 2, most_loops=5), []
     for loop in (3, 1, 5, 2, 4):
@@ -49,19 +32,6 @@ def test_a_cache_has_room_for_the_loops_that_were_asked_for() -> None:
         assert found == [9, 1, 2, 3, 4, 5]
         found = [read(kv_cache, "late", loop, torch.tensor([row]), 2).keys[0, 0, 1].item() for loop in (1, 4, 5)]
         assert found == [10, 40, 50]
-
-
-def test_one_place_for_all_loops() -> None:
-    kv_cache = KVCache(1, 2, latest_only=True)
-    for loop in (0, 1, 2):
-        put(kv_cache, "a", loop, [0], torch.tensor([float(loop)]))
-    found = [read(kv_cache, "a", loop, torch.tensor([0]), 1).keys.item() for loop in (0, 1, 2, 7)]
-    assert found == [0, 2, 2, 2]
-    kv_cache.grow(3)
-    kv_cache.grow(2, rows=2)
-    assert (kv_cache.rows, kv_cache.capacity) == (2, 64)
-    assert read(kv_cache, "a", 2, torch.tensor([1]), 1).keys.item() == 0
-    assert read(kv_cache, "a", 2, torch.tensor([0]), 3).keys.flatten().tolist() == [2, 0, 0]
 
 
 def test_rows_at_several_loops_lie_where_each_loop_finds_them() -> None:

@@ -260,6 +260,6 @@ def test_from_the_command_line(tiny_ouro: LanguageRun, tmp_path: Path, capsys: p
     assert main([*words, "--teacher", str(tiny_ouro.folder)]) == 2
     assert "give it with --start" in capsys.readouterr().err
     assert main([*words, "--start", str(tiny_ouro.folder)]) == 0
-    assert "validation sample" in capsys.readouterr().out
+    assert "Validation sample" in capsys.readouterr().out
     assert ls.load_model(tmp_path / "healed").num_loops == 3
     assert main([*words, "--start", str(tmp_path / "nothing")]) == 2

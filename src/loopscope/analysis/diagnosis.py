@@ -172,7 +172,8 @@ def diagnose_subject(
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.blames)
     if behind and "trajectory" not in blamed:
         blamed = (*blamed, "trajectory")
-    decided = all(gap is not None and (gap.sign or gap.is_no_more or gap.first == gap.second) for gap in parts.values())
+    judged = [gap for name, gap in parts.items() if name == "trajectory" or subject.ever_gated]
+    decided = all(gap is not None and (gap.sign or gap.is_no_more or gap.first == gap.second) for gap in judged)
     verdict = " and ".join(blamed) or ("neither" if decided else "cannot tell")
     finding = Finding(level, readout, trajectory, room.room_left, verdict, behind, weak)
     return Diagnosis(

@@ -27,6 +27,7 @@ from loopscope.learned.attach import Fitted, attach
 from loopscope.learned.stopper import STOPPER_KINDS
 from loopscope.learned.stopper_fitting import fit_out_of_bag, stopper_signals, why_not_learned
 from loopscope.readouts.readout import needs_labels
+from loopscope.readouts.replay import has_signal
 from loopscope.readouts.signals import STOPPER, is_gate
 from loopscope.splits import check_calibration
 from loopscope.threshold_grids import available_readouts, fine_grid
@@ -110,6 +111,7 @@ class Subject:
         """The accuracy of the best loop."""
         self.chance = chance(test, validation)
         self.has_gate = "gate" in self.readouts
+        self.ever_gated = has_signal("gate", validation) or has_signal("gate", test)
         self._resamples = resamples
         self._label_aware = resampled_label_aware(test, resamples)
         self._curves: dict[str, Curves] = {}

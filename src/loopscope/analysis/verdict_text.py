@@ -81,7 +81,7 @@ def verdict_sentence(subject: Subject, reference: Subject | None, finding: Findi
     findings = [_on_readout(subject, finding), _on_trajectory(subject, reference, finding)]
     trajectory = finding.trajectory
     open_trajectory = reference is not None and (trajectory is None or not (trajectory.sign or trajectory.is_no_more))
-    if verdict == "trajectory" or (verdict == "cannot tell" and open_trajectory):
+    if verdict == "trajectory" or not subject.has_gate or (verdict == "cannot tell" and open_trajectory):
         findings.reverse()  # the reason for the verdict comes first
     head = _HEADS[verdict] + ", but only a little" * finding.is_small
     if subject.test.num_units < MIN_UNITS:
@@ -89,6 +89,8 @@ def verdict_sentence(subject: Subject, reference: Subject | None, finding: Findi
         head = f"Nothing can be told from {subject.test.num_units} {what}{'s' * (subject.test.num_units != 1)}"
     elif reference is None and verdict == "cannot tell" and readout is not None:
         head = "The readout is not found to be at fault"
+    elif verdict == "neither" and not subject.has_gate:
+        head = "The trajectory is not to blame"
     return " ".join(filter(None, (f"{head}: {'; '.join(findings)}.", *remarks)))
 
 
@@ -135,7 +137,7 @@ def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding
     behind = f"at its best loop it is right in {ours}, the reference in {theirs}" if finding.behind else ""
     if gap is None:
         return behind or "it reaches no accuracy above chance together with the reference"
-    compared = _compared("by the readouts that both have it", "the reference", gap, "whether its trajectory is worse")
+    compared = _compared("with the readouts that both have, it", "the reference", gap, "whether its trajectory is worse")
     return "; ".join(filter(None, (behind, compared + finding.against_room(gap))))
 
 

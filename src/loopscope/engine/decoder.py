@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loopscope.engine.exit_decision import ExitDecision, Integers
-from loopscope.errors import UserError
 from loopscope.models.device import upload
 from loopscope.models.kv_cache import AppendingRows, KVCache
 from loopscope.models.looped_model import LoopedModel, LoopState
@@ -231,7 +230,10 @@ class Decoder:
         layout = Layout(counts, self._device, cache=cache)
         state = self._model.begin_packed(upload(tokens, self._device), layout)
         if self._kind is not type(state):
-            self._kind = _by_token(type(state))
+            self._kind = type(state)
+            assert {*self._kind._tensors()} == {*self._kind.tokenwise, "loop"}, (
+                "name the state's tensors in `tokenwise`"
+            )
         for name in self._extra_states:
             self._kv_cache.write_states(name, 0, indices, getattr(state, name))
         self._cached[rows, 0] += counts
@@ -316,16 +318,6 @@ class Decoder:
         missing = self._kv_cache.capacity - self._tokens.shape[1]
         if missing > 0:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
-
-
-def _by_token(kind: type[LoopState]) -> type[LoopState]:
-    """The kind of state, if all that it keeps can be kept by token."""
-    if by_row := sorted({*kind._tensors()} - {*kind.tokenwise, "loop"}):
-        raise UserError(
-            f"The state's '{by_row[0]}' goes by row, and what is kept of a row that is continued goes by token; "
-            "name it in `tokenwise`, or do not declare kv_cache."
-        )
-    return kind
 
 
 def _portions(missing: Integers) -> Iterator[Integers]:

@@ -83,21 +83,19 @@ class ExitDecision:
         if self._streamed is not None:
             assert isinstance(logits, Tensor)
             computed = self._streamed.values(self.rows, loops, logits)
-        now: dict[str, Array] = {}
-        states = None
-        for source in self._sources:
-            if source in ("logits", "predictions"):
-                assert logits is not None
-                now[source] = _source_values(source, logits)
-            else:
-                states = pooled() if states is None else states
-                now[source] = self._read(source, states)
+        states = None if {"hidden", "gate_logits"}.isdisjoint(self._sources) else pooled()
+        now = {source: self._read(source, logits, states) for source in self._sources}
         return self._state.stops(loops, now, computed)
 
-    def _read(self, source: str, states: Tensor) -> Array:
+    def _read(self, source: str, logits: Any, states: Any) -> Array:
+        """[n, ...] what the rows say now: logits, the classes that these answer, states or halt logits."""
+        if source == "predictions" and isinstance(logits, Tensor):
+            return check_answers(likeliest_classes(logits).cpu().numpy())
+        if source in ("logits", "predictions"):
+            values = check_logits(to_host(logits) if isinstance(logits, Tensor) else logits)
+            return values if source == "logits" else values.argmax(axis=-1)
         if source == "hidden":
             return check_finite(to_host(states), "states")
-        assert source == "gate_logits"
         halt_logits = self._model.halt(states)
         if halt_logits is None:
             raise UserError("The model has no gate, so it cannot be run with the readout 'gate'.")
@@ -109,14 +107,6 @@ def check_policy(model: LoopedModel, policy: ExitPolicy, num_loops: int, here: S
     tied = policy.model is not None or policy.gate is not None  # else nobody needs the hash, which takes a while
     policy.check(model.weights_sha256 if tied else None, num_loops, here)
     ExitState(policy, num_loops)
-
-
-def _source_values(source: str, logits: Tensor | Array) -> Array:
-    """The logits, or the classes that they answer."""
-    if source == "predictions" and isinstance(logits, Tensor):
-        return check_answers(likeliest_classes(logits).cpu().numpy())
-    values = check_logits(to_host(logits) if isinstance(logits, Tensor) else logits)
-    return values if source == "logits" else values.argmax(axis=-1)
 
 
 def to_host(values: Tensor) -> Array:

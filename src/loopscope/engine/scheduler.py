@@ -85,19 +85,18 @@ def run(
     invalid: UserError | None = None
     while True:
         new, count, tokens = [], batch.count, 0 if batch_tokens is None else batch.tokens
-        while count < batch_size:
-            request = held or next(waiting, None)
+        while count < batch_size and (request := held or next(waiting, None)) is not None:
             held = None
-            if request is None:
+            try:
+                batch.check(request)
+            except UserError as error:
+                invalid, waiting = error, iter(())
                 break
             if count and batch_tokens is not None and tokens + len(request.tokens) > batch_tokens:
                 held = request
                 break
             new.append(request)
             count, tokens = count + 1, tokens + len(request.tokens)
-        invalid = invalid or batch.reject_invalid(new)
-        if invalid is not None:
-            waiting, held = iter(()), None
         if not new and not batch.count:
             break
         yield from batch.advance(new)
@@ -141,17 +140,8 @@ class _RunningBatch:
     def tokens(self) -> int:
         return sum(len(request.tokens) for request in self._requests)
 
-    def reject_invalid(self, new: list[Request]) -> UserError | None:
-        """Takes from `new` the first request that the model cannot take and all after it; says what is wrong."""
-        for place, request in enumerate(new):
-            try:
-                self._check(request)
-            except UserError as error:
-                del new[place:]
-                return error
-        return None
-
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Reject a request that the model cannot take, or not with those before it."""
         scope, model = self._decision.policy.scope, self._model
         self._questions = bool(request.scored) if self._questions is None else self._questions
         if bool(request.scored) != self._questions:

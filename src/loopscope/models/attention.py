@@ -141,12 +141,15 @@ def _attention_groups(layout: Layout) -> list[AttentionGroup]:
     lengths = layout.host_lengths
     if not len(lengths):
         return []
-    keys = layout.cache.group_keys if isinstance(layout.cache, SharedPrefix) else np.zeros_like(lengths)
-    differs = (lengths[1:] != lengths[:-1]) | (keys[1:] != keys[:-1])
-    firsts = np.concatenate(([0], np.flatnonzero(differs) + 1))
-    counts = np.diff(firsts, append=len(lengths))
+    found = [(slice(0, len(lengths)), int(lengths[0]))]  # text that goes on by a token
+    prefixes = layout.cache if isinstance(layout.cache, SharedPrefix) else None
+    if prefixes is not None or (lengths != lengths[0]).any():
+        keys = np.zeros_like(lengths) if prefixes is None else prefixes.group_keys
+        differs = (lengths[1:] != lengths[:-1]) | (keys[1:] != keys[:-1])
+        firsts = np.concatenate(([0], np.flatnonzero(differs) + 1))
+        found = _neighbours(lengths[firsts], keys[firsts], np.diff(firsts, append=len(lengths)))
     groups = []
-    for rows, longest in _neighbours(lengths[firsts], keys[firsts], counts):
+    for rows, longest in found:
         cells = torch.arange(longest, device=layout.device).minimum(layout.lengths[rows, None] - 1)
         groups.append(AttentionGroup(rows, layout.states(layout.starts[rows, None] + cells)))
     return groups
@@ -245,24 +248,23 @@ def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class _Scatter(NamedTuple):
-    """Where the outputs of a dense batch belong."""
-
-    cells: Tensor | None  # of the batch [R M], without those that are empty; None: none is
-    states: Tensor | None  # theirs, in the packed layout; None: all of them, in order
-
-
 class _Part(NamedTuple):
-    """Rows that attend together: who asks, what they read, and what they see of it."""
+    """Rows that attend together: who asks, what they read and see of it, and where their outputs belong."""
 
     cells: Tensor  # [R, M] the states that ask
     own: Tensor | None  # [R, N] the states whose keys they read; None: only cached ones
-    mask: (
-        Tensor | None
-    )  # [R, 1, M, N] added to the scores, or true where a key is seen; None: causal, or all of a cache
-    scatter: _Scatter
+    mask: Tensor | None  # [R, 1, M, N] added to the scores, or true where a key is seen; None: causal, or a whole cache
+    filled: Tensor | None  # the cells [R M] without those that are empty; None: none is
+    states: Tensor | None  # theirs, in the packed layout; None: all of them, in order
     cached: Any = None  # where the cache is read: rows of it, or a row of the batch; None: nowhere
     upto: int = 0  # how many cached tokens are read
+
+
+class _Plan(NamedTuple):
+    """What is the same in every layer, and in every loop that all rows are at together."""
+
+    parts: list[_Part]
+    written: Tensor | None  # [S] where keys and values go in a cache that rows append to
 
 
 def cached_attention(
@@ -277,47 +279,47 @@ def cached_attention(
         angles = layout.compute_once((rotary, value.dtype), partial(_head_angles, layout, rotary, value.dtype))
         turned = rotary.apply_rotary(turned, angles)
     query, key = turned[:, : heads[0]], turned[:, heads[0] :]
-    name = None
+    name: Any = "plan"
     if isinstance(cache, AppendingRows) and cache.at.number is None:
         name = cache.loops.tobytes()  # rows at several loops have a plan for each step
-    parts = layout.compute_once(("parts", name), partial(_parts, layout, key.shape[1:].numel(), query.dtype))
-    if isinstance(cache, AppendingRows):
-        written = layout.compute_once(("written", name), partial(_written, layout, cache))
-        cache.kv_cache.write(layer, cache.at, written, key, value)
+    plan = layout.compute_once(name, partial(_plan, layout, key))
+    if isinstance(cache, AppendingRows) and plan.written is not None:
+        cache.kv_cache.write(layer, cache.at, plan.written, key, value)
     out = None
-    for part in parts:
+    for part in plan.parts:
         attended = _attended(part, query, key, value, layout, layer)
-        if part.scatter.states is None and attended.shape[2] == 1:  # heads lie side by side already
+        if part.states is None and attended.shape[2] == 1:  # heads lie side by side already
             return attended.flatten(1)
         tokens = attended.transpose(1, 2).flatten(0, 1)
-        if part.scatter.states is None:
+        if part.states is None:
             return tokens.flatten(1)
-        tokens = tokens if part.scatter.cells is None else tokens.index_select(0, part.scatter.cells)
+        tokens = tokens if part.filled is None else tokens.index_select(0, part.filled)
         out = query.new_empty(query.shape) if out is None else out
-        out.index_copy_(0, part.scatter.states, tokens)
+        out.index_copy_(0, part.states, tokens)
     return query.flatten(1) if out is None else out.flatten(1)  # None: there are no rows
 
 
 def _attended(part: _Part, query: Tensor, key: Tensor, value: Tensor, layout: Layout, layer: str) -> Tensor:
     """[R, H, M, K]"""
-    cells, own, mask, scatter, cached, upto = part
-    dense = _dense(query, cells, scatter)
-    if own is not None:
-        key, value = _dense(key, own, scatter), _dense(value, own, scatter)
-    if cached is None:
-        causal = mask is None
-        return causal_attention(dense, key, value) if causal else fused_attention(dense, key, value, attn_mask=mask)
-    assert layout.cache is not None
-    keys, values = layout.cache.read(layer, cached, upto)
-    if own is not None:
-        keys = torch.cat((keys.expand(len(own), -1, -1, -1), key), 2)
-        values = torch.cat((values.expand(len(own), -1, -1, -1), value), 2)
-    return fused_attention(dense, keys, values, attn_mask=mask)
+    dense = _dense(query, part.cells, part)
+    if part.own is not None:
+        key, value = _dense(key, part.own, part), _dense(value, part.own, part)
+    if part.cached is not None:
+        assert layout.cache is not None
+        keys, values = layout.cache.read(layer, part.cached, part.upto)
+        if part.own is None:
+            key, value = keys, values
+        else:
+            key = torch.cat((keys.expand(len(key), -1, -1, -1), key), 2)
+            value = torch.cat((values.expand(len(value), -1, -1, -1), value), 2)
+    elif part.mask is None:
+        return causal_attention(dense, key, value)
+    return fused_attention(dense, key, value, attn_mask=part.mask)
 
 
-def _dense(packed: Tensor, cells: Tensor, scatter: _Scatter) -> Tensor:
+def _dense(packed: Tensor, cells: Tensor, part: _Part) -> Tensor:
     """[S, H, K] -> [R, H, M, K]"""
-    if scatter.states is not None:
+    if part.states is not None:
         return packed.index_select(0, cells.flatten()).view(*cells.shape, *packed.shape[1:]).transpose(1, 2)
     if cells.shape[1] == 1:
         return packed.unsqueeze(2)
@@ -330,50 +332,46 @@ def _head_angles(layout: Layout, rotary: Rotary, dtype: torch.dtype) -> tuple[Te
     return cos[:, None], sin[:, None]
 
 
-def _written(layout: Layout, cache: AppendingRows) -> Tensor:
-    """[S] where keys and values go in the cache."""
-    places = np.repeat(cache.places, layout.host_lengths) * cache.kv_cache.capacity + layout.host_positions
-    return upload(places, layout.device)
-
-
-def _parts(layout: Layout, key_width: int, dtype: torch.dtype) -> list[_Part]:
-    """What is the same in every layer, and in every loop that all rows are at together; keys have H K numbers."""
-    cache, parts = layout.cache, []
+def _plan(layout: Layout, key: Tensor) -> _Plan:
+    """For keys like these [S, H, K]."""
+    cache, parts, written = layout.cache, [], None
     for group in attention_groups(layout):
         if cache is None:
             parts += _branch_parts(layout, group)
         elif isinstance(cache, SharedPrefix):
-            parts += _prefix_parts(layout, cache, group, key_width)
+            parts += _prefix_parts(layout, cache, group, key[0].numel())
         elif cache.cached[group.rows].any():
-            parts += _cache_parts(layout, cache, group, key_width, dtype)
+            parts += _cache_parts(layout, cache, group, key)
         else:
-            scatter = _appending_scatter(layout, group.cells, group.rows)
-            parts.append(_Part(group.cells, group.cells, None, scatter))
-    return parts
+            belongs = _belonging(layout, group.cells, layout.host_lengths[group.rows])
+            parts.append(_Part(group.cells, group.cells, None, *belongs))
+    if isinstance(cache, AppendingRows):
+        places = np.repeat(cache.places, layout.host_lengths) * cache.kv_cache.capacity + layout.host_positions
+        written = upload(places, layout.device)
+    return _Plan(parts, written)
 
 
-def _cache_parts(
-    layout: Layout, cache: AppendingRows, group: AttentionGroup, key_width: int, dtype: torch.dtype
-) -> list[_Part]:
+def _cache_parts(layout: Layout, cache: AppendingRows, group: AttentionGroup, key: Tensor) -> list[_Part]:
     """Neighbours in the cache that have about as many tokens are read where they are; few tokens are copied."""
     contexts, places = layout.host_contexts[group.rows], cache.places[group.rows]
     runs = _neighbours(contexts, places - np.arange(len(places)), np.ones_like(places))
     few = MAX_GATHERED_ON_CPU if layout.device.type == "cpu" else MAX_GATHERED
-    copied = len(contexts) * int(contexts.max()) * key_width <= few * (len(runs) - 1)
+    copied = len(contexts) * int(contexts.max()) * key[0].numel() <= few * (len(runs) - 1)
     if copied:
         runs = [(slice(0, len(contexts)), int(contexts.max()))]
     parts = []
     for run, upto in runs:
         rows = slice(group.rows.start + run.start, group.rows.start + run.stop)
-        cells = group.cells[run, : int(layout.host_lengths[rows].max())]
+        counts = layout.host_lengths[rows]
+        cells = group.cells[run, : int(counts.max())]
         mask = None
         if int(cache.cached[rows].min()) + 1 < upto:
             # It is added to the scores: every layer would make that of a mask of truths.
-            later = torch.arange(upto, device=cells.device) > layout.positions[cells][:, :, None]
-            mask = torch.zeros(later.shape, dtype=dtype, device=cells.device).masked_fill_(later, -torch.inf)[:, None]
+            later = torch.arange(upto, device=cells.device) > layout.positions[cells][:, None, :, None]
+            mask = torch.zeros(later.shape, dtype=key.dtype, device=key.device).masked_fill_(later, -torch.inf)
         start = int(places[run.start])
         there = upload(places, layout.device) if copied else slice(start, start + run.stop - run.start)
-        parts.append(_Part(cells, None, mask, _appending_scatter(layout, cells, rows), there, upto))
+        parts.append(_Part(cells, None, mask, *_belonging(layout, cells, counts), there, upto))
     return parts
 
 
@@ -383,12 +381,12 @@ def _branch_parts(layout: Layout, group: AttentionGroup) -> list[_Part]:
     trunks = layout.host_trunks[rows]
     tails = layout.host_lengths[rows] - trunks
     trunk = cells[:, : int(trunks.max())]
-    parts = [_Part(trunk, trunk, None, _scatter_of(trunk, trunks))]
+    parts = [_Part(trunk, trunk, None, *_belonging(layout, trunk, trunks))]
     if tails.any():
         local = layout.trunks[rows, None] + torch.arange(int(tails.max()), device=cells.device)
         local = local.minimum(layout.lengths[rows, None] - 1)
         tail = cells.gather(1, local)
-        parts.append(_Part(tail, cells, _own_mask(layout, cells, local)[:, None], _scatter_of(tail, tails)))
+        parts.append(_Part(tail, cells, _own_mask(layout, cells, local), *_belonging(layout, tail, tails)))
     return parts
 
 
@@ -398,37 +396,31 @@ def _prefix_parts(layout: Layout, cache: SharedPrefix, group: AttentionGroup, ke
     upto, counts = int(cache.cached[rows.start]), layout.host_lengths[rows]
     cached = None if cache.kv_caches[rows.start] is None else rows.start
     own = _own_mask(layout, cells, torch.arange(cells.shape[1], device=cells.device).expand_as(cells))
-    mask = torch.cat((own.new_ones((*own.shape[:2], upto)), own), 2)[:, None]
+    mask = F.pad(own, (upto, 0), value=True)
     size = max(1, MAX_COPIED // ((upto + cells.shape[1]) * key_width))
     parts = []
     for first in range(0, len(counts), size):
         some = slice(first, first + size)
-        scatter = _scatter_of(cells[some], counts[some])
-        parts.append(_Part(cells[some], cells[some], mask[some], scatter, cached, upto))
+        belongs = _belonging(layout, cells[some], counts[some])
+        parts.append(_Part(cells[some], cells[some], mask[some], *belongs, cached, upto))
     return parts
 
 
 def _own_mask(layout: Layout, cells: Tensor, local: Tensor) -> Tensor:
-    """[R, W, M] what the tokens at `local` [R, W] of a row see: all before them of the trunk or of their own branch."""
-    mask = torch.arange(cells.shape[1], device=cells.device) <= local[:, :, None]
+    """[R, 1, W, M] what the tokens at `local` [R, W] of a row see: all before them of the trunk or of their branch."""
+    mask = torch.arange(cells.shape[1], device=cells.device) <= local[:, None, :, None]
     if layout.host_branches is None:
         return mask
     branch = layout.branch[cells]
-    own = branch.gather(1, local)
-    return mask & ((branch[:, None] == 0) | (branch[:, None] == own[:, :, None]))
+    own = branch.gather(1, local)[:, None, :, None]
+    seen = branch[:, None, None]
+    return mask & ((seen == 0) | (seen == own))
 
 
-def _appending_scatter(layout: Layout, cells: Tensor, rows: slice) -> _Scatter:
-    """Of rows that may be all there are, of one length: as one batch they lie where they do already."""
-    counts, everything = layout.host_lengths[rows], layout.host_lengths
-    if len(counts) == len(everything) and cells.numel() == everything.sum() and layout.sharing is None:
-        return _Scatter(None, None)
-    return _scatter_of(cells, counts)
-
-
-def _scatter_of(cells: Tensor, counts: Integers) -> _Scatter:
-    """Of cells [R, M], of which the first `counts` [R] of every row are tokens of their own."""
-    if int(counts.sum()) == cells.numel():
-        return _Scatter(None, cells.flatten())
-    chosen = upload(count_up(np.arange(len(counts)) * cells.shape[1], counts), cells.device)
-    return _Scatter(chosen, cells.flatten().index_select(0, chosen))
+def _belonging(layout: Layout, cells: Tensor, counts: Integers) -> tuple[Tensor | None, Tensor | None]:
+    """`filled` and `states` of a part of these cells [R, M]: the first `counts` [R] of every row are its own tokens."""
+    if int(counts.sum()) < cells.numel():
+        filled = upload(count_up(np.arange(len(counts)) * cells.shape[1], counts), cells.device)
+        return filled, cells.flatten().index_select(0, filled)
+    whole = cells.numel() == layout.host_lengths.sum() and layout.sharing is None
+    return None, None if whole else cells.flatten()

@@ -123,10 +123,6 @@ class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     model: TransformerSettings
     run: dict[str, Any]  # the settings of the run that trained it
 
-    @property
-    def layers(self) -> int:
-        return self.model.layers
-
 
 def read_checkpoint_config(folder: Path) -> CheckpointConfig:
     return read_json(CheckpointConfig, folder / CONFIG, "checkpoint configuration")

@@ -6,7 +6,7 @@ Shapes: S states, D width, M tokens, K inputs, N outputs.
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -32,13 +32,18 @@ twice as many on, one thread is faster at a product with a vector."""
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that a network depends on; others are ignored, unsupported values rejected.
+    """The keys of `config.json` that a network depends on; others are ignored, unsupported values rejected."""
 
-    `network` is what they say of the network, in whichever way they say it; how many loops it runs is not in it.
-    """
+    beside_network: ClassVar[tuple[str, ...]] = ()
+    """Keys that follow from others, or can be written in two ways, and those that say how many loops it runs."""
 
     @property
-    def sha256(self: Any) -> str:
+    def network(self) -> dict[str, Any]:
+        """What they say of the network, in whichever way they say it."""
+        return {name: value for name, value in plain(self).items() if name not in self.beside_network and value}
+
+    @property
+    def sha256(self) -> str:
         """What tells this network from another with the same weights."""
         return digest([type(self).__name__, self.network])[:16]
 
@@ -57,12 +62,12 @@ class RopeParameters(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         require_values((self.partial_rotary_factor in (None, 1), "partial_rotary_factor other than 1 is not supported"))
-        if "llama3" not in (self.rope_type, self.type):
-            return
-        for name in LLAMA3_KEYS:
-            require_values((getattr(self, name), f"{name} is missing"))
-        low, high = (getattr(self, name) for name in LLAMA3_KEYS[1:3])
-        require_values((low < high, "low_freq_factor must be below high_freq_factor"))
+        scaling = self.scaling
+        for name, value in zip(LLAMA3_KEYS, scaling or (), strict=False):
+            require_values((value, f"{name} is missing"))
+        require_values(
+            (scaling is None or scaling.low < scaling.high, "low_freq_factor must be below high_freq_factor")
+        )
 
     @property
     def scaling(self) -> Llama3Scaling | None:
@@ -72,6 +77,11 @@ class RopeParameters(msgspec.Struct, frozen=True):
 
 
 class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
+    beside_network: ClassVar[tuple[str, ...]] = (
+        *("head_dim", "num_key_value_heads", "layer_types"),
+        *("rope_theta", "rope_scaling", "rope_parameters"),
+    )
+
     vocab_size: Vocabulary
     hidden_size: Width
     intermediate_size: Width
@@ -104,10 +114,6 @@ class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
         )
 
     @property
-    def layers(self) -> int:
-        return self.num_hidden_layers
-
-    @property
     def rotary(self) -> Rotary:
         (theta,) = self._ropes("rope_theta")
         return Rotary(self.head_width, theta, scaling=next(iter(self._ropes("scaling")), None))
@@ -127,17 +133,12 @@ class DecoderConfig(NetworkConfig, frozen=True, kw_only=True):
 
     @property
     def network(self) -> dict[str, Any]:
-        given = {name: value for name, value in plain(self).items() if name not in _RESOLVED and value}
         rotary = self.rotary
-        return given | {
+        return super().network | {
             "head_width": self.head_width,
             "key_value_heads": self.key_value_heads,
             "rotary": [rotary.theta, None if rotary.scaling is None else list(rotary.scaling)],
         }
-
-
-_RESOLVED = ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "rope_parameters", "layer_types")
-"""What can be written in two ways, or left out; the network has what it comes to."""
 
 
 class LoopedDecoder(LoopedModel):

@@ -25,21 +25,9 @@ def check_device(name: str | torch.device) -> torch.device:
         with suppress(RuntimeError, AssertionError):
             device = torch.device(candidate)
             if device.type in ("cpu", "cuda", "mps"):
-                _probe(device)
+                torch.ones(1, device=device)
                 return device
     raise UserError(f"The device '{name!s:.60}' is not available here; take the CPU (--device cpu).")
-
-
-def _probe(device: torch.device) -> None:
-    """Puts something there; MPS lacks some operations, so there a little of what models do is tried."""
-    states = torch.ones((4, 8), device=device)
-    if device.type == "mps":
-        states = states.requires_grad_()
-        heads = states.view(1, 2, 4, 4)
-        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        index = torch.arange(4, device=device).cumsum(0).clamp(max=3)
-        attended.reshape(4, 8).index_select(0, index).logsumexp(-1).sum().backward()  # type: ignore[no-untyped-call]
-        states.new_zeros((4, 8)).index_copy_(0, torch.arange(4, device=device), states.detach()).argmax(-1).tolist()
 
 
 def accumulator(device: torch.device) -> torch.dtype:

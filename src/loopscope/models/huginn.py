@@ -11,14 +11,14 @@ Shapes: B rows, S states, D width, V vocabulary.
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest, plain
+from loopscope.config import Epsilon, Layers, Loops, Positions, RotaryBase, Vocabulary, Width, digest
 from loopscope.models.attention import Rotary, cached_attention
 from loopscope.models.checkpoint_folder import require_values
 from loopscope.models.decoder_layers import Linear, NetworkConfig, through
@@ -28,6 +28,8 @@ from loopscope.models.packing import Layout
 
 
 class HuginnConfig(NetworkConfig, frozen=True, kw_only=True):
+    beside_network = ("mean_recurrence", "num_key_value_heads", "head_dim")
+
     vocab_size: Vocabulary
     n_embd: Width
     n_heads: Width
@@ -63,15 +65,6 @@ class HuginnConfig(NetworkConfig, frozen=True, kw_only=True):
     @property
     def head_width(self) -> int:
         return self.n_embd // self.n_heads
-
-    @property
-    def layers(self) -> int:
-        return self.n_layers_in_prelude + self.n_layers_in_recurrent_block + self.n_layers_in_coda
-
-    @property
-    def network(self) -> dict[str, Any]:
-        unsaid = ("mean_recurrence", "num_key_value_heads", "head_dim")  # the last two follow from others
-        return {name: value for name, value in plain(self).items() if name not in unsaid and value}
 
 
 class Huginn(LoopedModel):

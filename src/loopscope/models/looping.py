@@ -20,7 +20,7 @@ from loopscope.artifacts import artifact_folder
 from loopscope.config import build, plain, read_json, write_json
 from loopscope.errors import UserError
 from loopscope.files import is_file, is_folder, is_there, remove_leftovers
-from loopscope.models.checkpoint import check_layers, fill, require_finite, save_model
+from loopscope.models.checkpoint import fill, require_finite, save_model
 from loopscope.models.checkpoint_folder import (
     BESIDE_WEIGHTS,
     CONFIG,
@@ -116,10 +116,8 @@ def _read(source: str | Path) -> _Original:
     folder = find_checkpoint(source)
     _check_type(folder, read_model_type(folder))
     config = _explicit(read_json(dict[str, Any], folder / CONFIG, "model configuration"))
-    model_config = _as_one_loop(config, str(folder / CONFIG))
-    check_layers(folder, model_config.layers)
     with torch.device("meta"):
-        model = LoopedLlama(model_config)
+        model = LoopedLlama(_as_one_loop(config, str(folder / CONFIG)))
     fill(model, folder, "cpu", None)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in model.tied}
 

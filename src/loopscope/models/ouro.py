@@ -6,7 +6,7 @@ state feeds the gate, the LM head and the next loop. So the pooled state r_t is 
 Shapes: S states, D width, V vocabulary.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -23,6 +23,8 @@ EARLY_EXIT = (
 
 
 class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
+    beside_network = (*DecoderConfig.beside_network, "total_ut_steps", "early_exit_threshold")
+
     num_key_value_heads: Width
     total_ut_steps: Loops
     tie_word_embeddings: bool
@@ -33,11 +35,6 @@ class OuroConfig(DecoderConfig, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_values((self.early_exit_threshold in (None, 1), EARLY_EXIT))
-
-    @property
-    def network(self) -> dict[str, Any]:
-        beside = ("total_ut_steps", "early_exit_threshold")
-        return {name: value for name, value in super().network.items() if name not in beside}
 
 
 class Ouro(LoopedDecoder):

@@ -9,13 +9,12 @@ it in Jinja's sandbox, which keeps it from files and from Python, and not from m
 this process with limits to both, and only its text comes back, which has a limit too.
 """
 
-import os
+import multiprocessing
 import resource
-import select
 import signal
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ MAX_TEMPLATE_SECONDS = 5
 MAX_TEMPLATE_BYTES = 1 << 30
 """That the template may take beside what this process has."""
 MAX_CHAT_BYTES = 1 << 24
-_PIECE = 1 << 16
 _TEXT, _REFUSED = b"+", b"-"
 
 
@@ -160,7 +158,7 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]], **options: A
 
     answer = _in_a_fork(lambda: tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     kind, text = answer[:1], answer[1:].decode("utf-8", "surrogatepass")
-    if kind == _TEXT and len(answer) <= MAX_CHAT_BYTES:
+    if kind == _TEXT:
         return text
     problem = "takes too much time or memory; put a template of the model's maker there"
     if kind == _REFUSED:
@@ -170,43 +168,34 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]], **options: A
 
 def _in_a_fork(make: Callable[[], str]) -> bytes:
     """What `make` returns or raises, after a mark that says which; nothing where it went beyond the limits."""
-    reads, writes = os.pipe()
+    context = multiprocessing.get_context("fork")
+    reads, writes = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(make, writes))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the fork needs nothing of theirs
-        child = os.fork()
-    if child == 0:
-        _answer(make, reads, writes)
-    os.close(writes)
-    received, end = bytearray(), time.monotonic() + 6 * MAX_TEMPLATE_SECONDS
+        child.start()
+    writes.close()
     try:
-        while select.select([reads], [], [], max(0.0, end - time.monotonic()))[0]:
-            piece = os.read(reads, _PIECE)
-            if not piece:
-                return bytes(received)
-            received += piece
+        return reads.recv_bytes() if reads.poll(6 * MAX_TEMPLATE_SECONDS) else b""
+    except EOFError:  # it was ended by a limit
         return b""
     finally:
-        os.close(reads)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        reads.close()
+        child.kill()
+        child.join()
 
 
-def _answer(make: Callable[[], str], reads: int, writes: int) -> None:
-    """In the fork: makes the text within the limits, writes it, and ends without any of what this process would do."""
+def _answer(make: Callable[[], str], writes: Connection) -> None:
+    """In the fork: makes the text within the limits, and sends it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _limit()
     try:
-        os.close(reads)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _limit()
-        try:
-            answer = _TEXT + str(make()).encode("utf-8", "surrogatepass")
-        except (MemoryError, RecursionError):
-            answer = b""
-        except Exception as error:  # a template may be particular about roles and their order, or wrong
-            answer = _REFUSED + (brief(str(error), 200) or type(error).__name__).encode()
-        for start in range(0, min(len(answer), MAX_CHAT_BYTES + 1), _PIECE):
-            os.write(writes, answer[start : start + _PIECE])
-    finally:
-        os._exit(0)
+        answer = _TEXT + str(make()).encode("utf-8", "surrogatepass")
+    except (MemoryError, RecursionError):
+        answer = b""
+    except Exception as error:  # a template may be particular about roles and their order, or wrong
+        answer = _REFUSED + (brief(str(error), 200) or type(error).__name__).encode()
+    writes.send_bytes(answer if len(answer) <= MAX_CHAT_BYTES else b"")
 
 
 def _limit() -> None:
