@@ -151,7 +151,7 @@ def false_alarms(
         rng = np.random.default_rng([seed, number])
         policy, more = _calibrated(population, size, rng)
         monitor = Monitor(policy, alpha, number)
-        found.append(monitor.replay(draw(population, length, rng), AUDIT if monitor.watches_risk else 0))
+        found.append(monitor.replay(draw(population, length, rng), AUDIT if monitor.watches_risk else 0, stream=True))
         broken += truth(population, policy)[0] > MAX_DROP
         refused += more
         advance(number + 1)
@@ -195,12 +195,12 @@ def detections(
         rng = np.random.default_rng([seed, number])
         policy, _ = _calibrated(population, size, rng)
         monitor = Monitor(policy, alpha, number)
-        result = monitor.replay(draw(population, CHANGE, rng), AUDIT)
+        result = monitor.replay(draw(population, CHANGE, rng), AUDIT, stream=True)
         if not result.alarm:
             rest = _rest(population, changed, change == SLOWLY, length - CHANGE, rng)
             for rows in np.split(np.arange(length - CHANGE), np.arange(_CHUNK, length - CHANGE, _CHUNK)):
                 if not result.alarm:
-                    result = monitor.replay(rest.take(rows), AUDIT)
+                    result = monitor.replay(rest.take(rows), AUDIT, stream=True)
         results.append(result)
         truths.append((truth(population, policy), truth(changed, policy)))
         advance(number + 1)

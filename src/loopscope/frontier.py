@@ -155,7 +155,7 @@ def _as_accuracy(value: float) -> float:
 
 def sweep(readout: str, calibration: Trajectory, evaluation: Trajectory, *, grid: Grid = "fine") -> Frontier:
     """The frontier of a readout whose thresholds come from `calibration`, on `evaluation`."""
-    check_calibration(calibration, evaluation)
+    check_calibration(calibration, evaluation, readout)
     thresholds = swept_thresholds(readout, calibration, grid)
     accuracy, loops = curve(readout, thresholds, evaluation)
     calibration_accuracy, calibration_loops = curve(readout, thresholds, calibration)

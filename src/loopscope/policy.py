@@ -35,6 +35,8 @@ Loss = Literal["gap", "disagreement"]
 Bound = Literal["betting", "hoeffding_bentkus"]
 BOUNDS: tuple[Bound, ...] = ("betting", "hoeffding_bentkus")
 """With which the losses of sequences are tested."""
+Method = Literal["walk", "tolerance"]
+"""How a threshold is proven: along thresholds that other data proposed, or as a tolerance limit of all data at once."""
 _LEVELS_PER_LOOP_OF_SEQUENCES: Literal[16] = 16
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
@@ -66,7 +68,7 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     confidence: Share | None  # None: on average over calibration draws
     per_difficulty: bool
     unseen: bool  # for inputs that training did not have
-    distinct: bool  # every input counts once: for inputs that are new
+    distinct: bool  # every input counts once
     loops: int  # T of the model: full depth
     candidates: list[str]  # the readouts among which the data of the grid chose
     finalists: list[str]  # those that were tested
@@ -82,6 +84,9 @@ class Guarantee(Settings, frozen=True, kw_only=True, omit_defaults=True):
     average_loops_interval: tuple[float, float]  # 95 %, over examples
     average_loops_at_limit: float  # of the laxest threshold whose observed loss is within the limit: the price
     bound: Bound | None = None  # of sequences; examples, which are lost or not, have the exact binomial test
+    tolerance: bool = False  # proven as a tolerance limit: all data were tested, and gave the threshold
+    new_inputs: bool = False  # for inputs that the calibration data do not hold
+    drawn: int | None = None  # examples among which the inputs that are counted occur once
     rows: tuple[dict[str, KeySketch], ...] = ()  # by which the examples of the recording and the grid are known again
     order_seed: int | None = None  # with which the order was drawn in which sequences were bet on
 

@@ -1,10 +1,12 @@
 """Which data may choose, and which may only evaluate? What would make a result look better than it is, is refused."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+from loopscope.config import build, plain
 from loopscope.errors import UserError
 from loopscope.model_identity import same_model
+from loopscope.readouts.signals import STOPPER
 from loopscope.row_overlap import KeySketch, common_kind
 from loopscope.scope import scope_of
 from loopscope.trajectory import Trajectory
@@ -14,9 +16,11 @@ _MAX_SHARED = 0.05
 """The share of examples from which on two splits overlap by mistake, not by chance."""
 
 
-def check_calibration(calibration: Trajectory, evaluation: Trajectory) -> None:
-    """Refuses what would make a result look better than it is."""
+def check_calibration(calibration: Trajectory, evaluation: Trajectory, readout: str | None = None) -> None:
+    """Rejects what would make a result look better than it is, of one readout or of all that there are."""
     check_split(calibration, "calibration")
+    check_attached(calibration, readout)
+    check_attached(evaluation, readout)
     if calibration.same_data(evaluation):
         raise UserError("Calibration and evaluation are the same data; calibrate on another split.")
     check_same_model(calibration, evaluation, "The calibration and the evaluation recording")
@@ -28,8 +32,8 @@ def check_apart(
     recording: Trajectory, what: str, other: Trajectory | Mapping[str, KeySketch], where: str, remedy: str
 ) -> None:
     """Rejects a recording that shares examples with the other one (or with the one of this sketch), beyond chance."""
-    shared = recording.num_shared(other)
-    if shared <= _MAX_SHARED * recording.num_examples:
+    shared = num_shared(recording, other)
+    if not shared:
         return
     kind = common_kind(recording.row_keys, other.row_keys if isinstance(other, Trajectory) else other)
     raise UserError(
@@ -39,11 +43,20 @@ def check_apart(
     )
 
 
+def num_shared(recording: Trajectory, other: Trajectory | Mapping[str, KeySketch]) -> int:
+    """How many examples of a recording are in the other one, too; 0 if they are few, or chance explains it."""
+    shared = recording.num_shared(other)
+    return shared if shared > _MAX_SHARED * recording.num_examples else 0
+
+
 class OfSplit(Protocol):
     """A recording, or a live run of one."""
 
     @property
     def split(self) -> str | None: ...
+
+    @property
+    def sha256(self) -> str: ...
 
 
 def check_split(recording: OfSplit, role: str) -> None:
@@ -62,6 +75,44 @@ def check_fitting(recording: Trajectory, what: str) -> None:
             f"A {what} must not be fitted on the {recording.split} split, which is for evaluation; record the train "
             "split."
         )
+
+
+FITTED_ON = "fitted_on"
+"""In the provenance of a recording: what its attached signals were fitted to, by their names."""
+
+
+def fitting_data(recording: Trajectory) -> dict[str, Any]:
+    """What a gate or a stopper that is fitted to a recording remembers of it."""
+    return {
+        "weights_sha256": recording.provenance.get("weights_sha256"),
+        "split": recording.split,
+        "recording": recording.sha256,
+        "examples": recording.num_examples,
+        "rows": plain(recording.row_sketch),
+    }
+
+
+def check_attached(recording: Trajectory, readout: str | None = None) -> None:
+    """Rejects attached signals (all, or that of one readout) of what was fitted to this recording, or to a part."""
+    attached = recording.provenance.get(FITTED_ON)
+    for name, data in attached.items() if isinstance(attached, dict) else ():
+        if readout in (None, name) and name in recording.signals and isinstance(data, dict):
+            check_other_data(data, recording, f"{'stopper' if name.startswith(STOPPER) else 'gate'} of '{name}'")
+
+
+def check_other_data(fitted_to: Mapping[str, Any], recording: OfSplit, what: str) -> None:
+    """Rejects to choose a threshold, or to evaluate, on the data to which a gate or a stopper was fitted."""
+    which = None
+    if recording.split is not None and recording.split == fitted_to.get("split"):
+        which = f"the {recording.split} split"
+    elif recording.sha256 == fitted_to.get("recording"):
+        which = "this very recording"
+    elif isinstance(recording, Trajectory):
+        rows = build(dict[str, KeySketch], fitted_to.get("rows", {}), f"the provenance of the {what}")
+        shared = num_shared(recording, rows)
+        which = f"about {shared:,} of these {recording.num_examples:,} examples" if shared else None
+    if which is not None:
+        raise UserError(f"The {what} was fitted to {which}; choose its threshold, and evaluate it, on other data.")
 
 
 def check_gate_data(recording: Trajectory) -> None:

@@ -87,6 +87,13 @@ def gap_grid(readout: str, proposing: Trajectory, points: int = 1000) -> Curve:
     return thresholds if definition.exits == "above" else -thresholds
 
 
+def every_threshold(readout: str, trajectory: Trajectory) -> Curve:
+    """Laxest first, every value at which an example's exit moves to another loop: no other threshold differs."""
+    values = eagerness(readout, trajectory)
+    values = np.unique(values[~np.isnan(values)])
+    return values if required_readout(readout).exits == "above" else -values
+
+
 def gap_middles(values: Curve) -> Curve:
     """The middle of every gap between these values, in rising order and each once, that is wider than rounding."""
     wide = np.flatnonzero(np.diff(values) > _GAP * _scale(values[1:]))

@@ -235,14 +235,18 @@ class Trajectory:
     def num_units(self) -> int:
         return self.num_examples if self.units is None else int(self.units.max()) + 1
 
-    def distinct(self) -> Self:
-        """Every input once, where it comes first."""
+    def distinct(self, *, alone: bool = False) -> Self:
+        """Every input once; with `alone` only inputs that occur once.
+
+        They stand in random order (always the same one): first occurrences would come easy inputs first.
+        """
         if self.examples is None or self.sequences is not None:
             raise UserError(
                 "Only a recording that keeps its inputs as text, one a decision, can count each once; count all of "
-                "them (leave out --distinct), or give the inputs: Trajectory(examples=...)."
+                "them (leave out --distinct and --new-inputs), or give the inputs: Trajectory(examples=...)."
             )
-        return self.take(np.sort(np.unique(np.array(self.examples, dtype=object), return_index=True)[1]))
+        _, first, counts = np.unique(np.array(self.examples, dtype=object), return_index=True, return_counts=True)
+        return self.take(np.random.default_rng(0).permutation(first[counts == 1] if alone else first))
 
     @cached_property
     def row_hashes(self) -> NDArray[np.uint64] | None:
@@ -264,10 +268,8 @@ class Trajectory:
             keys["log-probabilities"] = number_keys(whole, np.log(np.maximum(self.cross_entropy, 0) + _CERTAIN))
         elif self.logits is not None:
             keys["logits"] = number_keys(self.predicted[:, -1:], self.logits)
-        elif self.signals:
-            keys["signals"] = number_keys(
-                self.predicted, np.stack([self.signals[name] for name in sorted(self.signals)], axis=1)
-            )
+        elif own := sorted(name for name in self.signals if ":" not in name):  # not those of attached gates
+            keys["signals"] = number_keys(self.predicted, np.stack([self.signals[name] for name in own], axis=1))
         keys["predictions"] = number_keys(self.predicted)
         drawn = self.num_examples if self.sequences is None else self.num_units
         return {kind: RowKeys.of(values, drawn) for kind, values in keys.items()}
@@ -358,6 +360,7 @@ def concatenate(parts: Sequence[Trajectory]) -> Trajectory:
             ("signals", set(first.signals), set(other.signals)),
             ("definitions of signals", *(p.provenance.get("signal_definitions") for p in (first, other))),
             ("texts", first.examples is None, other.examples is None),
+            ("fitted signals", first.provenance.get("fitted_on"), other.provenance.get("fitted_on")),
         ):
             if ours != theirs:
                 raise UserError(f"Recordings that differ in their {what} are not parts of one; record them alike.")

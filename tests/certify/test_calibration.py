@@ -1,9 +1,13 @@
 """Calibration: what is tested had no part in proposing, a promise says what it rests on, too little is refused."""
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 from conftest import random_trajectory
@@ -11,12 +15,15 @@ from hypothesis import given, settings
 
 import loopscope as ls
 from loopscope.certify import calibration
+from loopscope.certify.calibration import certify
 from loopscope.certify.losses import losses, risk_groups
 from loopscope.certify.not_proven import NotProven
 from loopscope.certify.risk_target import RiskTarget
+from loopscope.certify.tested_data import promised_part
 from loopscope.certify.threshold_walk import never_falling
 from loopscope.frontier import crossings, laxest_first, totals
 from loopscope.threshold_grids import gap_grid
+from loopscope.trajectory import concatenate
 
 
 def made(right: np.ndarray, margin: np.ndarray, **more: object) -> ls.Trajectory:
@@ -110,6 +117,9 @@ def test_the_same_recording_and_seed_give_the_same_policy(tmp_path: Path) -> Non
     assert first.guarantee != other.guarantee
     first.save(tmp_path / "policy.json")
     assert ls.ExitPolicy.load(tmp_path / "policy.json") == first
+    asked = msgspec.json.decode(msgspec.json.encode(RiskTarget()), type=RiskTarget)  # as a worker of a study reads it
+    certify(settling(), asked).save(tmp_path / "asked.json")
+    assert ls.ExitPolicy.load(tmp_path / "asked.json") == first
 
 
 def test_the_last_threshold_that_is_proven_is_taken_and_the_next_one_is_not() -> None:
@@ -216,7 +226,9 @@ def test_sequences_are_counted_not_their_decisions() -> None:
     guarantee = policy.guarantee
     assert (guarantee.tested.sequences, guarantee.tested.examples) == (480, 9_600)
     assert guarantee.evidence[0].units == 480
-    assert "on average over sequences" in guarantee.sentence
+    assert (
+        "1 % of a sequence's answers wrong where full depth is right, on average over sequences" in guarantee.sentence
+    )
     alone = ls.calibrate(singles, readout="margin").guarantee
     assert alone.evidence[0].units == 480
     counted = ls.calibrate(replace(tokens, sequences=None), readout="margin").guarantee
@@ -289,6 +301,7 @@ def test_for_any_model_a_policy_keeps_its_exits_and_no_promise() -> None:
     fitted.exit_loops(random_trajectory(provenance={"weights_sha256": "theirs"}))
 
 
+@pytest.mark.filterwarnings("ignore:This guarantee says nothing")
 @pytest.mark.parametrize("right", [False, True])
 def test_all_wrong_and_all_right_recordings_exit_at_once(right: bool) -> None:
     policy = ls.calibrate(made(np.full((1_000, 4), right), settling(1_000).signals["margin"]))
@@ -309,6 +322,61 @@ def test_new_inputs_are_counted_once_and_without_those_of_training() -> None:
         NotProven, match="there are 800; record 3,744 in all that training did not have, each input once"
     ):
         ls.calibrate(recording, 0.001, unseen=True, distinct=True)
+    with pytest.raises(ls.UserError, match="leave out one of them"):
+        ls.calibrate(recording, distinct=True, new_inputs=True)
+
+
+def test_inputs_that_are_new_are_those_that_occur_once() -> None:
+    """Of 3,000 draws; on more, as many are drawn again, and of fewer other inputs occur once."""
+    inputs = [*range(2_000), *range(500), *range(500)]
+    recording = replace(settling(), examples=[str(each) for each in inputs], seen=np.zeros(3_000, bool))
+    policy = ls.calibrate(recording, 0.05, new_inputs=True, unseen=True, readout="margin")
+    guarantee = policy.guarantee
+    assert guarantee.tested.examples + guarantee.grid.examples == 1_500
+    assert (guarantee.new_inputs, guarantee.distinct, guarantee.drawn) == (True, False, 3_000)
+    assert guarantee.sentence.endswith(", for inputs that neither training nor calibration had.")
+    other = replace(recording, signals={"margin": settling(seed=1).signals["margin"]})
+    assert promised_part(guarantee, other).num_examples == 1_500
+    longer = concatenate([other, replace(other, examples=[f"other {each}" for each in inputs])])
+    assert 1_500 < promised_part(guarantee, longer).num_examples < 3_000  # twice as many, half of which are taken
+    with pytest.raises(ls.UserError, match="other inputs occur once: give a recording with as many examples"):
+        promised_part(guarantee, other.take(np.arange(2_600)))
+
+
+def by_chance(rows: int, **more: object) -> ls.Trajectory:
+    """A model of four classes that guesses."""
+    rng = np.random.default_rng(0)
+    return ls.Trajectory(logits=rng.normal(size=(rows, 3, 4)), labels=rng.integers(0, 4, rows), **more)
+
+
+@pytest.mark.parametrize(
+    ("recording", "options", "words"),
+    [
+        (
+            settling(4_000, examples=[str(row % 2_000) for row in range(4_000)]),
+            {},
+            "2,000 examples are copies of others",
+        ),
+        (settling(4_000, examples=[str(row % 2_000) for row in range(4_000)]), {"distinct": True}, None),
+        (random_trajectory(rows=30).take(np.arange(3_000) % 30), {}, "Only 30 of the 3,000 examples differ"),
+        (made(np.zeros((900, 2), bool), np.zeros((900, 2))), {}, "says nothing: full depth is right in 0.0 %"),
+        (by_chance(3_000), {}, "not above chance: full depth is right in 2[456].. % .* in 2[56].. %"),
+        (by_chance(3_000, sequences=np.arange(3_000) // 10), {}, "not above chance"),
+        (settling(4_000), {}, None),
+    ],
+)
+@pytest.mark.parametrize("promise", [ls.calibrate, ls.conformal_risk_control])
+def test_what_weakens_a_guarantee_is_said(
+    promise: Callable[..., ls.ExitPolicy],
+    recording: ls.Trajectory,
+    options: dict[str, Any],
+    words: str | None,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    promise(recording, 0.23, readout="fixed", **options)
+    said = [str(each.message) for each in recwarn]
+    assert len(said) == (words is not None)
+    assert words is None or re.search(words, said[0])
 
 
 def test_a_fitted_gate_is_calibrated_and_carried(tmp_path: Path) -> None:

@@ -105,11 +105,11 @@ def test_the_wealth_is_1_on_average_and_speaks_as_rarely_as_it_says() -> None:
 def test_a_long_quiet_stream_does_not_make_it_deaf(policy: ls.ExitPolicy) -> None:
     """The wealth falls by a power of the length, not exponentially."""
     monitor = ls.Monitor(policy)
-    quiet = monitor.replay(settling(20_000, 5), audit=1)
+    quiet = monitor.replay(settling(20_000, 5), audit=1, stream=True)
     assert not quiet.alarm
     assert quiet.e_exits > 1e-3
     assert quiet.e_risk > 1e-3
-    (alarm,) = monitor.replay(settling(3_000, 6, later=0.4), audit=0).alarms
+    (alarm,) = monitor.replay(settling(3_000, 6, later=0.4), audit=0, stream=True).alarms
     assert (alarm.test, alarm.direction) == ("exits", "later")
     assert 20_000 < alarm.example < 21_500
     assert abs(alarm.since - 20_000) < 500
@@ -184,7 +184,50 @@ def test_a_text_counts_once_with_its_averages() -> None:
     stream = texts(3)
     loops = chosen.exit_loops(stream)
     in_order = [loops[stream.sequences == number].mean() for number in dict.fromkeys(stream.sequences.tolist())]
-    assert ls.Monitor(chosen).update(in_order) == ls.Monitor(chosen).replay(stream, audit=0)
+    assert ls.Monitor(chosen).update(in_order) == ls.Monitor(chosen).replay(stream, audit=0, stream=True)
+
+
+def often_easy(rows: int, rng: np.random.Generator) -> ls.Trajectory:
+    """Half of the draws are of 300 easy inputs, the others of 20,000 hard ones; an input is always answered alike."""
+    inputs = np.random.default_rng(0)
+    settled = np.append(np.ones(300, int), np.minimum(1 + inputs.geometric(0.5, 20_000), LOOPS))[:, None]
+    margin = np.arange(1, LOOPS + 1) - settled + inputs.normal(0, 0.5, (20_300, LOOPS))
+    drawn = np.where(rng.random(rows) < 0.5, rng.integers(0, 300, rows), rng.integers(300, 20_300, rows))
+    return ls.Trajectory(
+        predictions=(np.arange(1, LOOPS + 1) < settled[drawn]).astype(int),
+        labels=np.zeros(rows, int),
+        signals={"margin": margin[drawn]},
+        examples=[str(each) for each in drawn],
+    )
+
+
+def test_inputs_that_are_counted_once_give_no_alarm() -> None:
+    """Their first occurrences come easy inputs first: played so, all of these streams gave an alarm."""
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        chosen = ls.calibrate(often_easy(3_000, rng), 0.05, readout="margin", distinct=True)
+        stream = often_easy(3_000, rng)
+        for played_as_it_stands in (False, True):  # what is distinct stands in random order, too
+            assert not ls.Monitor(chosen, seed=seed).replay(stream, stream=played_as_it_stands).alarm
+
+
+def test_the_order_of_a_recording_is_no_order_of_time(policy: ls.ExitPolicy) -> None:
+    recording = settling(3_000, 12)
+    by_depth = recording.take(np.argsort(policy.exit_loops(recording), kind="stable"))
+    found = [ls.Monitor(policy).replay(each, audit=0.5) for each in (recording, by_depth)]
+    assert found[0] == found[1]
+    assert not found[0].alarm
+    (alarm,) = ls.Monitor(policy).replay(by_depth, stream=True).alarms
+    assert alarm.test == "exits"
+    assert "since about example" in ls.Monitor(policy).replay(by_depth, stream=True).sentence
+    changed = ls.Monitor(policy).replay(settling(3_000, 13, later=0.4))
+    assert "examples in random order: exits come later" in changed.sentence
+    assert "since" not in changed.sentence
+    texts = replace(recording, sequences=np.arange(3_000) // 10)
+    of_texts = ls.calibrate(texts, 0.1, readout="margin")
+    other = settling(3_000, 14, sequences=np.arange(3_000) // 10)
+    sorted_texts = replace(other, sequences=np.random.default_rng(0).permutation(300)[other.sequences])
+    assert ls.Monitor(of_texts).replay(other) == ls.Monitor(of_texts).replay(sorted_texts)
 
 
 def test_nothing_of_what_is_refused_counts(policy: ls.ExitPolicy) -> None:

@@ -74,11 +74,15 @@ def test_a_monitor_plays_the_recording_as_a_stream(tmp_path: Path, command: Comm
     file = tmp_path / "policy.json"
     command("calibrate", tmp_path / "validation", "--max-drop", 0.05, "--readout", "margin", "--out", file)
     out = command("evaluate", tmp_path / "like", "--policy", file, "--monitor").out
-    assert "at most 1 % of streams would ever give an alarm, where the promise is true (which it is with 95 %" in out
+    assert "at most 1 % of monitors would ever give an alarm, where the promise is true (which it is with 95 %" in out
+    assert "on examples in random order" in out
     assert "No alarm in 400 examples (400 audited), which is no proof that nothing has changed." in out
     out = command(
         "evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--alpha", 0.001, "--audit", 0.5, code=1
     ).out
+    assert "in random order: audited answers lose 100.00 % on average, and at most 5 % was promised." in out
+    out = command("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", "--stream", code=1).out
+    assert "on examples as they arrived" in out
     assert "since about example 1 audited answers lose 100.00 % on average, and at most 5 % was promised." in out
     result = command.json("evaluate", tmp_path / "unlike", "--policy", file, "--monitor", code=1)
     assert (result["alarm"], result["examples"], result["audited"], result["alpha"]) == (True, 400, 400, 0.01)
@@ -104,3 +108,19 @@ def test_what_cannot_be_monitored_is_refused(mine: Path, policy: Path, command: 
     watch = ("evaluate", test, "--monitor", "--policy")
     assert "audited lies between 0 and 1" in command.refused(*watch, policy, "--audit", -1)
     assert "promises nothing" in command.refused(*watch, policy, "--any-model")
+
+
+@pytest.mark.long
+def test_the_example_of_the_help_gives_no_alarm_on_any_model_of_the_demo(tmp_path: Path, command: Command) -> None:
+    """Trained for a moment; `test_inputs_that_are_counted_once_give_no_alarm` has what went wrong on the whole demo."""
+    sizes = {"task.train_examples": 60_000, "task.validation_examples": 6_000, "task.test_examples": 6_000}
+    sizes |= {"training.steps": 240, "training.warmup_steps": 20, "training.validation_sample": 500, "model.width": 32}
+    words = [word for name, value in sizes.items() for word in ("--set", f"{name}={value}")]
+    command("demo", "--out", tmp_path, "--workers", 2, *words)
+    models = sorted(policy.parent for policy in tmp_path.glob("*/policy.json"))
+    assert len(models) == 5
+    for run_folder in models:
+        watch = ("evaluate", run_folder, "--monitor", "--policy")
+        assert "No alarm" in command(*watch, run_folder / "policy.json").out
+        command("calibrate", run_folder, "--unseen", "--distinct", "--out", run_folder / "distinct.json")
+        assert "No alarm" in command(*watch, run_folder / "distinct.json").out

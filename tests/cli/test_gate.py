@@ -64,6 +64,6 @@ def test_what_goes_wrong_is_explained(run: Path, tmp_path: Path, command: Comman
         (("gate", "fit", train, "--out", new, "--kind", "induction", "--beta", "1"), "--beta is not for --kind"),
         (("gate", "fit", train, "--out", there), "is there already"),
         (("gate", "write", str(tmp_path / "none"), str(run), "--out", new), "There is no folder"),
-        (("evaluate", validation, test, "--gate", there), "must be chosen on another"),
+        (("evaluate", validation, test, "--gate", there), "choose its threshold, and evaluate it, on other data"),
     ):
         assert sentence in command.refused(*words)

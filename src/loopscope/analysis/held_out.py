@@ -62,7 +62,7 @@ def hold_out(policy: ExitPolicy, recording: Recorded) -> HeldOut:
     """A policy on held-out examples: those for which its promise was made, if it has one; replayed, or live."""
     guarantee = policy.guarantee
     if guarantee is not None:
-        check_held_out(guarantee, policy.model, recording)
+        check_held_out(policy, recording)
         recording = promised_part(guarantee, recording)
     outcome = outcome_of(policy, recording)
     (all_units,) = risk_groups(recording, per_difficulty=False)

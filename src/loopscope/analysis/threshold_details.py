@@ -212,6 +212,7 @@ def _mark_texts(certified: Certified, unit: Unit) -> tuple[str, str, str]:
     tested = counted("test", held.examples, held.sequences, unit)
     accuracy = "" if held.accuracy is None else f"{100 * held.accuracy.value:.1f} % accuracy, "
     once = ", every input once" if guarantee is not None and guarantee.distinct else ""
+    once = ", inputs that occur once" if guarantee is not None and guarantee.new_inputs else once
     mean = "" if held.sequences is None else "on average over sequences, "
     return (
         "" if guarantee is None else guarantee.sentence,

@@ -137,7 +137,9 @@ def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding
     behind = f"at its best loop it is right in {ours}, the reference in {theirs}" if finding.behind else ""
     if gap is None:
         return behind or "it reaches no accuracy above chance together with the reference"
-    compared = _compared("with the readouts that both have, it", "the reference", gap, "whether its trajectory is worse")
+    compared = _compared(
+        "with the readouts that both have, it", "the reference", gap, "whether its trajectory is worse"
+    )
     return "; ".join(filter(None, (behind, compared + finding.against_room(gap))))
 
 

@@ -10,12 +10,22 @@ share of its decisions that lose. The guarantee can be made for every difficulty
 each of them. No correction is due for that, because for a bad threshold to be proven, the test must err at the very
 difficulty where it is bad (an intersection-union test).
 
+The method `tolerance` sets nothing aside, for one named readout (a tolerance limit after Wilks). An example counts as
+lost from the strictest threshold on that loses it; call that threshold s. Take any threshold t with at most K examples
+whose s is as strict as t or stricter, where K is the largest number with BinomCDF(K; N, max_drop) <= delta. Then t is
+stricter than the (K + 1)-th strictest s. Let q be the least strict value such that at most max_drop of the population
+has an s stricter than q. If t were too lax, the (K + 1)-th strictest s would be laxer than q, so at most K of N
+examples would have an s that is q or stricter, which at least max_drop of the population has: that happens with
+probability delta at most. The data may choose t, and ties change nothing. Of several difficulties the strictest t is
+taken; it can only be too lax if it is at the difficulty that needs the strictest one.
+
 Shapes: N examples, T loops, G thresholds.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
@@ -23,13 +33,14 @@ from numpy.typing import NDArray
 from scipy.stats import sem
 
 from loopscope.certify.bounds import count_leading, max_losses, min_units
+from loopscope.certify.cautions import cautions
 from loopscope.certify.live_runs import LiveRuns, Recorded
-from loopscope.certify.losses import RiskGroup, population, risk_groups, summarise_data, unit_count
+from loopscope.certify.losses import RiskGroup, drawn_for, population, risk_groups, summarise_data, unit_count
 from loopscope.certify.not_proven import NotProven, not_safe, set_aside, too_few
 from loopscope.certify.risk_target import AUTO, RiskOptions, RiskTarget
 from loopscope.certify.tested_data import decision_scope, outcome_of
 from loopscope.certify.threshold_walk import Proof, Walk, walk_live_runs, walk_thresholds
-from loopscope.config import build, plain
+from loopscope.config import build
 from loopscope.errors import UserError
 from loopscope.frontier import Curve
 from loopscope.learned.attach import Fitted, attach, by_readout
@@ -44,7 +55,7 @@ from loopscope.policy import (
     chosen_scope,
 )
 from loopscope.readouts.readout import needs_labels
-from loopscope.splits import check_same_model, check_split
+from loopscope.splits import check_attached, check_same_model, check_split, num_shared
 from loopscope.threshold_grids import available_readouts, gap_grid
 from loopscope.trajectory import Trajectory
 
@@ -68,12 +79,14 @@ def calibrate(
 
     gap: the early answer is wrong and the one at full depth right. disagreement: they differ, which needs no labels.
     The thresholds come from `grid` (another recording of the model), or from a fifth of the recording, not tested then.
-    With `unseen` the promise is for inputs that training did not have, with `distinct` every input counts once: copies
-    are no evidence about inputs that are new. `bound` is how the losses of sequences are tested: by bets, or by
-    Hoeffding-Bentkus, which sees their mean only.
+    With `unseen` the guarantee is for inputs that training did not have, with `new_inputs` for those that the recording
+    does not hold (only inputs that occur once in it are counted). With `distinct` every input counts once, where copies
+    are not drawn on their own. With `method="tolerance"` nothing of the recording is set aside, for a named readout.
+    `bound` is how the losses of sequences are tested: by bets, or by Hoeffding-Bentkus, which sees their mean only.
+    What weakens the guarantee (copies, a model at chance) is said in a warning.
     """
-    target = RiskTarget(max_drop=float(max_drop), confidence=float(confidence), **options)
-    return certify(recording, target, grid, gates, seed, bound)
+    target = _target(max_drop=float(max_drop), confidence=float(confidence), **options)
+    return _cautioned(recording, certify(recording, target, grid, gates, seed, bound))
 
 
 def conformal_risk_control(
@@ -90,7 +103,18 @@ def conformal_risk_control(
     An example counts as lost from the strictest threshold on that loses it: losses must not fall towards laxer ones,
     and a model can think itself out of a right answer.
     """
-    return certify(recording, RiskTarget(max_drop=float(max_drop), in_expectation=True, **options), grid, gates, seed)
+    target = _target(max_drop=float(max_drop), in_expectation=True, **options)
+    return _cautioned(recording, certify(recording, target, grid, gates, seed))
+
+
+def _target(**values: Any) -> RiskTarget:
+    return build(RiskTarget, values, "the guarantee that is asked for")
+
+
+def _cautioned(recording: Trajectory, policy: ExitPolicy) -> ExitPolicy:
+    for caution in cautions(recording, policy):
+        warnings.warn(caution, stacklevel=3)
+    return policy
 
 
 def certify(
@@ -102,7 +126,6 @@ def certify(
     bound: Bound = "betting",
 ) -> ExitPolicy:
     """The policy that keeps the guarantee which is asked for, or `NotProven`; from a recording, or from a live run."""
-    target = build(RiskTarget, plain(target), "the guarantee that is asked for")
     check_split(recorded, "calibration")
     proof = Proof(bound, seed)
     if isinstance(recorded, LiveRuns):
@@ -127,28 +150,48 @@ class Candidates:
     grid: DataSummary  # where the thresholds come from
     grid_size: int | None  # None: as long as the walk
     split: bool  # whether a part of the data proposes and is not tested
+    drawn: int | None = None  # examples among which inputs occur once, where only those count
 
 
 def _candidates_of_recording(
     recording: Trajectory, target: RiskTarget, grid: Trajectory | None, gates: Mapping[str, Fitted], seed: int
 ) -> Candidates:
-    _check(recording, grid, gates)
-    counted = population(recording, target.unseen, target.distinct)
-    if grid is None:
+    _check(recording, grid, gates, target.readout)
+    counted = population(recording, target)
+    if target.method == "tolerance":
+        _check_tolerance(recording, grid)
+        _check_size(counted, counted, target, split=False)
+        proposing = tested = counted
+    elif grid is None:
         proposing, tested = split_rows(counted, target, seed)
     else:
         _check_size(counted, counted, target, split=False)
         proposing, tested = grid, counted
     proposing, tested = attach(proposing, gates), attach(tested, gates)
     readouts = candidate_readouts(target, proposing, tested)
-    walks = _finalists(readouts, proposing, tested, target)
+    if target.method == "tolerance":
+        thresholds = gap_grid(target.readout, tested, points=tested.num_examples * tested.num_loops)
+        walks = [walk_thresholds(target.readout, thresholds, tested, target)]
+    else:
+        walks = _finalists(readouts, proposing, tested, target)
     named = by_readout(gates)
 
     def policy(readout: str, threshold: float) -> ExitPolicy:
         return ExitPolicy(readout, threshold, named.get(readout), chosen_scope(readout, recording))
 
     summaries = (summarise_data(tested), summarise_data(proposing))
-    return Candidates(walks, policy, counted, readouts, recording.sha256, *summaries, None, grid is None)
+    drawn, split = drawn_for(recording, target), grid is None and target.method == "walk"
+    return Candidates(walks, policy, counted, readouts, recording.sha256, *summaries, None, split, drawn)
+
+
+def _check_tolerance(recording: Trajectory, grid: Trajectory | None) -> None:
+    if grid is not None:
+        raise UserError("The method 'tolerance' takes its thresholds from the data that it tests; leave out --grid.")
+    if recording.sequences is not None:
+        raise UserError(
+            "The method 'tolerance' is for single answers, which are lost or not, and this recording is of sequences; "
+            "leave out --method."
+        )
 
 
 def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
@@ -183,11 +226,13 @@ def _candidates_of_run(runs: LiveRuns, target: RiskTarget) -> Candidates:
 
 def check_live_target(target: RiskTarget) -> None:
     """Rejects what cannot be asked of text that is run."""
-    for name in ("in_expectation", "per_difficulty", "unseen", "distinct"):
+    for name in ("in_expectation", "per_difficulty", "unseen", "distinct", "new_inputs"):
         if getattr(target, name):
             raise UserError(
                 f"A promise for text that was run live is not made with --{name.replace('_', '-')}; leave that out."
             )
+    if target.method == "tolerance":
+        raise UserError("The method 'tolerance' is for recordings of single answers; leave out --method.")
 
 
 def _test(candidates: Candidates, target: RiskTarget, proof: Proof) -> ExitPolicy:
@@ -212,23 +257,24 @@ def candidate_readouts(target: RiskTarget, *recordings: Trajectory) -> list[str]
     return [name for name in available_readouts(*recordings) if not needs_labels(name)]
 
 
-def check_recording(recording: Trajectory, gates: Mapping[str, Fitted]) -> None:
-    """Rejects a recording without an earlier exit, and gates that were fitted to it."""
+def check_recording(recording: Trajectory, gates: Mapping[str, Fitted], readout: str) -> None:
+    """Rejects a recording without an earlier exit, and gates that were fitted to it, also as attached signals."""
     if recording.num_loops == 1:
         raise UserError("The recording has one loop only, so there is no earlier exit to calibrate.")
+    check_attached(recording, None if readout == AUTO else readout)
     for gate in gates.values():
         gate.check_calibration(recording)
 
 
-def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted]) -> None:
-    check_recording(recording, gates)
+def _check(recording: Trajectory, grid: Trajectory | None, gates: Mapping[str, Fitted], readout: str) -> None:
+    check_recording(recording, gates, readout)
     if grid is not None:
         check_split(grid, "grid's")
         check_same_model(recording, grid, "The recording and that of the grid")
-        if recording.same_data(grid):
+        if recording.same_data(grid) or num_shared(grid, recording):
             raise UserError(
-                "The thresholds come from the data that is tested; give a recording of another split, or none: then a "
-                "fifth of the recording is set aside."
+                "The thresholds come from the data that is tested, or from data that shares examples with it; give a "
+                "recording of another split, or none: then a fifth of the recording is set aside."
             )
 
 
@@ -327,6 +373,9 @@ def _certificate(
         per_difficulty=target.per_difficulty,
         unseen=target.unseen,
         distinct=target.distinct,
+        new_inputs=target.new_inputs,
+        drawn=candidates.drawn,
+        tolerance=target.method == "tolerance",
         loops=walk.num_loops,
         candidates=candidates.readouts,
         finalists=[each.readout for each in candidates.walks],

@@ -59,7 +59,7 @@ def propose_candidates(
     """Thresholds that a recording of a text, made at full depth, proposes to be run live with this cache."""
     gates = {} if gates is None else gates
     check_live_target(target)
-    check_recording(recording, gates)
+    check_recording(recording, gates, target.readout)
     check_split(recording, "calibration")
     if scope_of(recording).unit != "tokens" or recording.sequences is None:
         raise UserError("Live runs are for text: give a recording that `loopscope record text` made.")

@@ -123,11 +123,36 @@ def lost_at(loss: Loss, trajectory: Trajectory, loops: NDArray[np.int64]) -> NDA
     return losses(loss, trajectory)[np.arange(len(loops)), loops - 1]
 
 
-def population(trajectory: Trajectory, unseen: bool, distinct: bool) -> Trajectory:
-    """The examples for which a promise is made: all, only those that training did not have, every input once."""
-    if unseen:
+class Population(Protocol):
+    """For which examples a guarantee is asked, or was made."""
+
+    @property
+    def unseen(self) -> bool: ...
+    @property
+    def distinct(self) -> bool: ...
+    @property
+    def new_inputs(self) -> bool: ...
+
+
+def population(trajectory: Trajectory, which: Population, drawn: int | None = None) -> Trajectory:
+    """The examples for which a guarantee is made: all, or only some.
+
+    New inputs are estimated by those that occur once, after Good and Turing: of N draws, the share of inputs with a
+    loss among those that occur once is on average that among the inputs which N - 1 draws do not hold. So it depends on
+    how many were `drawn`: of more, as many are taken at random.
+    """
+    if which.unseen:
         trajectory = trajectory.unseen()
-    return trajectory.distinct() if distinct else trajectory
+    if which.new_inputs and drawn is not None and drawn < trajectory.num_examples:
+        trajectory = trajectory.take(np.random.default_rng(0).permutation(trajectory.num_examples)[:drawn])
+    return trajectory.distinct(alone=which.new_inputs) if which.distinct or which.new_inputs else trajectory
+
+
+def drawn_for(trajectory: Trajectory, which: Population) -> int | None:
+    """How many examples were drawn, among which inputs occur once; None where all inputs count."""
+    if not which.new_inputs:
+        return None
+    return trajectory.unseen().num_examples if which.unseen else trajectory.num_examples
 
 
 def difficulty_counts(trajectory: Counted) -> dict[str, int] | None:

@@ -1,5 +1,9 @@
 """Is what comes still like what a policy was calibrated on? Two tests on a stream, valid whenever they are looked at.
 
+The tests bet on the order of a stream. The rows of a recording have an order of their own (sorted, grouped, each input
+where it came first), which says nothing about time. So a recording is played in an order that is drawn at random,
+unless its caller says that it is a stream.
+
 Exits: the rank of every exit among those of the calibration data and of the stream before it, with ties broken by lot,
 is uniform and independent of earlier ranks as long as the stream is like the calibration data, however few these are;
 that is why bets may depend on earlier ranks alone. It would be exact if the threshold came from other data, which it
@@ -136,8 +140,8 @@ Values = NDArray[np.float64]
 
 _ROUNDING = 1e-9
 """Averages of loops are exact to this."""
-_LOTS_FOR_AUDITS = 1
-"""Beside the seed, so that audits and ties are drawn from different numbers."""
+_LOTS_FOR_AUDITS, _LOTS_FOR_ORDER = 1, 2
+"""Beside the seed, so that ties, audits and the order of a recording are drawn from different numbers."""
 
 
 class Alarm(Settings, frozen=True, kw_only=True):
@@ -168,12 +172,13 @@ class MonitorResult(Settings, frozen=True, kw_only=True):
 class MonitorFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """All that a monitor knows, as it is kept from one process to the next."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     policy: str  # a hash of what it was calibrated to
     alpha: Share
     seed: Seed
     counts: list[Tally]  # of exits, the calibration data's and the stream's
     examples: Tally = 0
+    in_order: bool = True  # False: some of the stream was a recording, played in random order
     exits: Wealth
     risk: Wealth
     alarms: Annotated[list[Alarm], msgspec.Meta(max_length=2)]
@@ -228,17 +233,18 @@ class Monitor:
                 self._see_loss(loss)
         return self.result
 
-    def replay(self, recording: Recorded, audit: float | None = None) -> MonitorResult:
-        """A recording, or a live run, as the stream, in its order, of which a share is audited, by lot.
+    def replay(self, recording: Recorded, audit: float | None = None, *, stream: bool = False) -> MonitorResult:
+        """A recording, or a live run, of which a share is audited, by lot (all of it, where risk is watched).
 
-        That is all, where risk is watched.
+        Its units are played in an order that the monitor's seed draws, whatever the order of its rows. With `stream`
+        they are played as they stand: only if they stand in the order in which they arrived.
         """
         share = float(self.watches_risk) if audit is None else audit
         if not 0 <= share <= 1:
             raise UserError(f"The share that is audited lies between 0 and 1, got {share}.")
         if share:
             self._check_audited()
-        check_held_out(self.guarantee, self.policy.model, recording)
+        check_held_out(self.policy, recording)
         if share and self.guarantee.loss == "gap" and recording.labels is None:
             raise UserError(
                 "The promise is about right answers, and this recording has no labels to audit; watch its exits alone "
@@ -247,15 +253,20 @@ class Monitor:
         recording = promised_part(self.guarantee, recording)
         outcome = outcome_of(self.policy, recording)
         (units,) = risk_groups(recording, per_difficulty=False)
-        order = np.arange(units.units)
-        if recording.sequences is not None:
+        depths = units.means(outcome.loops)
+        lost = units.means(outcome.lost(self.guarantee.loss)) if share else np.zeros_like(depths)
+        if not stream:
+            order = np.lexsort((lost, depths))  # the same for the same units, however they stand in the recording
+            order = self._lots(_LOTS_FOR_ORDER).permutation(order)
+            self._state.in_order = False
+        elif recording.sequences is not None:
             order = np.argsort(np.unique(recording.sequences, return_index=True)[1])  # as they come
-        depths = units.means(outcome.loops)[order]
+        else:
+            order = np.arange(units.units)
         if not share:
-            return self.update(depths)
-        lost = units.means(outcome.lost(self.guarantee.loss))[order]
+            return self.update(depths[order])
         audited = self._lots(_LOTS_FOR_AUDITS).random(units.units) < share
-        return self.update(depths, np.where(audited, lost, np.nan))
+        return self.update(depths[order], np.where(audited, lost[order], np.nan))
 
     @property
     def result(self) -> MonitorResult:
@@ -362,11 +373,13 @@ class Monitor:
             what = f"{state.examples:,} {unit}{'' if state.examples == 1 else 's'}"
             how = f"{state.risk.steps:,} audited" if self.watches_risk else "exits alone are watched"
             return f"No alarm in {what} ({how}), which is no proof that nothing has changed."
-        return " ".join(_words(alarm, unit) for alarm in state.alarms)
+        return " ".join(_words(alarm, unit, state.in_order) for alarm in state.alarms)
 
 
-def _words(alarm: Alarm, unit: str) -> str:
+def _words(alarm: Alarm, unit: str, in_order: bool) -> str:
     began = f"Alarm at {unit} {alarm.example:,}: since about {unit} {alarm.since + 1:,}"
+    if not in_order:
+        began = f"Alarm after {alarm.example:,} {unit}{'' if alarm.example == 1 else 's'} in random order:"
     if alarm.test == "exits":
         return (
             f"{began} exits come {alarm.direction}, or spread otherwise, than on calibration data (loop "

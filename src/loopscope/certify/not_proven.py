@@ -44,7 +44,8 @@ def not_safe(
     """Not even the safest is proven; this group loses the most by it.
 
     `spread` is the variance of the losses of its units, where bets on them were the test. What was tested is used up:
-    whoever tries something else on it has two chances at a promise that allows for one.
+    a second test on it has two chances at a guarantee that allows for one. Attempts on fresh data add up, too: each may
+    err with delta, and whoever stops at the first policy stops at the first error.
     """
     level = None if target.delta is None else target.delta / (2 if target.readout == AUTO else 1)
     if level is not None and spread is not None and not group.binary:
@@ -54,7 +55,9 @@ def not_safe(
     of = "of" if counted.sequences is None else "of the answers, on average over"
     tested = f"{group.units:,} tested {_what(group.difficulty, counted)}"
     observed = f"Even {safest} loses {100 * rate:.2f} % {of} the {tested}"
-    others = f"on other {_units(counted)}, since a second test on these would promise nothing"
+    others = f"on other {_units(counted)}: a second test on these would guarantee nothing"
+    if target.delta is not None:
+        others += f", and every attempt adds its own {100 * target.delta:.3g} % to the chance of a broken guarantee"
     if needed is None:
         return NotProven(f"{observed}, so no number of them would prove it; {remedy}, {others}.", None)
     record = _to_record(needed, group.difficulty, counted, target, split)
@@ -74,7 +77,8 @@ def _what(difficulty: float | None, counted: Counted) -> str:
 
 
 def _population(target: RiskTarget) -> str:
-    return " that training did not have" * target.unseen + ", each input once" * target.distinct
+    once = ", each input once" * target.distinct + ", of which so many inputs occur once" * target.new_inputs
+    return " that training did not have" * target.unseen + once
 
 
 def _to_record(needed: int, difficulty: float | None, counted: Counted, target: RiskTarget, split: bool) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, TypedDict
 import msgspec
 
 from loopscope.config import Settings
-from loopscope.policy import Loss, Share
+from loopscope.policy import Loss, Method, Share
 from loopscope.scope import Scope
 
 AUTO = "auto"
@@ -14,6 +14,12 @@ _WORDS: dict[Loss, str] = {
     "gap": "costs at most {limit} accuracy{where}: no larger share of answers is wrong where full depth is right",
     "disagreement": "changes at most {limit} of the answers{where}",
 }
+_WORDS_OF_SEQUENCES: dict[Loss, str] = {
+    "gap": "makes at most {limit} of a sequence's answers wrong where full depth is right, on average over "
+    "sequences{where}",
+    "disagreement": "changes at most {limit} of a sequence's answers, on average over sequences{where}",
+}
+"""Long sequences may lose more than short ones, and then a larger share of all answers is lost."""
 
 
 class RiskOptions(TypedDict, total=False):
@@ -24,6 +30,8 @@ class RiskOptions(TypedDict, total=False):
     per_difficulty: bool
     unseen: bool
     distinct: bool
+    new_inputs: bool
+    method: Method
 
 
 class RiskTarget(Settings, frozen=True, kw_only=True):
@@ -36,7 +44,20 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
     readout: str = AUTO
     per_difficulty: bool = False  # at every difficulty
     unseen: bool = False  # for inputs that training did not have
-    distinct: bool = False  # every input counts once
+    distinct: bool = False  # every input counts once: its copies are no draws of their own
+    new_inputs: bool = False  # for inputs that the calibration data do not hold: those count that occur once
+    method: Method = "walk"  # tolerance: for a named readout, no part of the data is set aside
+
+    def __post_init__(self) -> None:
+        if self.method == "tolerance" and (self.readout == AUTO or self.in_expectation):
+            raise ValueError(
+                "the method 'tolerance' proves one readout at a confidence; name the readout, and leave out "
+                "in_expectation"
+            )
+        if self.distinct and self.new_inputs:
+            raise ValueError(
+                "an input is counted once (distinct), or only if it occurs once (new_inputs); leave out one of them"
+            )
 
     @property
     def delta(self) -> float | None:
@@ -48,12 +69,13 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
         if self.in_expectation:
             how = "On average over calibration draws"
         where = " at every difficulty" if self.per_difficulty else ""
-        where += ", on average over sequences" if sequences else ""
-        words = _WORDS[self.loss].format(limit=f"{100 * self.max_drop:g} %", where=where)
-        new = ", for inputs that training did not have" if self.unseen else ""
-        once = ", every input counted once" if self.distinct else ""
+        words = (_WORDS_OF_SEQUENCES if sequences else _WORDS)[self.loss]
+        words = words.format(limit=f"{100 * self.max_drop:g} %", where=where)
+        had = " nor ".join(["training"] * self.unseen + ["calibration"] * self.new_inputs)
+        which = f", for inputs that neither {had} had" if " nor " in had else f", for inputs that {had} did not have"
+        which = (which if had else "") + (", every input counted once" if self.distinct else "")
         text = "" if scope.cache is None else f", for next tokens along given documents, with the cache '{scope.cache}'"
-        return f"{how}, exiting early {words}{new}{once}{text}."
+        return f"{how}, exiting early {words}{which}{text}."
 
     def __str__(self) -> str:
         sure = "on average" if self.in_expectation else f"with {100 * self.confidence:.12g} % confidence"

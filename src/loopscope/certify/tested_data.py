@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from loopscope.artifacts import MANIFEST, Manifest
 from loopscope.certify.live_runs import LIVE, LiveRuns, Recorded
-from loopscope.certify.losses import population, unit_count
+from loopscope.certify.losses import drawn_for, population, unit_count
 from loopscope.config import read_json
 from loopscope.errors import UserError, reject
 from loopscope.model_identity import same_model
@@ -23,6 +23,9 @@ from loopscope.splits import check_apart
 from loopscope.trajectory import NO_LABELS, Trajectory
 
 Array = NDArray[Any]
+
+_MIN_DRAWN = 0.9
+"""Of as many examples as calibration drew, which inputs occur once is about the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,21 +86,30 @@ def load_recorded(path: Path) -> Recorded:
 
 def promised_part(guarantee: Guarantee, recorded: Recorded) -> Recorded:
     """The examples for which a promise was made."""
-    if not isinstance(recorded, LiveRuns):
-        return population(recorded, guarantee.unseen, guarantee.distinct)
-    if guarantee.unseen or guarantee.distinct:
+    if isinstance(recorded, LiveRuns):
+        if guarantee.unseen or guarantee.distinct or guarantee.new_inputs:
+            raise UserError(
+                "The guarantee is for some inputs only, which a live run cannot tell; check it on a recording."
+            )
+        return recorded
+    here = drawn_for(recorded, guarantee)
+    if here is not None and guarantee.drawn is not None and here < _MIN_DRAWN * guarantee.drawn:
         raise UserError(
-            "The promise is for inputs that are new, which a live run cannot tell; check it on a recording."
+            f"The guarantee is for inputs that {guarantee.drawn:,} examples do not hold; of the {here:,} examples here "
+            "other inputs occur once: give a recording with as many examples, or calibrate on fewer."
         )
-    return recorded
+    return population(recorded, guarantee, guarantee.drawn)
 
 
-def check_held_out(guarantee: Guarantee, model: str | None, recorded: Recorded) -> None:
-    """Rejects the data that the guarantee of a policy for `model` rests on."""
-    reject(_not_held_out(guarantee, model, recorded))
+def check_held_out(policy: ExitPolicy, recorded: Recorded) -> None:
+    """Rejects the data that the guarantee of a policy rests on, or that its gate was fitted to."""
+    assert policy.guarantee is not None
+    if policy.gate is not None:
+        policy.gate.check_calibration(recorded)
+    reject(_not_held_out(policy.guarantee, policy.model, recorded))
     if isinstance(recorded, Trajectory):
         where, remedy = "the data that the guarantee rests on", "give examples that calibration did not have"
-        for rows in guarantee.rows:
+        for rows in policy.guarantee.rows:
             check_apart(recorded, "this recording", rows, where, remedy)
 
 

@@ -19,6 +19,7 @@ from loopscope.certify.tested_data import outcome_of
 from loopscope.errors import UserError
 from loopscope.frontier import Curve, crossings
 from loopscope.policy import BOUNDS, Bound
+from loopscope.threshold_grids import every_threshold
 from loopscope.trajectory import Trajectory
 
 UnitLosses = Callable[[RiskGroup, slice, NDArray[np.int64]], Iterator[Curve]]
@@ -107,6 +108,9 @@ def walk_thresholds(
     lost = losses(target.loss, trajectory)
     if target.in_expectation:
         lost = never_falling(lost, crossed, size)
+    elif target.method == "tolerance":
+        every = every_threshold(readout, trajectory)
+        lost = never_falling(lost, crossings(readout, every, trajectory), len(every))
     depth = np.broadcast_to(np.arange(1.0, trajectory.num_loops + 1), lost.shape)
     parts = risk_groups(trajectory, target.per_difficulty)
     (all_units,) = risk_groups(trajectory, per_difficulty=False)
@@ -136,7 +140,7 @@ def walk_live_runs(runs: LiveRuns, target: RiskTarget) -> Walk:
 
 
 def never_falling(lost: NDArray[np.bool_], crossed: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    """[N, T] the losses as they count for conformal risk control: whatever a stricter threshold has lost stays lost.
+    """[N, T] the losses as they count where they must be monotone: whatever a stricter threshold has lost stays lost.
 
     Towards laxer thresholds an example exits at ever earlier loops, and only at those where some threshold stops it.
     """

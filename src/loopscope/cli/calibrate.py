@@ -4,7 +4,7 @@ loopscope calibrate runs/mine --max-drop 0.01 --confidence 0.95
 # needs no labels
 loopscope calibrate RUN --loss disagreement --readout margin \\
     --out strict.json
-loopscope calibrate RUN --per-difficulty --unseen --distinct
+loopscope calibrate RUN --per-difficulty --unseen --new-inputs
 # text: a live run, by loopscope record live
 loopscope calibrate LIVE --loss disagreement --cache propagate
 loopscope evaluate runs/mine --policy policy.json
@@ -32,7 +32,7 @@ from loopscope.cli.options import add_shared, add_verb, given, option
 from loopscope.cli.output import percent, print_note, print_table, print_text
 from loopscope.config import build
 from loopscope.errors import UserError
-from loopscope.policy import BOUNDS, ExitPolicy, Loss
+from loopscope.policy import BOUNDS, ExitPolicy, Loss, Method
 from loopscope.recording_paths import find_recording
 from loopscope.scope import CacheMode
 from loopscope.splits import check_split
@@ -55,12 +55,17 @@ def define(subparsers: Any) -> None:
     option(parser, "--readout NAME", readouts, type=inputs.readout_name, default="auto")
     add_shared(parser, "--gate DIR")
     option(parser, "--cache MODE", "KV cache that a promise for text is to hold for", choices=get_args(CacheMode))
+    methods = "walk (default): a fifth of the recording proposes thresholds; tolerance: for a named readout, all of it "
+    methods += "is tested, and an answer counts as lost from the strictest threshold on that loses it"
+    option(parser, "--method", methods, choices=get_args(Method), default="walk")
     bounds = "test of sequences: betting (default), or hoeffding_bentkus, which sees the mean of their losses only"
     option(parser, "--bound", bounds, choices=BOUNDS)
     option(parser, "--grid RECORDING", "take the thresholds from this other recording", type=Path)
     option(parser, "--per-difficulty", "promise it at every difficulty")
     option(parser, "--unseen", "promise it for inputs that training did not have")
-    option(parser, "--distinct", "count every input once: a promise for inputs that are new")
+    once = parser.add_mutually_exclusive_group()
+    option(once, "--distinct", "count every input once, because its copies are not drawn on their own")
+    option(once, "--new-inputs", "guarantee it for inputs that are not in the recording: count those that occur once")
     add_shared(parser, "--seed N")
     option(parser, "--out FILE", "policy file to write", type=inputs.new_path, default="policy.json")
     option(parser, "--json", "print the policy as JSON")
@@ -70,14 +75,14 @@ def execute(options: argparse.Namespace) -> None:
     """Do what `loopscope calibrate` was asked."""
     folder = find_recording(options.recording, "validation")
     inputs.check_readouts(options.readout, auto=True)
-    names = ("max_drop", "confidence", "in_expectation", "loss", "readout", "per_difficulty", "unseen", "distinct")
-    target = build(RiskTarget, given(options, *names), "calibrate")
+    target = build(RiskTarget, given(options, *RiskTarget.__struct_fields__), "calibrate")
     recording = load_recorded(folder)
     check_split(recording, "calibration")
     _check_cache(recording, options.cache)
     if options.bound is not None and recording.sequences is None:
         raise UserError("--bound is for the losses of sequences, such as documents, and here are none; leave it out.")
     from loopscope.certify.calibration import certify  # with scipy.stats, which takes a second
+    from loopscope.certify.cautions import cautions
 
     bound = options.bound or BOUNDS[0]
     if isinstance(recording, LiveRuns):
@@ -89,6 +94,8 @@ def execute(options: argparse.Namespace) -> None:
         gates = inputs.load_gates(options.gate, recording)
         policy = certify(recording, target, grid, gates, options.seed, bound)
         _caution(recording, policy, options)
+    for caution in cautions(recording, policy):
+        print_note(caution)
     policy.save(options.out)
     if options.json:
         print_text(options.out.read_text(encoding="utf-8").rstrip("\n"))
@@ -110,15 +117,6 @@ def _caution(recording: Trajectory, policy: ExitPolicy, options: argparse.Namesp
     if recording.seen is not None and recording.seen.any() and not options.unseen:
         seen = f"{recording.seen.sum():,} of the {counted_in(recording, 'recorded')} occur in the training data"
         print_note(f"{seen}; if the inputs to come do not, add --unseen.")
-    if recording.examples is not None and recording.sequences is None and not options.distinct:
-        copies = recording.num_examples - len(set(recording.examples))
-        if copies:
-            print_note(f"{copies:,} examples are copies of others; if the inputs to come are new ones, add --distinct.")
-    if recording.examples is None and recording.sequences is None and recording.row_hashes is not None:
-        different = len(set(recording.row_hashes.tolist()))
-        if 2 * different < recording.num_examples:
-            copies_of = f"Only {different:,} of the {recording.num_examples:,} examples differ in their logits"
-            print_note(f"{copies_of}; if they are copies, the promise counts more than there is: give each once.")
     if policy.model is None:
         tied = "(provenance={'weights_sha256': ...} ties them together: docs/recordings.md)"
         print_note(f"The recording does not name its model; make sure that the policy is used on the same one {tied}.")
@@ -152,10 +150,5 @@ def _print(policy: ExitPolicy, path: Path, live: bool) -> None:
     if guarantee.bound is not None:
         stops = f"betting, which ends where p is small enough: {guarantee.level:.2g}"
         rows.append(["tested by", stops if by_bets else "Hoeffding-Bentkus"])
-    right = guarantee.full_depth_accuracy
-    if guarantee.loss == "gap" and right is not None and right <= guarantee.max_drop:
-        what = f"full depth is right in {percent(right)} of the tested examples, so no exit could lose more than"
-        limited = f"{percent(guarantee.max_drop)}; ask for less, or try --loss disagreement"
-        print_note(f"This promise says nothing: {what} {limited}.")
     means = "" if counts else " All means are over sequences."
     print_table(f"{path}: {guarantee.sentence}{means}", ["calibration", ""], rows)

@@ -12,8 +12,9 @@ A run stands for its recordings: thresholds are chosen on validation and evaluat
 With --policy: is the policy's promise kept on these held-out examples? The exit code is 1 if it is broken. A promise
 for text with the cache `propagate` or `latest` is checked on a live run (loopscope record live --policy).
 
-With --monitor: played as a stream, in their order, when do exits, or the losses of those that are audited, no longer
-look like calibration? The exit code is 1 if there is an alarm. (Exits alone, if the promise is one in expectation.)
+With --monitor: do exits, or the losses of those that are audited, still look like calibration? The examples are played
+in random order; with --stream in their own, and then an alarm says since when. The exit code is 1 if there is an alarm.
+(Exits alone are watched if the promise is one in expectation.)
 """
 
 import argparse
@@ -48,7 +49,8 @@ def define(subparsers: Any) -> None:
     option(parser, "recordings", two, type=Path, nargs="+", metavar="RUN|RECORDING")
     option(parser, "--policy FILE", "check this policy on one held-out recording")
     inputs.add_policy_options(parser)
-    option(parser, "--monitor", "watch the recording as a stream under the policy")
+    option(parser, "--monitor", "watch the recording under the policy")
+    option(parser, "--stream", "the rows stand in the order in which they arrived: --monitor plays them so")
     option(parser, "--alpha X", "share of streams that may give --monitor a false alarm (default: 0.01)")
     audits = "share of the examples, drawn at random, whose losses --monitor sees (default: all; 0: exits alone)"
     option(parser, "--audit X", audits)
@@ -56,7 +58,7 @@ def define(subparsers: Any) -> None:
     option(parser, "--readout NAME", swept, type=inputs.readout_name, action="append")
     add_shared(parser, "--gate DIR", "--at X", action="append")
     add_shared(parser, "--json")
-    parser.needs(monitor="policy", alpha="monitor", audit="monitor")
+    parser.needs(monitor="policy", alpha="monitor", audit="monitor", stream="monitor")
     parser.excludes("policy", "readout", "gate", "at")
 
 
@@ -131,9 +133,9 @@ def _evaluate_policy(options: argparse.Namespace) -> int:
     recording = load_recorded(folder)
     models = [] if options.any_model else [policy.model, recording.provenance.get("weights_sha256")]
     if options.monitor:
-        result = Monitor(policy, **given(options, "alpha")).replay(recording, options.audit)
+        result = Monitor(policy, **given(options, "alpha")).replay(recording, options.audit, stream=options.stream)
         inputs.note_unknown_model(*models)
-        show(result, options.json, lambda: _print_monitored(result, policy, options.policy))
+        show(result, options.json, lambda: _print_monitored(result, policy, options.policy, options.stream))
         return 1 if result.alarm else 0
     from loopscope.analysis.held_out import hold_out  # with scipy.stats, which takes a second
 
@@ -168,7 +170,7 @@ def _print_held_out(held: "HeldOut", policy: ExitPolicy, path: Path, unit: Unit 
         print_note(warning)
 
 
-def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path) -> None:
+def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path, stream: bool) -> None:
     spoke = {str(alarm.test): f"{alarm.example:,}" for alarm in result.alarms}
     rows = [["exits", f"{result.examples:,}", f"{result.e_exits:.3g}", f"{result.p_exits:.2g}"]]
     if result.e_risk is not None:
@@ -180,7 +182,8 @@ def _print_monitored(result: MonitorResult, policy: ExitPolicy, path: Path) -> N
         where = "by their exits, which alone are watched: the promise is one on average over calibrations"
     else:
         where = f"where the promise is true (which it is with {100 * confidence:g} % confidence)"
-    share = f"without a change at most {100 * result.alpha:g} % of streams would ever give an alarm"
+    share = f"without a change at most {100 * result.alpha:g} % of monitors would ever give an alarm"
+    order = "as they arrived" if stream else "in random order"
     columns = ["test", result.unit, "e-value at the end", "p-value", "alarm at"]
-    print_table(f"{path}: {policy} on a stream; {share}, {where}", columns, rows)
+    print_table(f"{path}: {policy} on examples {order}; {share}, {where}", columns, rows)
     print_sentences(result.sentence)

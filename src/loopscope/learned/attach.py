@@ -8,6 +8,7 @@ from typing import TypeAlias
 from loopscope.artifacts import read_manifest, read_whole
 from loopscope.learned.fitted_gate import GATE, GATE_SCHEMA, FittedGate
 from loopscope.learned.stopper import STOPPER_KINDS, Stopper
+from loopscope.splits import FITTED_ON
 from loopscope.trajectory import Trajectory
 
 Fitted: TypeAlias = FittedGate | Stopper
@@ -19,14 +20,16 @@ def by_readout(gates: Mapping[str, Fitted]) -> dict[str, Fitted]:
 
 
 def attach(trajectory: Trajectory, gates: Mapping[str, Fitted]) -> Trajectory:
-    """The recording with the signal `gate:NAME` or `stopper:NAME` of each of these."""
+    """The recording with the signal `gate:NAME` or `stopper:NAME` of each of these, and what they were fitted to."""
     if not gates:
         return trajectory
-    signals = dict(trajectory.signals)
+    signals, known = dict(trajectory.signals), trajectory.provenance.get(FITTED_ON)
+    fitted_on = dict(known) if isinstance(known, dict) else {}
     for readout, gate in by_readout(gates).items():
         gate.check(trajectory.provenance.get("weights_sha256"))
         signals[readout] = gate.values(trajectory)
-    return replace(trajectory, signals=signals)
+        fitted_on[readout] = dict(gate.provenance)
+    return replace(trajectory, signals=signals, provenance={**trajectory.provenance, FITTED_ON: fitted_on})
 
 
 def load_fitted(folder: str | Path) -> Fitted:

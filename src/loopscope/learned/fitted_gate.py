@@ -9,7 +9,7 @@ Shapes: N examples, T loops, D width, H hidden units.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from loopscope.artifacts import load_artifact, save_artifact
 from loopscope.errors import UserError
 from loopscope.model_identity import same_model
 from loopscope.readouts.signals import FITTED_GATE, Signal, exit_cdf
+from loopscope.splits import OfSplit, check_other_data
 from loopscope.trajectory import Trajectory
 from loopscope.trajectory_checks import as_array
 
@@ -29,16 +30,6 @@ GATE_SCHEMA = 1
 GATE_WEIGHTS = "gate.safetensors"
 _LAYERS = {2: ("weight", "bias"), 4: ("weight_1", "bias_1", "weight", "bias")}
 _CHUNK = 4096
-
-
-class CalibrationData(Protocol):
-    """A recording, or a live run of one."""
-
-    @property
-    def split(self) -> str | None: ...
-
-    @property
-    def sha256(self) -> str: ...
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -109,7 +100,7 @@ class FittedGate:
     def check(self, weights: str | None) -> None:
         check_host(self.provenance, weights, "gate")
 
-    def check_calibration(self, recording: CalibrationData) -> None:
+    def check_calibration(self, recording: OfSplit) -> None:
         check_other_data(self.provenance, recording, "gate")
 
     def save(self, folder: str | Path) -> None:
@@ -135,11 +126,3 @@ def check_host(provenance: Mapping[str, Any], weights: str | None, what: str) ->
     own = provenance.get("weights_sha256")
     if own is not None and weights is not None and not same_model(own, weights):
         raise UserError(f"This {what} was fitted to the states of another model; fit one to this model.")
-
-
-def check_other_data(provenance: Mapping[str, Any], recording: CalibrationData, what: str) -> None:
-    """Refuses to choose a threshold on the data to which it was fitted."""
-    same_split = recording.split is not None and recording.split == provenance.get("split")
-    if same_split or recording.sha256 == provenance.get("recording"):
-        which = f"the {recording.split} split" if same_split else "this very recording"
-        raise UserError(f"This {what} was fitted to {which}, so its threshold must be chosen on another.")

@@ -3,8 +3,9 @@
 A loop's forest (scikit-learn's extremely randomised trees, each grown on a bootstrap sample) learns what going on from
 there is worth, the last loop's first: backward induction, for many prices of a loop at once. Whoever asks how a stopper
 does on the recording that it was fitted to gets every example's answer from trees that did not have it (cross-fitting:
-out of bag, or, where decisions come in sequences, by folds of whole sequences). So are later loops judged while earlier
-ones are fitted, and so thresholds and the choice among readouts can come from the same recording.
+out of bag, or, where decisions come in sequences or inputs have copies, by folds that keep these together). So are
+later loops judged while earlier ones are fitted, and so thresholds and the choice among readouts can come from the same
+recording.
 
 Shapes: N examples, T loops, F signals, E edges, K trees, G prices.
 """
@@ -21,7 +22,7 @@ from loopscope.learned.stopper import Stopper, StopperKind, bins_before_last, pr
 from loopscope.readouts.readout import POST_HOC
 from loopscope.readouts.replay import has_signal
 from loopscope.readouts.signals import Array, Signal
-from loopscope.splits import check_fitting
+from loopscope.splits import check_fitting, fitting_data
 from loopscope.threshold_grids import gap_middles
 from loopscope.trajectory import Trajectory
 
@@ -30,8 +31,8 @@ PRICES = np.array([0.0, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.2
 SIGNALS_READ = ("gate", *POST_HOC, "patience", "settling", "hidden_acceleration")
 """Those that a stopper reads, where the recording has them."""
 _EDGES, _FOLDS = 127, 3
-MIN_EXAMPLES, MIN_SEQUENCES = 100, 10
-"""Examples, and sequences of them, below which nothing is learned."""
+MIN_EXAMPLES, MIN_UNITS = 100, 10
+"""Examples, and sequences or different inputs, below which nothing is learned."""
 
 
 class StopperSettings(Settings, frozen=True, kw_only=True):
@@ -75,14 +76,8 @@ def fit_out_of_bag(
     right = recording.correct if settings.gain == "correct" else recording.predicted == recording.predicted[:, -1:]
     values = read_signals(names, recording)
     edges = np.stack([_edges(values[:, loop]) for loop in range(recording.num_loops - 1)])
-    provenance = {
-        "stopper": plain(settings),
-        "weights_sha256": recording.provenance.get("weights_sha256"),
-        "split": recording.split,
-        "recording": recording.sha256,
-        "examples": recording.num_examples,
-    }
-    fitting = _Fitting(settings, names, edges, values, right.astype(np.float64), recording.sequences)
+    provenance = {"stopper": plain(settings), **fitting_data(recording)}
+    fitting = _Fitting(settings, names, edges, values, right.astype(np.float64), recording.units)
     return fitting.run(provenance)
 
 
@@ -92,9 +87,9 @@ def why_not_learned(recording: Trajectory) -> str:
         return "With one loop there is no exit to choose, so no stopper to fit."
     if recording.num_examples < MIN_EXAMPLES:
         return f"A stopper is learned from {MIN_EXAMPLES} examples or more; there are {recording.num_examples}."
-    sequences = None if recording.sequences is None else len(np.unique(recording.sequences))
-    if sequences is not None and sequences < MIN_SEQUENCES:
-        return f"A stopper is learned from {MIN_SEQUENCES} sequences or more; there are {sequences}."
+    if recording.num_units < MIN_UNITS:
+        units = "different inputs" if recording.sequences is None else "sequences"
+        return f"A stopper is learned from {MIN_UNITS} {units} or more; there are {recording.num_units}."
     return ""
 
 
@@ -111,15 +106,14 @@ class _Fitting:
         edges: Array,
         values: Signal,
         right: Signal,
-        sequences: Array | None,
+        units: Array | None,
     ) -> None:
         self._settings, self._names, self._edges, self._right = settings, names, edges, right
         self._bins = bins_before_last(values, edges)
         self._forests: list[_Trees] = []
-        self._fold: Array | None = None  # [N] of whole sequences
-        if sequences is not None:
-            names_of, number = np.unique(sequences, return_inverse=True)
-            self._fold = np.random.default_rng(settings.seed).permutation(len(names_of))[number] % _FOLDS
+        self._fold: Array | None = None  # [N] of whole sequences, or of all copies of an input
+        if units is not None:
+            self._fold = np.random.default_rng(settings.seed).permutation(units.max() + 1)[units] % _FOLDS
 
     def run(self, provenance: dict[str, Any]) -> FittedStopper:
         loops = self._right.shape[1]

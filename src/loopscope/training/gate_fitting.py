@@ -26,7 +26,7 @@ from loopscope.models.checkpoint import gate_tensors, weights_sha256, write_tens
 from loopscope.models.checkpoint_folder import HASHES, require_values, weight_files
 from loopscope.models.transformer import Gate
 from loopscope.progress import ProgressCallback, silent
-from loopscope.splits import check_gate_data
+from loopscope.splits import check_gate_data, fitting_data
 from loopscope.tasks import Draws
 from loopscope.training.objectives import objective_loss
 from loopscope.training.settings import GATED, DepthPrior, Objective, Probability
@@ -106,14 +106,7 @@ def fit_gate(
     state = gate.state_dict()
     tensors = {name: state[source].numpy() for name, source in Gate.tensors(settings.kind).items()}
     tensors["weight"], tensors["bias"] = tensors["weight"][0], tensors["bias"][0]
-    provenance = {
-        "gate": plain(settings),
-        "weights_sha256": recording.provenance.get("weights_sha256"),
-        "split": recording.split,
-        "recording": recording.sha256,
-        "examples": count,
-    }
-    return FittedGate.of_tensors(tensors, provenance)
+    return FittedGate.of_tensors(tensors, {"gate": plain(settings), **fitting_data(recording)})
 
 
 def gate_loss(settings: GateSettings, losses: Tensor, logits: Tensor) -> Tensor:

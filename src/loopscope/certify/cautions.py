@@ -1,0 +1,74 @@
+"""What should be known of a guarantee that was made, although nothing about it is wrong? Said in words, as warnings."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from scipy.stats import binom
+
+from loopscope.certify.live_runs import LiveRuns, Recorded
+from loopscope.certify.losses import population
+from loopscope.policy import ExitPolicy
+from loopscope.trajectory import Trajectory
+
+_SIGNIFICANCE = 0.05
+
+
+def cautions(recorded: Recorded, policy: ExitPolicy) -> Iterator[str]:
+    """Where a guarantee that `recorded` gave says less than it seems to."""
+    guarantee = policy.guarantee
+    assert guarantee is not None
+    if isinstance(recorded, Trajectory):
+        if not guarantee.distinct and not guarantee.new_inputs:
+            yield from _copies(recorded)
+        recorded = population(recorded, guarantee)
+    right = guarantee.full_depth_accuracy
+    if guarantee.loss == "gap" and right is not None and right <= guarantee.max_drop:
+        yield (
+            f"This guarantee says nothing: full depth is right in {100 * right:.1f} % of the tested examples, so no "
+            f"exit could lose more than {100 * guarantee.max_drop:g} %; ask for less, or try --loss disagreement."
+        )
+    elif recorded.labels is not None:
+        yield from _not_above_chance(recorded)
+
+
+def _copies(recording: Trajectory) -> Iterator[str]:
+    if recording.sequences is not None:
+        return
+    if recording.examples is not None:
+        copies = recording.num_examples - len(set(recording.examples))
+        if copies:
+            yield (
+                f"{copies:,} examples are copies of others. If copies are not drawn on their own, add --distinct; if "
+                "the inputs to come are new ones, add --new-inputs."
+            )
+    elif recording.row_hashes is not None:
+        different = len(np.unique(recording.row_hashes))
+        if 2 * different < recording.num_examples:
+            yield (
+                f"Only {different:,} of the {recording.num_examples:,} examples differ in their logits; if they are "
+                "copies and not drawn on their own, the guarantee counts far more than there is: give every example "
+                "once."
+            )
+
+
+def _not_above_chance(recorded: Recorded) -> Iterator[str]:
+    """A model that knows nothing loses nothing: by an exact binomial test, as in a diagnosis."""
+    labels = recorded.labels
+    assert labels is not None
+    _, counts = np.unique(labels, return_counts=True)
+    if len(counts) == 1:  # whatever is always right cannot be told from knowledge
+        return
+    guessed = float(counts.max() / len(labels))
+    if isinstance(recorded, LiveRuns):
+        answers = recorded.full_depth
+    else:
+        answers = recorded.predicted[:, -1]
+        if recorded.logits is not None:
+            guessed = max(guessed, float((1 / np.isfinite(recorded.logits[:, 0]).sum(axis=1)).mean()))
+    right = int((answers == labels).sum())
+    if binom.sf(right - 1, len(labels), guessed) > _SIGNIFICANCE:
+        yield (
+            f"The model is not above chance: full depth is right in {100 * right / len(labels):.1f} % of the examples, "
+            f"and a guess, or always the commonest answer, in {100 * guessed:.1f} %. So there is little that exiting "
+            "early could lose."
+        )
