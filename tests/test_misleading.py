@@ -283,7 +283,9 @@ def pair(right: float, rows: int = 600) -> tuple[ls.Trajectory, ls.Trajectory]:
         pytest.param("No verdict", lambda: ls.diagnose(*pair(0.0)), id="a model that guesses"),
         pytest.param("No verdict", lambda: ls.compare(*pair(0.0), "margin", "gate"), id="readouts that guess"),
         pytest.param(
-            "above chance", lambda: ls.diagnose(*pair(0.9), reference=pair(0.0)), id="a reference that guesses"
+            "the reference is not good enough to judge its trajectory by",
+            lambda: ls.diagnose(*pair(0.9), reference=pair(0.0)),
+            id="a reference that guesses",
         ),
         pytest.param("not above chance", lambda: ls.diagnose(*pair(0.9), target=0.25), id="a target of guesses"),
         pytest.param("Nothing can be told from 12", lambda: ls.diagnose(*pair(0.9, 12)), id="twelve examples"),

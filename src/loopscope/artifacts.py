@@ -218,7 +218,7 @@ def read_whole(path: Path, read: Callable[[], T]) -> T:
 def _identity(path: Path) -> tuple[int, ...] | None:
     try:
         found = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # no path can hold a zero byte
         return None
     return found.st_dev, found.st_ino, found.st_ctime_ns
 

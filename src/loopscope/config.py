@@ -86,6 +86,8 @@ def build(kind: type[T], values: Mapping[str, Any], source: str) -> T:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{source}: {_describe_misfit(error, kind)}") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{source}: a name in it is not text in Unicode: it holds half a character.") from None
 
 
 def read_json(kind: type[T], path: Path, what: str, largest: int | None = MAX_FILE_BYTES) -> T:

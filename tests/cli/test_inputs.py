@@ -41,7 +41,7 @@ def test_a_policy_without_a_model_is_said_to_be_one(
     recording = ls.Trajectory.load(recording_of(mine, "validation"))
     replace(recording, provenance={}).save(tmp_path / "bare")
     words = ("--max-drop", 0.6, "--confidence", 0.5, "--out", tmp_path / "policy.json")
-    assert "This promise says nothing: full depth is right in" in command("calibrate", tmp_path / "bare", *words).err
+    assert "This guarantee says nothing: full depth is right in" in command("calibrate", tmp_path / "bare", *words).err
     for words in (("evaluate", tmp_path / "bare"), ("generate", checkpoint, "Once")):  # nothing but the Command
         assert len(command.refused(*words, "--policy", tmp_path / "policy.json").splitlines()) == 1
     (tmp_path / "examples.txt").write_text("+ 1 2\n")

@@ -68,6 +68,7 @@ def test_every_request_exits_where_the_replay_says(
     assert (agreement.differing, agreement.close) == (0, 0)
 
 
+@pytest.mark.filterwarnings("ignore:36 examples are copies of others", "ignore:The model is not above chance")
 def test_a_monitor_fed_by_the_engine_sees_what_it_sees_in_a_recording(
     model: LoopedModel, requests: list[Request], recorded: ls.Trajectory, gated_run: Path, tmp_path: Path
 ) -> None:
@@ -81,7 +82,7 @@ def test_a_monitor_fed_by_the_engine_sees_what_it_sees_in_a_recording(
         for answer in run(model, full_depth, batch):
             losses[answer.key] = answer.prediction != answers[answer.key].prediction
         live.update([answer.loop for answer in answers], losses)
-    assert live.result == ls.Monitor(policy, alpha=0.1).replay(recorded)
+    assert live.result == ls.Monitor(policy, alpha=0.1).replay(recorded, stream=True)
     assert live.result.audited == len(requests)
 
 

@@ -7,10 +7,14 @@ from scipy.stats import binom
 
 from loopscope.certify.live_runs import LiveRuns, Recorded
 from loopscope.certify.losses import population
-from loopscope.policy import ExitPolicy
+from loopscope.policy import ExitPolicy, Loss
 from loopscope.trajectory import Trajectory
 
 _SIGNIFICANCE = 0.05
+_AT_CHANCE: dict[Loss, str] = {
+    "gap": "So there is little that exiting early could lose.",
+    "disagreement": "So an answer that agrees with full depth is not a right one.",
+}
 
 
 def cautions(recorded: Recorded, policy: ExitPolicy) -> Iterator[str]:
@@ -28,7 +32,7 @@ def cautions(recorded: Recorded, policy: ExitPolicy) -> Iterator[str]:
             f"exit could lose more than {100 * guarantee.max_drop:g} %; ask for less, or try --loss disagreement."
         )
     elif recorded.labels is not None:
-        yield from _not_above_chance(recorded)
+        yield from _not_above_chance(recorded, guarantee.loss)
 
 
 def _copies(recording: Trajectory) -> Iterator[str]:
@@ -51,7 +55,7 @@ def _copies(recording: Trajectory) -> Iterator[str]:
             )
 
 
-def _not_above_chance(recorded: Recorded) -> Iterator[str]:
+def _not_above_chance(recorded: Recorded, loss: Loss) -> Iterator[str]:
     """A model that knows nothing loses nothing: by an exact binomial test, as in a diagnosis."""
     labels = recorded.labels
     assert labels is not None
@@ -69,6 +73,5 @@ def _not_above_chance(recorded: Recorded) -> Iterator[str]:
     if binom.sf(right - 1, len(labels), guessed) > _SIGNIFICANCE:
         yield (
             f"The model is not above chance: full depth is right in {100 * right / len(labels):.1f} % of the examples, "
-            f"and a guess, or always the commonest answer, in {100 * guessed:.1f} %. So there is little that exiting "
-            "early could lose."
+            f"and a guess, or always the commonest answer, in {100 * guessed:.1f} %. {_AT_CHANCE[loss]}"
         )

@@ -28,7 +28,7 @@ def teaser(results: Results) -> Drawing | None:
 def benchmark_frontiers(
     results: Results, shown: Callable[[BenchmarkModel], object], named: bool = True, fitted: bool = False
 ) -> Drawing | None:
-    """A panel a benchmark: the gate, every readout without one (or gates fitted to the trajectory), static depth."""
+    """The paper's figure of Ouro: a panel a benchmark, with the gate (own or fitted), other readouts, static depth."""
     panels = []
     for each in filter(shown, benchmark_models(results)):
         title = ", ".join(each.names) if named else each.benchmark.title
@@ -52,7 +52,7 @@ def _gate_lines(groups: Sequence[TrainedVariant]) -> list[Line]:
 
 
 def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] = ()) -> Drawing | None:
-    """Of these priors, or of every geometric one."""
+    """The paper's figure of frontiers on fixed priors: on these, or on every geometric one."""
     mano = TaskVariants(results, _MANO)
     priors = priors or [prior for prior in mano.priors if prior != UNIFORM]
     groups = [group for prior in priors if (group := mano.fixed(prior)) is not None]
@@ -63,7 +63,7 @@ def fixed_prior_frontiers(results: Results, priors: Sequence[VariantPrior] = ())
 def fixed_prior_signals(
     results: Results, prior: VariantPrior, names: Iterable[str] = SIGNAL_TITLES, task: str = _MANO, beyond: bool = False
 ) -> Drawing | None:
-    """The signals of a fixed prior; their difficulties may go on with those beyond training's."""
+    """The paper's figure of signals on a fixed prior; its difficulties may go on beyond training's."""
     group = TaskVariants(results, task).fixed(prior)
     models = group.models if group else []
     runs = [model.signals for model in models]
