@@ -14,13 +14,13 @@ from loopscope.analysis.gaps import Subject, depth_gap
 
 
 def test_by_hand() -> None:
-    right = np.array([[1, 1], [0, 1], [0, 1], [1, 0]])
-    trajectory = ls.Trajectory(logits=None, labels=np.ones(4, int), predictions=right)
+    right = np.tile([[1, 1], [0, 1], [0, 1], [1, 0]], (10, 1))
+    trajectory = ls.Trajectory(logits=None, labels=np.ones(40, int), predictions=right)
     sides = [Side(str(depth), ls.ExitPolicy("fixed", depth), trajectory) for depth in (1, 2)]
     told = paired(*sides, resamples=200)
     assert (told.accuracy.value, told.loops.value) == (-0.25, -1.0)
     assert (told.loops.low, told.loops.high) == (-1.0, -1.0)
-    assert (told.only_first_right, told.only_second_right, told.examples) == (1, 2, 4)
+    assert (told.only_first_right, told.only_second_right, told.examples) == (10, 20, 40)
     assert told.accuracy.low < -0.25 < told.accuracy.high
 
 

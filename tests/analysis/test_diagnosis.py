@@ -311,7 +311,8 @@ def test_a_reference_that_is_clearly_less_accurate_judges_nothing(target: float 
     assert (diagnosis.blamed, diagnosis.trajectory_gap, diagnosis.weak_reference) == (("readout",), None, True)
     said = "the reference is not good enough to judge its trajectory by: at its best loop it is right in 8"
     assert said in diagnosis.sentence
-    assert "trajectory" in diagnose_subject(weak, REFERENCE, target).blamed
+    other_way = diagnose_subject(weak, REFERENCE, target)
+    assert ("trajectory" in other_way.blamed) == (target != 0.75)  # an accuracy that both reach was asked for
 
 
 def test_a_gap_is_told_beside_the_room_that_is_left() -> None:
@@ -322,9 +323,7 @@ def test_a_gap_is_told_beside_the_room_that_is_left() -> None:
     found = Finding(level, gap, None, room, "readout", behind=False, weak_reference=False)
     sentence = verdict_sentence(subject(QUICK, "lazy"), None, found)
     assert sentence.startswith("The readout is to blame, but only a little: the model's own gate takes 0.10 loops")
-    assert "[0.07, 0.13] more than margin to reach 90 %, where a rule that knows the labels would save 1.31 more" in (
-        sentence
-    )
+    assert "[0.07, 0.13] more than margin to reach 90 %, where a rule that knows the labels would save 1.31" in sentence
     assert "little" not in verdict_sentence(subject(QUICK, "lazy"), None, replace(found, room=replace(room, value=0.9)))
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from loopscope.analysis.bootstrap import LEVEL, RESAMPLES, Estimate, Units, estimate, resampled_means
-from loopscope.analysis.diagnosis import without_verdict
+from loopscope.analysis.diagnosis import GIVEN, without_verdict
 from loopscope.analysis.gaps import MIN_UNITS, Gap, Subject, depth_gap
 from loopscope.analysis.targets import Target, as_target, percent_text
 from loopscope.analysis.verdict_text import aligned, wrapped
@@ -54,21 +54,24 @@ def paired(first: Side, second: Side, resamples: int = RESAMPLES) -> Paired:
         first.name,
         second.name,
         accuracy=_widened(estimate(means[:, 0]), difference[:, 0], units),
-        loops=estimate(means[:, 1]),
+        loops=_widened(estimate(means[:, 1]), difference[:, 1], units, fewer_than=MIN_UNITS),
         only_first_right=int((difference[:, 0] > 0).sum()),
         only_second_right=int((difference[:, 0] < 0).sum()),
         examples=len(ours),
     )
 
 
-def _widened(bootstrap: Estimate, difference: NDArray[np.float32], units: Units) -> Estimate:
+def _widened(
+    bootstrap: Estimate, difference: NDArray[np.float32], units: Units, fewer_than: float = np.inf
+) -> Estimate:
     """The interval, at least as wide as the exact one of a sign test on the units that differ.
 
-    Where few differ, they can all happen to lie on one side, and resamples of them then always do.
+    Where few differ, they can all happen to lie on one side, and resamples of them then always do. A sign test knows no
+    sizes, so loops, which differ in theirs, are widened only if `fewer_than` so many differ.
     """
     nets = difference if units is None else np.bincount(units, difference)
     higher, differing = int((nets > 0).sum()), int((nets != 0).sum())
-    if not differing:
+    if not 0 < differing < fewer_than:
         return bootstrap
     exact = binomtest(higher, differing).proportion_ci(LEVEL)
     scale = float(np.abs(nets).sum()) / len(difference)
@@ -108,7 +111,7 @@ class Comparison:
         both = self.selected
         return (
             f"{self.verdict} Compared on {self.tested}, of which {both.only_first_right:,} are right with {both.first} "
-            f"only and {both.only_second_right:,} with {both.second} only."
+            f"only and {both.only_second_right:,} with {both.second} only.{f' {GIVEN}' if self.depth else ''}"
         )
 
     @property

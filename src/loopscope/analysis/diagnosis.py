@@ -17,7 +17,7 @@ Thresholds are swept on a grid so fine that its steps do not matter.
 
 from dataclasses import dataclass, replace
 
-from loopscope.analysis.gaps import Gap, Subject, Way, gap_between, with_stoppers
+from loopscope.analysis.gaps import ACCURACY_MARGIN, Gap, Subject, Way, gap_between, with_stoppers
 from loopscope.analysis.targets import (
     Target,
     TargetLevel,
@@ -99,7 +99,8 @@ class Diagnosis:
             return ""
         lower = any(gap is not None and gap.accuracy < gap.target for gap in self.gaps.values())
         text = "Gaps are at the highest whole percent that both sides reach in 95 % of the resamples, below the target."
-        return " ".join(filter(None, (self.target.sentence, text if lower else "", GIVEN if any(self.gaps) else "")))
+        given = GIVEN if any(self.gaps.values()) else ""
+        return " ".join(filter(None, (self.target.sentence, text if lower else "", given)))
 
     @property
     def table(self) -> list[list[str]]:
@@ -166,7 +167,8 @@ def diagnose_subject(
     readout, room = _readout_gap(subject, level), rooms(subject, level)
     against = None if reference is subject else reference
     weak = against is not None and subject.is_more_accurate_than(against)
-    behind = against is not None and against.is_more_accurate_than(subject)
+    asked_beyond = level.loop is not None or level.accuracy > subject.ceiling - ACCURACY_MARGIN
+    behind = against is not None and asked_beyond and against.is_more_accurate_than(subject)
     trajectory = None if against is None or weak else _trajectory_gap(subject, against, level)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.blames)

@@ -46,9 +46,10 @@ class Finding:
 
     def against_room(self, gap: Gap) -> str:
         """How large a gap is beside the room that is left at the same accuracy."""
-        if self.room is None or not gap.blames or self.room.accuracy != gap.accuracy:
+        room = self.room
+        if room is None or not gap.blames or room.accuracy != gap.accuracy or room.first not in (gap.first, gap.second):
             return ""
-        return f", where a rule that knows the labels would save {self.room.value:.2f} more"
+        return f", where a rule that knows the labels would save {room.value:.2f} more than {room.first}"
 
     @property
     def is_small(self) -> bool:
@@ -137,9 +138,8 @@ def _on_trajectory(subject: Subject, reference: Subject | None, finding: Finding
     behind = f"at its best loop it is right in {ours}, the reference in {theirs}" if finding.behind else ""
     if gap is None:
         return behind or "it reaches no accuracy above chance together with the reference"
-    compared = _compared(
-        "with the readouts that both have, it", "the reference", gap, "whether its trajectory is worse"
-    )
+    question = "whether it is slower" if finding.behind else "whether its trajectory is worse"
+    compared = _compared("with the readouts that both have, it", "the reference", gap, question)
     return "; ".join(filter(None, (behind, compared + finding.against_room(gap))))
 
 

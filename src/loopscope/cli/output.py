@@ -37,7 +37,7 @@ _NUMBER = re.compile(r"\[?[+-]?\d|[≤≥] |(N/A|none|no verdict|no gate|-|)$")
 _TERMS = {
     "oracle": "oracle: exits at the first right loop, which takes the labels (one point, no D@X)",
     "labels known": "labels known: the cheapest rule that knows the labels",
-    "stopper:": "stopper:NAME: a rule learned from all signals together, on validation data",
+    "stopper:": "stopper:NAME: a rule learned from all signals together",
 }
 """What a table may name and no option explains."""
 

@@ -78,7 +78,7 @@ def _growth(part: dict[str, Any]) -> int:
     match part["type"]:
         case "Replace":
             written, found = len(part["content"]), part["pattern"].get("String")
-            return 1 + written if found is None else max(1, -(-written // max(1, len(found))))  # one may find nothing
+            return max(1, -(-written // len(found))) if found else 1 + written  # an expression may find nothing
         case "Prepend":
             return 1 + len(part["prepend"])
         case "ByteLevel":
