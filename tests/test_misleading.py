@@ -550,7 +550,7 @@ CONSUMERS: dict[str, Callable[[ls.ExitPolicy], Any]] = {
 }
 ANSWERS, ASKED, NEXT = "calibrated on answers", "calibrated on questions", "calibrated on next tokens"
 SUM, CHARACTER, MEAN = "calibrated on log-likelihoods of whole", "calibrated on log-likelihoods per", "averaged over"
-MODELS, PRECISION = "calibrated for another model", "use the model in that precision (--dtype bfloat16)"
+MODELS, PRECISION = "calibrated for another model", "record the model in that precision (--dtype bfloat16)"
 TABLE: dict[str, list[str | None]] = {
     "answers": [None, ANSWERS, ANSWERS, ANSWERS, ANSWERS, ANSWERS, None, ANSWERS, ANSWERS],
     "questions": [ASKED, None, SUM, None, ASKED, ASKED, ASKED, None, ASKED],

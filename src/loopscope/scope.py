@@ -66,7 +66,7 @@ class Scope(Settings, frozen=True, kw_only=True):
                 )
             elif name == "precision":
                 remedy = (
-                    f"use the model in that precision (--dtype {self.precision}), or calibrate one in this precision"
+                    f"run or record the model in that precision (--dtype {self.precision}), or calibrate one in this"
                 )
             raise UserError(
                 f"This policy was calibrated on {ours}, and here it would decide about {theirs}, where its threshold "

@@ -4,7 +4,7 @@ loopscope compare runs/demo/linear-gate gate margin
 loopscope compare runs/demo/linear-gate gate margin \\
     --with runs/demo/fixed-geometric --unseen
 # recorded with --hidden
-loopscope compare runs/mine gate:linear gate --gate gates/linear
+loopscope compare runs/mine gate:linear margin --gate gates/linear
 
 Both at the threshold that validation chooses, and (--at) at the least depth that reaches an accuracy. With --with, the
 second readout runs on another model's recordings of the same examples.

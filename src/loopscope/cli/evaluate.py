@@ -1,7 +1,7 @@
 """Sweep the readouts of a recording.
 
 loopscope evaluate runs/demo/fixed-geometric
-loopscope evaluate VALIDATION TEST --readout margin --readout gate \\
+loopscope evaluate VALIDATION TEST --readout margin --readout entropy \\
     --at 0.95 --json
 loopscope evaluate runs/demo/fixed-geometric --policy policy.json
 loopscope evaluate runs/demo/fixed-geometric --policy policy.json \\

@@ -79,7 +79,10 @@ def execute(options: argparse.Namespace) -> None:
     with _lines(options.examples) as lines:
         reader = _Reader(options.examples, lines, partial(settings.task.parse, longest=settings.block_size))
         requests = reader.requests()
-        first = list(islice(requests, options.examples != "-"))  # whoever writes to a pipe need not have begun
+        piped = options.examples == "-"  # whoever writes to a pipe need not have begun
+        first = list(islice(requests, not piped))
+        if not piped and not first and reader.error is None:
+            raise UserError(f"There is no example in {options.examples}; write one a line.")
         if reader.error is None:
             _answer(options, policy, reader, chain(first, requests))
     if reader.error is not None:

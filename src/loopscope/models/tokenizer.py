@@ -60,10 +60,12 @@ def load_tokenizer(source: str | Path) -> Any:
 
 def _check_growth(tokenizer: Any, source: str | Path) -> None:
     """Reject a tokenizer that can make very much of little text: it would fill the memory."""
-    growth = 1
-    for part in (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor, tokenizer.decoder):
-        growth *= 1 if part is None else _growth(msgspec.json.decode(part.__getstate__()))
-    if growth > MAX_GROWTH:
+    encoding = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor)
+    written, read = (
+        prod(_growth(msgspec.json.decode(part.__getstate__())) for part in parts if part is not None)
+        for parts in (encoding, (tokenizer.decoder,))
+    )
+    if max(written, read) > MAX_GROWTH:
         raise UserError(
             f"The tokenizer of {source} can make a text more than {MAX_GROWTH} times as long; put the tokenizer of the "
             "model's maker there."

@@ -182,7 +182,13 @@ def existing_artifact(
     found = {**manifest.contents, **manifest.provenance}
     changed = [name for name, value in expected.items() if not _same(name, found.get(name), value)]
     if changed:
-        words = [name.replace("weights_sha256", "model").removesuffix("_sha256").replace("_", " ") for name in changed]
+        words = [
+            name.replace("weights_sha256", "model")
+            .removesuffix("_sha256")
+            .replace("keeps_", "choice of ")
+            .replace("_", " ")
+            for name in changed
+        ]
         raise UserError(
             f"{out} holds another {kind} (of another {', '.join(words)}); choose another --out, or remove it."
         )
