@@ -368,10 +368,8 @@ def rounded_otherwise(recording: ls.Trajectory) -> ls.Trajectory:
     return concatenate([replace(recording, logits=logits * np.float32(1 + change)) for change in (0, 1e-6, -1e-6)])
 
 
-def without_logits(recording: ls.Trajectory) -> ls.Trajectory:
-    """A model that knows something, of which the log-probabilities of the labels are kept."""
-    labels, log_probs = recording.predicted[:, -1], -recording.cross_entropy
-    return ls.Trajectory(predictions=recording.predicted, labels=labels, label_log_probs=log_probs)
+def with_log_probs(recording: ls.Trajectory) -> ls.Trajectory:
+    return replace(recording, label_log_probs=-np.exp(-recording.signals["margin"]))
 
 
 @pytest.mark.parametrize(
@@ -385,7 +383,7 @@ def without_logits(recording: ls.Trajectory) -> ls.Trajectory:
         (settling(4_000, examples=[str(row % 2_000) for row in range(4_000)]), {"distinct": True}, None),
         (random_trajectory(rows=30).take(np.arange(3_000) % 30), {}, "Only 30 of the 3,000 examples differ"),
         (rounded_otherwise(random_trajectory(rows=1_000)), {}, r"Only 1,0\d\d of the 3,000 examples differ"),
-        (without_logits(by_chance(2_000).take(np.arange(4_000) % 2_000)), {}, "Only 2,000 of the 4,000 examples"),
+        (with_log_probs(settling(2_000)).take(np.arange(4_000) % 2_000), {}, "Only 2,000 of the 4,000 examples"),
         (made(np.zeros((900, 2), bool), np.zeros((900, 2))), {}, "says nothing: full depth is right in 0.0 %"),
         (by_chance(3_000), {}, "not above chance: full depth is right in 2[456].. % .* in 2[56].. %"),
         (by_chance(3_000, sequences=np.arange(3_000) // 10), {}, "not above chance"),
