@@ -62,7 +62,7 @@ def found(population: str, share: float, examples: int, pairs: int, seed: int = 
         first, second = draw(rng, examples), draw(rng, examples)
         taken = round(share * examples)
         second[:taken] = first[:taken]
-        ours, theirs = RowKeys.of(first, examples), RowKeys.of(second[1:], examples - 1)
+        ours, theirs = RowKeys.of(first), RowKeys.of(second[1:])
         whole += ours.num_shared(theirs) > 0
         sketched += RowKeys.of_sketch(ours.sketch()).num_shared(theirs) > 0
     return Found(population, share, examples, pairs, whole / pairs, sketched / pairs)

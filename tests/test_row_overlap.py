@@ -1,6 +1,7 @@
 """Examples that two recordings share: found however they are disguised, and never in draws from a small space."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import loopscope as ls
 from loopscope.analysis.held_out import hold_out
 from loopscope.errors import UserError
-from loopscope.row_overlap import RowKeys, text_keys
+from loopscope.row_overlap import RowKeys, sequence_keys, text_keys
 from loopscope.splits import check_calibration
 from loopscope.tasks import Mano, Parity, Task
+from loopscope.trajectory import concatenate
 from tests.conftest import random_trajectory
 
 ROWS = 400
@@ -54,6 +56,35 @@ def test_a_test_split_that_is_validation_minus_one_row_is_rejected(disguise: str
     assert other.num_shared(validation.row_sketch) == 0
 
 
+@pytest.mark.parametrize("length", [1, 3, 20, 100])
+@pytest.mark.parametrize("disguise", [name for name in DISGUISES if name != "copies"])
+def test_sequences_are_known_again(length: int, disguise: str) -> None:
+    """However long they are, and if there are only 40 of them."""
+
+    def texts(seed: int) -> ls.Trajectory:
+        rows = random_trajectory(seed, 40 * length, split="validation")
+        return _with(rows, sequences=np.arange(40 * length) // length)
+
+    def disguised(whole: ls.Trajectory) -> ls.Trajectory:
+        part = whole.take(whole.sequences > 0)
+        if disguise == "another order":  # of the texts
+            return part.take(np.argsort(np.random.default_rng(1).permutation(40)[part.sequences], kind="stable"))
+        return replace(DISGUISES[disguise](part), sequences=part.sequences)
+
+    for known in (texts(0), texts(0).row_sketch):
+        assert disguised(texts(0)).num_shared(known) > 0.5 * 39 * length
+        assert disguised(texts(1)).num_shared(known) == 0
+
+
+def test_a_part_of_many_sequences_is_found_by_the_sketch() -> None:
+    whole = _with(random_trajectory(0, 20_000), sequences=np.arange(20_000) // 10)
+    other = _with(random_trajectory(1, 20_000), sequences=np.arange(20_000) // 10)
+    parts = [whole.take(whole.sequences < 300), other.take(other.sequences >= 300)]
+    mixed = concatenate(parts)
+    assert mixed.num_shared(whole.row_sketch) == pytest.approx(3_000, abs=1_200)
+    assert other.num_shared(whole.row_sketch) == 0
+
+
 def test_texts_tell_whatever_the_answers_are() -> None:
     texts = [f"input {number}" for number in range(2 * ROWS)]
     validation = _with(recorded(), examples=texts[:ROWS])
@@ -68,11 +99,11 @@ def test_texts_tell_whatever_the_answers_are() -> None:
 @pytest.mark.parametrize("size", [200, 3000])
 def test_draws_of_a_small_task_repeat_inputs_by_chance(task: Task, size: int) -> None:
     validation, test = (task.text(task.split(split, size, None)) for split in ("validation", "test"))
-    ours, theirs = (RowKeys.of(text_keys(texts), size) for texts in (validation, test))
+    ours, theirs = (RowKeys.of(text_keys(texts)) for texts in (validation, test))
     assert set(validation) & set(test)
     assert ours.num_shared(theirs) == 0
     assert RowKeys.of_sketch(ours.sketch()).num_shared(theirs) == 0
-    again = RowKeys.of(text_keys(validation[1:]), size - 1)
+    again = RowKeys.of(text_keys(validation[1:]))
     assert ours.num_shared(again) > 0.9 * size
     assert RowKeys.of_sketch(ours.sketch()).num_shared(again) > 0.9 * size
 
@@ -82,7 +113,7 @@ def test_chance_alone_is_hardly_ever_taken_for_an_overlap(inputs: int) -> None:
     rng = np.random.default_rng(0)
 
     def drawn(size: int) -> RowKeys:
-        return RowKeys.of(rng.integers(0, inputs, size).astype(np.uint64), size)
+        return RowKeys.of(rng.integers(0, inputs, size).astype(np.uint64))
 
     assert sum(drawn(500).num_shared(drawn(300)) > 0 for _ in range(200)) <= 1
 
@@ -91,7 +122,7 @@ def test_a_part_that_is_shared_is_estimated() -> None:
     rng = np.random.default_rng(0)
     ours, theirs = (rng.integers(0, 5000, 2000).astype(np.uint64) for _ in range(2))
     theirs[:600] = ours[:600]
-    assert RowKeys.of(ours, 2000).num_shared(RowKeys.of(theirs, 2000)) == pytest.approx(600, abs=150)
+    assert RowKeys.of(ours).num_shared(RowKeys.of(theirs)) == pytest.approx(600, abs=150)
 
 
 def test_boilerplate_that_whole_texts_repeat_is_no_overlap() -> None:
@@ -99,7 +130,8 @@ def test_boilerplate_that_whole_texts_repeat_is_no_overlap() -> None:
     texts = rng.integers(0, 2**40, (12, 50)).astype(np.uint64)
 
     def drawn() -> RowKeys:
-        return RowKeys.of(texts[rng.integers(0, len(texts), 30)].ravel(), 30)
+        keys = texts[rng.integers(0, len(texts), 30)].ravel()
+        return RowKeys.of(sequence_keys(keys, np.repeat(np.arange(30), 50)))
 
     assert [drawn().num_shared(drawn()) for _ in range(20)] == [0] * 20
 

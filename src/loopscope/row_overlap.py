@@ -7,10 +7,10 @@ a recording as often as between two. For n and m rows of a key among N and M tha
 
 is 0 on average and has the variance c (c - 1) / 2 for the c = n + m rows of the key, whatever the distribution of keys;
 a row that is in both adds one. Keys are weighted by 1 / (c - 1), so that a few frequent ones do not hide the others.
-Where whole sequences are drawn, the variance is larger by their length. All this holds for each key alone, so a sample
-of the keys (a sketch, small enough for a file) serves as well as all of them.
+Where whole sequences are drawn, a sequence has one key and counts as one row. All this holds for each key alone, so a
+sample of the keys (a sketch, small enough for a file) serves as well as all of them.
 
-Shapes: N examples, F numbers of an example.
+Shapes: N examples, F numbers of an example, S sequences.
 """
 
 import hashlib
@@ -28,7 +28,9 @@ from loopscope.config import Count, Settings
 Keys = NDArray[np.uint64]
 _STEP = 0.125
 """To which answers are rounded: far above the rounding of half precision, far below how examples differ."""
-_SKETCHED_KEYS = 128
+_RUN = 4
+"""Neighbouring decisions of which the key of a sequence is made: one that repeats in many texts says little alone."""
+_SKETCHED_KEYS = 512
 _KEYS = r"^[0-9a-f]{13}(\*[0-9]{1,12})?( [0-9a-f]{13}(\*[0-9]{1,12})?)*$"
 _DEVIATIONS = 4
 """An excess within so many standard deviations can be chance."""
@@ -39,7 +41,6 @@ _AT_ONCE = 1 << 22
 class KeySketch(Settings, frozen=True, kw_only=True):
     """The smallest keys of a recording with their counts: a sample of its inputs, the same for every recording."""
 
-    examples: Count
     units: Count  # sequences, or examples
     keys: Annotated[str, msgspec.Meta(pattern=_KEYS)]  # hexadecimal; `*3` behind one that three rows have
     complete: bool  # all keys are here
@@ -47,50 +48,47 @@ class KeySketch(Settings, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The different keys of a recording, ascending, and how many rows have each."""
+    """The different keys of a recording, ascending, and how many of its units (sequences, or examples) have each."""
 
     keys: Keys
     counts: NDArray[np.int64]
-    examples: int
     units: int
     largest: float = inf  # keys beyond this are not listed
 
     @classmethod
-    def of(cls, keys: Keys, units: int) -> Self:
-        """Of the key [N] of every row."""
-        return cls(*np.unique(keys, return_counts=True), len(keys), units)
+    def of(cls, keys: Keys) -> Self:
+        """Of the key of every unit."""
+        return cls(*np.unique(keys, return_counts=True), len(keys))
 
     @classmethod
     def of_sketch(cls, sketch: KeySketch) -> Self:
         words = [word.partition("*") for word in sketch.keys.split()]
         keys = np.array([int(key, 16) for key, _, _ in words], dtype=np.uint64)
         counts = np.array([int(count or 1) for _, _, count in words])
-        return cls(keys, counts, sketch.examples, sketch.units, inf if sketch.complete else float(keys.max()))
+        return cls(keys, counts, sketch.units, inf if sketch.complete else float(keys.max()))
 
     def sketch(self) -> KeySketch:
         smallest = zip(self.keys[:_SKETCHED_KEYS].tolist(), self.counts[:_SKETCHED_KEYS].tolist(), strict=True)
         return KeySketch(
-            examples=self.examples,
             units=self.units,
             keys=" ".join(f"{key:013x}" + (f"*{count}" if count > 1 else "") for key, count in smallest),
             complete=len(self.keys) <= _SKETCHED_KEYS,
         )
 
     def num_shared(self, other: "RowKeys") -> int:
-        """How many rows of `other` are in this recording, too, beyond what chance explains."""
+        """How many units of `other` are in this recording, too, beyond what chance explains."""
         largest = min(self.largest, other.largest)
         ours, theirs = self._up_to(largest), other._up_to(largest)
         keys = np.union1d(ours.keys, theirs.keys)
         n, m = ours._counts_of(keys), theirs._counts_of(keys)
-        size, other_size = self.examples, other.examples
+        size, other_size = self.units, other.units
         if min(size, other_size) < 2 or not m.any():
             return 0
         within = n * (n - 1) / (size * (size - 1)) + m * (m - 1) / (other_size * (other_size - 1))
         rows = n + m
         weights = 1 / np.maximum(rows - 1, 1)
         excess = float((weights * (n * m - size * other_size * within / 2)).sum())
-        length = max(size / self.units, other_size / other.units)
-        deviation = sqrt(float((weights**2 * rows * (rows - 1)).sum()) / 2 * length)
+        deviation = sqrt(float((weights**2 * rows * (rows - 1)).sum()) / 2)
         if excess <= _DEVIATIONS * deviation:
             return 0
         shared = min(excess, float((weights * m)[n > 0].sum()))
@@ -98,7 +96,7 @@ class RowKeys:
 
     def _up_to(self, largest: float) -> "RowKeys":
         listed = self.keys <= largest
-        return RowKeys(self.keys[listed], self.counts[listed], self.examples, self.units, largest)
+        return RowKeys(self.keys[listed], self.counts[listed], self.units, largest)
 
     def _counts_of(self, keys: Keys) -> NDArray[np.float64]:
         """As floats: squares of counts stay finite."""
@@ -113,13 +111,13 @@ def text_keys(texts: Sequence[str]) -> Keys:
     return np.frombuffer(hashes, dtype="<u8") >> np.uint64(12)
 
 
-def number_keys(whole: NDArray[np.int64], scores: NDArray[np.floating] | None = None) -> Keys:
+def number_keys(whole: NDArray[np.int64], scores: NDArray[np.floating] | None = None, step: float = _STEP) -> Keys:
     """[N] a key of whole numbers [N, F], and of real ones [N, ...], which may differ a little where the row is one.
 
     Real numbers are projected on three random directions: the fewer are rounded, the fewer fall on the other side.
     """
     mixed = np.zeros(len(whole), dtype=np.uint64)
-    rounded = [] if scores is None else [_projected(scores.reshape(len(scores), -1))]
+    rounded = [] if scores is None else [_projected(scores.reshape(len(scores), -1), step)]
     for column in np.concatenate([whole, *rounded], axis=1).T:
         mixed = (mixed ^ column.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         mixed ^= mixed >> np.uint64(29)
@@ -128,14 +126,27 @@ def number_keys(whole: NDArray[np.int64], scores: NDArray[np.floating] | None = 
     return mixed >> np.uint64(12)
 
 
-def _projected(scores: NDArray[np.floating]) -> NDArray[np.int64]:
+def sequence_keys(keys: Keys, sequences: NDArray[np.integer]) -> Keys:
+    """[S] a key of every sequence, from those [N] of its decisions: the smallest key of a run of neighbours.
+
+    So a sequence is mostly known again if a few of its decisions are rounded to the other side, or cut off.
+    """
+    _, number, lengths = np.unique(sequences, return_inverse=True, return_counts=True)
+    order = np.argsort(number, kind="stable")
+    start = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    length, place = np.repeat(lengths, lengths), np.arange(len(keys)) - start
+    runs = [keys[order[start + (place + ahead) % length]] for ahead in range(_RUN)]  # its first follows its last
+    return np.minimum.reduceat(number_keys(np.stack(runs, axis=1).astype(np.int64)), np.cumsum(lengths) - lengths)
+
+
+def _projected(scores: NDArray[np.floating], step: float) -> NDArray[np.int64]:
     """[N, 3] projections of the rows, in steps; what is not finite (a missing class, a first loop) counts as 0."""
     directions = np.random.default_rng(0).standard_normal((scores.shape[1], 3))
     directions /= np.linalg.norm(directions, axis=0)
-    step = max(1, _AT_ONCE // scores.shape[1])
-    parts = (scores[start : start + step].astype(np.float64) for start in range(0, len(scores), step))
+    rows = max(1, _AT_ONCE // scores.shape[1])
+    parts = (scores[start : start + rows].astype(np.float64) for start in range(0, len(scores), rows))
     return np.concatenate(
-        [np.rint(np.where(np.isfinite(part), part, 0) @ directions / _STEP).astype(np.int64) for part in parts]
+        [np.rint(np.where(np.isfinite(part), part, 0) @ directions / step).astype(np.int64) for part in parts]
     )
 
 

@@ -24,7 +24,7 @@ from loopscope.artifacts import load_artifact, map_tensors, read_whole, save_art
 from loopscope.config import Settings, plain, read_json
 from loopscope.errors import UserError, did_you_mean
 from loopscope.model_identity import same_model
-from loopscope.row_overlap import KeySketch, RowKeys, common_kind, number_keys, text_keys
+from loopscope.row_overlap import KeySketch, RowKeys, common_kind, number_keys, sequence_keys, text_keys
 from loopscope.trajectory_checks import Array, as_array, as_integers, check_contents, frozen
 
 RECORDING = "recording"
@@ -44,8 +44,10 @@ _ARRAYS = (
 )
 SPLITS = ("train", "validation", "test", "extrapolation")
 SIGNAL_PREFIX = "signal."
-_HASHED_AT_ONCE = 1 << 24
-"""Numbers that are hashed at a time."""
+_COPY_STEP = 2.0**-12
+"""To which the scores of copies are rounded: above the rounding of single precision."""
+_NEVER_ZERO = 1e-6
+"""Added to cross-entropies before their logarithm, where copies are told from examples that are all but certain."""
 _CERTAIN = 1e-3
 """Added to cross-entropies before their logarithm: below it, their differences are rounding."""
 NO_LABELS = (
@@ -235,44 +237,67 @@ class Trajectory:
     def num_units(self) -> int:
         return self.num_examples if self.units is None else int(self.units.max()) + 1
 
-    def distinct(self, *, alone: bool = False) -> Self:
+    def distinct(self, *, alone: bool = False, ordered: bool = False) -> Self:
         """Every input once; with `alone` only inputs that occur once.
 
-        They stand in random order (always the same one): first occurrences would come easy inputs first.
+        They stand in random order (always the same one): first occurrences would come easy inputs first. With `ordered`
+        they keep the order of the recording, each at one of its occurrences, drawn at random for the same reason.
         """
         if self.examples is None or self.sequences is not None:
             raise UserError(
                 "Only a recording that keeps its inputs as text, one a decision, can count each once; count all of "
                 "them (leave out --distinct and --new-inputs), or give the inputs: Trajectory(examples=...)."
             )
-        _, first, counts = np.unique(np.array(self.examples, dtype=object), return_index=True, return_counts=True)
-        return self.take(np.random.default_rng(0).permutation(first[counts == 1] if alone else first))
+        rng = np.random.default_rng(0)
+        rows = rng.permutation(self.num_examples) if ordered else np.arange(self.num_examples)
+        texts = np.array(self.examples, dtype=object)[rows]
+        _, first, counts = np.unique(texts, return_index=True, return_counts=True)
+        chosen = rows[first[counts == 1] if alone else first]
+        return self.take(np.sort(chosen) if ordered else rng.permutation(chosen))
 
     @cached_property
-    def row_hashes(self) -> NDArray[np.uint64] | None:
-        """[N] by which copies of an example are known: of its logits at all loops; None where they were not kept."""
-        if self.logits is None:
+    def copies(self) -> NDArray[np.int64] | None:
+        """[N] the number of the input that an example seems to copy, known by its scores where there are no texts.
+
+        None unless there are two examples or more of an input on average: a few alike may be chance.
+        """
+        if self.examples is not None or self.sequences is not None:
             return None
-        words = np.ascontiguousarray(self.logits).reshape(self.num_examples, -1).view(np.uint16)
-        factors = np.random.default_rng(0).integers(1, 2**63, words.shape[1], dtype=np.uint64)
-        step = max(1, _HASHED_AT_ONCE // words.shape[1])
-        starts = range(0, len(words), step)
-        return np.concatenate([words[start : start + step].astype(np.uint64) @ factors for start in starts])
+        if self.logits is not None:
+            scores = self.logits
+        elif self.label_log_probs is not None:
+            scores = np.log(np.maximum(self.cross_entropy, 0) + _NEVER_ZERO)
+        elif self._own_signals is not None:
+            scores = self._own_signals
+        else:
+            return None
+        different, numbers = np.unique(number_keys(self.predicted, scores, _COPY_STEP), return_inverse=True)
+        return numbers if 2 * len(different) <= self.num_examples else None
+
+    @property
+    def _own_signals(self) -> Array | None:
+        """[N, signals, T] all but those of attached gates."""
+        names = sorted(name for name in self.signals if ":" not in name)
+        return np.stack([self.signals[name] for name in names], axis=1) if names else None
 
     @cached_property
     def row_keys(self) -> dict[str, RowKeys]:
-        """By which an example is known again: its text, its rounded scores, its predictions; the surest first."""
+        """By which an example is known again: its text, its rounded scores, its predictions; the surest first.
+
+        Of a recording of sequences it is the sequences that are known again.
+        """
         keys = {} if self.examples is None or self.sequences is not None else {"texts": text_keys(self.examples)}
         if self.labels is not None and not (self.logits is None and self.label_log_probs is None):
             whole = np.stack([self.labels, self.predicted[:, -1]], axis=1)
             keys["log-probabilities"] = number_keys(whole, np.log(np.maximum(self.cross_entropy, 0) + _CERTAIN))
         elif self.logits is not None:
             keys["logits"] = number_keys(self.predicted[:, -1:], self.logits)
-        elif own := sorted(name for name in self.signals if ":" not in name):  # not those of attached gates
-            keys["signals"] = number_keys(self.predicted, np.stack([self.signals[name] for name in own], axis=1))
+        elif self._own_signals is not None:
+            keys["signals"] = number_keys(self.predicted, self._own_signals)
         keys["predictions"] = number_keys(self.predicted)
-        drawn = self.num_examples if self.sequences is None else self.num_units
-        return {kind: RowKeys.of(values, drawn) for kind, values in keys.items()}
+        if self.sequences is not None:
+            keys = {kind: sequence_keys(values, self.sequences) for kind, values in keys.items()}
+        return {kind: RowKeys.of(values) for kind, values in keys.items()}
 
     @property
     def row_sketch(self) -> dict[str, KeySketch]:
@@ -291,7 +316,10 @@ class Trajectory:
             else {kind: RowKeys.of_sketch(sketch) for kind, sketch in other.items()}
         )
         kind = common_kind(self.row_keys, theirs)
-        return 0 if kind is None else theirs[kind].num_shared(self.row_keys[kind])
+        if kind is None:
+            return 0
+        ours = self.row_keys[kind]
+        return round(theirs[kind].num_shared(ours) / ours.units * self.num_examples)
 
     def same_data(self, other: "Trajectory") -> bool:
         """Whether both hold the same data: the same split of the same model, or the same labels and answers."""

@@ -343,10 +343,33 @@ def test_inputs_that_are_new_are_those_that_occur_once() -> None:
         promised_part(guarantee, other.take(np.arange(2_600)))
 
 
+def test_inputs_that_count_once_are_those_of_as_many_draws() -> None:
+    inputs = np.random.default_rng(0).zipf(1.5, 3_000)
+    recording = replace(settling(), examples=[str(each) for each in inputs])
+    guarantee = ls.calibrate(recording, 0.05, distinct=True, readout="margin").guarantee
+    assert guarantee.drawn == 3_000
+    counted = promised_part(guarantee, recording).num_examples
+    assert counted == len(set(inputs))
+    twice = concatenate([recording, replace(recording, examples=[f"other {each}" for each in inputs])])
+    assert promised_part(guarantee, twice).num_examples < 1.7 * counted  # not twice as many
+    with pytest.raises(ls.UserError, match="of the 2,600 examples here rare inputs are a smaller share: give"):
+        promised_part(guarantee, recording.take(np.arange(2_600)))
+
+
 def by_chance(rows: int, **more: object) -> ls.Trajectory:
     """A model of four classes that guesses."""
     rng = np.random.default_rng(0)
     return ls.Trajectory(logits=rng.normal(size=(rows, 3, 4)), labels=rng.integers(0, 4, rows), **more)
+
+
+def rounded_otherwise(recording: ls.Trajectory) -> ls.Trajectory:
+    """Every example three times, as batches of other sizes would have computed it."""
+    logits = np.asarray(recording.logits)
+    return concatenate([replace(recording, logits=logits * np.float32(1 + change)) for change in (0, 1e-6, -1e-6)])
+
+
+def with_log_probs(recording: ls.Trajectory) -> ls.Trajectory:
+    return replace(recording, label_log_probs=-np.exp(-recording.signals["margin"]))
 
 
 @pytest.mark.parametrize(
@@ -359,6 +382,8 @@ def by_chance(rows: int, **more: object) -> ls.Trajectory:
         ),
         (settling(4_000, examples=[str(row % 2_000) for row in range(4_000)]), {"distinct": True}, None),
         (random_trajectory(rows=30).take(np.arange(3_000) % 30), {}, "Only 30 of the 3,000 examples differ"),
+        (rounded_otherwise(random_trajectory(rows=1_000)), {}, r"Only 1,0\d\d of the 3,000 examples differ"),
+        (with_log_probs(settling(2_000)).take(np.arange(4_000) % 2_000), {}, "Only 2,000 of the 4,000 examples"),
         (made(np.zeros((900, 2), bool), np.zeros((900, 2))), {}, "says nothing: full depth is right in 0.0 %"),
         (by_chance(3_000), {}, "not above chance: full depth is right in 2[456].. % .* in 2[56].. %"),
         (by_chance(3_000, sequences=np.arange(3_000) // 10), {}, "not above chance"),

@@ -11,6 +11,7 @@ import loopscope as ls
 from loopscope.certify.monitor import MEAN_BETS, MeanBets, RankBets, start
 from loopscope.errors import UserError
 from loopscope.policy import CalibrationExits, Certificate
+from loopscope.trajectory import concatenate
 
 LOOPS = 4
 ALPHA = 0.2
@@ -207,8 +208,33 @@ def test_inputs_that_are_counted_once_give_no_alarm() -> None:
         rng = np.random.default_rng(seed)
         chosen = ls.calibrate(often_easy(3_000, rng), 0.05, readout="margin", distinct=True)
         stream = often_easy(3_000, rng)
-        for played_as_it_stands in (False, True):  # what is distinct stands in random order, too
+        for played_as_it_stands in (False, True):  # an input stands where one of its copies does, drawn at random
             assert not ls.Monitor(chosen, seed=seed).replay(stream, stream=played_as_it_stands).alarm
+
+
+def test_inputs_that_are_counted_once_give_no_alarm_on_a_recording_of_another_size() -> None:
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        chosen = ls.calibrate(often_easy(2_000, rng), 0.05, readout="margin", distinct=True)
+        assert not ls.Monitor(chosen, seed=seed).replay(often_easy(10_000, rng)).alarm
+    with pytest.raises(UserError, match="give a recording with as many examples"):
+        ls.Monitor(chosen).replay(often_easy(1_000, rng))
+
+
+@pytest.mark.parametrize("option", ["distinct", "new_inputs"])
+@pytest.mark.parametrize("rows", [3_000, 2_000])
+def test_a_stream_of_inputs_that_are_counted_once_keeps_its_order(option: str, rows: int) -> None:
+    """Also where it is longer than the calibration data: the change after two thirds of it is found where it is."""
+
+    def named(recording: ls.Trajectory, prefix: str) -> ls.Trajectory:
+        return replace(recording, examples=[f"{prefix} {row}" for row in range(recording.num_examples)])
+
+    chosen = ls.calibrate(named(settling(rows, 0), "known"), 0.05, readout="margin", **{option: True})
+    stream = concatenate([named(settling(2_000, 1), "before"), named(settling(1_000, 2, later=0.6), "after")])
+    played = ls.Monitor(chosen).replay(stream, audit=0, stream=True)
+    (alarm,) = played.alarms
+    assert alarm.since == pytest.approx(played.examples * 2 / 3, abs=100)
+    assert alarm.direction == "later"
 
 
 def test_the_order_of_a_recording_is_no_order_of_time(policy: ls.ExitPolicy) -> None:

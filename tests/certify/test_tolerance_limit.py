@@ -87,7 +87,7 @@ def test_it_serves_where_a_walk_does_and_saves_loops_of_few_examples() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "name the readout"),
+        ({}, "name the readout, such as --readout margin.$"),
         ({"readout": "margin", "grid": drawn(300, 1)}, "leave out --grid"),
         ({"readout": "margin", "max_drop": 0.001}, "takes 2,995 tested examples, and there are 300; record 2,995"),
         ({"readout": "oracle"}, "cannot be calibrated"),
@@ -96,6 +96,11 @@ def test_it_serves_where_a_walk_does_and_saves_loops_of_few_examples() -> None:
 def test_what_it_cannot_prove_is_rejected(options: dict[str, object], words: str) -> None:
     with pytest.raises(ls.UserError, match=words):
         ls.calibrate(drawn(300, 0), **{"method": "tolerance", "max_drop": 0.1, **options})  # type: ignore[arg-type]
+
+
+def test_it_has_a_confidence() -> None:
+    with pytest.raises(ls.UserError, match="leave out --in-expectation"):
+        ls.conformal_risk_control(drawn(300, 0), 0.1, readout="margin", method="tolerance")
 
 
 def test_it_is_for_single_answers() -> None:

@@ -80,7 +80,7 @@ def test_other_data_and_other_readouts_are_not(tmp_path: Path) -> None:
         calibrated(FITTED.take(np.arange(ROWS - 1)), gates={"x": ls.Stopper.load(tmp_path / "stopper")})
 
 
-SKETCH = {"examples": 5, "units": 5, "complete": False, "keys": "0" * 13}
+SKETCH = {"units": 5, "complete": False, "keys": "0" * 13}
 
 
 @pytest.mark.parametrize("rows", [3, {"texts": 3}, {"texts": {**SKETCH, "keys": "zz"}}, {"texts": {}}])
@@ -106,12 +106,16 @@ def test_thresholds_from_what_is_tested_are_rejected(grid: Callable[[np.ndarray]
     assert calibrated(FITTED, grid=learnable(1)).guarantee is not None
 
 
-def test_copies_of_an_input_are_judged_by_trees_that_had_none_of_them() -> None:
+@pytest.mark.parametrize("texts", [True, False])
+def test_copies_of_an_input_are_judged_by_trees_that_had_none_of_them(texts: bool) -> None:
     """Labels are drawn at random: there is nothing to learn, but a forest that saw a copy knows its answer."""
     noise = random_trajectory(3, rows=100, loops=4)
-    copies = replace(noise, examples=[str(row) for row in range(100)]).take(np.repeat(np.arange(100), 10))
+    inputs = [str(row) for row in range(100)] if texts else None
+    copies = replace(noise, examples=inputs).take(np.repeat(np.arange(100), 10))
     out_of_bag = fit_out_of_bag(copies, leaf=1, kind="classifier").out_of_bag
     lost = ~copies.correct[:, 0] & copies.correct[:, -1]
     assert abs(np.corrcoef(out_of_bag[:, 0], lost)[0, 1]) < 0.25
     few = replace(noise, examples=["one", "two"] * 50)
     assert why_not_learned(few) == "A stopper is learned from 10 different inputs or more; there are 2."
+    assert why_not_learned(noise.take(np.arange(200) % 2)).endswith("there are 2.")
+    assert why_not_learned(noise) == ""

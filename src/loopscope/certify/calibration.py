@@ -150,7 +150,7 @@ class Candidates:
     grid: DataSummary  # where the thresholds come from
     grid_size: int | None  # None: as long as the walk
     split: bool  # whether a part of the data proposes and is not tested
-    drawn: int | None = None  # examples among which inputs occur once, where only those count
+    drawn: int | None = None  # examples, where only those count that are distinct or occur once
 
 
 def _candidates_of_recording(

@@ -36,6 +36,7 @@ def cautions(recorded: Recorded, policy: ExitPolicy) -> Iterator[str]:
 
 
 def _copies(recording: Trajectory) -> Iterator[str]:
+    """Known by their texts, or by their scores; signals alone may have few values without any copy."""
     if recording.sequences is not None:
         return
     if recording.examples is not None:
@@ -45,14 +46,12 @@ def _copies(recording: Trajectory) -> Iterator[str]:
                 f"{copies:,} examples are copies of others. If copies are not drawn on their own, add --distinct; if "
                 "the inputs to come are new ones, add --new-inputs."
             )
-    elif recording.row_hashes is not None:
-        different = len(np.unique(recording.row_hashes))
-        if 2 * different < recording.num_examples:
-            yield (
-                f"Only {different:,} of the {recording.num_examples:,} examples differ in their logits; if they are "
-                "copies and not drawn on their own, the guarantee counts far more than there is: give every example "
-                "once."
-            )
+    elif recording.copies is not None and not (recording.logits is None and recording.label_log_probs is None):
+        yield (
+            f"Only {recording.copies.max() + 1:,} of the {recording.num_examples:,} examples differ in their scores; "
+            "if they are copies and not drawn on their own, the guarantee counts far more than there is: give every "
+            "example once."
+        )
 
 
 def _not_above_chance(recorded: Recorded, loss: Loss) -> Iterator[str]:

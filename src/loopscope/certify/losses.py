@@ -134,23 +134,29 @@ class Population(Protocol):
     def new_inputs(self) -> bool: ...
 
 
-def population(trajectory: Trajectory, which: Population, drawn: int | None = None) -> Trajectory:
+def population(
+    trajectory: Trajectory, which: Population, drawn: int | None = None, *, ordered: bool = False
+) -> Trajectory:
     """The examples for which a guarantee is made: all, or only some.
 
     New inputs are estimated by those that occur once, after Good and Turing: of N draws, the share of inputs with a
     loss among those that occur once is on average that among the inputs which N - 1 draws do not hold. So it depends on
-    how many were `drawn`: of more, as many are taken at random.
+    how many were `drawn`: of more, as many are taken at random. So it is where every input counts once: of more draws,
+    rare inputs are a larger share. With `ordered` examples stay in the order of the recording.
     """
     if which.unseen:
         trajectory = trajectory.unseen()
-    if which.new_inputs and drawn is not None and drawn < trajectory.num_examples:
-        trajectory = trajectory.take(np.random.default_rng(0).permutation(trajectory.num_examples)[:drawn])
-    return trajectory.distinct(alone=which.new_inputs) if which.distinct or which.new_inputs else trajectory
+    if not (which.distinct or which.new_inputs):
+        return trajectory
+    if drawn is not None and drawn < trajectory.num_examples:
+        rows = np.random.default_rng(0).permutation(trajectory.num_examples)[:drawn]
+        trajectory = trajectory.take(np.sort(rows) if ordered else rows)
+    return trajectory.distinct(alone=which.new_inputs, ordered=ordered)
 
 
 def drawn_for(trajectory: Trajectory, which: Population) -> int | None:
-    """How many examples were drawn, among which inputs occur once; None where all inputs count."""
-    if not which.new_inputs:
+    """How many examples were drawn, of which those count that are distinct or occur once; None where all count."""
+    if not (which.distinct or which.new_inputs):
         return None
     return trajectory.unseen().num_examples if which.unseen else trajectory.num_examples
 

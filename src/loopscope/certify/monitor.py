@@ -250,7 +250,7 @@ class Monitor:
                 "The promise is about right answers, and this recording has no labels to audit; watch its exits alone "
                 "(--audit 0), or calibrate with the loss 'disagreement', which needs none."
             )
-        recording = promised_part(self.guarantee, recording)
+        recording = promised_part(self.guarantee, recording, ordered=stream)
         outcome = outcome_of(self.policy, recording)
         (units,) = risk_groups(recording, per_difficulty=False)
         depths = units.means(outcome.loops)

@@ -49,11 +49,10 @@ class RiskTarget(Settings, frozen=True, kw_only=True):
     method: Method = "walk"  # tolerance: for a named readout, no part of the data is set aside
 
     def __post_init__(self) -> None:
-        if self.method == "tolerance" and (self.readout == AUTO or self.in_expectation):
-            raise ValueError(
-                "the method 'tolerance' proves one readout at a confidence; name the readout, and leave out "
-                "in_expectation"
-            )
+        if self.method == "tolerance" and self.readout == AUTO:
+            raise ValueError("the method 'tolerance' proves one readout; name the readout, such as --readout margin")
+        if self.method == "tolerance" and self.in_expectation:
+            raise ValueError("the method 'tolerance' proves at a confidence; leave out --in-expectation")
         if self.distinct and self.new_inputs:
             raise ValueError(
                 "an input is counted once (distinct), or only if it occurs once (new_inputs); leave out one of them"

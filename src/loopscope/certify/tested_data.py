@@ -84,8 +84,8 @@ def load_recorded(path: Path) -> Recorded:
     return LiveRuns.load(path) if live else Trajectory.load(path)
 
 
-def promised_part(guarantee: Guarantee, recorded: Recorded) -> Recorded:
-    """The examples for which a promise was made."""
+def promised_part(guarantee: Guarantee, recorded: Recorded, *, ordered: bool = False) -> Recorded:
+    """The examples for which a promise was made; with `ordered` in the order of the recording."""
     if isinstance(recorded, LiveRuns):
         if guarantee.unseen or guarantee.distinct or guarantee.new_inputs:
             raise UserError(
@@ -94,11 +94,15 @@ def promised_part(guarantee: Guarantee, recorded: Recorded) -> Recorded:
         return recorded
     here = drawn_for(recorded, guarantee)
     if here is not None and guarantee.drawn is not None and here < _MIN_DRAWN * guarantee.drawn:
+        made = f"is for inputs that {guarantee.drawn:,} examples do not hold"
+        other = "other inputs occur once"
+        if guarantee.distinct:
+            made, other = f"counts every input of {guarantee.drawn:,} examples once", "rare inputs are a smaller share"
         raise UserError(
-            f"The guarantee is for inputs that {guarantee.drawn:,} examples do not hold; of the {here:,} examples here "
-            "other inputs occur once: give a recording with as many examples, or calibrate on fewer."
+            f"The guarantee {made}; of the {here:,} examples here {other}: give a recording with as many examples, or "
+            "calibrate on fewer."
         )
-    return population(recorded, guarantee, guarantee.drawn)
+    return population(recorded, guarantee, guarantee.drawn, ordered=ordered)
 
 
 def check_held_out(policy: ExitPolicy, recorded: Recorded) -> None:

@@ -77,7 +77,7 @@ def fit_out_of_bag(
     values = read_signals(names, recording)
     edges = np.stack([_edges(values[:, loop]) for loop in range(recording.num_loops - 1)])
     provenance = {"stopper": plain(settings), **fitting_data(recording)}
-    fitting = _Fitting(settings, names, edges, values, right.astype(np.float64), recording.units)
+    fitting = _Fitting(settings, names, edges, values, right.astype(np.float64), _kept_together(recording))
     return fitting.run(provenance)
 
 
@@ -87,10 +87,16 @@ def why_not_learned(recording: Trajectory) -> str:
         return "With one loop there is no exit to choose, so no stopper to fit."
     if recording.num_examples < MIN_EXAMPLES:
         return f"A stopper is learned from {MIN_EXAMPLES} examples or more; there are {recording.num_examples}."
-    if recording.num_units < MIN_UNITS:
+    together = _kept_together(recording)
+    if together is not None and together.max() + 1 < MIN_UNITS:
         units = "different inputs" if recording.sequences is None else "sequences"
-        return f"A stopper is learned from {MIN_UNITS} {units} or more; there are {recording.num_units}."
+        return f"A stopper is learned from {MIN_UNITS} {units} or more; there are {together.max() + 1}."
     return ""
+
+
+def _kept_together(recording: Trajectory) -> Array | None:
+    """[N] the sequence of an example, or its input where inputs have copies, which are in one fold."""
+    return recording.copies if recording.units is None else recording.units
 
 
 def stopper_signals(*recordings: Trajectory) -> list[str]:
