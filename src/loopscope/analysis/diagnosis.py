@@ -167,8 +167,8 @@ def diagnose_subject(
     readout, room = _readout_gap(subject, level), rooms(subject, level)
     against = None if reference is subject else reference
     weak = against is not None and subject.is_more_accurate_than(against)
-    asked_beyond = level.loop is not None or level.accuracy > subject.ceiling - ACCURACY_MARGIN
-    behind = against is not None and asked_beyond and against.is_more_accurate_than(subject)
+    target_matters = level.loop is not None or level.accuracy > subject.ceiling - ACCURACY_MARGIN
+    behind = against is not None and target_matters and against.is_more_accurate_than(subject)
     trajectory = None if against is None or weak else _trajectory_gap(subject, against, level)
     parts = {"readout": readout, "trajectory": trajectory}
     blamed = tuple(name for name, gap in parts.items() if gap is not None and gap.blames)
