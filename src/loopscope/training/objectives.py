@@ -12,13 +12,8 @@
 Shapes: T loops, B rows. Everything about q is computed in log space and in float32 or wider.
 """
 
-import importlib
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
-from types import CodeType
 from typing import Literal
 
 import numpy as np
@@ -29,7 +24,8 @@ from torch import Tensor
 from loopscope.config import digest
 from loopscope.errors import UserError, reason
 from loopscope.tasks import Draws
-from loopscope.training.settings import Objective, UserFunction, objective_source
+from loopscope.training.settings import Objective, UserFunction
+from loopscope.user_code import load_code
 
 _MIN_LOG_PROBABILITY = -1e4
 """Log-probabilities below this are held there: exp of it is 0, and 0 times it is 0, where 0 times -inf is not."""
@@ -144,7 +140,7 @@ def depth_kl(log_q: Tensor, log_prior: Tensor) -> Tensor:
 def load_objective(objective: Objective, seed: int, function: UserFunction | None = None) -> LossFunction:
     """What training minimises; a function of the user's is imported, unless it is given."""
     if objective.is_custom:
-        current = _current_function(objective.name, function)
+        current = load_code(objective.name, "objective", function)
         return lambda loops: _custom_loss(objective, current, seed, loops)
     decoupled = objective.name == "decoupled_gate"
     return lambda loops: objective_loss(
@@ -189,40 +185,3 @@ def try_objective(
         joint |= halts is not None and halts.grad is not None
         decoupled |= detached is not None and detached.grad is not None
     return "joint" if joint else "decoupled" if decoupled else "none"
-
-
-def _current_function(name: str, function: UserFunction | None) -> UserFunction:
-    """The function of this name, if it is what its source text says now."""
-    text, file = objective_source(name, function)
-    function = function or _imported(name)
-    if file is not None and not _is_compiled_from(text, function):
-        raise UserError(f"{file}, with '{name}', was changed after Python had imported it; start Python again.")
-    return function
-
-
-def _imported(name: str) -> UserFunction:
-    module, _, attribute = name.partition(":")
-    try:
-        function: UserFunction = getattr(importlib.import_module(module), attribute)
-        if function.__module__ != module:  # the source text of the module that defines it belongs to the run
-            raise UserError(f"it is defined in '{function.__module__}'; name it where it is defined")
-    except (Exception, SystemExit) as error:
-        raise UserError(f"The objective '{name}' cannot be imported: {reason(error)}.") from None
-    return function
-
-
-def _is_compiled_from(text: bytes, function: UserFunction) -> bool:
-    """Whether the function is what Python makes of the text now; pytest makes something else of its tests."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    loader = getattr(sys.modules.get(function.__module__), "__loader__", None)
-    if code is None or type(loader) is not SourceFileLoader:
-        return True
-    try:
-        return code in _nested(compile(text, code.co_filename, "exec", dont_inherit=True))
-    except SyntaxError:
-        return False
-
-
-def _nested(code: CodeType) -> set[CodeType]:
-    """The code and all code that is defined in it."""
-    return {code}.union(*(_nested(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

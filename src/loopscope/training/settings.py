@@ -6,11 +6,6 @@ with another text it is another run. Only training imports the module (`training
 code because a checkpoint's file names it.
 """
 
-import hashlib
-import importlib.util
-import inspect
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -36,17 +31,17 @@ from loopscope.config import (
     read_toml,
     with_overrides,
 )
-from loopscope.errors import UserError, brief, did_you_mean, reason
+from loopscope.errors import brief, did_you_mean
 from loopscope.files import is_file, no_such_toml
 from loopscope.models.checkpoint_folder import TransformerSettings, require_values
 from loopscope.models.tokenizer import END
 from loopscope.tasks import Mano, Parity
+from loopscope.user_code import is_user_name, source_sha256
 
 GATED = ("learned_gate", "decoupled_gate")
 """The objectives that train a gate."""
 BUILT_IN = ("final", "fixed_prior", *GATED, "random_depth")
 _CUSTOM = "module:function"
-_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _SETTINGS_OF = {
     **dict.fromkeys(("prior", "geometric_lambda", "beta"), BUILT_IN),
     "truncated": ("random_depth",),
@@ -78,7 +73,7 @@ class Objective(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         kind = _CUSTOM if self.is_custom else self.name
-        if self.is_custom and not _FUNCTION.fullmatch(self.name):
+        if self.is_custom and not is_user_name(self.name):
             raise ValueError(
                 f"there is no objective '{self.name}'{did_you_mean(self.name, BUILT_IN)}; choose one of "
                 f"{', '.join(BUILT_IN)}, or name a function of your own as 'module:function'"
@@ -265,31 +260,6 @@ def with_source(objective: Objective, function: UserFunction | None = None) -> O
     """The objective with the hash of its source text, which must be the one that it has already, if it has one."""
     if not objective.is_custom:
         return objective
-    found = hashlib.sha256(objective_source(objective.name, function)[0]).hexdigest()
-    if objective.source_sha256 not in (UNSET, found):
-        raise UserError(f"The source text of '{objective.name}' is not the one that these settings name; put it back.")
+    recorded = None if objective.source_sha256 is UNSET else objective.source_sha256
+    found = source_sha256(objective.name, "objective", recorded, function)
     return msgspec.structs.replace(objective, source_sha256=found)
-
-
-def objective_source(name: str, function: UserFunction | None = None) -> tuple[bytes, Path | None]:
-    """The text of a custom objective's module and its file; of a function in a notebook its own text, and no file.
-
-    Python runs the `__init__` of the packages around the module, and nothing of the module itself.
-    """
-    module, file, problem = name.partition(":")[0], None, "it must be in the current folder, in PYTHONPATH or installed"
-    if function is not None:
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if file is None and inspect.isfunction(function):
-            return inspect.getsource(function).encode(), None
-    else:
-        if "" not in sys.path:  # the current folder, which a script that pip installed does not look into
-            sys.path.append("")
-        importlib.invalidate_caches()
-        try:
-            spec = importlib.util.find_spec(module)
-            file = None if spec is None else spec.origin
-        except Exception as error:
-            problem = reason(error)
-    if file is None or not file.endswith(".py") or not Path(file).is_file():
-        raise UserError(f"There is no module '{module}' with a source text for the objective '{name}': {problem}.")
-    return Path(file).read_bytes(), Path(file)
